@@ -81,7 +81,9 @@ def _put(results, function, *arguments) -> None:  # type: ignore[no-untyped-def]
 
 def learn(directory: Path, tokens: int) -> float:
     """Seconds of the processor for a token."""
-    memory = Memory(kept=corpus.Answers(directory, identify(Words()), "", 10**9), on_trouble=print)
+    memory = Memory(
+        kept=corpus.KeptAnswers(directory, identify(Words()), "", 10**9), on_trouble=print
+    )
     answers = Answers(tokens, 1)
     used = 0.0
     for number, answer in enumerate(answers.up_to(tokens)):
@@ -99,7 +101,7 @@ def draft(directory: Path, tokens: int) -> tuple[float, float, float, int]:
     """Seconds to open it, of a median look-up and of one in a hundred, and the number of files."""
     identity = identify(Words())
     started = time.perf_counter()
-    memory = Memory(kept=corpus.Answers(directory, identity), on_trouble=print)
+    memory = Memory(kept=corpus.KeptAnswers(directory, identity), on_trouble=print)
     opened = time.perf_counter() - started
     memory.settle()
     other = Answers(tokens, 2).answer(MOST)

@@ -7,10 +7,33 @@ prefer_openblas()  # before anything imports mlx.core
 import logging  # noqa: E402
 from typing import TYPE_CHECKING  # noqa: E402
 
-if TYPE_CHECKING:
+_PUBLIC = {
+    ".compat.augmentation": "Augmentation augment",
+    ".compat.generation": "batch_generate generate stream_generate",
+    ".corpus.memory": "Memory",
+    ".drafting.combined": "CombinedDrafter",
+    ".drafting.drafter": "DraftTree Drafter VerifiedStep",
+    ".drafting.lookahead": "LookaheadDrafter",
+    ".drafting.sources": "PromptLookupDrafter",
+    ".engine.constraint": "Constraint",
+    ".engine.draft_model": "DraftModelDrafter",
+    ".engine.params": "SamplingParams pure",
+    ".engine.prompt_cache_file": "load_prompt_cache save_prompt_cache",
+    ".errors": "ConversionError DistributedError DrafterError LoadError MlxspecError "
+    "OptionError PromptCacheError PromptError StoreError",
+    ".generation.decoder": "AutoDecoder CombinedDecoder Decoder LookaheadDecoder "
+    "PromptLookupDecoder",
+    ".generation.options": "GenerationOptions",
+    ".generation.response": "GenerationResponse GenerationResult SpeculationStats TokenLogprobs",
+    ".generation.session": "Session",
+    ".models.model": "load",
+}
+_HOMES = {name: module for module, names in _PUBLIC.items() for name in names.split()}
+
+if TYPE_CHECKING:  # what type checkers and editors read; _PUBLIC says the same at run time
     from .compat.augmentation import Augmentation as Augmentation
     from .compat.augmentation import augment as augment
-    from .compat.batch import batch_generate as batch_generate
+    from .compat.generation import batch_generate as batch_generate
     from .compat.generation import generate as generate
     from .compat.generation import stream_generate as stream_generate
     from .corpus.memory import Memory as Memory
@@ -35,11 +58,11 @@ if TYPE_CHECKING:
     from .errors import PromptCacheError as PromptCacheError
     from .errors import PromptError as PromptError
     from .errors import StoreError as StoreError
+    from .generation.decoder import AutoDecoder as AutoDecoder
+    from .generation.decoder import CombinedDecoder as CombinedDecoder
     from .generation.decoder import Decoder as Decoder
-    from .generation.decoders import AutoDecoder as AutoDecoder
-    from .generation.decoders import CombinedDecoder as CombinedDecoder
-    from .generation.decoders import LookaheadDecoder as LookaheadDecoder
-    from .generation.decoders import PromptLookupDecoder as PromptLookupDecoder
+    from .generation.decoder import LookaheadDecoder as LookaheadDecoder
+    from .generation.decoder import PromptLookupDecoder as PromptLookupDecoder
     from .generation.options import GenerationOptions as GenerationOptions
     from .generation.response import GenerationResponse as GenerationResponse
     from .generation.response import GenerationResult as GenerationResult
@@ -51,30 +74,7 @@ if TYPE_CHECKING:
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __version__ = "0.1.0"
-_NAMES = {
-    ".compat.augmentation": "Augmentation augment",
-    ".compat.batch": "batch_generate",
-    ".compat.generation": "generate stream_generate",
-    ".corpus.memory": "Memory",
-    ".drafting.combined": "CombinedDrafter",
-    ".drafting.drafter": "DraftTree Drafter VerifiedStep",
-    ".drafting.lookahead": "LookaheadDrafter",
-    ".drafting.sources": "PromptLookupDrafter",
-    ".engine.constraint": "Constraint",
-    ".engine.draft_model": "DraftModelDrafter",
-    ".engine.params": "SamplingParams pure",
-    ".engine.prompt_cache_file": "load_prompt_cache save_prompt_cache",
-    ".errors": "ConversionError DistributedError DrafterError LoadError "
-    "MlxspecError OptionError PromptCacheError PromptError StoreError",
-    ".generation.decoder": "Decoder",
-    ".generation.decoders": "AutoDecoder CombinedDecoder LookaheadDecoder PromptLookupDecoder",
-    ".generation.options": "GenerationOptions",
-    ".generation.response": "GenerationResponse GenerationResult SpeculationStats TokenLogprobs",
-    ".generation.session": "Session",
-    ".models.model": "load",
-}
-_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
-__all__ = list(_HOMES)  # type checkers read the imports above
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> object:

@@ -36,7 +36,7 @@ class ConversionError(MlxspecError):
 
 
 class PromptError(MlxspecError, ValueError):
-    """A prompt is empty, too long, no prompt at all, or does not go into the chat template."""
+    """A prompt is empty, too long or of a wrong type, or the chat template refuses it."""
 
 
 class OptionError(MlxspecError, ValueError):
@@ -56,7 +56,7 @@ class PromptCacheError(MlxspecError):
 
 
 class DrafterError(MlxspecError, TypeError):
-    """A drafter that the user has written is none, or proposes what is no draft."""
+    """A custom drafter is invalid or returned an invalid draft."""
 
 
 class SettingsError(MlxspecError):

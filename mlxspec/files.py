@@ -5,7 +5,7 @@ in one step once it is complete. Only regular files are ever replaced: links are
 and devices, pipes and sockets not written to.
 
 A process that is killed leaves behind what it was writing. It holds a lock on it while it lives,
-so the next process that writes in the same place can tell what was abandoned, and removes it.
+so the next process that writes in the same place recognises what was abandoned, and removes it.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def replaced(path: Path, error: type[MlxspecError], mode: int = PRIVATE) -> Iter
 def sole_writer(path: Path, error: type[MlxspecError], *, create: bool) -> Iterator[None]:
     """Keep other writers of a file away while the body runs.
 
-    The lock is an advisory one (flock) on the file itself, so no lock file lies about. A writer
+    The lock is an advisory one (flock) on the file itself, so there is no lock file. A writer
     that replaces the file holds the lock of the old one; those that waited for it notice and
     wait for the new one. So replace the file last: from then on others may write.
 

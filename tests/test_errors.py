@@ -39,7 +39,7 @@ def test_errors_are_public_unless_the_commands_alone_raise_them() -> None:
     defined = {name: kind for name, kind in vars(errors).items() if inspect.isclass(kind)}
     assert all(issubclass(kind, mlxspec.MlxspecError) for kind in defined.values())
     package = Path(mlxspec.__file__).parent
-    library = [path for path in package.glob("*/**/*.py") if path.parent.name != "cli"]
+    library = [path for path in package.glob("*/**/*.py") if "cli" not in path.parts]
     raised = {word for path in library for word in re.findall(r"\w+Error\b", path.read_text())}
     public = {name for name in mlxspec.__all__ if name.endswith("Error")}
     assert public == defined.keys() & raised

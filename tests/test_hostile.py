@@ -32,6 +32,7 @@ def test_other_errors_go_on(error: type[BaseException]) -> None:
         harmless(fail)
 
 
+@pytest.mark.slow
 def test_memory_that_is_given_back_counts() -> None:
     harmless(lambda: np.ones(10 << 20, np.uint8).sum())
     with pytest.raises(AssertionError, match="MB"):

@@ -30,8 +30,7 @@ from ..engine.params import SamplingParams
 from ..engine.sampling import Chooser
 from ..engine.target import Progress
 from ..errors import OptionError, PromptError
-from ..generation.decoder import Decoder
-from ..generation.decoders import AutoDecoder, CombinedDecoder, LookaheadDecoder
+from ..generation.decoder import AutoDecoder, CombinedDecoder, Decoder, LookaheadDecoder
 from ..generation.response import SpeculationStats
 from ..models.chat_template import apply_template
 from ..models.model import encode_prompt

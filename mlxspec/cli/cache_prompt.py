@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from ..errors import OptionError, PromptCacheError
 from ..models.model_files import DEMO, is_downloaded, is_repository_name
 from ..terminal import visible
 from .common.generation import Generation
-from .common.model_choice import model_or_default, tell_of_model
+from .common.model_choice import model_or_default, note_which_model
 from .common.notes import note
 from .common.options import ADAPTERS, ADAPTERS_HELP, NAME, command, option, options_of
 from .common.output import at_terminal, error_console, prefill_bar
@@ -62,7 +63,7 @@ def cache_prompt_command(
 
     The file is also one for "mlx_lm.generate --prompt-cache-file", and those of
     "mlx_lm.cache_prompt" serve here. With a chat template the prompt is the beginning of a user's
-    message, which the later prompt goes on with.
+    message, which the later prompt continues.
     """
     import mlx.core as mx
     from mlx_lm.generate import generate_step
@@ -89,16 +90,12 @@ def cache_prompt_command(
     templated = prompt.uses_template(source, tokenizer)
     ids = prompt.tokens(source, tokenizer, templated, ended=False)
     tokens = prompt_ids(ids, tokenizer, vocabulary_size(loaded), context_length(loaded))
-
-    tell_of_model(model)
+    note_which_model(model)
     cache = make_prompt_cache(loaded, caches.max_kv_size)
-    options = {**asdict(caches), "prompt_cache": cache}
-    with prefill_bar(error_console()) as progress:
-        processing = generate_step(
-            mx.array(tokens), loaded, max_tokens=0, prompt_progress_callback=progress, **options
-        )
-        for _ in processing:
-            pass
+    options: dict[str, Any] = {**asdict(caches), "prompt_cache": cache}
+    with prefill_bar(error_console()) as bar:
+        options["prompt_progress_callback"] = bar
+        deque(generate_step(mx.array(tokens), loaded, max_tokens=0, **options), maxlen=0)
     adapters = "" if adapter_path is None else str(local_path(adapter_path).resolve())
     metadata = {"model": name, "tokenizer_config": "{}", ADAPTERS_OF_FILE: adapters}
     save_prompt_cache(path, cache, metadata, tokens=tokens)
@@ -148,44 +145,35 @@ class CachedPrompt:
         )
 
     def _model(self, asked: str | None) -> str | None:
-        """The model that made the file, which is the one that was asked for, if any was.
+        """The model that made the file, which must be the one that was asked for, if any was.
 
-        The file may come from anybody: what it names is downloaded only if the user says so.
+        The file may come from anybody: what it names is downloaded only if the user agrees.
         """
         own = self._metadata.get("model") or None
         if own is None or asked == own or (asked is not None and _same_directory(asked, own)):
             return asked
-        shown = visible(" ".join(own[:_LONGEST_NAME].split()))
+        made = f"{self.file} was made by the model {_shown(own)}"
         if asked is not None:
             raise PromptCacheError(
-                f"{self.file} was made by the model {shown}, not {asked}: leave out --model, or "
-                "make the file again"
+                f"{made}, not {asked}: leave out --model, or make the file again"
             )
         if own == DEMO or _is_directory(own):
             return own
-        if is_repository_name(own) and (is_downloaded(own) or _may_download(self.file, shown)):
-            return own
-        raise PromptCacheError(
-            f"{self.file} was made by the model {shown}, which is not on this machine: name the "
-            "model with --model"
-        )
+        if is_repository_name(own):
+            question = f"{visible(made)}, which is not on this machine. Download it?"
+            if is_downloaded(own) or (at_terminal() and click.confirm(question, err=True)):
+                return own
+        raise PromptCacheError(f"{made}, which is not on this machine: name the model with --model")
 
     def _adapters(self, asked: str | None) -> str | None:
-        """The adapters with which the file was made, which are those that were asked for, if any.
-
-        Files of mlx-lm's do not say it.
-        """
+        """The adapters with which the file was made; files of mlx-lm do not say."""
         own = self._metadata.get(ADAPTERS_OF_FILE)
         if own is None or (asked is not None and _same_directory(asked, own)):
             return asked
-        shown = visible(" ".join(own[:_LONGEST_NAME].split()))
         if asked is None and (not own or _is_directory(own)):
             return own or None
-        raise PromptCacheError(
-            f"{self.file} was made with the adapters {shown}: name them with --adapter-path"
-            if own
-            else f"{self.file} was made without adapters: leave out --adapter-path"
-        )
+        made = f"the adapters {_shown(own)}: name them with" if own else "no adapters: leave out"
+        raise PromptCacheError(f"{self.file} was made with {made} --adapter-path")
 
     def _check_quantization(self, options: CacheOptions) -> None:
         """Refuse options that would quantise the cache in another way than it is."""
@@ -203,13 +191,13 @@ class CachedPrompt:
                 )
 
     def _end_tokens(self) -> tuple[str, ...]:
-        """The end token that mlx-lm was told when it made the file, if it was told one."""
+        """The end token that mlx-lm was given when it made the file, if any."""
         try:
             config = json.loads(self._metadata.get("tokenizer_config", "{}"))
         except (ValueError, RecursionError):
             return ()
-        told = config.get("eos_token") if isinstance(config, dict) else None
-        return (told,) if isinstance(told, str) and told else ()
+        token = config.get("eos_token") if isinstance(config, dict) else None
+        return (token,) if isinstance(token, str) and token else ()
 
     def continued(
         self, prompt: str | list[int], options: PromptOptions, decoder: Decoder, templated: bool
@@ -237,7 +225,7 @@ class CachedPrompt:
 def _following(
     prompt: str | list[int], options: PromptOptions, tokenizer: TokenizerWrapper, templated: bool
 ) -> list[int]:
-    """The ids of a text that goes on with the user's message in the cache."""
+    """The ids of a text that continues the user's message in the cache."""
     if not isinstance(prompt, str):
         return prompt
     if templated:
@@ -264,9 +252,5 @@ def _is_directory(name: str) -> bool:
         return False
 
 
-def _may_download(file: str, model: str) -> bool:
-    """Ask at a terminal."""
-    if not at_terminal():
-        return False
-    question = f"{visible(file)} was made by {model}, which is not on this machine. Download it?"
-    return click.confirm(question, err=True)
+def _shown(name: str) -> str:
+    return visible(" ".join(name[:_LONGEST_NAME].split()))

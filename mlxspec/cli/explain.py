@@ -6,9 +6,9 @@ from functools import partial
 
 from ..errors import OptionError
 from .common.generation import Generation
-from .common.model_choice import model_or_default, tell_of_model
+from .common.model_choice import model_or_default, note_which_model
 from .common.options import check_least, color_option, command, option, options_of
-from .common.output import PageOptions, ProgressBar, error_console, output_console, prefill_bar
+from .common.output import ProgressBar, ReportOptions, error_console, output_console, prefill_bar
 from .common.prompt import PromptOptions, model_option, prompt_argument
 from .memory import Memories
 
@@ -28,7 +28,7 @@ _view = partial(option, group="Steps and output")
     "tokens are]",
     type=int,
 )
-@options_of(PageOptions, "shows", "Steps and output")
+@options_of(ReportOptions, "shows", "Steps and output", leave_out=("as_json",))
 @color_option("Steps and output", "Show in colour.")
 def explain_command(
     *,
@@ -36,7 +36,7 @@ def explain_command(
     prompt: PromptOptions,
     steps: int,
     skip: int | None,
-    shows: PageOptions,
+    shows: ReportOptions,
     color: bool | None,
 ) -> None:
     """Show what steps of speculative decoding do.
@@ -92,7 +92,7 @@ def explain_command(
             pieces=Pieces(decoder.tokenizer),
             chosen=skip is None,
         )
-        tell_of_model(generation.model)
+        note_which_model(generation.model)
         shows.show(lambda: explained.print(output_console(color)), explained.page)
-        generation.tell_if_full(decoder.model, room, last.finish_reason)
+        generation.note_if_full(decoder.model, room, last.finish_reason)
         memories.tell_once()

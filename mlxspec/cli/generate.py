@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,23 +18,28 @@ from ..distributed.launch import launched_rank, let_rank_0_speak, supervise
 from ..errors import OptionError, PromptError
 from ..process import INTERRUPTED
 from ..terminal import TokenPrinter, colored
-from .common.figures import acceptance_row, rate, result_report, speedup_rows
 from .common.generation import Generation
-from .common.model_choice import is_beyond_demo, model_or_default, tell_of_model
+from .common.model_choice import is_beyond_demo, model_or_default, note_which_model
 from .common.notes import silence_notes
 from .common.options import NAME, Command, check_least, color_option, command, option, options_of
-from .common.output import error_console, figures_grid, prefill_bar, write_json
+from .common.output import (
+    acceptance_row,
+    error_console,
+    figures_grid,
+    prefill_bar,
+    rate,
+    result_report,
+    speedup_rows,
+    write_json,
+)
 from .common.prompt import PromptOptions, model_option, prompt_argument
 from .memory import Memories
 
 if TYPE_CHECKING:
-    from ..distributed.leader import Leader
-    from ..generation.response import (
-        GenerationResponse,
-        GenerationResult,
-        StepTime,
-        Transcript,
-    )
+    from ..distributed.ranks import Leader
+    from ..generation.decoder import Decoder
+    from ..generation.response import GenerationResult, StepTime
+    from .cache_prompt import CachedPrompt
 
 
 class _GenerateCommand(Command):
@@ -53,7 +56,7 @@ class _GenerateCommand(Command):
 @options_of(PromptOptions, "prompt", "Model and prompt")
 @option(
     "--prompt-cache-file FILE",
-    "Go on where a file of 'mlxspec cache-prompt' or mlx_lm.cache_prompt ends.",
+    "Continue where a file of 'mlxspec cache-prompt' or mlx_lm.cache_prompt ends.",
     type=NAME,
     group="Model and prompt",
 )
@@ -85,7 +88,7 @@ class _GenerateCommand(Command):
 def generate_command(*, prompts: str | None, concurrency: int | None, **options: Any) -> None:
     """Generate text with speculative decoding.
 
-    PROMPT is what the model is asked. A text that it is about comes through a pipe or from
+    PROMPT is what the model is asked. Pipe the input text, or name it with
     --prompt-file; the model gets the text, a blank line and PROMPT. A text alone is the prompt.
 
     Drafts are taken from what followed the last words earlier in prompt, output or earlier
@@ -114,7 +117,7 @@ def generate_command(*, prompts: str | None, concurrency: int | None, **options:
     line that cannot be answered gets an "error"; the others are answered, and the exit status
     is 1.
 
-    Standard input is read where it is a pipe, or a file of which nobody has read anything yet. A
+    Standard input is read where it is a pipe, or a file that has not been read from yet. A
     pipe that stays open with nothing in it is left alone after 10 seconds. In a script whose own
     standard input is a pipe, "mlxspec generate ... < /dev/null" leaves it to the script.
 
@@ -146,7 +149,7 @@ def answer_together(*, prompt: PromptOptions, **options: Any) -> None:
     Raises:
         MlxspecError: as :func:`answer`, or the ranks do not find each other.
     """
-    from ..distributed.group import taking_part
+    from ..distributed.ranks import taking_part
 
     if prompt.reads_standard_input:
         raise PromptError(
@@ -161,16 +164,16 @@ def answer(
     generation: Generation,
     prompt: PromptOptions,
     prompt_cache_file: str | None,
-    quiet: bool,
-    color: bool | None,
-    stats: bool,
-    as_json: bool,
     logprobs: int | None,
     leader: Leader | None = None,
+    **shows: Any,
 ) -> None:
     """Answer one prompt; with a ``leader`` by a model that is split over its ranks.
 
     Exits with status 130 after showing what there is if Ctrl-C ends the generation.
+
+    Args:
+        shows: the options ``quiet``, ``color``, ``stats`` and ``as_json``.
 
     Raises:
         MlxspecError: an option, the prompt or the model is at fault.
@@ -178,7 +181,78 @@ def answer(
     from ..engine.caches import cached_length
     from ..generation.response import Transcript
 
-    # All that needs no model is checked before one is loaded, or even downloaded.
+    source, cached = _checked(prompt, prompt_cache_file, logprobs, shows["as_json"], leader)
+    if cached:
+        generation = cached.completed(generation)
+    printer = None if shows["as_json"] else TokenPrinter(shows["color"])
+    console = Console(quiet=True) if shows["quiet"] else error_console(shows["color"])
+    with Memories(not generation.drafting.no_memory) as memories:
+        decoder = generation.load(console, memories, leader)
+        templated = prompt.uses_template(source, decoder.tokenizer)
+        options: dict[str, Any] = {"templated": templated, "begun": prompt.prefill_response}
+        if cached:
+            tokens, where = cached.continued(source, prompt, decoder, templated)
+            options |= where
+        else:
+            tokens = prompt.tokens(source, decoder.tokenizer, templated)
+        n_cached = cached_length(options.get("prompt_cache") or ())
+        room = generation.room(decoder.model, n_cached + len(tokens))
+        free = templated and generation.form.constraint is None  # a form does what the model cannot
+        beyond = free and isinstance(source, str) and is_beyond_demo(source)
+        transcript = Transcript(logprobs)
+        with suppress(KeyboardInterrupt), prefill_bar(console) as progress:
+            for response in generation.stream(
+                decoder, tokens, room, on_progress=progress, **options
+            ):
+                if response.generation_tokens == 1:
+                    note_which_model(generation.model, beyond)
+                transcript.add(response)
+                if printer:
+                    printer.write(response.text, response.from_draft)
+        measured = decoder.step_times.table()
+        result = replace(transcript.result(measured), prompt_tokens=len(tokens))
+        _show(result, generation, decoder, console, printer)
+        generation.note_if_full(decoder.model, room, result.finish_reason)
+        if shows["stats"]:
+            _show_step_times(result, generation, decoder, console)
+        if printer:
+            memories.tell_once()
+    if result.finish_reason == "interrupted":
+        sys.exit(INTERRUPTED)
+
+
+def _show(
+    result: GenerationResult,
+    generation: Generation,
+    decoder: Decoder,
+    console: Console,
+    printer: TokenPrinter | None,
+) -> None:
+    """Show the figures after the text, or the result as JSON where no text was printed."""
+    if printer:
+        printer.finish()
+        console.print()
+        console.print(figures_panel(result, printer.color, decoder.predicted_cost))
+    else:
+        write_json(result_report(result, model_or_default(generation.model)))
+
+
+def _show_step_times(
+    result: GenerationResult, generation: Generation, decoder: Decoder, console: Console
+) -> None:
+    console.print(step_times_table(result.step_times))
+    if generation.plans:
+        console.print(machine_line(decoder.costs.slowdown))
+
+
+def _checked(
+    prompt: PromptOptions,
+    prompt_cache_file: str | None,
+    logprobs: int | None,
+    as_json: bool,
+    leader: Leader | None,
+) -> tuple[str | list[int], CachedPrompt | None]:
+    """Read the prompt, and check what needs no model before one is loaded, or even downloaded."""
     if prompt_cache_file is not None and prompt.system_prompt is not None:
         raise OptionError(
             "--system-prompt comes before what a prompt cache holds: give it to 'mlxspec "
@@ -188,67 +262,11 @@ def answer(
     if logprobs is not None and not as_json:
         raise OptionError("--logprobs are written into the JSON object: add --json")
     check_least(0, logprobs=logprobs)
-    cached = None
-    if prompt_cache_file is not None:
-        from .cache_prompt import CachedPrompt
+    if prompt_cache_file is None:
+        return source, None
+    from .cache_prompt import CachedPrompt
 
-        cached = CachedPrompt(prompt_cache_file)
-        generation = cached.completed(generation)
-    transcript = Transcript(logprobs)
-
-    console = Console(quiet=True) if quiet else error_console(color)
-    with Memories(not generation.drafting.no_memory) as memories:
-        decoder = generation.load(console, memories, leader)
-        templated = prompt.uses_template(source, decoder.tokenizer)
-        begun: dict[str, Any] = {}
-        if cached:
-            tokens, begun = cached.continued(source, prompt, decoder, templated)
-        else:
-            tokens = prompt.tokens(source, decoder.tokenizer, templated)
-        n_cached = cached_length(begun.get("prompt_cache") or ())
-        room = generation.room(decoder.model, n_cached + len(tokens))
-        begun |= {"templated": templated, "begun": prompt.prefill_response}
-        start = partial(generation.stream, decoder, tokens, room, **begun)
-        printer = None if as_json else TokenPrinter(color)
-        # The form of an output can do what the model cannot.
-        asks = source if templated and generation.form.constraint is None else None
-        beyond = isinstance(asks, str) and is_beyond_demo(asks)
-        tell = partial(tell_of_model, generation.model, beyond)
-        _transcribe(start, transcript, printer, console, tell)
-        result = transcript.result(decoder.step_times.table())
-        result = replace(result, prompt_tokens=len(tokens))
-        if printer:
-            printer.finish()
-            console.print()
-            console.print(figures_panel(result, printer.color, decoder.predicted_cost))
-        else:
-            write_json(result_report(result, model_or_default(generation.model)))
-        generation.tell_if_full(decoder.model, room, result.finish_reason)
-        if stats:
-            console.print(step_times_table(result.step_times))
-            if generation.plans:
-                console.print(machine_line(decoder.costs.slowdown))
-        if printer:
-            memories.tell_once()
-    if result.finish_reason == "interrupted":
-        sys.exit(INTERRUPTED)
-
-
-def _transcribe(
-    start: Callable[..., Iterator[GenerationResponse]],
-    transcript: Transcript,
-    printer: TokenPrinter | None,
-    console: Console,
-    on_first: Callable[[], None],
-) -> None:
-    """Run a generation to its end or to Ctrl-C, writing its text as it comes."""
-    with suppress(KeyboardInterrupt), prefill_bar(console) as progress:
-        for response in start(on_progress=progress):
-            if response.generation_tokens == 1:
-                on_first()
-            transcript.add(response)
-            if printer:
-                printer.write(response.text, response.from_draft)
+    return source, CachedPrompt(prompt_cache_file)
 
 
 def figures_panel(result: GenerationResult, legend: bool, predicted_cost: float = 0.0) -> Panel:
@@ -257,7 +275,7 @@ def figures_panel(result: GenerationResult, legend: bool, predicted_cost: float 
     Args:
         result: what was generated.
         legend: whether the text was in colour.
-        predicted_cost: as for :func:`mlxspec.cli.figures.speedup_rows`.
+        predicted_cost: as for :func:`.common.output.speedup_rows`.
     """
     stats, n_prompt = result.stats, str(result.prompt_tokens)
     rows: list[tuple[str, ...]] = [("prompt tokens", n_prompt, rate(result.prompt_tps))]

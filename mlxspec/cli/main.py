@@ -10,6 +10,64 @@ from click.shell_completion import get_completion_class
 
 from .common.options import SETTINGS, Group, argument, command
 
+_COMMANDS = {
+    "Generate": ("generate", "chat", "serve", "run", "cache-prompt"),
+    "Models": ("models", "convert", "inspect"),
+    "Speed": ("bench", "calibrate", "explain", "replay"),
+    "Drafts": ("memory", "store"),
+    "Set up": ("config", "connect", "completion", "help"),
+}
+"""By the headings that they stand under in the help."""
+
+_WHOLE = 200  # characters of a description, which all have fewer
+_SHORT = 40  # characters of a prompt that can be repeated
+
+
+class LazyGroup(Group):
+    """Imports a subcommand when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [name for names in _COMMANDS.values() for name in names]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        if cmd_name in self.commands:
+            return self.commands[cmd_name]
+        name = cmd_name.replace("-", "_")
+        return getattr(import_module(f"mlxspec.cli.{name}"), f"{name}_command")
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands under their headings, all descriptions in one column."""
+        width = max(map(len, self.list_commands(ctx)))
+        for heading, names in _COMMANDS.items():
+            with formatter.section(heading):
+                found = [(name, self.get_command(ctx, name)) for name in names]
+                formatter.write_dl(
+                    [
+                        (f"{name:<{width}}", command.get_short_help_str(_WHOLE))
+                        for name, command in found
+                        if command
+                    ]
+                )
+
+    def complaint(self, ctx: click.Context, name: str) -> str:
+        """Message for an unknown command; several words are taken for a prompt."""
+        if len(name.split()) < 2:
+            return super().complaint(ctx, name)
+        repeated = shlex.quote(name) if len(name) < _SHORT else '"..."'
+        return (
+            f"there is no command {name!r}: to use it as a prompt, run mlxspec generate {repeated}"
+        )
+
+
+@click.group(cls=LazyGroup, context_settings=SETTINGS)
+def main() -> None:
+    """Lossless speculative decoding for LLMs on Apple MLX, without a second model."""
+
+
+# --- help and completion ---
+
 
 def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     about = ctx.find_root().command
@@ -56,20 +114,20 @@ _NAME = "mlxspec"
 _VARIABLE = "_MLXSPEC_COMPLETE"  # by which click knows what the shell asks for
 _INSTALLED = {
     "bash": """\
-# mlxspec in bash 4.4 or newer (macOS has an older one). For all shells to come:
+# mlxspec in bash 4.4 or newer (macOS has an older one). For every new shell:
 #   mkdir -p ~/.local/share/bash-completion/completions
 #   mlxspec completion bash > ~/.local/share/bash-completion/completions/mlxspec
 # or, without the package bash-completion, in ~/.bashrc:  eval "$(mlxspec completion bash)"
 # For this one:  eval "$(mlxspec completion bash)"
 """,
     "zsh": """\
-# mlxspec in zsh. For all shells to come, in ~/.zshrc, after compinit:
+# mlxspec in zsh. For every new shell, in ~/.zshrc, after compinit:
 #   eval "$(mlxspec completion zsh)"
 # or without the time that takes: mlxspec completion zsh > DIRECTORY/_mlxspec, with a DIRECTORY of
 # $fpath, before compinit.
 """,
     "fish": """\
-# mlxspec in fish. For all shells to come:
+# mlxspec in fish. For every new shell:
 #   mlxspec completion fish > ~/.config/fish/completions/mlxspec.fish
 # For this one:  mlxspec completion fish | source
 """,
@@ -87,7 +145,7 @@ def completion_command(shell: str) -> None:
       eval "$(mlxspec completion zsh)"
       mlxspec completion fish | source
 
-    How to have it in every shell to come stands at the top of the script. Models are those of the
+    The top of the script says how to install it for every new shell. Models are those of the
     Hugging Face Hub's cache, aliases of 'mlxspec config', and directories.
     """
     kind = get_completion_class(shell)
@@ -100,60 +158,6 @@ def completion_command(shell: str) -> None:
         click.echo(f"{first}\n{_INSTALLED[shell]}{rest}", nl=False)
     else:
         click.echo(_INSTALLED[shell] + text, nl=False)
-
-
-_COMMANDS = {
-    "Generate": ("generate", "chat", "serve", "run", "cache-prompt"),
-    "Models": ("models", "convert", "inspect"),
-    "Speed": ("bench", "calibrate", "explain", "replay"),
-    "Drafts": ("memory", "store"),
-    "Set up": ("config", "connect", "completion", "help"),
-}
-"""By the headings that they stand under in the help."""
-
-_WHOLE = 200  # characters of a description, which all have fewer
-_SHORT = 40  # characters of a prompt that can be repeated
-
-
-class LazyGroup(Group):
-    """Imports a subcommand when it is asked for."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return [name for names in _COMMANDS.values() for name in names]
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in self.list_commands(ctx):
-            return None
-        if cmd_name in self.commands:
-            return self.commands[cmd_name]
-        name = cmd_name.replace("-", "_")
-        return getattr(import_module(f"mlxspec.cli.{name}"), f"{name}_command")
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the commands under their headings, all descriptions in one column."""
-        width = max(map(len, self.list_commands(ctx)))
-        for heading, names in _COMMANDS.items():
-            with formatter.section(heading):
-                found = [(name, self.get_command(ctx, name)) for name in names]
-                formatter.write_dl(
-                    [
-                        (f"{name:<{width}}", command.get_short_help_str(_WHOLE))
-                        for name, command in found
-                        if command
-                    ]
-                )
-
-    def complaint(self, ctx: click.Context, name: str) -> str:
-        """What to tell of a command that is none; several words are a prompt that lacks one."""
-        if len(name.split()) < 2:
-            return super().complaint(ctx, name)
-        repeated = shlex.quote(name) if len(name) < _SHORT else '"..."'
-        return f"there is no command {name!r}: to have it answered, mlxspec generate {repeated}"
-
-
-@click.group(cls=LazyGroup, context_settings=SETTINGS)
-def main() -> None:
-    """Lossless speculative decoding for LLMs on Apple MLX, without a second model."""
 
 
 main.add_command(help_command)

@@ -35,7 +35,7 @@ from .common.output import (
 )
 
 if TYPE_CHECKING:
-    from ..corpus import Answer, Answers, Memory, Settings, TokenizerIdentity
+    from ..corpus import KeptAnswer, KeptAnswers, Memory, Settings, TokenizerIdentity
 
 _DAYS = 7  # that are shown one by one
 _ALWAYS = ("context", "memory")  # shown even where no draft came from there
@@ -112,13 +112,13 @@ class Memories:
         return self._memories[identity.fingerprint]
 
     def _kept(self, identity: TokenizerIdentity, model: str) -> Memory | None:
-        from ..corpus import Answers, Memory, memory_directory
+        from ..corpus import KeptAnswers, Memory, memory_directory
 
         if not self._settings.keeps(identity):
             return None
         try:
             most = self._settings.max_tokens
-            kept = Answers(memory_directory(), identity, _absolute(model), most)
+            kept = KeptAnswers(memory_directory(), identity, _absolute(model), most)
             return Memory(kept=kept, on_trouble=note)
         except StoreError as error:
             note(f"{error}; answers are remembered until this command ends")
@@ -224,7 +224,14 @@ def _switch(
     Returns:
         the tokenizer, None for all, and how many tokens are kept per tokenizer.
     """
-    from ..corpus import SWITCH, Answers, identify, load_settings, memory_directory, save_settings
+    from ..corpus import (
+        SWITCH,
+        KeptAnswers,
+        identify,
+        load_settings,
+        memory_directory,
+        save_settings,
+    )
 
     settings, identity = load_settings(note), None
     if model is None:
@@ -233,7 +240,7 @@ def _switch(
         identity = identify(_tokenizer_of(model))
         settings = settings.with_tokenizer(identity, keeps)
         if keeps:
-            Answers(memory_directory(), identity, _absolute(model)).close()
+            KeptAnswers(memory_directory(), identity, _absolute(model)).close()
     settings = replace(settings, max_tokens=max_tokens or settings.max_tokens)
     save_settings(settings)
     if switch := os.environ.get(SWITCH):
@@ -320,7 +327,7 @@ def forget_command(
     from ..drafting.kept import kept_experience
 
     tokenizer = _tokenizer_of(model)
-    found: list[tuple[Answers, list[Answer]]] = []
+    found: list[tuple[KeptAnswers, list[KeptAnswer]]] = []
     for kept in _kept(tokenizer):
         contains = _matcher(kept, tokenizer, matching)
         answers = [
@@ -331,10 +338,7 @@ def forget_command(
             and contains(one)
         ]
         if answers:
-            tokens = counted(sum(len(one.tokens) for one in answers), "token")
-            times = [one.ended for one in answers]
-            ended = " to ".join(dict.fromkeys((_at(min(times)), _at(max(times)))))
-            say(f"{kept.identity}: {counted(len(answers), 'answer')}, {tokens}, {ended}")
+            say(f"{kept.identity}: {_in_words(answers)}")
             found.append((kept, answers))
     if found and not (yes or _may_forget()):
         say("Nothing was forgotten.")
@@ -401,7 +405,7 @@ def _export(tokenizer: Any) -> Iterator[str]:
             yield json_text({"messages": messages, "created": answer.ended})
 
 
-def _kept(tokenizer: Any) -> list[Answers]:
+def _kept(tokenizer: Any) -> list[KeptAnswers]:
     """The answers of all tokenizers, or of one.
 
     Raises:
@@ -427,7 +431,7 @@ def _tokenizer_of(model: str | None) -> Any:
     return load_tokenizer_of(model)
 
 
-def _decoder(kept: Answers, tokenizer: Any) -> Callable[[Answer], str]:
+def _decoder(kept: KeptAnswers, tokenizer: Any) -> Callable[[KeptAnswer], str]:
     """A function that turns answers into text.
 
     Args:
@@ -449,14 +453,16 @@ def _decoder(kept: Answers, tokenizer: Any) -> Callable[[Answer], str]:
             "with --model"
         ) from error
 
-    def decode(answer: Answer) -> str:
+    def decode(answer: KeptAnswer) -> str:
         options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         return str(tokenizer.decode(answer.tokens.tolist(), **options))
 
     return decode
 
 
-def _matcher(kept: Answers, tokenizer: Any, matching: str | None) -> Callable[[Answer], bool]:
+def _matcher(
+    kept: KeptAnswers, tokenizer: Any, matching: str | None
+) -> Callable[[KeptAnswer], bool]:
     """A function that says whether an answer contains a text, in capitals or not."""
     if matching is None:
         return lambda answer: True
@@ -486,6 +492,14 @@ def _when(option: str, text: str | None) -> float | None:
         ) from None
 
 
+def _in_words(answers: list[KeptAnswer]) -> str:
+    """How many answers and tokens there are, and from when."""
+    tokens = counted(sum(len(one.tokens) for one in answers), "token")
+    times = [one.ended for one in answers]
+    ended = " to ".join(dict.fromkeys((_at(min(times)), _at(max(times)))))
+    return f"{counted(len(answers), 'answer')}, {tokens}, {ended}"
+
+
 def _may_forget() -> bool:
     """Ask at a terminal.
 
@@ -497,7 +511,7 @@ def _may_forget() -> bool:
     return click.confirm("Forget them?", err=True)
 
 
-def _show(kept: Answers, settings: Settings) -> None:
+def _show(kept: KeptAnswers, settings: Settings) -> None:
     """Show what is kept with one tokenizer."""
     held = kept.count()
     answers, tokens = counted(held["texts"], "answer"), counted(held["tokens"], "token")
@@ -544,7 +558,7 @@ def _table(earned: dict[str, dict[str, int]]) -> FoldingTable:
     return table
 
 
-def _report(kept: Answers, settings: Settings) -> dict[str, Any]:
+def _report(kept: KeptAnswers, settings: Settings) -> dict[str, Any]:
     """What is kept with one tokenizer, as JSON."""
     return {
         "tokenizer": kept.identity.name,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,56 +12,16 @@ from rich.text import Text
 
 from ..errors import MlxspecError, OptionError
 from ..models.model_files import DEMO, DEMO_DIRECTORY, local_path
-from .common.model_choice import DIRECTORY, model_or_default
+from .common.model_choice import DIRECTORY, SMALL_MODEL, model_or_default
 from .common.notes import note
 from .common.options import command, option
 from .common.output import FoldingTable, print_tables, shown, size_in_words, write_json
 from .user_config import load_config
 
 if TYPE_CHECKING:
-    from ..models.on_machine import ModelFiles
+    pass
 
 _RESERVE = 1.1  # of what the weights take: caches and a forward
-_EXAMPLE = "mlx-community/Mistral-7B-Instruct-v0.3-4bit"
-
-
-@dataclass(frozen=True)
-class _Model:
-    """A model that can be named.
-
-    Attributes:
-        name: by which it is loaded.
-        files: what is on this machine of it.
-        aliases: the user's names for it.
-        is_default: whether it answers where no model is named.
-        memory: how many bytes its weights take in memory.
-        fits: whether the machine has that memory, and some more for the rest.
-        measured: whether the costs of its steps on this machine are known.
-    """
-
-    name: str
-    files: ModelFiles
-    aliases: tuple[str, ...]
-    is_default: bool
-    memory: int
-    fits: bool
-    measured: bool
-
-    def report(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "directory": str(self.files.directory),
-            "default": self.is_default,
-            "aliases": list(self.aliases),
-            "usable": not self.files.trouble,
-            "reason": self.files.trouble or None,
-            "architecture": self.files.architecture or None,
-            "weights": self.files.weights or None,
-            "bytes": self.files.nbytes,
-            "memory_bytes": self.memory or None,
-            "fits": self.fits,
-            "measured": self.measured,
-        }
 
 
 @command("models", short_help="List the models on this machine.")
@@ -81,47 +41,47 @@ def models_command(as_json: bool) -> None:
     """
     from ..engine.costs import whole_memory
 
-    memory, default = whole_memory(), _default()
-    models = list(_found(memory, default))
-    if as_json:
-        reports = [one.report() for one in models]
-        write_json({"memory_bytes": memory, "models": reports}, indent=2)
-        return
-    print_tables(_tables(models, memory, default))
-
-
-def _default() -> str | None:
-    """The model that answers where none is named; None where that is at fault, which is told."""
+    memory = whole_memory()
+    default: str | None = None
     try:
-        return model_or_default(None)
+        default = model_or_default(None)
     except OptionError as error:
         note(error)
-        return None
+    models = list(_found(memory, default))
+    if as_json:
+        write_json({"memory_bytes": memory, "models": models}, indent=2)
+    else:
+        print_tables(_tables(models, memory, default))
 
 
-def _found(memory: int, default: str | None) -> Iterator[_Model]:
-    """All models, the one that answers by default first."""
+def _found(memory: int, default: str | None) -> Iterator[dict[str, Any]]:
+    """What ``--json`` reports of each model, the one that answers by default first."""
     import mlx.core as mx
 
     from ..models.on_machine import model_files
 
     widens = mx.default_device().type == mx.cpu
-    config = load_config()
-    directories = _directories([*([default] if default else []), *config.aliases.values()])
-    names = sorted(directories, key=lambda name: (name != default, name == DEMO))
-    measured = _Measured()
-    for name in names:
+    aliases = load_config().aliases
+    directories = _directories([*([default] if default else []), *aliases.values()])
+    is_measured = _measured()
+    for name in sorted(directories, key=lambda name: (name != default, name == DEMO)):
         files = model_files(directories[name])
         takes = files.weight_bytes + (files.half_bytes if widens else 0)
-        yield _Model(
-            name,
-            files,
-            tuple(alias for alias, model in config.aliases.items() if model == name),
-            name == default,
-            takes,
-            not files.trouble and takes * _RESERVE <= memory,
-            not files.trouble and measured.knows(name, files.architecture),
-        )
+        usable = not files.trouble
+        yield {
+            "name": name,
+            "directory": str(files.directory),
+            "default": name == default,
+            "aliases": [alias for alias, model in aliases.items() if model == name],
+            "usable": usable,
+            "reason": files.trouble or None,
+            "architecture": files.architecture or None,
+            "weights": files.weights or None,
+            "bytes": files.nbytes,
+            "memory_bytes": takes or None,
+            "fits": usable and takes * _RESERVE <= memory,
+            "measured": usable and is_measured(name, files.architecture),
+        }
 
 
 def _directories(named: list[str]) -> dict[str, Path]:
@@ -142,42 +102,35 @@ def _directories(named: list[str]) -> dict[str, Path]:
     return found
 
 
-class _Measured:
-    """The models whose step times on this machine are known.
+def _measured() -> Callable[[str, str], bool]:
+    """Returns whether the step times of a model, given its name and architecture, are known here.
 
-    That goes by their shapes, so a model is looked into if one of its architecture is known.
+    They go by the model's shapes, so it is looked into if one of its architecture is known.
     """
+    from ..drafting.kept import CostCache
+    from ..engine.costs import cost_key, machine_identity
+    from ..models.model import load
 
-    def __init__(self) -> None:
-        from ..drafting.kept import CostCache
+    cache = CostCache()
+    entries = cache.entries()
+    here = machine_identity() if entries else None
+    architectures = {key.model.get("type") for key, _ in entries if key.machine == here}
 
-        self._cache = CostCache()
-        entries = self._cache.entries()
-        self._architectures: set[Any] = set()
-        if entries:
-            from ..engine.costs import machine_identity
+    def is_measured(name: str, architecture: str) -> bool:
+        with suppress(MlxspecError):  # what cannot be loaded has none
+            return architecture in architectures and bool(
+                cache.read(cost_key(load(name, lazy=True)[0]))
+            )
+        return False
 
-            here = machine_identity()
-            self._architectures = {
-                key.model.get("type") for key, _ in entries if key.machine == here
-            }
-
-    def knows(self, name: str, architecture: str) -> bool:
-        """Whether those of a model are known; what cannot be loaded has none."""
-        if architecture not in self._architectures:
-            return False
-        from ..engine.costs import cost_key
-        from ..models.model import load
-
-        try:
-            return bool(self._cache.read(cost_key(load(name, lazy=True)[0])))
-        except MlxspecError:
-            return False
+    return is_measured
 
 
-def _tables(models: list[_Model], memory: int, default: str | None) -> Iterator[RenderableType]:
-    usable = [one for one in models if not one.files.trouble]
-    others = [one for one in models if one.files.trouble]
+def _tables(
+    models: list[dict[str, Any]], memory: int, default: str | None
+) -> Iterator[RenderableType]:
+    usable = [one for one in models if one["usable"]]
+    others = [one for one in models if not one["usable"]]
     named = f"; the default model is {shown(default)}" if default else ""
     table = FoldingTable(
         *("model", "weights", "memory", "fits", "costs"),
@@ -185,27 +138,27 @@ def _tables(models: list[_Model], memory: int, default: str | None) -> Iterator[
     )
     for one in usable:
         table.add_row(
-            shown(one.name),
-            shown(one.files.weights),
-            _size(one.memory),
-            "yes" if one.fits else "no",
-            "known" if one.measured else "–",
+            shown(one["name"]),
+            shown(one["weights"] or ""),
+            _size(one["memory_bytes"] or 0),
+            "yes" if one["fits"] else "no",
+            "known" if one["measured"] else "–",
         )
     yield table
     for one in models:
-        yield from (shown(f"{alias} stands for {one.name}") for alias in one.aliases)
-    if any(one.aliases for one in models):
+        yield from (shown(f"{alias} stands for {one['name']}") for alias in one["aliases"])
+    if any(one["aliases"] for one in models):
         yield ""
     if others:
         yield Text("Not to be run as they are", style="bold")
     for one in others:
-        yield shown(f"{one.name}, {_size(one.files.nbytes)}: {one.files.trouble}")
-    if len(usable) == 1 and usable[0].name == DEMO:
+        yield shown(f"{one['name']}, {_size(one['bytes'])}: {one['reason']}")
+    if [one["name"] for one in usable] == [DEMO]:
         if others:
             yield ""
         yield (
             "A model of the Hugging Face Hub is downloaded when it is first named: "
-            f"mlxspec chat {_EXAMPLE}"
+            f"mlxspec chat {SMALL_MODEL}"
         )
 
 

@@ -36,12 +36,20 @@ from ..generation.request import Request
 from ..generation.response import GenerationResult, SpeculationStats, Transcript
 from ..jsonl import conversation_of, json_lines
 from ..process import INTERRUPTED
-from .common.figures import acceptance_row, against_plain, rate, result_report
 from .common.generation import Generation
-from .common.model_choice import model_or_default, tell_of_model
-from .common.notes import told
+from .common.model_choice import model_or_default, note_which_model
+from .common.notes import in_one_line
 from .common.options import check_least
-from .common.output import ProgressBar, error_console, figures_grid, json_text
+from .common.output import (
+    ProgressBar,
+    acceptance_row,
+    against_plain,
+    error_console,
+    figures_grid,
+    json_text,
+    rate,
+    result_report,
+)
 from .common.prompt import PromptOptions
 from .memory import Memories
 
@@ -98,8 +106,8 @@ def answer_prompts(
         # What no prompt could be answered with is an error of the command.
         prompt.uses_template("", decoder.tokenizer)
         decoder.checked(generation.max_tokens, generation.options(decoder))
-        tell_of_model(generation.model)
-        answers = Answers(generation, decoder, prompt, concurrency or _CONCURRENCY, logprobs)
+        note_which_model(generation.model)
+        answers = PromptAnswers(generation, decoder, prompt, concurrency or _CONCURRENCY, logprobs)
         answers.console = console
         # Where the results go to the terminal, or behind a pipe, they show the progress.
         hidden = console.is_interactive and _is_watched(sys.stdout)
@@ -250,14 +258,14 @@ def read_line(value: Any) -> Asked:
     """
     record = {"prompt": value} if isinstance(value, str) else value
     if not isinstance(record, dict):
-        raise PromptError(f"no JSON with a prompt: {_FORM}")
+        raise PromptError(f"not JSON with a prompt: {_FORM}")
     for key in record:
         if key not in _KEYS:
             similar = get_close_matches(key, _KEYS, 1, cutoff=0.5)
             remedy = (
                 f'did you mean "{similar[0]}"' if similar else 'leave it out, or keep it in "id"'
             )
-            raise PromptError(f'"{printable(key)}" is no key of a prompt: {remedy}')
+            raise PromptError(f'"{printable(key)}" is not a key of a prompt: {remedy}')
     if not _is_json(record.get("id")):
         raise PromptError('"id" holds NaN or an infinity, or is nested too deeply: write a text')
     read = {
@@ -408,7 +416,7 @@ class Totals:
 
 
 @dataclass(eq=False)
-class _Answer:
+class _PromptAnswer:
     """The answer to one line of the file.
 
     Attributes:
@@ -433,7 +441,7 @@ class _Answer:
         self.request, self.transcript = None, Transcript()
 
 
-class Answers:
+class PromptAnswers:
     """Answers the lines of a file and writes the results to standard output, in their order.
 
     Args:
@@ -465,7 +473,7 @@ class Answers:
         # No answer is read as it comes, so none suffers while the prompts of others run.
         self._engine = Engine(decoder, max_active=concurrency, stall=math.inf)
         self._begun = 0
-        self._held: deque[_Answer] = deque()  # all that are not written, in the file's order
+        self._held: deque[_PromptAnswer] = deque()  # all that are not written, in the file's order
 
     def run(self, lines: Lines, count: int | None, bar: ProgressBar) -> bool:
         """Answer all lines, or as many as there is time for until Ctrl-C.
@@ -476,8 +484,8 @@ class Answers:
             bar: shows how many are done.
 
         Returns:
-            whether it was interrupted. Then what there is has been written, too: the answers
-            that had ended, and the text so far of those that had not.
+            whether it was interrupted. Then what there is has been written, too: finished
+            answers, and the text so far of the others.
         """
         started = time.perf_counter()
         interrupted = False
@@ -509,7 +517,7 @@ class Answers:
                 break
             number, value = line
             place = {"index": self._begun, "id": id_of(value)}
-            answer = _Answer(number, place, Transcript(self._logprobs))
+            answer = _PromptAnswer(number, place, Transcript(self._logprobs))
             self._held.append(answer)
             self._begun += 1
             try:
@@ -518,7 +526,7 @@ class Answers:
                 self._fail(answer, error)
         return bool(self._held)
 
-    def _begin(self, answer: _Answer, value: Any) -> None:
+    def _begin(self, answer: _PromptAnswer, value: Any) -> None:
         """Begin an answer.
 
         Raises:
@@ -537,7 +545,7 @@ class Answers:
         self._engine.add(request)
         answer.request = request
 
-    def _finish(self, answer: _Answer) -> None:
+    def _finish(self, answer: _PromptAnswer) -> None:
         """Make a result of what has been generated, or of the error that ended it."""
         if request := answer.request:
             self.totals.plain_seconds += request.plain_seconds
@@ -552,13 +560,13 @@ class Answers:
         answer.end(report)  # first: an interrupt does not count twice what it finds ended
         self.totals.add(result)
 
-    def _fail(self, answer: _Answer, error: Exception) -> None:
+    def _fail(self, answer: _PromptAnswer, error: Exception) -> None:
         """Make a result of an error, and show it."""
         # A custom drafter may raise anything.
         kind = "" if isinstance(error, MlxspecError) else f"{type(error).__name__}: "
         message = f"line {answer.number}: {kind}{error}"
         self.totals.failed += 1
-        self.console.print(Text(f"Error: {told(message)}"), soft_wrap=True)
+        self.console.print(Text(f"Error: {in_one_line(message)}"), soft_wrap=True)
         answer.end({"error": message})
 
     def _write_finished(self) -> None:

@@ -28,8 +28,8 @@ from ..engine.params import CacheOptions, SamplingParams
 from ..errors import OptionError
 from ..files import is_ours_alone
 from ..process import give_back_large_blocks
-from .common.generation import API_KEY, Drafting, Ends, Generation
-from .common.model_choice import model_argument, model_or_default, tell_of_model
+from .common.generation import API_KEY, DraftingOptions, Ends, Generation
+from .common.model_choice import model_argument, model_or_default, note_which_model
 from .common.notes import note
 from .common.options import (
     ADAPTERS,
@@ -153,7 +153,7 @@ class ServeOptions:
 @model_argument(several=True)
 @options_of(ServeOptions, "options")
 @template_option("Requests")
-@options_of(Drafting, "drafting", "Drafting", leave_out=("learn",))
+@options_of(DraftingOptions, "drafting", "Drafting", leave_out=("learn",))
 @options_of(CacheOptions, "caches", "Memory")
 @color_option("Output", "Colour the panel and the lines.")
 def serve_command(
@@ -161,7 +161,7 @@ def serve_command(
     models: tuple[str, ...],
     options: ServeOptions,
     chat_template_config: Mapping[str, Any] | None,
-    drafting: Drafting,
+    drafting: DraftingOptions,
     caches: CacheOptions,
     color: bool | None,
 ) -> None:
@@ -225,7 +225,7 @@ def _run(
         worker.start()
         serving.callback(worker.stop)
         worker.wait_until_ready()
-        tell_of_model(asked[0].model)
+        note_which_model(asked[0].model)
         if not options.quiet:
             address = _address(options.host, listening.getsockname()[1])
             console.print(_panel(address, worker, bool(keys)))
@@ -260,7 +260,7 @@ def _keys(file: Path | None) -> list[str]:
     return keys
 
 
-def _keeps_answers(drafting: Drafting, keys: list[str]) -> bool:
+def _keeps_answers(drafting: DraftingOptions, keys: list[str]) -> bool:
     """Whether answers may be kept over runs: with several keys they would be read by others."""
     if drafting.no_memory or len(keys) < 2:
         return not drafting.no_memory

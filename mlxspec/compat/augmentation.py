@@ -19,14 +19,14 @@ from ..errors import OptionError
 from ..generation.response import GenerationResponse
 from ..models.model import load
 from ..models.model_files import DEMO
-from . import batch, generation
+from . import generation
 
 _mlx_lm = import_module("mlx_lm.generate")  # the package has a function of that name
 _its_load = _mlx_lm.load  # whatever the name stands for later
 _PACKAGE = __name__.partition(".")[0]
 
 _active: list[Augmentation] = []
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 def augment() -> Augmentation:
@@ -34,9 +34,8 @@ def augment() -> Augmentation:
 
     They are replaced in all modules that have been imported so far, under whatever name, and in
     mlx-lm itself for those that will be. They generate what they did; ``load`` also knows "demo",
-    the bundled model. A call with an argument or
-    a model that mlxspec cannot serve goes to mlx-lm's own function, and a warning says so, once
-    for each reason.
+    the bundled model. A call with an argument or a model that mlxspec cannot serve goes to mlx-lm's
+    own function, with a warning, once for each reason.
 
     Not covered: functions kept elsewhere than in a module (in a class, in ``partial``), calls
     of ``generate_step`` and of ``BatchGenerator``. So ``mlx_lm.server`` speculates for the
@@ -111,11 +110,11 @@ def _generate(
 
 @functools.wraps(_mlx_lm.batch_generate)
 def _batch_generate(*args: Any, **options: Any) -> Any:
-    run: Callable[[], Any] = functools.partial(batch.generate_in_batch, *args, **options)
+    run: Callable[[], Any] = functools.partial(generation.generate_in_batch, *args, **options)
     if options.keys() <= _BATCH_ARGUMENTS:
         with _warned_if_it_fails():
-            given = signature(batch.batch_generate).bind(*args, **options)
-            run = batch.prepared(**given.arguments)
+            given = signature(generation.batch_generate).bind(*args, **options)
+            run = generation.prepared(**given.arguments)
     return run()
 
 
@@ -147,6 +146,6 @@ def _warned_if_it_fails() -> Iterator[None]:
     except Exception as error:  # whatever a model or an argument causes that mlx-lm may know
         reason = " ".join(str(error).split()) or type(error).__name__
         kind = re.sub(r"\d+", "#", reason)
-        if kind not in _told:
-            _told.add(kind)
+        if kind not in _warned:
+            _warned.add(kind)
             warnings.warn(f"mlx-lm generates without speculation: {reason}", stacklevel=2)

@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+from mlx_lm.generate import batch_generate as generate_in_batch
 from mlx_lm.generate import generate_step
 from mlx_lm.generate import stream_generate as stream_generate_plainly
+from mlx_lm.generate_utils import BatchStats
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..corpus.memory import Memory
+from ..engine.caches import parts
 from ..engine.draft_model import DraftModelDrafter, check_vocabularies
-from ..engine.target import Progress
+from ..engine.joint import JointMode
+from ..engine.params import LogitsProcessor, Sampler
+from ..engine.prompt_cache import lent_caches
+from ..engine.target import Capability, Progress
 from ..errors import OptionError
-from ..generation.decoders import AutoDecoder
+from ..generation.decoder import AutoDecoder
+from ..generation.engine import Engine
 from ..generation.options import GenerationOptions, Prompt
-from ..generation.request import Detokenizer, RecordTime, responses
-from ..generation.response import GenerationResponse, SpeculationStats
+from ..generation.request import RecordTime, Request, hold_at_exit, responses
+from ..generation.response import (
+    Detokenizer,
+    GenerationResponse,
+    GenerationResult,
+    SpeculationStats,
+    Transcript,
+)
 from ..generation.session import DraftCaches
 
 if TYPE_CHECKING:
@@ -147,8 +163,7 @@ def stream_generate(
         max_tokens = sys.maxsize
     record_time = None
     if prompt_progress_callback is not None:
-        progress = _PromptProgress(prompt_progress_callback)
-        options["on_progress"], record_time = progress.prefilled, progress.stepped
+        options["on_progress"], record_time = _prompt_progress(prompt_progress_callback)
     if draft_model is None:
         request = decoder.new_request(prompt, max_tokens, options)
         return responses(request, record_time)
@@ -226,29 +241,22 @@ def decoder_of(
     """
     size = sum(weight.nbytes for _, weight in tree_flatten(model.parameters()))
     with _keeping:
-        kept = _kept.get(id(model))
-        first = kept is None
-        if kept is None or kept.tokenizer is not tokenizer or kept.size != size:
+        first = id(model) not in _kept
+        made_for, of_size, decoder = _kept.get(id(model), (None, 0, None))
+        if decoder is None or made_for is not tokenizer or of_size != size:
             wrapped = tokenizer
             if not isinstance(wrapped, TokenizerWrapper):
                 wrapped = TokenizerWrapper(wrapped)
             decoder = _KeptDecoder(model, wrapped, memory=_memory_of[-1](wrapped))
-            kept = _kept[id(model)] = _Kept(tokenizer, size, decoder)
+            _kept[id(model)] = tokenizer, size, decoder
         if first:
             weakref.finalize(model, _kept.pop, id(model))
-    return kept.decoder
-
-
-class _Kept(NamedTuple):
-    """A decoder, and what of tokenizer and model it was made for."""
-
-    tokenizer: TokenizerWrapper | PreTrainedTokenizerBase
-    size: int
-    decoder: AutoDecoder
+    return decoder
 
 
 # By the model's id: a model cannot be hashed, and an attribute of it would go into its copies.
-_kept: dict[int, _Kept] = {}
+_kept: dict[int, tuple[object, int, AutoDecoder]] = {}
+"""The tokenizer and the size of the weights that each decoder was made for, and the decoder."""
 _keeping = threading.Lock()
 
 
@@ -259,25 +267,23 @@ def plainly(*args: Any, **options: Any) -> Generator[GenerationResponse, None, N
         yield GenerationResponse(**vars(response), stats=stats)
 
 
-class _PromptProgress:
-    """Tells a callback of mlx-lm's how far the prompt is.
+def _prompt_progress(callback: Progress) -> tuple[Progress, RecordTime]:
+    """Functions that report the prompt's progress as mlx-lm does.
 
     mlx-lm counts the prompt's last token too, which belongs to the first step here.
     """
+    unfinished: list[int] = []
 
-    def __init__(self, callback: Progress) -> None:
-        self._callback = callback
-        self._total = 0
+    def prefilled(done: int, total: int) -> None:
+        unfinished[:] = [total + 1]
+        callback(done, total + 1)
 
-    def prefilled(self, done: int, total: int) -> None:
-        self._total = total + 1
-        self._callback(done, self._total)
+    def stepped(*_: object) -> None:
+        if unfinished:
+            total = unfinished.pop()
+            callback(total, total)
 
-    def stepped(self, *_: object) -> None:
-        """A step has run: the whole prompt is done with the first one."""
-        if self._total:
-            self._callback(self._total, self._total)
-            self._total = 0
+    return prefilled, stepped
 
 
 def _figures(last: GenerationResponse) -> str:
@@ -290,3 +296,248 @@ def _figures(last: GenerationResponse) -> str:
         f"{stats.accepted} of {stats.drafted} draft tokens accepted\n"
         f"Peak memory: {last.peak_memory:.3f} GB"
     )
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    @dataclass
+    class BatchResponse:
+        """mlx-lm's, whose types a checker does not find."""
+
+        texts: list[str]
+        stats: BatchStats
+        caches: list[list[Any] | None] | None
+        token_ids: list[list[int]] | None = None
+        logprobs: list[list[float]] | None = None
+
+else:
+    from mlx_lm.generate import BatchResponse
+
+_LABEL = "[batch_generate]"
+_DECODING = ("sampler", "logits_processors", "prefill_step_size", "max_kv_size")
+
+
+def batch_generate(
+    model: nn.Module,
+    tokenizer: TokenizerWrapper | PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    prompt_caches: Sequence[list[Any] | None] | None = None,
+    max_tokens: int | Sequence[int] = 128,
+    verbose: bool = False,
+    return_prompt_caches: bool = False,
+    return_token_ids: bool = False,
+    return_logprobs: bool = False,
+    *,
+    sampler: Sampler | None = None,
+    logits_processors: list[LogitsProcessor] | None = None,
+    completion_batch_size: int = 32,
+    prefill_batch_size: int = 8,
+    prefill_step_size: int = 2048,
+    max_kv_size: int | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    prompt_progress_callback: Progress | None = None,
+    stream: Any = None,
+) -> BatchResponse:
+    """Answer several prompts at once, with speculation.
+
+    All prompts share each forward, and the rows of drafts go to whichever text is likeliest to
+    repeat, as far as that gains more than it takes from the others
+    (:mod:`mlxspec.drafting.planner`).
+    A model whose forwards cannot be shared that way answers in mlx-lm's own batches, without
+    drafts, or one prompt in turn with the others where those do not take it.
+
+    Args:
+        model, tokenizer: from :func:`mlxspec.load` or ``mlx_lm.load``.
+        prompts: token ids, texts, or messages, as for :meth:`mlxspec.Decoder.decode`.
+        prompt_caches: mlx-lm's caches of what precedes each prompt; they are not changed.
+        max_tokens: how many tokens to generate at most, for all prompts or for each.
+        verbose: print progress, and figures at the end.
+        return_prompt_caches: return caches that hold each prompt and its answer.
+        return_token_ids: return the answers' tokens, without the one that ended an answer.
+        return_logprobs: return the log-probability of each of these tokens.
+        sampler, logits_processors: as for :func:`mlxspec.stream_generate`. Those that are not
+            known to be pure may count their calls, so the prompts go into mlx-lm's batches.
+        completion_batch_size: how many prompts are answered at once at most.
+        prefill_batch_size: of mlx-lm's batches.
+        prefill_step_size, max_kv_size: the memory of prefill and cache. Where the model heeds
+            ``max_kv_size`` the prompts go into mlx-lm's batches: these drop the first positions,
+            too, which a prompt alone keeps.
+        chat_template_kwargs: as for :meth:`mlxspec.Decoder.decode`, for all prompts.
+        prompt_progress_callback: called with how many tokens of all prompts are done and how many
+            there are; at the beginning and the end only where mlx-lm's batches run.
+        stream: where mlx-lm's batches run.
+
+    Raises:
+        PromptError, PromptCacheError, OptionError: as :func:`mlxspec.stream_generate`, of any
+            prompt, before the first one is answered.
+        TypeError: there is no such option.
+    """
+    return prepared(**locals())()
+
+
+def prepared(
+    model: nn.Module,
+    tokenizer: TokenizerWrapper | PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    prompt_caches: Sequence[list[Any] | None] | None = None,
+    max_tokens: int | Sequence[int] = 128,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    prompt_progress_callback: Progress | None = None,
+    **options: Any,
+) -> Callable[[], BatchResponse]:
+    """What :func:`batch_generate` runs, once its arguments, which are these, are checked."""
+    decoder = decoder_of(model, tokenizer)
+    budgets = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
+    caches = [None] * len(prompts) if prompt_caches is None else list(prompt_caches)
+    for name, given in (("max_tokens", budgets), ("prompt_caches", caches)):
+        if len(given) != len(prompts):
+            raise OptionError(f"{name} are {len(given)} for {len(prompts)} prompts: give one each")
+    template = {"chat_template_kwargs": chat_template_kwargs}
+    decoding = {name: options[name] for name in _DECODING if name in options}
+    requests = [
+        decoder.new_request(
+            *(prompt, budget),
+            cast(GenerationOptions, {**decoding, **template, "prompt_cache": cache}),
+        )
+        for prompt, budget, cache in zip(prompts, budgets, caches, strict=True)
+    ]
+    lengths = [len(request.prompt) for request in requests]
+    done = [0] * len(requests)
+
+    def report(index: int, tokens: int, total: int) -> None:
+        # A prompt's last token, which comes after the prefill, is not counted separately.
+        done[index] = tokens if tokens < total else lengths[index]
+        if prompt_progress_callback:
+            prompt_progress_callback(sum(done), sum(lengths))
+
+    stateful = any(not request.options.sampling.allows_drafts for request in requests)
+    own = make_prompt_cache(model, options.get("max_kv_size"))
+    held = [own if cache is None else cache for cache in caches]
+    in_turn = len(prompts) > 1 and decoder.joint_mode is JointMode.ALONE
+    batched = _can_be_batched(model, held) and (stateful or _keeps_start(held) or in_turn)
+    # A RoPE that depends on a context's length takes no batch, nor do rows that change each other.
+    plain = decoder.chain_capability is Capability.PLAIN
+    if batched and not plain and decoder.draft_end is None:
+        tokens = [[*request.prompt] for request in requests]
+        args = model, decoder.tokenizer, tokens, prompt_caches, budgets
+        run = partial(generate_in_batch, *args, **options)
+        return partial(_in_mlx_lms_batches, run, prompt_progress_callback, sum(lengths))
+    for name in ("prefill_batch_size", "stream"):
+        options.pop(name, None)
+    return partial(_at_once, decoder, requests, caches, report, **options)
+
+
+def _at_once(
+    decoder: AutoDecoder,
+    requests: Sequence[Request],
+    prompt_caches: Sequence[list[Any] | None],
+    report: Callable[[int, int, int], None],
+    verbose: bool = False,
+    return_prompt_caches: bool = False,
+    return_token_ids: bool = False,
+    return_logprobs: bool = False,
+    completion_batch_size: int = 32,
+    **options: Any,
+) -> BatchResponse:
+    """Answer the prompts with speculation; ``options`` are those of ``decoder.stream``."""
+    engine = Engine(decoder, max_active=completion_batch_size, stall=math.inf)
+    kept: list[list[Any] | None] = []
+    answers = [Transcript(0 if return_logprobs else None) for _ in requests]
+    for index, (request, answer) in enumerate(zip(requests, answers, strict=True)):
+        cache = copy.deepcopy(prompt_caches[index])
+        if cache is None and return_prompt_caches:
+            cache = make_prompt_cache(decoder.model, options.get("max_kv_size"))
+        kept.append(cache)
+        request.options = request.options._replace(
+            prompt_cache=cache and lent_caches(cache, decoder.model),
+            on_progress=partial(report, index),
+        )
+        request.receive = answer.add
+        engine.add(request)
+    started = time.perf_counter()
+    _run(engine, requests, verbose)
+    results = [answer.result([]) for answer in answers]
+    stats = BatchStats(
+        prompt_tokens=sum(result.prompt_tokens for result in results),
+        prompt_time=engine.prefill_seconds,
+        generation_tokens=sum(len(result.tokens) for result in results),
+        generation_steps=engine.steps,
+        wall_time=time.perf_counter() - started,
+        peak_memory=max((result.peak_memory for result in results), default=0.0),
+    )
+    stats.decode_time = stats.generation_time
+    if verbose:
+        _show_figures(stats, results)
+    # mlx-lm returns no token that ended an answer.
+    ends = decoder.tokenizer.eos_token_ids
+    counts = [len(r.tokens) - (r.tokens[-1] in ends) for r in results]
+    tokens = [r.tokens[:count] for r, count in zip(results, counts, strict=True)]
+    logprobs = [
+        [found.logprob for found in (r.logprobs or [])[:count]]
+        for r, count in zip(results, counts, strict=True)
+    ]
+    return BatchResponse(
+        texts=[decoder.tokenizer.decode(answer) for answer in tokens],
+        stats=stats,
+        caches=kept if return_prompt_caches else None,
+        token_ids=tokens if return_token_ids else None,
+        logprobs=logprobs if return_logprobs else None,
+    )
+
+
+def _run(engine: Engine, requests: Sequence[Request], verbose: bool) -> None:
+    """Run all requests; the first that fails ends them all."""
+    shown = -1
+    with engine.running():
+        going_on = True
+        while going_on:
+            going_on = engine.turn()
+            for request in requests:
+                if request.error:
+                    raise request.error
+            done = sum(request.done for request in requests)
+            if verbose and done != shown:
+                line = f"{_LABEL} Finished processing {done}/{len(requests)} ..."
+                print(line, end="\r", flush=True)
+                shown = done
+
+
+def _in_mlx_lms_batches(
+    run: Callable[[], BatchResponse], callback: Progress | None, prompt_tokens: int
+) -> BatchResponse:
+    """Let mlx-lm answer; its batches report no progress but the beginning and the end."""
+    hold_at_exit()
+    callback = callback or (lambda done, total: None)
+    callback(0, prompt_tokens)
+    response = run()
+    callback(prompt_tokens, prompt_tokens)
+    return response
+
+
+def _show_figures(stats: BatchStats, ended: Sequence[GenerationResult]) -> None:
+    """mlx-lm's lines, and what speculation did."""
+    drafted = sum(response.stats.drafted for response in ended)
+    accepted = sum(response.stats.accepted for response in ended)
+    print(
+        f"\n{_LABEL} Prompt: {stats.prompt_tokens} tokens, "
+        f"{stats.prompt_tps:.3f} tokens-per-sec\n"
+        f"{_LABEL} Generation: {stats.generation_tokens} tokens, "
+        f"{stats.generation_tps:.3f} tokens-per-sec\n"
+        f"{_LABEL} Speculation: {accepted} of {drafted} draft tokens accepted\n"
+        f"{_LABEL} Peak memory: {stats.peak_memory:.3f} GB"
+    )
+
+
+def _can_be_batched(model: nn.Module, caches: Sequence[list[Any]]) -> bool:
+    """Whether mlx-lm's batches take a model and the caches of its prompts."""
+    split = hasattr(model, "leader")
+    return not split and all(hasattr(layer, "merge") for cache in caches for layer in cache)
+
+
+def _keeps_start(caches: Sequence[list[Any]]) -> bool:
+    """Whether a cache of bounded size keeps the first positions.
+
+    In a batch mlx-lm drops these as well, and so gives other answers than one by one.
+    """
+    return any(getattr(part, "keep", 0) for cache in caches for part in parts(cache))

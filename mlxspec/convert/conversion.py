@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from ..errors import ConversionError, OptionError
 from ..files import new_directory, recover_directory
@@ -80,12 +82,7 @@ def convert(
         check_readable(source)
         try:
             with TemporaryDirectory(dir=directory) as scratch:
-                if hf_path is None:
-                    model, config = load_original(source, Path(scratch))
-                    config |= write_original_tokenizer(source, config["vocab_size"], directory)
-                else:
-                    model, config = load_hugging_face(source)
-                    copy_tokenizer(source, directory)
+                model, config = _load(source, hf_path is None, directory, Path(scratch))
                 own = _DTYPES[dtype] if dtype else None
                 model, config = prepare(model, config, own, quantization)
                 sizes = write_weights(directory, model, on_progress, max_shard_bytes)
@@ -98,6 +95,18 @@ def convert(
         text = json.dumps(dict(sorted(config.items())), indent=4)
         (directory / "config.json").write_text(text + "\n", encoding="utf-8")
     return Conversion(target, *sizes)
+
+
+def _load(
+    source: Path, is_original: bool, directory: Path, scratch: Path
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The model and its configuration, not evaluated yet; writes the tokenizer's files."""
+    if is_original:
+        model, config = load_original(source, scratch)
+        return model, config | write_original_tokenizer(source, config["vocab_size"], directory)
+    model, config = load_hugging_face(source)
+    copy_tokenizer(source, directory)
+    return model, config
 
 
 def _quantization(

@@ -295,7 +295,7 @@ def _llama3_rope_scaling(dim: int) -> dict[str, Any]:
     """What ``use_scaled_rope`` stands for in Llama 3.1 and 3.2."""
     return {
         "rope_type": "llama3",
-        # params.json does not tell the two apart: the small text models of Llama 3.2 (widths
+        # params.json does not distinguish the two: the small text models of Llama 3.2 (widths
         # 2048 and 3072) were published with 32, everything from width 4096 on with 8.
         "factor": 32.0 if dim < 4096 else 8.0,
         "low_freq_factor": 1.0,

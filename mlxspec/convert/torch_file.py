@@ -150,7 +150,7 @@ def _why_not_a_zip(mapped: np.ndarray, error: Exception) -> str:
     # A pickled long, PyTorch's magic number, or the tar archive of its first releases.
     if start.startswith(b"\x80\x02\x8a\x0al\xfc\x9cF\xf9") or start[257:262] == b"ustar":
         return "has the format before PyTorch 1.6; save it again with a newer torch.save"
-    return "is no PyTorch file"
+    return "is not a PyTorch file"
 
 
 # --- the pickle ---
@@ -239,7 +239,7 @@ class _StateDictUnpickler(pickle._Unpickler):
 
 
 def _ordered_dict(pairs: Any = ()) -> dict[Any, Any]:
-    # Python 2 wrote the items as an argument, a list of two-element lists.
+    # Python 2 wrote the items as an argument: a list of two-element lists.
     _expect(isinstance(pairs, list | tuple))
     _expect(all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs))
     _expect(all(isinstance(key, str) for key, _ in pairs))

@@ -1,6 +1,6 @@
 """Texts to draft from: earlier answers, in a process or kept over runs, and stores. No MLX here."""
 
-from .answers import EARNED, SOURCES, Answer, Answers, kept_answers
+from .answers import EARNED, SOURCES, KeptAnswer, KeptAnswers, kept_answers
 from .memory import MAX_TOKENS, Memory
 from .settings import (
     SWITCH,
@@ -19,8 +19,8 @@ __all__ = [
     "MAX_TOKENS",
     "SOURCES",
     "SWITCH",
-    "Answer",
-    "Answers",
+    "KeptAnswer",
+    "KeptAnswers",
     "Memory",
     "Settings",
     "TokenizerIdentity",

@@ -73,7 +73,7 @@ DELETE FROM answers WHERE id IN (SELECT id FROM (
 """
 
 
-class Answer(NamedTuple):
+class KeptAnswer(NamedTuple):
     """A kept answer.
 
     Attributes:
@@ -87,7 +87,7 @@ class Answer(NamedTuple):
     ended: int
 
 
-class Answers:
+class KeptAnswers:
     """The answers of one tokenizer.
 
     One thread at a time may use it; several processes may open the same database.
@@ -163,7 +163,7 @@ class Answers:
         found = self._run("SELECT id FROM answers WHERE tokenizer = ?", self._tokenizer)
         return {row for (row,) in found}
 
-    def read(self, after: int = 0) -> Iterator[Answer]:
+    def read(self, after: int = 0) -> Iterator[KeptAnswer]:
         """The answers whose rows come after ``after``, in the order of their rows.
 
         Rows whose tokens are not this tokenizer's are skipped.
@@ -176,7 +176,7 @@ class Answers:
                 if isinstance(text, bytes) and isinstance(ended, int) and len(text) % 4 == 0:
                     tokens = np.frombuffer(text, np.int32)
                     if len(tokens) > 1 and 0 <= tokens.min() <= tokens.max() < vocab_size:
-                        yield Answer(row, tokens, ended)
+                        yield KeptAnswer(row, tokens, ended)
             if len(page) < _PAGE:
                 return
             after = page[-1][0]
@@ -287,7 +287,7 @@ class Answers:
             raise failure from error
 
 
-def kept_answers(directory: Path) -> list[Answers]:
+def kept_answers(directory: Path) -> list[KeptAnswers]:
     """The answers of all tokenizers in a directory, in the order of their names.
 
     Raises:
@@ -301,7 +301,7 @@ def kept_answers(directory: Path) -> list[Answers]:
             "SELECT name, vocab_size, fingerprint, model FROM tokenizers ORDER BY name"
         ).fetchall()
         found = [(TokenizerIdentity(*row[:3]), row[3]) for row in rows if _makes_sense(*row)]
-        return [Answers(directory, identity, model) for identity, model in found]
+        return [KeptAnswers(directory, identity, model) for identity, model in found]
     except sqlite3.Error as error:
         raise store_error(directory, error) from error
     finally:

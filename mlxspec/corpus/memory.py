@@ -26,7 +26,7 @@ import numpy as np
 
 from ..errors import OptionError, StoreError
 from ..files import remove_leftovers, replaced
-from .answers import INDEX, INDEX_FORMAT, KEPT_TOKENS, Answers, OnTrouble
+from .answers import INDEX, INDEX_FORMAT, KEPT_TOKENS, KeptAnswers, OnTrouble
 from .suffix_array import (
     TOKEN_BITS,
     SuffixArray,
@@ -103,7 +103,7 @@ class Memory:
         self,
         max_tokens: int | None = None,
         *,
-        kept: Answers | None = None,
+        kept: KeptAnswers | None = None,
         on_trouble: OnTrouble = lambda line: None,
     ) -> None:
         if max_tokens is None:
@@ -111,7 +111,7 @@ class Memory:
         if type(max_tokens) is not int or max_tokens < 0:
             raise OptionError(f"a memory of {max_tokens!r} tokens: give a whole number from 0 on")
         self.kept = kept
-        answers = kept or Answers(None, _IN_MEMORY)
+        answers = kept or KeptAnswers(None, _IN_MEMORY)
         self._worker = _MemoryWorker(answers, max_tokens, on_trouble)
         self._thread = threading.Thread(target=self._worker.run, name="mlxspec memory", daemon=True)
         self._thread.start()
@@ -141,7 +141,7 @@ class Memory:
             StoreError: the directory cannot be made or written.
         """
         model = str(getattr(tokenizer, "name_or_path", ""))
-        kept = Answers(Path(directory), identify(tokenizer), model, max_tokens)
+        kept = KeptAnswers(Path(directory), identify(tokenizer), model, max_tokens)
         return cls(kept=kept, on_trouble=on_trouble)
 
     def look_up(self, tail: Sequence[int], limit: int = 8, depth: int = EXCERPT_TOKENS) -> Excerpts:
@@ -256,7 +256,7 @@ class _MemoryWorker:
         hurries: whether not to merge any more.
     """
 
-    def __init__(self, answers: Answers, max_tokens: int, on_trouble: OnTrouble) -> None:
+    def __init__(self, answers: KeptAnswers, max_tokens: int, on_trouble: OnTrouble) -> None:
         self.vocab_size = answers.identity.vocab_size
         self.used: set[int] = set()
         self.requests: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
@@ -314,7 +314,6 @@ class _MemoryWorker:
 
     def _publish(self) -> None:
         """Let others search what there is now."""
-        # New lists: a segment's file must leave the process's memory with the segment.
         self.searched: tuple[SuffixIndex | SuffixArray, ...] = (self._live, *self._segments)
 
     # Answers, until they are sorted.
@@ -396,9 +395,8 @@ class _MemoryWorker:
                 path.unlink(missing_ok=True)
         if directory := self._answers.directory:
             for leftover in directory.glob(f".*{INDEX}.*"):
-                remove_leftovers(
-                    directory / leftover.name[1 : leftover.name.index(INDEX) + len(INDEX)]
-                )
+                name = leftover.name[1:].partition(INDEX)[0]
+                remove_leftovers(directory / f"{name}{INDEX}")
         return sorted(segments, key=lambda segment: int(segment.rows[-1]), reverse=True)
 
     def refresh(self) -> None:

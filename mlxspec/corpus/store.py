@@ -29,7 +29,7 @@ from .suffix_index import EXCERPT_TOKENS, SEPARATOR, DamagedIndexError, Excerpts
 from .tokenizer_identity import TokenizerIdentity, Vocabulary, identify
 
 MAX_TOKENS = 50_000_000
-"""Tokens of a store unless it is told otherwise. Building it takes about 90 bytes a token."""
+"""Tokens that a store holds by default. Building it takes about 90 bytes a token."""
 
 _TEXT_CHARACTERS = 32_768  # read of a file at a time, and then up to the end of the line
 _MAX_LINE = 1 << 24  # bytes of a chat log, which has one record a line

@@ -14,7 +14,7 @@ from hashlib import blake2b
 from importlib.resources import files
 from itertools import repeat
 from math import exp, sqrt
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..corpus.suffix_index import Continuation
 
@@ -80,7 +80,7 @@ class Experience:
     """What the generations of a decoder have taught: corrections by kind of request.
 
     Requests whose prompts begin alike, with one system prompt or one template, are of one kind.
-    Salted hashes of the first tokens tell kinds apart, so that no text is kept. A kind has
+    Salted hashes of the first tokens distinguish kinds, so that no text is kept. A kind has
     corrections of its own from its second request on. They begin as a copy of those that its
     requests followed until then. A request of no known kind follows those of all generations.
 
@@ -91,7 +91,7 @@ class Experience:
         salt: of the hashes.
         everything: the corrections that all requests follow or teach.
         kinds: by hash, the last used last; None after a kind's first request.
-        probe_step: where in its round of probes the next generation goes on; see
+        probe_step: where in its round of probes the next generation continues; see
             :class:`mlxspec.drafting.policy.Policy`.
     """
 
@@ -210,22 +210,13 @@ _LENGTH = _LENGTH_AT_DEPTH + _N_LENGTHS * _N_DEPTHS
 _GAP = _LENGTH + _FORMS * _N_LENGTHS
 _IN_PROMPT = _GAP + _NO_GAP + 1
 TOKEN_FEATURES = _IN_PROMPT + _FORMS * 2
-"""Features from this number on are tokens, whose weights tell of texts."""
+"""Features from this number on are tokens, whose weights reveal texts."""
 
 
-class Estimate(NamedTuple):
-    """The p_accept of one continuation.
-
-    Attributes:
-        p_accept: the probability that it is right, given that its path is and that the
-            better-ranked continuations are not.
-        logit: of p_accept, without the corrections of experience.
-        features: which of these it has.
-    """
-
-    p_accept: float
-    logit: float
-    features: tuple[int, ...]
+Estimate = tuple[float, float, tuple[int, ...]]
+"""The p_accept of one continuation, given that its path is right and that the better-ranked
+continuations are not; the logit of p_accept, without the corrections of experience; and its
+features."""
 
 
 class AcceptanceModel:
@@ -288,7 +279,7 @@ class AcceptanceModel:
         for rank, continuation in enumerate(found[:limit]):
             estimated = self.along(found, rank, occurrences, end)(continuation.token, depth, before)
             estimates.append(estimated)
-            left *= 1 - estimated.p_accept
+            left *= 1 - estimated[0]
             if left < least_left:
                 break
         return estimates
@@ -345,7 +336,7 @@ class AcceptanceModel:
             )
             p_accept = 1 / (1 + exp(-logit - correct(features)))
             p_accept = _HIGHEST if p_accept > _HIGHEST else max(p_accept, _LOWEST)
-            return Estimate(p_accept, logit, features)
+            return p_accept, logit, features
 
         return estimate
 

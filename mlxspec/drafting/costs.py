@@ -142,16 +142,16 @@ _FIRST_REACH = 4  # rows up to which there is hope where no draft ran lately
 _NOISE_RATE = 0.05
 _NOISE_CLIP = 4.0  # variances
 _OUTLIER = 4.0  # standard deviations
-# Steps in a row by which a lasting change is told from outliers; so many that a burst of another
+# Steps in a row by which a lasting change differs from outliers; so many that a burst of another
 # program's work does not count as one.
 _LASTING = 8
 _LOG_WIDEST = math.log(WIDEST)
 _NOTICEABLE = 0.02  # relative change of a cost that is worth a new curve
 
 STEP_SECONDS = 1e-6, 1e4
-"""No step takes less or more; a clock that says so has measured something else."""
+"""No step takes less or more; other times were measured wrongly."""
 MOST_UNCERTAINTY = 10.0
-"""Relative; whoever knows a time no better than that knows nothing of it."""
+"""Relative; a time known no better than that is unknown."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class KnownTime:
 
     @property
     def bounded(self) -> KnownTime:
-        """The nearest that a step can take, so that nothing computed of it overflows."""
+        """The nearest possible time, so that nothing computed from it overflows."""
         low, high = STEP_SECONDS
         seconds = min(max(low, self.seconds), high)
         return KnownTime(self.rows, seconds, min(max(0.0, self.uncertainty), MOST_UNCERTAINTY))
@@ -206,7 +206,7 @@ class LiveCurve:
     plain step), what drafted steps have in common, and what this number of rows adds. A Kalman
     filter (Kalman 1960) corrects all of them by each step's time, the uncertain ones most. It
     keeps the covariances of what steps share: where a drafted step takes longer than predicted,
-    the next plain steps tell whether the machine or the costs have changed. So a hot or busy
+    the next plain steps show whether the machine or the costs have changed. So a hot or busy
     machine changes the first and not the costs, which are ratios. What a number of rows adds has
     a variance of its own, and its first step settles most of it.
 
@@ -217,7 +217,7 @@ class LiveCurve:
     others were, too, it is the machine that has changed.
 
     What looks expensive is not drafted, and would never be corrected. So drafts are planned with
-    the :attr:`hopeful` curve, and costs that no step has told of lately become uncertain.
+    the :attr:`hopeful` curve, and costs that no step has shown lately become uncertain.
 
     Args:
         known: measured times in any order, one of them of a plain step. However noisy they are,
@@ -247,6 +247,7 @@ class LiveCurve:
         # Where plain steps scattered so much that T(1) is hardly known, others will scatter, too.
         self._noise = min(max(_FIRST_NOISE, plain.uncertainty**2), _MOST_NOISE)
         self._off = 0  # how many of the latest steps in a row were far off
+        self.overhead = FIRST_OVERHEAD
         self._stale = False
         self._rebuild()
 
@@ -298,10 +299,10 @@ class LiveCurve:
             own = self._rows[rows] = self._unseen(rows)
             own.in_curve = self._log_cost(own)
         if rows == 1:
-            parts, change = _MACHINE, np.diag([_MACHINE_CHANGE, 0.0, 0.0])
+            parts, change = _MACHINE, _PLAIN_STEP_CHANGE
         else:
             parts = np.array([1.0, 1.0, own.power])
-            change = np.diag([_MACHINE_CHANGE, _DRAFTED_CHANGE, 0.0])
+            change = _DRAFTED_STEP_CHANGE
             own.variance += _ROWS_CHANGE
         error = math.log(seconds) - float(parts @ self._shared) - own.value
         covariance = self._covariance + change
@@ -329,7 +330,7 @@ class LiveCurve:
         # The error is spread over all that the step's time is the sum of, the uncertain first.
         gain, shared = error / variance, covariance @ parts
         self._shared = self._shared + gain * shared
-        self._covariance = covariance - np.outer(shared, shared) / variance
+        self._covariance = covariance - shared[:, None] * (shared / variance)
         own.value += own.variance * gain
         own.variance -= own.variance**2 / variance
         own.assumed = False
@@ -338,13 +339,13 @@ class LiveCurve:
                 if other_rows > self._beyond:
                     other.value += doubt * gain
             self._doubt -= doubt**2 / variance
-        change_of_shared = np.abs(self._shared - self._in_curve)
+        _, drafted, exponent = (self._shared - self._in_curve).tolist()
         self._stale = (
             self._stale
             or doubt > 0
             or abs(self._log_cost(own) - own.in_curve) > _NOTICEABLE
-            or bool(change_of_shared[1] > _NOTICEABLE)
-            or bool(change_of_shared[2] * _LOG_WIDEST > _NOTICEABLE)
+            or abs(drafted) > _NOTICEABLE
+            or abs(exponent) * _LOG_WIDEST > _NOTICEABLE
         )
 
     def ran(self, rows: int) -> None:
@@ -408,7 +409,7 @@ class LiveCurve:
         return _HOPE * max(math.sqrt(max(variance, 0.0)) - _USUAL_ERROR, 0.0)
 
     def _unseen(self, rows: int) -> _Rows:
-        """What is expected of a number of rows that no step had."""
+        """What is expected of a number of rows that has not run."""
         if rows > self._measured and self._measured < _WIDE:
             last = self._rows.get(self._measured, self._plain)
             power = math.log(rows / self._measured)
@@ -426,6 +427,8 @@ class LiveCurve:
 
 # What the logarithm of a plain step's time is made of, and what changes where it changes alone.
 _MACHINE, _PLAIN_ALONE = np.array([1.0, 0.0, 0.0]), np.array([1.0, -1.0, 0.0])
+_PLAIN_STEP_CHANGE = np.diag([_MACHINE_CHANGE, 0.0, 0.0])
+_DRAFTED_STEP_CHANGE = np.diag([_MACHINE_CHANGE, _DRAFTED_CHANGE, 0.0])
 
 
 def _extended(points: list[tuple[int, float]]) -> CostCurve:
@@ -438,45 +441,31 @@ def _extended(points: list[tuple[int, float]]) -> CostCurve:
     return CostCurve(points)
 
 
-_MOST = 0.5
-_FIRST_VARIANCE = 0.1**2  # of the usual sync overhead, before anything was learned
-_CHANGE = 0.005**2  # variance of its change from one run of plain steps to the next
+FIRST_OVERHEAD = USUAL_SYNC_OVERHEAD, 0.1**2
+"""The sync overhead and its variance before anything was learned."""
+_OVERHEAD_CHANGE = 0.005**2  # variance of its change from one run of plain steps to the next
 _STEPS_NOISE = 6  # of a run's surplus: a step of about 2 T(1), a short one, and twice T(1) itself
-_CLIP = 3.0  # standard deviations
+_CLIP, _MOST_OVERHEAD = 3.0, 0.5  # standard deviations; share of a plain step
 
 
-class SyncOverhead:
-    """What it costs to wait for a token, as a share of a pipelined plain step.
+def next_overhead(now: tuple[float, float], surplus: float, noise: float) -> tuple[float, float]:
+    """The sync overhead and its variance after a run of plain steps.
 
-    It is learned from runs of plain steps. The first step of a run waits for its token and for a
-    part of the second's forward; the last one finds its own forward nearly done. What the two
-    take beyond 2 T(1) is a small difference of large times: where other programs disturb the
-    steps, a single run says next to nothing. So each run counts as much as its noise allows (a
-    Kalman filter of one number).
+    The first step of a run waits for its token and for a part of the second's forward; the last
+    one finds its own forward nearly done. What the two take beyond 2 T(1) is a small difference
+    of large times, so each run counts as much as its noise allows.
+
+    Args:
+        now: overhead and variance before it.
+        surplus: by how many T(1) its first and last step together took longer than two
+            pipelined ones.
+        noise: relative standard deviation of a step's time.
     """
-
-    def __init__(self) -> None:
-        self._mean, self._variance = USUAL_SYNC_OVERHEAD, _FIRST_VARIANCE
-
-    @property
-    def value(self) -> float:
-        """From 0 to 0.5."""
-        return min(max(self._mean, 0.0), _MOST)
-
-    def learn(self, surplus: float, noise: float) -> None:
-        """Learn from a run of plain steps.
-
-        Args:
-            surplus: by how many T(1) its first and last step together took longer than two
-                pipelined ones.
-            noise: relative standard deviation of a step's time.
-        """
-        variance = self._variance + _CHANGE
-        of_surplus = variance + _STEPS_NOISE * noise * noise
-        limit = _CLIP * math.sqrt(of_surplus)
-        error = min(max(-limit, surplus - self._mean), limit)
-        self._mean += variance / of_surplus * error
-        self._variance = variance - variance / of_surplus * variance
+    mean, variance = now[0], now[1] + _OVERHEAD_CHANGE
+    of_surplus = variance + _STEPS_NOISE * noise * noise
+    limit = _CLIP * math.sqrt(of_surplus)
+    error, gain = min(max(-limit, surplus - mean), limit), variance / of_surplus
+    return mean + gain * error, variance * (1 - gain)
 
 
 _SHORTEST_RANGE = 1024
@@ -519,7 +508,6 @@ class LiveCosts:
     def __init__(self, known: Mapping[int, Iterable[KnownTime]]) -> None:
         self._lock = threading.RLock()
         self._curves = {end: LiveCurve(times) for end, times in known.items()}
-        self._sync_overhead = SyncOverhead()
         self._unsaved: Counter[int] = Counter()  # steps by range
         self._joint: dict[int, LiveCosts] = {}
         self._enter(min(self._curves))
@@ -545,11 +533,12 @@ class LiveCosts:
                     for end, curve in self._curves.items()
                 }
                 self._joint[count] = self._begun_with(known, count)
-                self._joint[count]._sync_overhead = copy.copy(self._sync_overhead)
+                for curve in self._joint[count]._curves.values():
+                    curve.overhead = self._live.overhead
             return self._joint[count].for_generation()
 
     def _begun_with(self, known: Mapping[int, list[KnownTime]], count: int) -> LiveCosts:
-        """Costs of ``count`` sequences, of which nothing is known but what others' steps tell."""
+        """Costs of ``count`` sequences, which begin with ``known``."""
         return LiveCosts(known)
 
     def end(self) -> None:
@@ -570,7 +559,7 @@ class LiveCosts:
             return sum(self._unsaved.values())
 
     def move_to(self, context: int) -> None:
-        """Tell how many positions the context has now; cheap enough for every step."""
+        """Set how many positions the context has now; cheap enough for every step."""
         if not self._start <= context < self._end:
             self._enter(context_range(context))
 
@@ -599,13 +588,13 @@ class LiveCosts:
     @property
     def sync_overhead(self) -> float:
         """What it costs if a plain step waits for its token, as a share of a pipelined one."""
-        return self._sync_overhead.value
+        return min(max(self._live.overhead[0], 0.0), _MOST_OVERHEAD)
 
     @property
     def wants_plain_steps(self) -> bool:
-        """Whether plain steps should run between drafted ones, to tell what drafts cost.
+        """Whether plain steps should run between drafted ones, to measure what drafts cost.
 
-        Nothing else tells costs apart from the machine's speed. Where hardly any plain step runs,
+        Nothing else distinguishes costs from the machine's speed. Where hardly any plain step runs,
         a T(1) that was measured on a busy machine would stay, and make all drafts look cheap.
         """
         return self._live.stddev > _MOST_STDDEV
@@ -613,8 +602,8 @@ class LiveCosts:
     def record(self, rows: int, seconds: float, pipelined: bool) -> None:
         """Learn from a step.
 
-        Plain steps tell T(1) only in the middle of a pipeline. The first and the last one tell
-        the sync overhead; see :class:`SyncOverhead`.
+        Plain steps show T(1) only in the middle of a pipeline. The first and the last one show
+        the sync overhead; see :func:`next_overhead`.
 
         Args:
             rows: its rows.
@@ -632,7 +621,11 @@ class LiveCosts:
         before, self._last_pipelined = self._last_pipelined, seconds if pipelined else None
         if not pipelined:
             if self._last_waiting is not None:
-                self._learn_sync_overhead(self._last_waiting, before)
+                # A run of plain steps is over: the one that waited, and the last pipelined one.
+                run = self._last_waiting, *([] if before is None else [before])
+                surplus = sum(run) / self.seconds(1) - len(run)
+                live = self._live
+                live.overhead = next_overhead(live.overhead, surplus, live.noise)
             self._last_waiting = seconds if rows == 1 else None
         if rows == 1:
             if not pipelined or before is None:
@@ -647,16 +640,11 @@ class LiveCosts:
         self._live.record(rows, seconds)
 
     def changes(self) -> dict[int, list[KnownTime]]:
-        """What was measured or steps told, of the ranges in which steps ran since the last call."""
+        """What was measured or learned, of the ranges in which steps ran since the last call."""
         with self._lock:
             changed = {end: self._curves[end].known(assumed=False) for end in sorted(self._unsaved)}
             self._unsaved.clear()
             return changed
-
-    def _learn_sync_overhead(self, first: float, last: float | None) -> None:
-        """Learn from a run of plain steps: the one that waited, and the last pipelined one."""
-        steps, seconds = (1, first) if last is None else (2, first + last)
-        self._sync_overhead.learn(seconds / self.seconds(1) - steps, self._live.noise)
 
     def _enter(self, end: int) -> None:
         with self._lock:
@@ -665,6 +653,7 @@ class LiveCosts:
                 self._curves[end] = LiveCurve(
                     self._curves[nearest].known(stddev=_OTHER_CONTEXT, assumed=False)
                 )
+                self._curves[end].overhead = self._curves[nearest].overhead
             self._live = self._curves[end]
             self._live.reopen()
         self._plain_steps = 0

@@ -24,7 +24,7 @@ from ..errors import DrafterError, OptionError
 class DraftTree:
     """Draft tokens below the last emitted token; a chain is a tree without branches.
 
-    Node 0 is the root, the last emitted token, which is no draft itself. Every other node is
+    Node 0 is the root, the last emitted token, which is not drafted. Every other node is
     a token proposed to follow its parent. Parents come before their children, so a loop over
     the nodes meets all ancestors of a node before it.
 
@@ -267,7 +267,7 @@ class VerifiedStep:
         rows: of the step's forward, those of other sequences and pending ones included.
         sequences: how many sequences shared the forward.
         seconds: wall time of the step, from the proposal to the commit, and of the drafter's
-            ``observe`` after the step before. 0 where nobody measures.
+            ``observe`` after the step before. 0 if not measured.
         drafting: seconds of them that the drafter took from the processor that ran the forward:
             none where that is a GPU.
         pipelined: whether its forward had been dispatched during the step before.
@@ -320,8 +320,8 @@ class Drafter:
 
     A drafter of your own needs :meth:`propose` and :meth:`observe`; all else has a default. A
     generation calls ``begin`` once with the prompt, then ``propose`` and ``observe`` in turn, and
-    ``end`` when it ends in whatever way. A planner, which drafts only where that pays, may leave
-    out ``propose``: then ``observe`` comes alone.
+    ``end`` when it ends, also after an error. A planner, which drafts only where that pays, may
+    omit ``propose``: then ``observe`` comes alone.
     """
 
     branching = True
@@ -467,7 +467,7 @@ class TreeBuilder:
 
 
 def checked_drafter(drafter: object) -> Drafter:
-    """Return a drafter that may be anybody's.
+    """Return a drafter that a user may have written.
 
     Raises:
         DrafterError: it is not an instance of :class:`Drafter`.

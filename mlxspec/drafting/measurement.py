@@ -1,4 +1,4 @@
-"""Measuring T(rows): which steps to run within a time limit, and what they tell."""
+"""Measuring T(rows): which steps to run within a time limit, and what they show."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, quantiles
-from typing import Protocol
 
 from .costs import STEP_SECONDS, KnownTime
 
@@ -19,7 +18,7 @@ class MeasurementPlan:
     """How thoroughly to measure.
 
     Attributes:
-        rows: the numbers of rows, the most telling first: where time runs out, the last ones are
+        rows: the numbers of rows, the most informative first: if time runs out, the last are
             left out.
         rounds: how often each is measured at most.
         steady_rounds: how often where the times are steady.
@@ -87,15 +86,15 @@ CAREFUL = MeasurementPlan(
 
 
 # Where these come from: notes/planner.md, "Constants".
-_FEW = 3  # steps: what lies between the times of fewer says nothing
+_FEW = 3  # steps: the quartiles of fewer mean nothing
 _ERROR_OF_ONE = 0.4  # or more, where plain steps scatter more
 _STEADY = 0.05  # relative standard error of a quartile
 
 _CONFIDENCE = 1.96  # standard errors: half the width of a 95 % confidence interval
-_MOST_ERROR = 0.25  # of a cost that tells which drafts pay
+_MOST_ERROR = 0.25  # of a cost by which drafts are chosen
 _MOST_FALL = 2.0  # of the cost from fewer rows to more; kernels that change make smaller ones
 COST_PER_ROW = (0.2, 2.5)
-"""T(M) lies between 0.2·T(1) and 2.5·M·T(1); whatever says else was disturbed."""
+"""T(M) lies between 0.2·T(1) and 2.5·M·T(1); anything else was disturbed."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ class RowsTime:
 
     @property
     def standard_error(self) -> float:
-        """Relative standard error of ``seconds``, as far as repetition reveals it."""
+        """Relative standard error of ``seconds``, from repetition alone."""
         return self.error / _CONFIDENCE
 
 
@@ -139,63 +138,49 @@ def cost_errors(times: Sequence[KnownTime]) -> list[float]:
 
 
 def noise(times: Sequence[RowsTime]) -> str | None:
-    """Why a measurement tells nothing, in a clause with its figures; None where it tells something.
+    """Why a measurement is useless, in a clause with its figures; None where it is useful.
 
     It is noise if half of the costs are known to ± 25 % or worse, if more rows cost less than
-    half of what fewer do, or if a row costs more than 2.5 plain steps. Where a time has too few
-    steps to tell, and plain steps do not scatter either, the first is not asked.
+    half of what fewer do, or if a row costs more than 2.5 plain steps. The first is not checked
+    for times of a few steps only, unless plain steps scatter.
 
     Args:
         times: from :func:`measure`.
     """
-    plain = times[0]
+    plain, *others = times
     often = [
         time
-        for time in times[1:]
+        for time in others
         if min(time.steps, plain.steps) >= _FEW
         or time.error * math.sqrt(time.steps) > _ERROR_OF_ONE
     ]
-    if often:
-        error = median(math.hypot(plain.error, time.error) for time in often)
-        if error > _MOST_ERROR:
+    error = median([math.hypot(plain.error, time.error) for time in often] or [0.0])
+    if error > _MOST_ERROR:
+        return (
+            f"the times scatter too much: half of the costs T(M)/T(1) are known to ±{error:.0%}"
+            f" or worse, and ±{_MOST_ERROR:.0%} is the most that is kept"
+        )
+    slowest = plain
+    for time in others:
+        falls = time.seconds * _MOST_FALL < slowest.seconds
+        if falls or time.seconds > COST_PER_ROW[1] * time.rows * plain.seconds:
+            other = slowest if falls else plain
             return (
-                f"the times scatter too much: half of the costs T(M)/T(1) are known to ±{error:.0%}"
-                f" or worse, and ±{_MOST_ERROR:.0%} is the most that is kept"
+                f"the times contradict each other: {other.rows} rows took "
+                f"{other.seconds * 1e3:.3g} ms, and {time.rows} rows {time.seconds * 1e3:.3g} ms"
             )
-    dearest = plain
-    for time in times:
-        if time.seconds * _MOST_FALL < dearest.seconds:
-            return (
-                f"the times contradict each other: a step over {dearest.rows} rows took "
-                f"{dearest.seconds * 1e3:.3g} ms, and one over {time.rows} rows "
-                f"{time.seconds * 1e3:.3g} ms"
-            )
-        if time.seconds > COST_PER_ROW[1] * time.rows * plain.seconds:
-            return (
-                f"a step over {time.rows} rows took {time.seconds * 1e3:.3g} ms, and a plain one "
-                f"{plain.seconds * 1e3:.3g} ms"
-            )
-        dearest = max(dearest, time, key=lambda one: one.seconds)
+        slowest = max(slowest, time, key=lambda one: one.seconds)
     return None
 
 
 def is_whole(times: Sequence[KnownTime]) -> bool:
-    """Whether times tell what drafts cost: of 2 or 3 rows, of 4 to 7, and of 8 to 15."""
+    """Whether times include what drafts cost: of 2 or 3 rows, of 4 to 7, and of 8 to 15."""
     return {2, 3, 4} <= {time.rows.bit_length() for time in times}
 
 
-class Steps(Protocol):
-    """Runs steps for their time."""
-
-    def plain(self, tokens: int) -> list[float]:
-        """Seconds of each of ``tokens`` pipelined plain steps."""
-
-    def drafted(self, rows: int) -> float:
-        """Seconds of one whole drafted step."""
-
-
 def measure(
-    steps: Steps,
+    plain: Callable[[int], list[float]],
+    drafted: Callable[[int], float],
     plan: MeasurementPlan,
     max_rows: int,
     started: float,
@@ -208,18 +193,19 @@ def measure(
     even if the time is up. On a busy machine there are more rounds.
 
     Args:
-        steps: runs the steps.
+        plain: runs so many pipelined plain steps; returns the seconds of each.
+        drafted: runs one whole drafted step of so many rows; returns its seconds.
         plan: what to run.
         max_rows: the most rows that a step may have.
         started: the time from which the limit counts.
-        clock: tells the time in seconds.
-        on_progress: told the share that is done after every measurement.
+        clock: returns the time in seconds.
+        on_progress: called with the share that is done after every measurement.
 
     Returns:
         one entry per number of rows that was measured, fewest rows first.
     """
     widths = [rows for rows in plan.rows if rows <= max_rows]
-    samples = {1: steps.plain(1 if clock() > started + plan.seconds else plan.plain_tokens)}
+    samples = {1: plain(1 if clock() > started + plan.seconds else plan.plain_tokens)}
     for done in range(plan.rounds * len(widths)):
         round_number, index = divmod(done, len(widths))
         if index == 0 and round_number >= plan.steady_rounds and _steady(samples):
@@ -228,12 +214,12 @@ def measure(
         rows = widths[index] if round_number % 2 == 0 else widths[-1 - index]
         left = started + plan.seconds - clock()
         if index == 0 and round_number and _predicted(samples, 1) * plan.plain_tokens <= left:
-            samples[1] += steps.plain(plan.plain_tokens)
+            samples[1] += plain(plan.plain_tokens)
         if rows not in samples and 2 * _predicted(samples, rows) <= left:
-            steps.drafted(rows)
-            samples[rows] = [steps.drafted(rows)]
+            drafted(rows)
+            samples[rows] = [drafted(rows)]
         elif rows in samples and _predicted(samples, rows) <= left:
-            samples[rows].append(steps.drafted(rows))
+            samples[rows].append(drafted(rows))
         if on_progress:
             by_count = (done + 1) / (plan.rounds * len(widths))
             on_progress(min(1.0, max(by_count, (clock() - started) / plan.seconds)))
@@ -244,9 +230,9 @@ def measure(
 
 
 def _steady(samples: dict[int, list[float]]) -> bool:
-    """Whether more rounds would tell little more.
+    """Whether more rounds would add little.
 
-    The quartiles' distance tells that the machine is busy even where their errors are small.
+    The quartiles' distance shows a busy machine even where their errors are small.
     """
     for times in samples.values():
         if len(times) < _FEW:
@@ -266,7 +252,7 @@ def _predicted(samples: dict[int, list[float]], rows: int) -> float:
 
 def _summary(rows: int, times: list[float], spread: float) -> RowsTime:
     """T(rows), where the longest plain step took longer than the shortest one by this share."""
-    times = [max(STEP_SECONDS[0], seconds) for seconds in times]  # a coarse clock may tell 0
+    times = [max(STEP_SECONDS[0], seconds) for seconds in times]  # a coarse clock may return 0
     if len(times) < _FEW:
         error = max(_ERROR_OF_ONE, spread) / math.sqrt(len(times))
         return RowsTime(rows, min(times), error, len(times))

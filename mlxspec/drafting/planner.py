@@ -360,7 +360,7 @@ class _Step:
             limits = Limits(max_depth, self._max_nodes, planner.branching, least_p, costs)
             try:
                 plans.append(Plan(planner.search(curve, limits)))
-            except Exception as error:  # the others go on
+            except Exception as error:  # the others continue
                 plans.append(Plan(fault=error))
         self._drafting = {
             index: plan.candidates
@@ -368,13 +368,18 @@ class _Step:
             if plan.candidates and not self._policies[index].probes
         }
         # The best first; a node's parent is before it.
-        order = sorted(
-            (-p * self._weights[index], index)
-            for index, candidates in self._drafting.items()
-            for p in candidates.p_reached
-        )[: self._max_nodes]
-        self._owners = [index for _, index in order]
-        self._expected = expected_tokens([-p for p, _ in order], self._sequences)
+        if self._sequences == 1:
+            p_reached = self._drafting[0].p_reached if self._drafting else ()
+            self._owners = [0] * len(p_reached)
+        else:
+            order = sorted(
+                (-p * self._weights[index], index)
+                for index, candidates in self._drafting.items()
+                for p in candidates.p_reached
+            )[: self._max_nodes]
+            self._owners = [index for _, index in order]
+            p_reached = tuple(-p for p, _ in order)
+        self._expected = expected_tokens(p_reached, self._sequences)
         if self._sequences == 1 and self._planners[0].replays:
             self._table = replayed_costs(self._expected, curve.table, self._taken)
         else:

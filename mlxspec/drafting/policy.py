@@ -35,7 +35,7 @@ _STEPS_PER_SEARCH = 4
 
 _MUCH_GAIN = 1.0
 _PROBE_ROUND = 30  # steps
-_PROBE = range(12, 18)  # in a row, since the first and the last pipelined step tell nothing
+_PROBE = range(12, 18)  # in a row: the first and the last pipelined step are special
 
 _ROWS_OF_A_TREE = 16
 _FLAT = 2.0  # plain steps that so many rows cost
@@ -86,7 +86,7 @@ class Policy:
         self._doubtful = False
 
     def skips_search(self, curve: CostCurve) -> bool:
-        """Whether the next step shall not search for a draft."""
+        """Whether the next step does not search for a draft."""
         return (
             self._steps_without_draft >= _STEPS_BEFORE_BACK_OFF
             and self._steps_without_draft % _STEPS_PER_SEARCH != 0
@@ -95,7 +95,7 @@ class Policy:
 
     @property
     def probes(self) -> bool:
-        """Whether the next step shall be a plain one, which is measured."""
+        """Whether the next step is a plain one, to be measured."""
         gains_much = self.gain >= _MUCH_GAIN and not self._doubtful
         return not gains_much and self.probe_step % _PROBE_ROUND in _PROBE
 

@@ -206,7 +206,7 @@ class DrafterSource(Source):
 
     Where a draft has no probabilities, they are learned from what followed, by depth and by rank
     among siblings, whether the tokens were verified or not. So a drafter that is often wrong soon
-    costs nothing but its own time, which is no part of what rows cost.
+    costs only its own time, which is not part of the cost of rows.
 
     Args:
         drafter: proposes the drafts; it serves one generation at a time.

@@ -31,7 +31,7 @@ OTHERS = "other"
 """Where accepted drafts came from that are not of a :class:`SuffixSource`."""
 
 # Where these come from: notes/planner.md, "Constants".
-_LESSONS = 8  # tokens of a step that are learned from: further ones of a copy tell the same
+_LESSONS = 8  # tokens of a step that are learned from: further ones of a copy add nothing
 _CHILDREN = 6  # per node of a tree; more are never likely enough
 _EARLIER_OCCURRENCES = 8  # that earlier texts are asked for
 _LEAST_P_REACHED = 0.01  # nodes that are reached more rarely gain nothing on any machine
@@ -282,7 +282,7 @@ class SuffixTree(TreeBuilder):
                 break
             estimated = estimate(token, depth, path[-1])
             self._sayings.append(((token,), (estimated,)))
-            p_reached *= estimated.p_accept
+            p_reached *= estimated[0]
             path.append(token)
             if p_reached <= likeliest_other or not self._is_wanted(p_reached):
                 self._push(p_reached, node, occurrences, path)
@@ -306,9 +306,9 @@ class SuffixTree(TreeBuilder):
         )
         self._sayings.append(([one.token for one in found[: len(estimates)]], estimates))
         left = p_node  # the probability that no child so far is right
-        for (token, _, _, followed), estimate in zip(found, estimates, strict=False):
-            self._push(left * estimate.p_accept, node, followed, [*path, token])
-            left *= 1 - estimate.p_accept
+        for (token, _, _, followed), (p_accept, _, _) in zip(found, estimates, strict=False):
+            self._push(left * p_accept, node, followed, [*path, token])
+            left *= 1 - p_accept
 
 
 _POSITION = itemgetter(1)

@@ -54,7 +54,7 @@ class Finding:
     """A model's capability, and what keeps it from a richer one.
 
     Attributes:
-        capability: of drafts that stand before ``draft_end``.
+        capability: for drafts before ``draft_end``.
         reason: in words.
         draft_end: the position from which on it verifies none; None if it does everywhere.
     """
@@ -148,7 +148,7 @@ def check_quantization(model: nn.Module, options: CacheOptions) -> None:
         ) from error
 
 
-# --- a step of several rows, of which some are rejected ---
+# --- a step of several rows, some rejected ---
 
 
 def chain_capability(model: nn.Module) -> Capability:
@@ -307,7 +307,7 @@ def first_crossing(model: nn.Module) -> int:
 
 
 def _learned_positions(model: nn.Module) -> set[int]:
-    """Where tables of learned positions end (GPT-2's): what is read behind them is no position."""
+    """Where tables of learned positions end (GPT-2's): positions end with them."""
     return {
         module.weight.shape[0]
         for name, module in model.named_modules()

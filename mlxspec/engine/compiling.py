@@ -7,6 +7,7 @@ survives is compiled here, on a stack that is twice as large.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
@@ -15,7 +16,8 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from subprocess import run
+from contextlib import suppress
+from subprocess import DEVNULL, PIPE, Popen
 from typing import Any, TypeVar
 
 import llguidance
@@ -54,14 +56,17 @@ _CAUSES: dict[int, str] = {
 
 Result = TypeVar("Result")
 
+_idle: list[Popen[bytes]] = []
+"""The process that waits for the next constraint, if there is one."""
+
 
 def outline_of(size: int, ends: Sequence[int], special: Mapping[int, bytes]) -> str:
-    """What the process that tries has to know of a tokenizer.
+    """What the other process needs of a tokenizer, as JSON.
 
     Args:
         size: the number of its ids.
         ends: the ids that end an output.
-        special: by id, the tokens that are no text, which grammars may name.
+        special: by id, the tokens without text, which grammars may name.
     """
     texts = {token: text.decode("latin-1") for token, text in special.items()}
     return json.dumps({"size": size, "ends": ends, "special": texts})
@@ -194,9 +199,9 @@ def in_one_line(message: object) -> str:
     return " ".join([lines[0], *reasons[:1]])
 
 
-def _refusal(noun: str, told: str) -> OptionError:
+def _refusal(noun: str, problem: str) -> OptionError:
     return OptionError(
-        f"the {noun} cannot be used: {in_one_line(told)}; leave that out, or say it in another way"
+        f"the {noun} cannot be used: {in_one_line(problem)}; leave that out or write it differently"
     )
 
 
@@ -216,6 +221,45 @@ def _tried(format: str, text: str, outline: str | None, noun: str) -> str:
     """
     if getattr(sys, "frozen", False):  # the executable is not a Python that could run a file
         raise OptionError("constraints are compiled by another Python process: install mlxspec")
+    process = _waiting() or _started()
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        with suppress(BrokenPipeError):  # it has been killed meanwhile
+            process.stdin.write(json.dumps([format, text, outline]).encode() + b"\n")
+            process.stdin.flush()
+        answer = process.stdout.readline()
+    except BaseException:
+        _end(process)
+        raise
+    if not answer.endswith(b"\n"):
+        status = process.wait()
+        _end(process)
+        crash = f"compiling it crashes (status {status}), as it does where references or nesting "
+        cause = _CAUSES.get(-status, crash + "are too deep; make it flatter")
+        raise OptionError(f"the {noun} cannot be used: {cause}")
+    if _idle:
+        _end(process)
+    else:
+        _idle.append(process)
+    definition, error = json.loads(answer)
+    if error:
+        raise _refusal(noun, error)
+    return str(definition)
+
+
+def _waiting() -> Popen[bytes] | None:
+    """A process that has been started before, unless something has ended it."""
+    with suppress(IndexError):
+        while True:
+            process = _idle.pop()
+            if process.poll() is None:
+                return process
+            _end(process)
+    return None
+
+
+def _started() -> Popen[bytes]:
     settings = {
         "path": os.path.dirname(os.path.dirname(llguidance.__file__)),
         "limits": _LIMITS,
@@ -224,31 +268,36 @@ def _tried(format: str, text: str, outline: str | None, noun: str) -> str:
         "stack": _STACK,
     }
     command = [sys.executable, "-I", "-S", compiling_process.__file__, json.dumps(settings)]
-    question = json.dumps([format, text, outline])
     try:
         # In a session of its own, since an interrupt at the terminal is not meant for it.
-        done = run(command, input=question, text=True, capture_output=True, start_new_session=True)
+        return Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True)
     except OSError as error:
         raise OptionError(
             f"constraints are compiled in another process, but {sys.executable} cannot be started "
             f"({error.strerror}): end other programs, or use no constraint"
         ) from error
-    if done.returncode:
-        status = done.returncode
-        crash = f"compiling it crashes (status {status}), as it does where references or nesting "
-        cause = _CAUSES.get(-status, crash + "are too deep; make it flatter")
-        raise OptionError(f"the {noun} cannot be used: {cause}")
-    definition, complaint = json.loads(done.stdout)
-    if complaint:
-        raise _refusal(noun, complaint)
-    return str(definition)
+
+
+def _end(process: Popen[bytes]) -> None:
+    process.kill()
+    with suppress(BrokenPipeError), process:  # which closes its pipes and waits
+        pass
+
+
+@atexit.register
+def _end_idle() -> None:
+    while process := _waiting():
+        _end(process)
+
+
+os.register_at_fork(after_in_child=_idle.clear)  # the other side of its pipes is the parent's
 
 
 _changing_size = threading.Lock()
 
 
 def _on_large_stack(make: Callable[[], Result]) -> Result:
-    """What a function makes, in a thread with twice the stack of the process that tries."""
+    """Call a function in a thread with twice the stack of the other process."""
     made: Future[Result] = Future()
 
     def run() -> None:

@@ -1,9 +1,10 @@
-"""The process in which a constraint is tried; :mod:`mlxspec.engine.compiling` starts it.
+"""The process in which constraints are tried out; :mod:`mlxspec.engine.compiling` starts it.
 
-It is run as a file and imports nothing of mlxspec, so that it starts soon. Its input is JSON: a
-format and a text for llguidance's ``grammar_from``, and the outline of a tokenizer, or null where
-the text is only to be converted. Its output is the definition and llguidance's error. A constraint
-that crashes or takes too much kills it.
+It is run as a file and imports nothing of mlxspec, so that it starts soon. Each line of its input
+is JSON: a format and a text for llguidance's ``grammar_from``, and the outline of a tokenizer, or
+null where the text is only to be converted. Its answer is a line with the definition and what
+llguidance has against it. It ends with its input, and so with the process that started it. A
+constraint that crashes or takes too much kills it.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import signal
 import sys
 import threading
 import time
+from functools import lru_cache
 from typing import Any
 
 
 def main(path: str, limits: dict[str, Any], seconds: float, memory: int, stack: int) -> None:
-    """Answer, and end.
+    """Answer until the input ends.
 
     Args:
         path: the directory that has llguidance.
@@ -29,8 +31,6 @@ def main(path: str, limits: dict[str, Any], seconds: float, memory: int, stack: 
         stack: bytes of the stack on which it compiles.
     """
     sys.path.append(path)
-    import llguidance
-
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform == "linux":  # elsewhere the system does not heed it
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -38,47 +38,58 @@ def main(path: str, limits: dict[str, Any], seconds: float, memory: int, stack: 
         resource.setrlimit(resource.RLIMIT_AS, (most, hard))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which the parent may have ignored,
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # or blocked
-    format, text, outline = json.load(sys.stdin)
-    signal.setitimer(signal.ITIMER_PROF, seconds)
+    threading.stack_size(stack)
+    busy = threading.Event()
 
     def answer() -> None:
         try:
-            result = _tried(llguidance, limits, format, text, outline)
+            _answer(limits, seconds, busy)
+        finally:
+            os._exit(0)
+
+    threading.Thread(target=answer).start()
+    least = _peak()
+    while True:  # for systems without that limit; the other thread ends the process
+        busy.wait()
+        if _peak() - least > memory:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _answer(limits: dict[str, Any], seconds: float, busy: threading.Event) -> None:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
+
+    @lru_cache(maxsize=4)
+    def tokens_of(outline: str) -> LLTokenizer:
+        tokenizer = _Outlined(**json.loads(outline))
+        size = len(tokenizer.tokens)
+        return LLTokenizer(TokenizerWrapper(tokenizer), n_vocab=size, eos_token=tokenizer.ends)
+
+    def tried(format: Any, text: str, outline: str | None) -> tuple[str, str]:
+        definition = grammar_from(format, text)
+        if outline is None:
+            return definition, ""
+        parsing = LLParserLimits(**limits)
+        matcher = LLMatcher(tokens_of(outline), definition, log_level=0, limits=parsing)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        if not matcher.is_error():  # as far as there is no choice, which generating gets to anyway
+            matcher.try_consume_tokens(matcher.compute_ff_tokens())
+        return definition, matcher.get_error()
+
+    for line in sys.stdin.buffer:
+        busy.set()
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        try:
+            definition, error = tried(*json.loads(line))
         except MemoryError:
             os.abort()
         except Exception as raised:
-            result = "", str(raised) or type(raised).__name__
-        sys.stdout.write(json.dumps(result))
+            definition, error = "", str(raised) or type(raised).__name__
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        busy.clear()
+        sys.stdout.write(json.dumps([definition, error]) + "\n")
         sys.stdout.flush()
-        os._exit(0)
-
-    threading.stack_size(stack)
-    threading.Thread(target=answer).start()
-    least = _peak()
-    while _peak() - least <= memory:  # for systems without that limit
-        time.sleep(0.02)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _tried(
-    llguidance: Any, limits: dict[str, Any], format: str, text: str, outline: str | None
-) -> tuple[str, str]:
-    definition = llguidance.grammar_from(format, text)
-    if outline is None:
-        return definition, ""
-    tokenizer = _Outlined(**json.loads(outline))
-    tokens = llguidance.LLTokenizer(
-        llguidance.TokenizerWrapper(tokenizer),
-        n_vocab=len(tokenizer.tokens),
-        eos_token=tokenizer.ends,
-    )
-    parsing = llguidance.LLParserLimits(**limits)
-    matcher = llguidance.LLMatcher(tokens, definition, log_level=0, limits=parsing)
-    if not matcher.is_error():
-        matcher.compute_bitmask()
-    if not matcher.is_error():  # as far as there is no choice, which generating gets to anyway
-        matcher.try_consume_tokens(matcher.compute_ff_tokens())
-    return definition, matcher.get_error()
 
 
 class _Outlined:

@@ -60,18 +60,20 @@ class Constraint:
             schema: of JSON Schema, 2020-12 or before; as an object or as JSON.
 
         Raises:
-            OptionError: it is no object, or too long.
+            OptionError: it is not an object, or too long.
         """
         if isinstance(schema, str):
             cls("json_schema", schema)  # refuses a long text before it is parsed
             try:
                 schema = json.loads(schema)
             except (ValueError, RecursionError) as error:
-                raise OptionError(f"the JSON schema is no JSON ({error}): correct it") from error
+                raise OptionError(
+                    f"the JSON schema is not valid JSON ({error}): correct it"
+                ) from error
         if schema is True:
             schema = {}
         if not isinstance(schema, Mapping):
-            raise OptionError("the JSON schema is no JSON object: write one, such as {}")
+            raise OptionError("the JSON schema must be an object, such as {}")
         try:
             return cls("json_schema", json.dumps(schema, allow_nan=False))
         except (ValueError, TypeError, RecursionError) as error:
@@ -105,10 +107,10 @@ class Constraint:
         """One of several texts.
 
         Raises:
-            OptionError: there is none, or one of them is no text.
+            OptionError: there is none, or one of them is not text.
         """
         if not choices or not all(isinstance(one, str) for one in choices):
-            raise OptionError("the choices are no list of texts: give one text or more")
+            raise OptionError("choices must be a list of one text or more")
         if len(choices) > _MOST_CHOICES:
             raise OptionError(f"there are {len(choices)} choices: {_MOST_CHOICES} are the most")
         return cls.regex("|".join(map(re.escape, choices)))

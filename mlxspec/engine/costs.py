@@ -67,7 +67,7 @@ def machine_identity() -> dict[str, str | int | float | None]:
 def model_identity(model: nn.Module) -> dict[str, str | int | float | None]:
     """Kind and size for people, and a digest of configuration, shapes and data types.
 
-    The shapes of packed weights and their scales tell the bits and group size of a quantisation.
+    The shapes of packed weights and their scales show the bits and group size of a quantisation.
     A fine-tuned model has the identity of its base model, and the same speed.
     """
     weights = tree_flatten(model.parameters())
@@ -221,7 +221,8 @@ def calibrate(
         steps = ModelSteps(model, context, on_prefill, sequences, mode)
         # The context grows by one token per step, and the widest step must fit at its end.
         room = min(steps.target.max_rows, window - context - plan.tokens)
-        return measure(steps, plan, max(1, room), started, time.perf_counter, on_progress)
+        run = steps.plain, steps.drafted
+        return measure(*run, plan, max(1, room), started, time.perf_counter, on_progress)
 
 
 class ModelSteps:
@@ -352,7 +353,7 @@ def costs_for(
 ) -> KeptCosts:
     """What steps of a model cost on this machine.
 
-    A measurement that tells too little is not kept. Then costs begin with what rows usually cost,
+    A measurement that shows too little is not kept. Then costs begin with what rows usually cost,
     real steps correct them, and the next process measures again.
 
     Args:
@@ -395,7 +396,7 @@ _SHORTEST_CONTEXT = 64  # tokens; no more steps than fit there can be measured
 
 
 def _is_enough(times: abc.Sequence[KnownTime], model: nn.Module) -> bool:
-    """Whether times tell what drafts cost, or as much as the model has room for."""
+    """Whether times show what drafts cost, or as much as the model has room for."""
     if (context_length(model) or _SHORTEST_CONTEXT) < _SHORTEST_CONTEXT:
         return True
     if len(times) == 1:
@@ -421,7 +422,7 @@ class KeptCosts(LiveCosts):
         cache: where they are kept.
         key: from :func:`cost_key`.
         ranges: what is known so far, at least one range.
-        clock: tells the time in seconds.
+        clock: returns the time in seconds.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ from ..models.detokenizer import token_bytes
 from .compiling import compiled, in_one_line, outline_of
 from .constraint import Constraint, Phase, Phases
 
-_KEPT = 32  # compiled constraints of a tokenizer
+_KEPT = 64  # compiled constraints of a tokenizer
 _WORD = 32  # tokens in a word of a mask
 _MOST_FORCED = 1024  # tokens, since each step asks anew what may be a text of any length
 
@@ -131,7 +131,7 @@ class _Tokens:
 
 
 def _special_tokens(tokenizer: TokenizerWrapper, vocab_size: int) -> set[int]:
-    """Tokens that are no text: control tokens, and markers of reasoning and calls."""
+    """Tokens without text: control tokens, and markers of reasoning and calls."""
     special = {*tokenizer.all_special_ids}
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special |= {token for token, one in added.items() if getattr(one, "special", False)}
@@ -156,7 +156,7 @@ def token_of(tokenizer: TokenizerWrapper, marker: str) -> int | None:
 
 def _bytes_of(tokenizer: TokenizerWrapper, token: int) -> bytes:
     text = token_bytes(tokenizer, token)
-    return b"" if _UNKNOWN in text else text  # part of a character, whose bytes nobody tells
+    return b"" if _UNKNOWN in text else text  # part of a character, whose bytes are unknown
 
 
 def _encoder(tokenizer: TokenizerWrapper) -> Callable[[str], list[int]]:

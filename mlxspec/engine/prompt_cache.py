@@ -32,7 +32,7 @@ _MLX_LM_CLASSES: dict[type, Any] = {
     WindowKVCache: RotatingKVCache,
 }
 _JUDGED = {*_MLX_LM_CLASSES.values(), ArraysCache}
-"""Classes whose content after one token tells what they hold after many."""
+"""Classes whose content after one token shows what they hold after many."""
 
 _lock = threading.RLock()
 """Held while caches change hands. One for all caches, and reentrant: a generation that is garbage
@@ -282,7 +282,7 @@ def reclaim(caches: Iterable[Any]) -> None:
 class _LentCache:
     """What a caller's cache is while it is lent: any use of it turns it into mlx-lm's cache again.
 
-    Only its class and its offset, which programs watch while they generate, are told without that.
+    Its class and its offset, which programs watch while they generate, are answered without that.
     """
 
     def __getattribute__(self, name: str) -> Any:

@@ -57,7 +57,7 @@ def save_prompt_cache(
 
     Args:
         file_name: ``.safetensors`` is appended where it is missing, as by mlx-lm.
-        cache: mlx-lm's caches, as they stand after a generation with ``prompt_cache``.
+        cache: mlx-lm's caches, as they are after a generation with ``prompt_cache``.
         metadata: for whoever loads it. ``mlx_lm.generate`` wants "model", the model's
             directory or repository, and "tokenizer_config", a JSON object.
         tokens: what the cache holds, so that drafts can be taken from it later.
@@ -173,7 +173,7 @@ def check_replaceable(path: Path, force: bool) -> None:
     except (RuntimeError, ValueError, SafetensorError):
         is_cache = False
     if not is_cache:
-        raise PromptCacheError(f"{path}: exists and is no prompt cache; name another file")
+        raise PromptCacheError(f"{path}: exists and is not a prompt cache; name another file")
     if not force:
         raise PromptCacheError(f"{path}: exists; name another file, or replace it with --force")
 
@@ -387,7 +387,7 @@ def _fields(values: Any, count: int) -> list[Any]:
 
 
 def _value(array: mx.array, type: str) -> mx.array | int | str | None:
-    """What an array of the file stands for."""
+    """The value that an array of the file encodes."""
     if type == "array":
         return array
     if type == "none" and array.shape == (0,):

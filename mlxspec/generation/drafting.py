@@ -67,14 +67,21 @@ class Planning(Protocol):
 
 
 class Drafting:
-    """What a decoder drafts from; by default nothing, which is plain decoding."""
+    """What a decoder drafts from; by default nothing, which is plain decoding.
+
+    Args:
+        maker: returns the drafter of a generation.
+    """
 
     plans = False
     """Whether drafts are planned by what steps cost."""
 
+    def __init__(self, maker: Callable[[], Drafter] = NoDraft) -> None:
+        self._maker = maker
+
     def new(self) -> Drafter:
         """A drafter that needs to know nothing of the decoder."""
-        return NoDraft()
+        return self._maker()
 
     def make(self, decoder: Planning, session: Session | None) -> Drafter:
         """Make the drafter of one generation.
@@ -88,20 +95,6 @@ class Drafting:
     def apart(self, memory_tokens: int) -> Self:
         """The same, but with an empty memory of so many tokens if there is one."""
         return self
-
-
-@dataclass(frozen=True)
-class Own(Drafting):
-    """A drafter of the caller's.
-
-    Attributes:
-        maker: returns the drafter of a generation.
-    """
-
-    maker: Callable[[], Drafter]
-
-    def new(self) -> Drafter:
-        return self.maker()
 
 
 @dataclass(frozen=True)
@@ -271,7 +264,7 @@ def _planned(
     from ..engine.target import Capability
 
     costs: Costs = FixedCosts(decoder.costs.curve, decoder.costs.sync_overhead)
-    # The forwards of a draft model are part of the steps' times, which then tell nothing of rows.
+    # A draft model's forwards are part of the steps' times, which then do not show what rows cost.
     if not any(map(_runs_model, [*sources, *fallbacks])):
         costs = decoder.costs = decoder.costs.for_generation()
     planner = Planner(

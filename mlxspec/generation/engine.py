@@ -1,20 +1,26 @@
-"""Several requests at once: they join and leave between any two steps."""
+"""Several requests at once, which join and leave between any two steps; a thread for asyncio."""
 
 from __future__ import annotations
 
+import asyncio
+import atexit
+import itertools
 import math
+import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from functools import cached_property
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cached_property, partial
+from queue import SimpleQueue
 
 from mlx_lm.generate import generation_stream, wired_limit
 
 from ..engine.step import Batch, DecodedStep, Sequence
 from ..errors import OptionError
-from .process_end import hold_at_exit
-from .request import Decoder, Request, State
+from .options import GenerationOptions, MakeDrafter, Prompt
+from .request import PATIENCE, DecoderLike, Request, State, hold_at_exit
 from .response import GenerationResponse
 
 # Prompt tokens; fewer would hardly shorten a stall, and more are not faster.
@@ -54,7 +60,7 @@ class Engine:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: DecoderLike,
         *,
         max_active: int = 32,
         stall: float = 0.15,
@@ -345,3 +351,186 @@ class Engine:
         costs = self._decoder.costs if self._decoder.plans else None
         patient = self._stall == math.inf
         return Batch(self._decoder.model, self._decoder.joint_mode, costs, patient)
+
+
+_AHEAD = 64  # responses that wait for their consumer; each may hold a row of logits
+_READ = 16  # responses after which the thread hears that they have been read
+
+Command = Callable[[Engine], object]
+
+
+class EngineThread:
+    """Runs a decoder's generations for tasks of asyncio, all in one thread of its own.
+
+    They share steps as in an :class:`Engine`, whichever event loops their tasks are in. The
+    thread lives as long as this object, since MLX compiles anew in each thread.
+    """
+
+    def __init__(self) -> None:
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._commands: SimpleQueue[Command] = SimpleQueue()
+        self._streams: set[_Stream] = set()
+        """Those that have not ended; while there are any the thread serves them."""
+        self._changing = threading.Lock()
+        """Held while streams come and go, so that the thread does not stop as one comes."""
+        self._thread: threading.Thread | None = None
+        weakref.finalize(self, self._work.put, None).atexit = False
+
+    async def stream(
+        self,
+        decoder: DecoderLike,
+        prompt: Prompt,
+        max_tokens: int,
+        make_drafter: MakeDrafter | None,
+        options: GenerationOptions,
+    ) -> AsyncGenerator[GenerationResponse, None]:
+        """What :meth:`mlxspec.Decoder.astream` returns."""
+        if options.get("prompt_cache") is not None:
+            raise OptionError(
+                "prompt_cache holds what a program has taken, and astream runs ahead of it: "
+                "pass a session, or use stream"
+            )
+        stream = _Stream()
+        if on_progress := options.get("on_progress"):
+            options = {**options, "on_progress": partial(stream.call, on_progress)}
+        receive = partial(stream.call, stream.queue.put_nowait)
+        new_request = partial(
+            decoder.new_request, prompt, max_tokens, options, make_drafter, receive
+        )
+        self._start(decoder, stream, partial(stream.begin, new_request))
+        try:
+            for count in itertools.count(1):
+                response = await stream.queue.get()
+                if response is None:
+                    return
+                if isinstance(response, BaseException):
+                    raise response
+                yield response
+                if count % _READ == 0:
+                    self._commands.put(stream.has_read)
+        finally:
+            if not stream.ended.is_set():
+                self._commands.put(stream.cancel)
+                await stream.ended.wait()
+
+    def _start(self, decoder: DecoderLike, stream: _Stream, begin: Command) -> None:
+        with self._changing:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=_obey, args=(self._work,), name="mlxspec astream", daemon=True
+                )
+                self._thread.start()
+                _serving.add(self)
+            if not self._streams:
+                self._work.put(partial(self._run, decoder))
+            self._streams.add(stream)
+            self._commands.put(begin)
+
+    def _run(self, decoder: DecoderLike) -> None:
+        """Serve the streams until all have ended."""
+        try:
+            engine = Engine(decoder, max_unread=_AHEAD)
+            with engine.running():
+                busy = False
+                while self._streams:
+                    while not busy or not self._commands.empty():
+                        self._commands.get()(engine)
+                        busy = True
+                    busy = engine.turn()
+                    self._end_finished()
+        except SystemExit:  # the process ends, and with it the threads of tasks that still wait
+            return
+        except BaseException as error:  # of the model itself: whoever waits is to hear of it
+            with self._changing:
+                streams, self._streams = self._streams, set()
+            for stream in streams:
+                stream.end(error)
+
+    def stop(self) -> None:
+        """End all generations, and the thread."""
+        self._commands.put(_stop)
+        self._work.put(None)
+        if self._thread:
+            self._thread.join(PATIENCE)
+
+    def _end_finished(self) -> None:
+        with self._changing:
+            finished = {stream for stream in self._streams if stream.has_finished}
+            self._streams -= finished
+        for stream in finished:
+            stream.end()
+
+
+_serving: weakref.WeakSet[EngineThread] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """MLX must not run in a thread that the interpreter stops as it ends."""
+    for generations in list(_serving):
+        generations.stop()
+
+
+def _stop(engine: Engine) -> None:
+    raise SystemExit
+
+
+def _obey(work: SimpleQueue[Callable[[], None] | None]) -> None:
+    """The thread. Between two works it holds nothing, so that a decoder may go."""
+    while (run := work.get()) is not None:
+        run()
+        del run
+
+
+class _Stream:
+    """One generation's responses on their way from the thread to a task.
+
+    Attributes:
+        queue: responses, and at last None or what has ended the generation; read in the loop.
+        ended: set in the loop once the thread is done with the generation, and its caches are
+            given back.
+        request: once the thread has made it.
+    """
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[GenerationResponse | BaseException | None] = asyncio.Queue()
+        self.ended = asyncio.Event()
+        self.request: Request | None = None
+        self._loop = asyncio.get_running_loop()
+        self._error: BaseException | None = None
+
+    def call(self, function: Callable[..., object], *args: object) -> None:
+        """Call a function in the task's event loop."""
+        self._loop.call_soon_threadsafe(function, *args)
+
+    def begin(self, new_request: Callable[[], Request], engine: Engine) -> None:
+        """Make the request, unless its task has left already."""
+        if self.has_finished:
+            return
+        try:
+            self.request = new_request()
+            engine.add(self.request)
+        except Exception as error:
+            self._error = error
+
+    def has_read(self, engine: Engine) -> None:
+        """The task has taken some more responses."""
+        if self.request:
+            engine.has_read(self.request, _READ)
+
+    def cancel(self, engine: Engine) -> None:
+        """Nobody takes the responses any more."""
+        if self.request:
+            engine.cancel(self.request)
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether nothing more will come."""
+        return self._error is not None or (self.request is not None and self.request.done)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Let the task know that this is all."""
+        self._error = error or self._error or (self.request.error if self.request else None)
+        with suppress(RuntimeError):  # the loop is closed: nobody waits
+            self.call(self.queue.put_nowait, self._error)
+            self.call(self.ended.set)

@@ -1,4 +1,4 @@
-"""The options of a generation as users pass them, checked: prompt, ends, sampling, memory."""
+"""The prompt and the options of a generation as users pass them, checked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..drafting.drafter import Drafter
 from ..engine.capability import check_quantization
-from ..engine.constraint import Constraint, Phases
+from ..engine.constraint import Constraint, Phase, Phases
 from ..engine.params import CacheOptions, LogitsProcessor, Sampler, SamplingParams
 from ..engine.prompt_cache import lent_caches
 from ..engine.target import Progress
@@ -26,6 +26,7 @@ from .session import Session
 
 if TYPE_CHECKING:
     from ..engine.grammar import Grammar
+
 
 Prompt = str | Sequence[int] | mx.array | Sequence[Message]
 """A text or token ids, which are taken as they are, or the messages of a conversation, which the
@@ -45,8 +46,7 @@ def prompt_ids(
     """Turn a prompt into token ids.
 
     Args:
-        prompt: text, token ids, or messages, as :func:`.chat_template.conversation_ids` takes
-            them.
+        prompt: text, token ids, or messages, as :func:`.chat_template.conversation_ids` takes them.
         tokenizer: the model's.
         vocab_size: the number of token ids that the model knows.
         longest: the model's context in tokens, where it is known.
@@ -58,7 +58,9 @@ def prompt_ids(
         OptionError: ``chat_template_kwargs`` are given without messages, or one of them makes
             no prompt.
     """
-    conversation = _is_conversation(prompt)
+    conversation = (
+        isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+    )
     if chat_template_kwargs is not None and not conversation:
         raise OptionError(
             "chat_template_kwargs are for a prompt of messages: leave them out, or pass messages"
@@ -78,15 +80,14 @@ def prompt_ids(
             tokens = [operator.index(token) for token in ids]
         except TypeError as error:
             raise PromptError(
-                f"the prompt is no row of token ids ({error}): pass a text, a list of integers, "
-                "or a list of messages"
+                f"the prompt must be a text, token ids or messages ({error}): pass a text, "
+                "a list of integers, or a list of messages"
             ) from error
     if not tokens:
         raise PromptError("the prompt holds no token: pass at least the BOS id, or a message")
-    if not all(0 <= token < vocab_size for token in tokens):
-        unknown = next(token for token in tokens if not 0 <= token < vocab_size)
+    if unknown := [token for token in tokens if not 0 <= token < vocab_size]:
         raise PromptError(
-            f"the prompt holds the id {unknown}: the model's are 0 to {vocab_size - 1}"
+            f"the prompt holds the id {unknown[0]}: the model's are 0 to {vocab_size - 1}"
         )
     if longest is not None and len(tokens) > longest:
         raise PromptError(
@@ -94,13 +95,6 @@ def prompt_ids(
             "shorten the prompt"
         )
     return tokens
-
-
-def _is_conversation(prompt: object) -> bool:
-    """Whether a prompt is messages, good or bad; its first element tells."""
-    if isinstance(prompt, str) or not isinstance(prompt, Sequence):
-        return False
-    return len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def stop_token_ids(
@@ -119,8 +113,16 @@ def stop_token_ids(
     """
     ids = set(tokenizer.eos_token_ids)
     for token in [extra] if isinstance(extra, (int, str)) else extra:
-        token_id = _id_of(tokenizer, token) if isinstance(token, str) else token
-        if not isinstance(token_id, SupportsIndex) or not 0 <= token_id < vocab_size:
+        token_id: Any = token
+        if isinstance(token, str):
+            token_id = tokenizer.get_vocab().get(token)
+            encoded = tokenizer.encode(token, add_special_tokens=False)
+            if token_id is None and len(encoded) == 1 and encoded[0] != tokenizer.unk_token_id:
+                token_id = encoded[0]
+        if (
+            not isinstance(token_id, SupportsIndex)
+            or not 0 <= operator.index(token_id) < vocab_size
+        ):
             raise OptionError(
                 f"the stop token {token!r} is no token of the model: give an id from 0 to "
                 f"{vocab_size - 1}, the text of one token, or use a stop string"
@@ -129,18 +131,17 @@ def stop_token_ids(
     return ids
 
 
-def _id_of(tokenizer: TokenizerWrapper, text: str) -> int | None:
-    """The id of the token with this spelling in the vocabulary, or that the text becomes."""
-    token_id = tokenizer.get_vocab().get(text)
-    if token_id is not None:
-        return token_id
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    return ids[0] if len(ids) == 1 and ids[0] != tokenizer.unk_token_id else None
+class GenerationOptions(TypedDict, total=False):
+    """What every decoder's ``stream`` takes; :meth:`mlxspec.Decoder.decode` says what it means.
 
+    For functions of your own that pass options on, so that a type checker knows them::
 
-class FurtherSamplingOptions(TypedDict, total=False):
-    """The fields of :class:`mlxspec.SamplingParams` but two, which some methods name themselves."""
+        def ask(question: str, **options: Unpack[GenerationOptions]) -> str: ...
+    """
 
+    sampling: SamplingParams | None
+    temp: float
+    seed: int | None
     top_p: float
     top_k: int
     min_p: float
@@ -157,49 +158,22 @@ class FurtherSamplingOptions(TypedDict, total=False):
     frequency_context_size: int
     logits_processors: Sequence[LogitsProcessor] | None
     sampler: Sampler | None
-
-
-class EndOptions(TypedDict, total=False):
-    """What ends the output before it is full."""
-
+    constraint: Constraint | Phases | Grammar | None
     stop: str | Sequence[str]
     stop_tokens: int | str | Collection[int | str]
-
-
-class MemoryOptions(TypedDict, total=False):
-    """The fields of :class:`mlxspec.engine.params.CacheOptions`, one by one."""
-
     kv_bits: int | None
     kv_group_size: int
     quantized_kv_start: int
     max_kv_size: int | None
     prefill_step_size: int
-
-
-class FurtherOptions(FurtherSamplingOptions, EndOptions, MemoryOptions, total=False):
-    """All of :class:`mlxspec.GenerationOptions` but ``temp`` and ``seed``."""
-
-    sampling: SamplingParams | None
-    constraint: Constraint | Phases | Grammar | None
     chat_template_kwargs: Mapping[str, Any] | None
     on_progress: Progress | None
     session: Session | None
     prompt_cache: list[Any] | None
 
 
-class GenerationOptions(FurtherOptions, total=False):
-    """What every decoder's ``stream`` takes; :meth:`mlxspec.Decoder.decode` says what it means.
-
-    For functions of your own that pass options on, so that a type checker knows them::
-
-        def ask(question: str, **options: Unpack[GenerationOptions]) -> str: ...
-    """
-
-    temp: float
-    seed: int | None
-
-
 _SAMPLING = {field.name for field in fields(SamplingParams)}
+_CACHE = {field.name for field in fields(CacheOptions)}
 
 
 class CheckedOptions(NamedTuple):
@@ -266,10 +240,13 @@ def check_options(
     session, prompt_cache = left.pop("session", None), left.pop("prompt_cache", None)
     sampling, on_progress = left.pop("sampling", None), left.pop("on_progress", None)
     constraint = left.pop("constraint", None)
-    memory = {name: left.pop(name) for name in MemoryOptions.__annotations__ if name in left}
+    memory = {name: left.pop(name) for name in _CACHE & left.keys()}
     left.pop("chat_template_kwargs", None)  # the prompt's
     for name in left.keys() - _SAMPLING:
-        raise TypeError(_no_such_option(name))
+        known = sorted({"max_tokens", *GenerationOptions.__annotations__})
+        similar = get_close_matches(name, known, 1)
+        meant = f"did you mean {similar[0]}" if similar else "see mlxspec.Decoder.decode for all"
+        raise TypeError(f"there is no option {name!r}: {meant}")
     if not isinstance(max_tokens, SupportsIndex):
         raise OptionError(f"max_tokens is {max_tokens!r}: choose a whole number")
     if max_tokens < 1:
@@ -277,7 +254,7 @@ def check_options(
     several = isinstance(stop, Iterable) and not isinstance(stop, str)
     stop = tuple(stop) if several else (stop,)
     if not all(isinstance(text, str) for text in stop):
-        raise OptionError("stop is no text: pass one, or a list of them, or leave it out")
+        raise OptionError("stop must be a text or a list of texts")
     if not all(stop):
         raise OptionError("stop holds an empty string: it would end every output at once")
     if session is not None and prompt_cache is not None:
@@ -325,9 +302,73 @@ def grammar_of(
     return constraint
 
 
-def _no_such_option(name: str) -> str:
-    """The message for an option that does not exist."""
-    known = sorted({"max_tokens", *GenerationOptions.__annotations__})
-    (similar, *_) = [*get_close_matches(name, known, 1), None]
-    meant = f"did you mean {similar}" if similar else "see mlxspec.Decoder.decode for all"
-    return f"there is no option {name!r}: {meant}"
+_AFTER_REASONING = r"[ \n]{1,4}"  # which templates write there, and who reads an answer drops
+
+
+def in_answer(
+    constraint: Constraint | None,
+    tokenizer: TokenizerWrapper,
+    *,
+    reasons: bool,
+    trims_space: bool = False,
+    calls: Constraint | None = None,
+    call_start: int | None = None,
+) -> Phases:
+    """The phases of a chat's answer.
+
+    Reasoning is free, whether the template has opened it or the model does; so is text, without
+    a constraint. A call of a tool may stand in place of the constrained text.
+
+    Args:
+        constraint: of the answer's text; None for any.
+        tokenizer: the model's.
+        reasons: the prompt ends within reasoning.
+        trims_space: a space at the answer's beginning is the tokenizer's, and will be dropped.
+        calls: what follows ``call_start``; None for anything.
+        call_start: the token that begins a call of a tool, where tools may be called.
+
+    Raises:
+        OptionError: the model ends its reasoning with several tokens.
+    """
+    opens = closes = None
+    if tokenizer.has_thinking:
+        opens, closes = (_only(tokenizer.think_start_tokens), _only(tokenizer.think_end_tokens))
+    if reasons and closes is None:
+        raise OptionError(
+            "this model's reasoning does not end with one token, so no constraint can begin "
+            "after it: turn the reasoning off"
+        )
+    text, reasoning, after, call = range(4)
+    first = calling = {} if call_start is None else {call_start: call}
+    if opens is not None and closes is not None:
+        first = {**calling, opens: reasoning}
+    lead = " " if trims_space else ""
+    phases = [
+        Phase(constraint and replace(constraint, lead=lead), first),
+        Phase(None, {} if closes is None else {closes: after}, may_end=constraint is None),
+        Phase(constraint and replace(constraint, lead=_AFTER_REASONING), calling),
+        Phase(calls),
+    ]
+    if reasons:
+        phases[text] = phases[reasoning]
+    return Phases(tuple(phases))
+
+
+def _only(tokens: tuple[int, ...] | None) -> int | None:
+    """The one token of a marker."""
+    return tokens[0] if tokens and len(tokens) == 1 else None
+
+
+def leaves_reasoning_open(text: str, tokenizer: TokenizerWrapper) -> bool:
+    """Whether an answer that begins with this text goes on within reasoning."""
+    if not tokenizer.has_thinking:
+        return False
+    return text.rfind(tokenizer.think_start) > text.rfind(tokenizer.think_end)
+
+
+def ends_in_reasoning(tokens: list[int], tokenizer: TokenizerWrapper) -> bool:
+    """Whether a prompt's last tokens open reasoning, as a chat template does."""
+    if not tokenizer.has_thinking:
+        return False
+    text: str = tokenizer.decode(tokens[-16:])
+    return text.rstrip().endswith(tokenizer.think_start)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import sys
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from enum import StrEnum
-from statistics import median
+from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
 import mlx.core as mx
@@ -21,16 +22,15 @@ from ..engine import step as steps
 from ..engine.joint import JointMode
 from ..engine.target import Target
 from .options import CheckedOptions, GenerationOptions, MakeDrafter, Prompt
-from .process_end import hold_at_exit
-from .response import GenerationResponse, SpeculationStats, StepTime
+from .response import Detokenizer, GenerationResponse, OutputText, SpeculationStats, StepTimes
 from .session import CacheLease
 
 if TYPE_CHECKING:
     from ..engine.grammar import GrammarState
 
+
 _log = logging.getLogger(__name__)
 
-_KEPT = 64  # recent steps per number of rows: enough for a median, few enough to show a hot chip
 
 RecordTime = Callable[[int, float, bool], None]
 """Called with a step's rows (pending ones included), its wall time in seconds, and whether it was
@@ -47,7 +47,7 @@ class State(StrEnum):
     DONE = "ended"
 
 
-class Decoder(Protocol):
+class DecoderLike(Protocol):
     """What requests and engines need of a :class:`mlxspec.Decoder`."""
 
     step_times: StepTimes
@@ -113,7 +113,7 @@ class Request:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: DecoderLike,
         prompt: Sequence[int],
         max_tokens: int,
         options: CheckedOptions,
@@ -329,120 +329,65 @@ def _responses(request: Request) -> Generator[GenerationResponse, None, None]:
                     yield response
                     lease.resume()
     finally:
+        request.state = State.DONE
         request.close()
     # After everything is closed, so that a consumer who has it may begin the next turn.
     yield last
 
 
-class Detokenizer(Protocol):
-    """Turns tokens into text as they come; mlx-lm's interface."""
+PATIENCE = 10.0  # seconds; a step, or a chunk of a prompt, takes less
+THREADS_END = 0.05  # seconds for a thread to end, or to come back from its consumer
 
-    def reset(self) -> None: ...
-    def add_token(self, token: int) -> None: ...
-    def finalize(self) -> None: ...
-    @property
-    def last_segment(self) -> str: ...
+_other_threads = False
+"""Whether a thread besides the main one has generated."""
+
+_ending: tuple[int, float] | None = None
+"""Once the process ends: the thread that ends it, and until when others are held."""
 
 
-class OutputText:
-    """Collects tokens as text segments and finds the end of the output.
+def hold_at_exit() -> None:
+    """Hold this thread here once the process ends; called before each step and chunk.
 
-    A stop string may begin and end inside tokens; text that could be the beginning of one is
-    held back until it is decided, so nothing that belongs to a stop string is ever shown.
-
-    Args:
-        detokenizer: fresh, ready for the output's first token.
-        stop_tokens: token ids that end the output; their own text is not part of it.
-        stop_strings: texts that end the output before them.
-        max_tokens: with this many tokens the output is full.
-
-    Attributes:
-        finish_reason: "stop" or "length" once it has ended.
-        stop_string: the one that ended it.
+    Up to Python 3.13 an interpreter that ends stops every other thread that asks for its lock. MLX
+    cannot be stopped like that: the process would be aborted ("terminate called without an active
+    exception"). A thread that waits here does not ask for the lock.
     """
-
-    def __init__(
-        self,
-        detokenizer: Detokenizer,
-        stop_tokens: Collection[int],
-        stop_strings: Sequence[str],
-        max_tokens: int,
-    ) -> None:
-        self.finish_reason: str | None = None
-        self.stop_string: str | None = None
-        self._detokenizer = detokenizer
-        self._stop_tokens = stop_tokens
-        self._stop_strings = stop_strings
-        self._left = max_tokens
-        self._held = ""
-        self._segments: list[str] = []
-
-    def add(self, token: int) -> bool:
-        """Append a token; returns whether the output ends with it."""
-        self._left -= 1
-        if token in self._stop_tokens:
-            self.finish_reason = "stop"
-        else:
-            self._detokenizer.add_token(token)
-            if self._left == 0:
-                self.finish_reason = "length"
-        if self.finish_reason:
-            self._detokenizer.finalize()
-        self._segments.append(self._release(self._detokenizer.last_segment))
-        return self.finish_reason is not None
-
-    def take(self) -> list[str]:
-        """The segments since the last call, one per token."""
-        segments, self._segments = self._segments, []
-        return segments
-
-    def _release(self, segment: str) -> str:
-        """What may be shown now that ``segment`` has come."""
-        text = self._held + segment
-        found = [(at, stop) for stop in self._stop_strings if (at := text.find(stop)) >= 0]
-        if found:
-            cut, self.stop_string = min(found)
-            self.finish_reason = "stop"
-            self._held = ""
-            return text[:cut]
-        held = 0 if self.finish_reason else self._undecided(text)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
-
-    def _undecided(self, text: str) -> int:
-        """Length of the longest end of ``text`` that begins a stop string."""
-        longest = max(map(len, self._stop_strings), default=1) - 1
-        for length in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[len(text) - length :]) for stop in self._stop_strings):
-                return length
-        return 0
+    global _other_threads
+    if not _other_threads and threading.current_thread() is not threading.main_thread():
+        _other_threads = True
+    if _ending and _ending[0] != threading.get_ident():
+        # Not for ever: what the program does at its end may be to wait for this thread.
+        threading.Event().wait(max(0.0, _ending[1] - time.monotonic()))
 
 
-class StepTimes:
-    """T(rows): the wall time of whole steps by their number of rows.
+@atexit.register
+def _hold_threads() -> None:
+    """Wait until no other thread generates."""
+    global _ending, _other_threads
+    until = time.monotonic() + PATIENCE
+    _ending = threading.get_ident(), until
+    while _others_generate() and time.monotonic() < until:
+        _other_threads = True
+        time.sleep(0.001)
+    if _other_threads:
+        time.sleep(THREADS_END)  # without the interpreter's lock
 
-    A whole step is proposing, forward, reading, acceptance and cache commit. Times hold for one
-    model on one machine in one data type. Threads may record at once.
-    """
 
-    def __init__(self) -> None:
-        self._recent: dict[tuple[int, bool], deque[float]] = {}
-        self._steps: Counter[tuple[int, bool]] = Counter()
-        self._lock = threading.Lock()
+_ROOMS = "mlxspec.compat.", "mlxspec.engine.", "mlxspec.generation."
 
-    def record(self, rows: int, seconds: float, pipelined: bool = False) -> None:
-        """Add the wall time of one step."""
-        with self._lock:
-            self._recent.setdefault((rows, pipelined), deque(maxlen=_KEPT)).append(seconds)
-            self._steps[rows, pipelined] += 1
 
-    def table(self) -> list[StepTime]:
-        """One entry per kind of step that has run, fewest rows first."""
-        with self._lock:
-            seconds = {kind: median(recent) for kind, recent in self._recent.items()}
-            steps = self._steps.copy()
-        one_row = seconds.get((1, True)) or seconds.get((1, False))
-        return [
-            StepTime(*kind, steps[kind], time, time / one_row if one_row else None)
-            for kind, time in sorted(seconds.items())
-        ]
+def _others_generate() -> bool:
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]
+    return any(map(_generates, frames.values()))
+
+
+def _generates(frame: FrameType | None) -> bool:
+    """Whether the thread of this frame is in code that may run the model, and is not held."""
+    while frame:
+        if frame.f_code is hold_at_exit.__code__:
+            return False
+        if frame.f_globals.get("__name__", "").startswith(_ROOMS):
+            return True
+        frame = frame.f_back
+    return False

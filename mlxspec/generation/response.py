@@ -1,12 +1,17 @@
-"""What a decoder returns: one response per token, and the result of a generation."""
+"""The output of a generation: its text and end, a response per token, the result, step times."""
 
 from __future__ import annotations
 
 import math
+import threading
+from collections import Counter, deque
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import groupby
-from typing import TYPE_CHECKING, cast
+from operator import itemgetter
+from statistics import median
+from typing import TYPE_CHECKING, Protocol, cast
 
 import mlx.core as mx
 
@@ -175,8 +180,10 @@ class GenerationResult:
         """The text for a notebook, accepted drafts marked, and the figures on a line."""
         stats = self.stats
         parts = zip(self.from_draft, self.segments, strict=False)
-        runs = [(key, "".join(text for _, text in run)) for key, run in groupby(parts, _is_draft)]
-        text = "".join(_marked(text) if drafted else escape(text) for drafted, text in runs)
+        text = ""
+        for drafted, run in groupby(parts, itemgetter(0)):
+            segment = "".join(text for _, text in run)
+            text += _marked(segment) if drafted else escape(segment)
         figures = (
             f"{len(self.tokens)} tokens in {stats.steps} steps, "
             f"{stats.tokens_per_step:.2f} a step; "
@@ -192,10 +199,6 @@ class GenerationResult:
 # A tint behind the text, which keeps the notebook's own colour, light or dark.
 _TINT = "background:rgba(46,134,255,.28);border-radius:2px"
 _OF_TEXT = "white-space:pre-wrap;overflow-wrap:anywhere;font-family:monospace"
-
-
-def _is_draft(part: tuple[bool, str]) -> bool:
-    return part[0]
 
 
 def _marked(text: str) -> str:
@@ -246,3 +249,120 @@ class Transcript:
             reused_tokens=last.reused_tokens if last else 0,
             segments=self._text.copy(),
         )
+
+
+_KEPT = 64  # recent steps per number of rows: enough for a median, few enough to show a hot chip
+
+
+class Detokenizer(Protocol):
+    """Turns tokens into text as they come; mlx-lm's interface."""
+
+    def reset(self) -> None: ...
+    def add_token(self, token: int) -> None: ...
+    def finalize(self) -> None: ...
+    @property
+    def last_segment(self) -> str: ...
+
+
+class OutputText:
+    """Collects tokens as text segments and finds the end of the output.
+
+    A stop string may begin and end inside tokens; text that could be the beginning of one is
+    held back until it is decided, so nothing that belongs to a stop string is ever shown.
+
+    Args:
+        detokenizer: fresh, ready for the output's first token.
+        stop_tokens: token ids that end the output; their own text is not part of it.
+        stop_strings: texts that end the output before them.
+        max_tokens: with this many tokens the output is full.
+
+    Attributes:
+        finish_reason: "stop" or "length" once it has ended.
+        stop_string: the one that ended it.
+    """
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stop_tokens: Collection[int],
+        stop_strings: Sequence[str],
+        max_tokens: int,
+    ) -> None:
+        self.finish_reason: str | None = None
+        self.stop_string: str | None = None
+        self._detokenizer = detokenizer
+        self._stop_tokens = stop_tokens
+        self._stop_strings = stop_strings
+        self._left = max_tokens
+        self._held = ""
+        self._segments: list[str] = []
+
+    def add(self, token: int) -> bool:
+        """Append a token; returns whether the output ends with it."""
+        self._left -= 1
+        if token in self._stop_tokens:
+            self.finish_reason = "stop"
+        else:
+            self._detokenizer.add_token(token)
+            if self._left == 0:
+                self.finish_reason = "length"
+        if self.finish_reason:
+            self._detokenizer.finalize()
+        self._segments.append(self._release(self._detokenizer.last_segment))
+        return self.finish_reason is not None
+
+    def take(self) -> list[str]:
+        """The segments since the last call, one per token."""
+        segments, self._segments = self._segments, []
+        return segments
+
+    def _release(self, segment: str) -> str:
+        """What may be shown now that ``segment`` has come."""
+        text = self._held + segment
+        found = [(at, stop) for stop in self._stop_strings if (at := text.find(stop)) >= 0]
+        if found:
+            cut, self.stop_string = min(found)
+            self.finish_reason = "stop"
+            self._held = ""
+            return text[:cut]
+        held = 0 if self.finish_reason else self._undecided(text)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def _undecided(self, text: str) -> int:
+        """Length of the longest end of ``text`` that begins a stop string."""
+        longest = max(map(len, self._stop_strings), default=1) - 1
+        for length in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[len(text) - length :]) for stop in self._stop_strings):
+                return length
+        return 0
+
+
+class StepTimes:
+    """T(rows): the wall time of whole steps by their number of rows.
+
+    A whole step is proposing, forward, reading, acceptance and cache commit. Times hold for one
+    model on one machine in one data type. Threads may record at once.
+    """
+
+    def __init__(self) -> None:
+        self._recent: dict[tuple[int, bool], deque[float]] = {}
+        self._steps: Counter[tuple[int, bool]] = Counter()
+        self._lock = threading.Lock()
+
+    def record(self, rows: int, seconds: float, pipelined: bool = False) -> None:
+        """Add the wall time of one step."""
+        with self._lock:
+            self._recent.setdefault((rows, pipelined), deque(maxlen=_KEPT)).append(seconds)
+            self._steps[rows, pipelined] += 1
+
+    def table(self) -> list[StepTime]:
+        """One entry per kind of step that has run, fewest rows first."""
+        with self._lock:
+            seconds = {kind: median(recent) for kind, recent in self._recent.items()}
+            steps = self._steps.copy()
+        one_row = seconds.get((1, True)) or seconds.get((1, False))
+        return [
+            StepTime(*kind, steps[kind], time, time / one_row if one_row else None)
+            for kind, time in sorted(seconds.items())
+        ]

@@ -105,7 +105,7 @@ def conversation_ids(
             template knows, such as "enable_thinking".
 
     Raises:
-        PromptError: there is no chat template, something is no message, or the template does
+        PromptError: there is no chat template, an item is not a message, or the template does
             not apply.
         OptionError: one of ``how`` makes no prompt.
     """
@@ -199,7 +199,7 @@ def _watched(bound_memory: bool) -> Iterator[None]:
 
 @contextmanager
 def _bounded_memory() -> Iterator[None]:
-    """Let allocations of too much memory fail, where the system can tell how much there is."""
+    """Let allocations of too much memory fail, where the system reports how much there is."""
     try:
         pages = int(_SIZES.read_text().split()[0])
     except (OSError, ValueError):

@@ -23,6 +23,7 @@ from .model_files import (
     check_safetensors,
     find_directory,
     instead_of_files,
+    listed_weights,
     load_mlx_lm_model,
     local_path,
     one_line,
@@ -141,7 +142,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def _remedy(directory: Path) -> str:
-    """What to do with a directory that is no model of MLX."""
+    """What to do with a directory without a model for MLX."""
     problem = instead_of_files([path.name for path in directory.glob("*")], directory.name)
     return problem or "name a directory that a converter for MLX has written"
 
@@ -180,14 +181,9 @@ def _check_shards(directory: Path) -> int:
     Raises:
         LoadError: one of them is listed and missing, cut short or damaged.
     """
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        listed = read_json_object(index).get("weight_map", {})
-        if not isinstance(listed, dict) or not all(isinstance(v, str) for v in listed.values()):
-            raise LoadError(f"{index}: weight_map is no table of file names; fetch it again")
-        for name in sorted(set(listed.values())):
-            if not (directory / name).is_file():
-                raise LoadError(f"{directory}: the weights file {name} is missing; fetch it again")
+    for name in sorted(listed_weights(directory)):
+        if not (directory / name).is_file():
+            raise LoadError(f"{directory}: the weights file {name} is missing; fetch it again")
     return sum(map(_check_weights, sorted(directory.glob("model*.safetensors"))))
 
 
@@ -239,7 +235,7 @@ def _find_adapters(path: str | Path) -> Path:
     """The directory of adapters, checked as far as is possible without a model.
 
     Raises:
-        LoadError: there is none, or it lacks a file, or one of them is damaged.
+        LoadError: the directory or a file is missing, or a file is damaged.
     """
     directory = local_path(path)
     if not directory.is_dir():

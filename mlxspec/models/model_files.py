@@ -82,7 +82,7 @@ def is_repository_name(name: str) -> bool:
 
 
 def is_downloaded(repository: str) -> bool:
-    """Whether a repository's settings and weights are on this machine, as far as a look tells."""
+    """Whether a repository's settings and weights seem to be on this machine."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -225,7 +225,7 @@ def check_readable(directory: Path) -> None:
         LoadError: which one, or MLX takes no name like the directory's.
     """
     check_name(directory)
-    with suppress(OSError):  # what cannot be listed is told by what reads it
+    with suppress(OSError):  # whoever reads it reports what cannot be listed
         for path in sorted(directory.iterdir()):
             if path.exists() and not path.is_file() and not path.is_dir():
                 raise LoadError(f"{path}: no regular file; remove it, or replace it by one")
@@ -248,6 +248,19 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise LoadError(f"{path}: no JSON object")
     return content
+
+
+def listed_weights(directory: Path) -> set[str]:
+    """The names of weight files in a model's index; empty without an index.
+
+    Raises:
+        LoadError: the index is damaged.
+    """
+    index = directory / "model.safetensors.index.json"
+    listed = read_json_object(index).get("weight_map", {}) if index.is_file() else {}
+    if not isinstance(listed, dict) or not all(isinstance(v, str) for v in listed.values()):
+        raise LoadError(f"{index}: weight_map must map tensors to file names; fetch it again")
+    return set(listed.values())
 
 
 def check_safetensors(path: Path) -> dict[str, tuple[str, int]]:
@@ -282,7 +295,7 @@ def one_line(error: Exception) -> str:
 
 
 def check_layers(settings: object, tensors: int) -> None:
-    """Refuse more layers than there is a tensor for, each of which would be built.
+    """Refuse more layers than there are tensors: each would be built.
 
     Args:
         settings: of ``config.json``, or a part of them.

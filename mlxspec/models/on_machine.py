@@ -15,7 +15,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from ..errors import LoadError
-from .model_files import check_safetensors, instead_of_files, read_json_object
+from .model_files import check_safetensors, instead_of_files, listed_weights, read_json_object
 
 _HALF = ("F16", "BF16")
 _TYPES = {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}
@@ -32,7 +32,7 @@ class ModelFiles:
         weights: how they are written, in words: "4 bits", "bf16".
         nbytes: the size of all files.
         weight_bytes: the size of the weights.
-        half_bytes: how much of that is in half precision, of which the CPU makes float32.
+        half_bytes: how much of that is in half precision, which becomes float32 on the CPU.
         trouble: why it cannot be run as it is, and what helps; "" where it can.
     """
 
@@ -113,13 +113,10 @@ def _other_kind(directory: Path, names: set[str]) -> str:
 
 
 def _missing_part(directory: Path, names: set[str]) -> str:
-    index = "model.safetensors.index.json"
-    if index not in names:
-        return ""
     try:
-        listed = {*read_json_object(directory / index)["weight_map"].values()}
-    except (LoadError, KeyError, AttributeError, TypeError):
-        return f"its {index} is damaged; fetch it again"
+        listed = listed_weights(directory)
+    except LoadError:
+        return "its model.safetensors.index.json is damaged; fetch it again"
     missing = len(listed - names)
     return f"{missing} of {len(listed)} files of weights are not here; {_REST}" if missing else ""
 

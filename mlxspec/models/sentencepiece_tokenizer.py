@@ -13,7 +13,6 @@ import random
 import re
 from collections import Counter
 from collections.abc import Iterator
-from enum import IntEnum
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -31,17 +30,8 @@ _BPE = 2  # TrainerSpec.ModelType
 # Their order is checked pair by pair; Llama's runs of spaces are 16 of one score.
 _MOST_OF_ONE_SCORE = 256
 _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
-
-
-class _PieceType(IntEnum):
-    """SentencePiece's ``ModelProto.SentencePiece.Type``."""
-
-    NORMAL = 1
-    UNKNOWN = 2
-    CONTROL = 3
-    USER_DEFINED = 4
-    UNUSED = 5
-    BYTE = 6
+# ModelProto.SentencePiece.Type
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 
 
 def build_tokenizer(path: Path) -> Tokenizer:
@@ -61,14 +51,14 @@ def build_tokenizer(path: Path) -> Tokenizer:
             fuse_unk=True,
             byte_fallback=model.trainer_spec.byte_fallback,
             # A user-defined piece is cut out of the text and then found as a whole.
-            ignore_merges=bool(_piece_names(model, _PieceType.USER_DEFINED)),
+            ignore_merges=bool(_piece_names(model, _USER_DEFINED)),
         )
     )
     tokenizer.normalizer = _normalizer(model.normalizer_spec)
     tokenizer.pre_tokenizer = _pre_tokenizer(model, path)
     tokenizer.decoder = _decoder(model.normalizer_spec)
     # normalized=True: the normalizer sees the whole text and so knows where it starts.
-    control = _piece_names(model, _PieceType.CONTROL)
+    control = _piece_names(model, _CONTROL)
     tokenizer.add_special_tokens([AddedToken(c, special=True, normalized=True) for c in control])
     if reference.bos_id() >= 0:
         bos = reference.id_to_piece(reference.bos_id())
@@ -103,8 +93,8 @@ def tokenizer_config(path: Path) -> dict[str, Any]:
         if index >= 0:
             config[key] = reference.id_to_piece(index)
     template = instruct_template(
-        control=_piece_names(model, _PieceType.CONTROL),
-        user_defined=_piece_names(model, _PieceType.USER_DEFINED),
+        control=_piece_names(model, _CONTROL),
+        user_defined=_piece_names(model, _USER_DEFINED),
     )
     if template is not None:
         config["chat_template"] = template
@@ -121,7 +111,7 @@ def _merges(model: Any) -> list[tuple[str, str]]:
     split with the longer left part: SentencePiece takes the leftmost pair there, which is the
     one that lets a run grow from its left end.
     """
-    scores = {p.piece: p.score for p in model.pieces if p.type == _PieceType.NORMAL}
+    scores = {p.piece: p.score for p in model.pieces if p.type == _NORMAL}
     ranked = [
         (-score, -len(name), -cut, name[:cut], name[cut:])
         for name, score in scores.items()
@@ -154,7 +144,7 @@ def _pre_tokenizer(model: Any, path: Path) -> pre_tokenizers.PreTokenizer | None
         steps.append(pre_tokenizers.Split(Regex(rf"\A{_SPACE}\z"), behavior="removed"))
     if model.normalizer_spec.remove_extra_whitespaces:
         steps.append(pre_tokenizers.Split(Regex(rf"{_SPACE}+\z"), behavior="removed"))
-    if user_defined := _piece_names(model, _PieceType.USER_DEFINED):
+    if user_defined := _piece_names(model, _USER_DEFINED):
         longest_first = "|".join(map(re.escape, sorted(user_defined, key=len, reverse=True)))
         steps.append(pre_tokenizers.Split(Regex(longest_first), behavior="isolated"))
         if heads := _heads_of_split_names(model, path):
@@ -169,7 +159,7 @@ def _heads_of_split_names(model: Any, path: Path) -> str:
     ``ignore_merges`` the tokenizer would find them as a whole. The pattern matches the first of
     the pieces that SentencePiece makes of them, so that the text is cut behind it.
     """
-    kinds = (_PieceType.NORMAL, _PieceType.BYTE, _PieceType.UNKNOWN)
+    kinds = (_NORMAL, _BYTE, _UNKNOWN)
     names = [name for kind in kinds for name in _piece_names(model, kind)]
     split = _verbatim_processor(model).encode(names, out_type=str)
     heads = {name: pieces[0] for name, pieces in zip(names, split, strict=True) if pieces != [name]}
@@ -208,7 +198,7 @@ def _read_model(path: Path) -> tuple[Any, Any]:
     """The ``ModelProto`` in ``path``, and SentencePiece itself with it.
 
     Raises:
-        LoadError: ``path`` is no SentencePiece model, or one that cannot be reproduced.
+        LoadError: ``path`` is not a SentencePiece model, or cannot be reproduced.
     """
     from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 
@@ -242,20 +232,20 @@ def _obstacle(model: Any) -> str | None:
         return f"SentencePiece whitespace that is not a leading {_SPACE}"
     if normalizer.precompiled_charsmap or model.denormalizer_spec.precompiled_charsmap:
         return f"the SentencePiece normalisation {normalizer.name!r}"
-    if unused := _piece_names(model, _PieceType.UNUSED):
+    if unused := _piece_names(model, _UNUSED):
         return f"the unused SentencePiece piece {unused[0]!r}"
-    normal = _piece_names(model, _PieceType.NORMAL)
-    known = {*normal, *_piece_names(model, _PieceType.USER_DEFINED)}
+    normal = _piece_names(model, _NORMAL)
+    known = {*normal, *_piece_names(model, _USER_DEFINED)}
     for name in normal:
         if not known.issuperset(name):
-            return f"the SentencePiece piece {name!r}, whose characters are no pieces,"
-    scores = Counter(p.score for p in model.pieces if p.type == _PieceType.NORMAL)
+            return f"the SentencePiece piece {name!r}, whose characters are not pieces,"
+    scores = Counter(p.score for p in model.pieces if p.type == _NORMAL)
     if scores and scores.most_common(1)[0][1] > _MOST_OF_ONE_SCORE:
         return f"the order of more than {_MOST_OF_ONE_SCORE} SentencePiece pieces of one score"
     return None
 
 
-def _piece_names(model: Any, kind: _PieceType) -> list[str]:
+def _piece_names(model: Any, kind: int) -> list[str]:
     """The names of all pieces of a kind, by ascending id."""
     return [piece.piece for piece in model.pieces if piece.type == kind]
 
@@ -279,9 +269,9 @@ def _probe_texts(model: Any) -> Iterator[str]:
 
     Texts that hold the name of a control piece are left out, since it is meant to differ there.
     """
-    control = _piece_names(model, _PieceType.CONTROL)
-    user_defined = _piece_names(model, _PieceType.USER_DEFINED)
-    names = _piece_names(model, _PieceType.NORMAL) + user_defined
+    control = _piece_names(model, _CONTROL)
+    user_defined = _piece_names(model, _USER_DEFINED)
+    names = _piece_names(model, _NORMAL) + user_defined
     for text in (*_SAMPLES, *_overlaps(model), *user_defined, *_shuffled(names)):
         text = text.replace(_SPACE, " ")
         if not any(name in text for name in control):
@@ -292,7 +282,7 @@ def _overlaps(model: Any) -> Iterator[str]:
     """Texts in which two joins of equal score share a part: twice ``ana`` in ``anana``."""
     by_score: dict[float, list[str]] = {}
     for piece in model.pieces:
-        if piece.type == _PieceType.NORMAL:
+        if piece.type == _NORMAL:
             by_score.setdefault(piece.score, []).append(piece.piece)
     for names in by_score.values():
         for first, second in product(names, names):

@@ -27,11 +27,7 @@ from .sentencepiece_tokenizer import build_tokenizer, tokenizer_config
 
 # Besides SentencePiece's model, what transformers builds a tokenizer from without further code.
 _HUGGING_FACE_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
-_OTHER_FILES = {
-    "tekken.json": "a Tekken tokenizer",
-    "*.tiktoken": "a tiktoken tokenizer",
-    "tiktoken.model": "a tiktoken tokenizer",
-}
+_OTHER_FILES = ("tekken.json", "*.tiktoken", "tiktoken.model")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token")
 
 
@@ -48,7 +44,7 @@ def load_tokenizer_of(source: str | Path, *, revision: str | None = None) -> Any
         mlx-lm's tokenizer wrapper, as :func:`mlxspec.load` gives it.
 
     Raises:
-        LoadError: there is no tokenizer, or one of a kind that is not read.
+        LoadError: there is no tokenizer of a supported kind.
     """
     path = local_path(source)
     check_name(path)
@@ -90,7 +86,7 @@ def load_tokenizer(
         directory: where the tokenizer's files are.
         eos_token_ids: what ends an output according to the model's configuration, besides the
             tokenizer's own EOS.
-        settings: go before those of ``tokenizer_config.json``.
+        settings: override those of ``tokenizer_config.json``.
 
     Raises:
         LoadError: no tokenizer, one of a kind that is not read, or one that needs its
@@ -127,24 +123,21 @@ def load_tokenizer(
 
 
 def _no_tokenizer(directory: Path) -> str:
-    for pattern, kind in _OTHER_FILES.items():
-        if found := sorted(directory.glob(pattern)):
-            return (
-                f"{found[0]}: {kind} is not read; use a version of the model that has a "
-                "tokenizer.json"
-            )
+    for path in (path for pattern in _OTHER_FILES for path in directory.glob(pattern)):
+        kind = "Tekken" if path.suffix == ".json" else "tiktoken"
+        return f"{path}: a {kind} tokenizer; use a version of the model with a tokenizer.json"
     return f"{directory}: no tokenizer.json and no tokenizer.model; copy the model's own there"
 
 
 def _check_template(template: object) -> None:
-    """Raise ValueError for a chat template that is no text, nor several by name."""
+    """Raise ValueError unless a chat template is text, or several texts by name."""
     texts = template.values() if isinstance(template, dict) else [template]
     if template is not None and not all(isinstance(text, str) for text in texts):
-        raise ValueError("its chat template is no text")
+        raise ValueError("its chat template must be text")
 
 
 def _sentencepiece(directory: Path, given: dict[str, Any]) -> PreTrainedTokenizerFast:
-    """SentencePiece's model with what stands in ``tokenizer_config.json`` beside it."""
+    """SentencePiece's model with the settings of ``tokenizer_config.json`` beside it."""
     path, own_settings = directory / "tokenizer.model", directory / "tokenizer_config.json"
     tokenizer, settings = build_tokenizer(path), tokenizer_config(path)
     own = (read_json_object(own_settings) if own_settings.is_file() else {}) | given
@@ -159,7 +152,7 @@ def _sentencepiece(directory: Path, given: dict[str, Any]) -> PreTrainedTokenize
         name = token.get("content") if isinstance(token, dict) else token
         if name is not None:
             if not isinstance(name, str) or tokenizer.token_to_id(name) is None:
-                raise LoadError(f"{directory}: the tokenizer's {key} {name!r} is no token of it")
+                raise LoadError(f"{directory}: its {key} {name!r} is not in the vocabulary")
             settings[key] = name
     for key in ("chat_template", "add_bos_token"):
         if own.get(key) is not None:

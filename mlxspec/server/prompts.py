@@ -12,7 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..engine.constraint import Constraint, Phases
 from ..engine.grammar import Grammar, Vocabulary, token_of
 from ..errors import OptionError, PromptError
-from ..generation.constrained import in_answer, leaves_reasoning_open
+from ..generation.options import in_answer, leaves_reasoning_open
 from ..models.chat_template import apply_template, reserved_arguments
 from ..models.detokenizer import detokenizer_of
 from ..models.model import encode_prompt

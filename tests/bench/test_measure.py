@@ -12,7 +12,7 @@ from mlxspec.bench.prompts import BenchPrompt, bundled_prompts
 from mlxspec.drafting.costs import KnownTime, LiveCosts
 from mlxspec.engine.sampling import SamplingParams
 from mlxspec.errors import OptionError, PromptError
-from mlxspec.generation.decoders import AutoDecoder
+from mlxspec.generation.decoder import AutoDecoder
 from tests.support.scripted_backends import ManualClock, Scripted
 from tests.support.scripted_model import write_scripted_model
 

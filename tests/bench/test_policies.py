@@ -197,10 +197,10 @@ def test_emits_no_less_per_time_than_the_planner_in_any_step() -> None:
 
 def test_prompt_lookup_drafts_what_generate_s_does():
     """Its options' defaults make the same drafter."""
-    from mlxspec.cli.common.generation import Drafting
+    from mlxspec.cli.common.generation import DraftingOptions
 
     output = [2, 3, 4, 5, 9, 1, 2, 3, 7, 1, 2, 3, 4]
-    ours = Drafting(decoder="prompt-lookup").lookup.new()
+    ours = DraftingOptions(decoder="prompt-lookup").lookup.new()
     replayed = replay(PROMPT, output, drafter_of("prompt-lookup", output))
     assert replayed == replay(PROMPT, output, ours)
     assert replayed != replay(PROMPT, output, drafter_of("spec-bench", output))

@@ -41,6 +41,7 @@ def results(result: Result) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("concurrency", [1, 3])
 @pytest.mark.parametrize(
     "how",
@@ -130,12 +131,12 @@ def test_a_broken_line_costs_no_other(endless: Path, prompts: Path) -> None:
     assert [one["id"] for one in found] == [1, None, 2, None, None, None, None, 3]
     errors = [one["error"] for one in found[1:-1]]
     expected = [
-        "line 2: no JSON with a prompt: write",
+        "line 2: not JSON with a prompt: write",
         'line 4: "prompt" is empty: write',
         "line 5: the prompt holds the id 99: the model's are 0 to 63",
         "line 6: top_p is 7.0: choose it between 0 and 1",
         "line 7: the stop token 'nothing like it' is no token of the model: give",
-        "line 8: no JSON with a prompt: write",
+        "line 8: not JSON with a prompt: write",
     ]
     assert [error[: len(start)] for error, start in zip(errors, expected, strict=True)] == expected
     told = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]

@@ -147,7 +147,9 @@ def test_only_a_prompt_cache_is_replaced_and_only_with_force(
     options = ("--model", "demo", "--prompt", "a", *force, "--prompt-cache-file")
     result = run(cache_prompt_command, *options, weights)
     assert result.exit_code == 1
-    assert result.stderr == f"Error: {weights}: exists and is no prompt cache; name another file\n"
+    assert (
+        result.stderr == f"Error: {weights}: exists and is not a prompt cache; name another file\n"
+    )
     assert weights.read_bytes() == before
     result = run(cache_prompt_command, *options, cache)
     assert result.exit_code == (0 if force else 1)
@@ -219,7 +221,7 @@ def test_at_a_terminal_a_download_is_asked_for(
     result = run(generate_command, "--prompt-cache-file", file, "--prompt", END)
     assert result.exit_code == 1
     (question,) = questions
-    assert "made by owner/none" in question
+    assert "made by the model owner/none" in question
     assert downloads == (["owner/none"] if answer else [])
 
 

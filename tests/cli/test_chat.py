@@ -80,7 +80,7 @@ def test_commands_of_a_pipe_save_load_and_take_back(endless: Path, tmp_path: Pat
     result = chat("--model", endless, "--load", path, stdin=f"/save {tmp_path}\n")
     assert result.exit_code == 1
     assert result.stderr.endswith(
-        f"Error: {tmp_path}: there is a file that is no saved chat; choose another name\n"
+        f"Error: {tmp_path}: there is a file that is not a saved chat; choose another name\n"
     )
     result = chat("--model", "missing", "--load", tmp_path / "none", stdin="")
     assert result.exit_code == 1

@@ -81,9 +81,9 @@ def test_what_other_programs_write_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (b"no json", "it is no JSON"),
-        (b"\xff", "it is no JSON"),
-        (b"[" * 100_000, "it is no JSON"),
+        (b"no json", "it is not JSON"),
+        (b"\xff", "it is not JSON"),
+        (b"[" * 100_000, "it is not JSON"),
         (b"{}", 'no list of "messages"'),
         (b'{"messages": [{"content": "a"}]}', 'no "role"'),
         (b'{"messages": [{"role": "tool", "content": "a"}]}', "'tool' is not for a chat"),
@@ -95,6 +95,6 @@ def test_what_is_no_saved_chat_is_one_line(tmp_path: Path, content: bytes, told:
     path.write_bytes(content)
     with pytest.raises(ChatFileError) as error:
         read_chat(path)
-    assert str(error.value).startswith(f"{path}: is no saved chat (")
+    assert str(error.value).startswith(f"{path}: is not a saved chat (")
     assert told in str(error.value)
     assert "\n" not in str(error.value)

@@ -90,7 +90,7 @@ def test_what_cannot_be_kept_is_told_once_and_stays_for_this_chat(
     history = ChatHistory(path)
     for _ in range(3):
         history.append_string("typed")
-        history.tell_trouble()
+        history.report_trouble()
     assert history.get_strings() == ["typed"] * 3
     told = capsys.readouterr().err
     assert told.startswith("Note: ")

@@ -431,6 +431,7 @@ def test_a_file_that_would_lose_something_is_left_alone(
     assert [one for one in home.rglob("*") if one.is_file()] == [path]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("typed", "status"), [(b"y\n", 0), (b"n\n", 1), (b"\n", 1)])
 def test_at_a_terminal_one_is_asked(
     typed: bytes, status: int, home: Path, serve: Callable[..., str]
@@ -460,6 +461,7 @@ def test_what_a_client_writes_in_the_meantime_stays(
     assert path.read_text() == "theirs = 1\n"
 
 
+@pytest.mark.slow
 def test_what_is_to_be_copied_is_not_broken(serve: Callable[..., str]) -> None:
     address = serve()
     _, narrow = at_terminal(b"", "connect", "claude-code", "--server", address, "--no-color")

@@ -14,8 +14,8 @@ import pytest
 from mlx_lm.generate import generate_step
 
 from mlxspec import PromptLookupDecoder
-from mlxspec.cli.chat.conversation import Conversation, SavedChat, read_chat
-from mlxspec.cli.common.generation import FirstSpace
+from mlxspec.cli.chat.conversation import ChatConversation, SavedChat, read_chat
+from mlxspec.cli.common.generation import without_first_space
 from mlxspec.cli.common.prompt import in_template
 from mlxspec.engine.params import SamplingParams
 from mlxspec.errors import OptionError, PromptError
@@ -51,7 +51,7 @@ class Model:
         with closing(
             self.decoder.stream(tokens, max_tokens, sampling=sampling, **more)
         ) as responses:
-            yield from map(FirstSpace(self.decoder, True), responses)
+            yield from map(without_first_space(self.decoder, True), responses)
 
     def others(self) -> list[str]:
         return []
@@ -78,16 +78,16 @@ def conversation_with(
     context_length: int | None = 1024,
     max_tokens: int = 40,
     system_prompt: str | None = None,
-) -> Conversation:
-    return Conversation(Model(decoder, context_length), max_tokens, system_prompt)
+) -> ChatConversation:
+    return ChatConversation(Model(decoder, context_length), max_tokens, system_prompt)
 
 
-def ask(conversation: Conversation, question: str, taken: int | None = None) -> str:
+def ask(conversation: ChatConversation, question: str, taken: int | None = None) -> str:
     with closing(conversation.answer(question)) as responses:
         return "".join(response.text for response in islice(responses, taken))
 
 
-def interrupt(conversation: Conversation) -> None:
+def interrupt(conversation: ChatConversation) -> None:
     """Have the next answers interrupted before their first word."""
 
     def interrupted(*_: object, **__: object) -> None:
@@ -96,7 +96,7 @@ def interrupt(conversation: Conversation) -> None:
     conversation.model.stream = interrupted
 
 
-def again(conversation: Conversation, **sampling: object) -> str:
+def again(conversation: ChatConversation, **sampling: object) -> str:
     with closing(conversation.retry(**sampling)) as responses:
         return "".join(response.text for response in responses)
 
@@ -304,7 +304,7 @@ class Letters(Model):
 def test_caches_of_every_kind_return_to_where_the_conversation_did(kind: str) -> None:
     model = ARCHITECTURES[KINDS_OF_CACHES[kind]].model()
     letters = Letters(PromptLookupDecoder(model, demo().tokenizer), 1024)
-    conversation = Conversation(letters, 12)
+    conversation = ChatConversation(letters, 12)
 
     def fresh() -> str:
         prompt = mx.array(letters.tokenize(conversation.messages[:-1]))

@@ -16,6 +16,7 @@ def inspect(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["inspect", *arguments])
 
 
+@pytest.mark.slow
 def test_the_demo_model_verifies_trees() -> None:
     result = inspect("demo", "--json")
     assert result.exit_code == 0, result.stderr
@@ -28,6 +29,7 @@ def test_the_demo_model_verifies_trees() -> None:
     assert "what it gets alone" in report["joint_reason"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "lines"),
     [

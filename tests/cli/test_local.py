@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mlxspec.cli.chat.conversation import Conversation
-from mlxspec.cli.chat.models import LocalModel
-from mlxspec.cli.common.generation import Drafting, Ends, Generation
+from mlxspec.cli.chat.conversation import ChatConversation, LocalModel
+from mlxspec.cli.common.generation import DraftingOptions, Ends, Generation
 from mlxspec.cli.common.output import error_console
 from mlxspec.cli.memory import Memories
 from mlxspec.engine.params import CacheOptions, SamplingParams
@@ -20,15 +19,15 @@ pytestmark = pytest.mark.slow
 
 
 def generation(model: str, **drafting: str | bool) -> Generation:
-    drafts = Drafting(**drafting)
+    drafts = DraftingOptions(**drafting)
     return Generation(model, 9, drafts, Ends(), SamplingParams(), CacheOptions())
 
 
-def ask(conversation: Conversation) -> str:
+def ask(conversation: ChatConversation) -> str:
     return "".join(response.text for response in conversation.answer("Say hello."))
 
 
-def loaded(conversation: Conversation) -> weakref.ref:
+def loaded(conversation: ChatConversation) -> weakref.ref:
     decoder = conversation.model._decoder()
     return weakref.ref(decoder.model)
 
@@ -38,7 +37,7 @@ def test_the_first_is_gone_before_the_second_is_loaded_and_comes_back_if_that_fa
 ) -> None:
     other = write_scripted_model(tmp_path / "other", ("ah", " oh"), ends=True)
     with Memories(keeps=False) as memories:
-        conversation = Conversation(
+        conversation = ChatConversation(
             LocalModel(generation("demo"), error_console(), memories), max_tokens=9
         )
         answer = ask(conversation)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.markdown import Markdown
 
-from mlxspec.cli.chat.markdown import MarkdownPrinter
+from mlxspec.cli.chat.terminal import MarkdownPrinter
 
 CODE = "```python\n" + "".join(f"def f{i}():\n    pass\n" for i in range(20)) + "```\n"
 BLOCKS = [

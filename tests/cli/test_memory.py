@@ -16,7 +16,7 @@ import mlxspec
 from mlxspec.cli.main import main
 from mlxspec.cli.memory import Memories
 from mlxspec.corpus import (
-    Answers,
+    KeptAnswers,
     Memory,
     Settings,
     identify,
@@ -90,7 +90,7 @@ def learn(texts: list[str], ages: list[timedelta] | None = None) -> list[list[in
     tokenizer, now = demo().tokenizer, time.time()
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     with pytest.MonkeyPatch.context() as patched:
-        kept = Answers(memory_directory(), identify(tokenizer), "demo")
+        kept = KeptAnswers(memory_directory(), identify(tokenizer), "demo")
         held = Memory(kept=kept, on_trouble=fail)
         for tokens, age in zip(ids, ages or [timedelta()] * len(ids), strict=True):
             learned = int(now - age.total_seconds())
@@ -118,6 +118,7 @@ def test_nothing_is_kept_and_nothing_said_unless_it_is_on(finite: Path, home: Pa
     assert not home.exists()
 
 
+@pytest.mark.slow
 def test_the_second_time_drafts_come_from_memory_and_the_text_is_the_same():
     assert said("on").splitlines()[0].startswith("Answers are kept from now on, with every token")
     options = ("--model", "demo", "--prompt", PROMPT)
@@ -310,6 +311,7 @@ def test_who_cannot_be_told_once_is_not_told(finite: Path, home: Path):
 # on and off
 
 
+@pytest.mark.slow
 def test_one_tokenizer_alone_is_on_or_off(finite: Path, endless: Path):
     def kept_with(model: Path) -> bool:
         before = earned("tokens")
@@ -449,6 +451,7 @@ def test_at_a_terminal_one_is_asked(typed: bytes, status: int, left: int):
     assert len(answers()) == left
 
 
+@pytest.mark.slow
 def test_what_is_forgotten_is_not_drafted_from():
     memory("on")
     options = ("--model", "demo", "--prompt", PROMPT)
@@ -749,6 +752,7 @@ def test_answers_of_an_earlier_format_are_named_and_removed_with_all(home: Path)
     assert memory("show").stderr == ""
 
 
+@pytest.mark.slow
 def test_what_drafts_taught_is_shown_and_forgotten(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

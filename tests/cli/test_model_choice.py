@@ -44,6 +44,7 @@ def test_aliases_serve_in_the_environment_and_in_the_configuration(
     assert model_or_default(None) == "owner/slow"
 
 
+@pytest.mark.slow
 def test_who_answers_is_told_where_another_might_be_expected(work: Path, endless: Path):
     prompt = ("generate", "--prompt", "a", "--max-tokens", 1, "--json")
     told = " ".join(run(*prompt).stderr.split())
@@ -77,6 +78,7 @@ def test_what_the_demo_model_can_do_is_known_by_its_form(prompt: str):
     assert not is_beyond_demo(prompt)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "prompt",
     [
@@ -98,6 +100,7 @@ def test_what_is_beyond_the_demo_model_is_told_where_it_was_named(prompt: str):
     assert run(*options, "-q").stderr == ""
 
 
+@pytest.mark.slow
 def test_the_demo_model_is_not_told_of_where_it_can_do_what_is_asked():
     options = ("generate", "-m", "demo", "--max-tokens", 1, "--json")
     assert run(*options, "--prompt", "Repeat 'A day.' 3 times.").stderr == ""

@@ -37,12 +37,12 @@ def test_without_a_command_a_message_stays_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("encoding", "output", "error"),
     [
-        ("ascii", b"1 - 2x ?", b"1 - 2x \\u4e00"),
-        ("latin-1", b"1 - 2\xd7 ?", b"1 - 2\xd7 \\u4e00"),
+        ("ascii", b"1 ? 2? ?", b"1 \\u2013 2\\xd7 \\u4e00"),
+        ("latin-1", b"1 ? 2\xd7 ?", b"1 \\u2013 2\xd7 \\u4e00"),
         ("utf-8", "1 – 2× 一".encode(), "1 – 2× 一".encode()),
     ],
 )
-def test_a_dash_becomes_a_hyphen_where_there_is_none(
+def test_what_an_encoding_lacks_is_replaced(
     encoding: str, output: bytes, error: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffers = io.BytesIO(), io.BytesIO()

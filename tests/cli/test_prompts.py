@@ -226,6 +226,7 @@ def test_a_pipe_that_stays_open_and_empty_is_left_alone(
     os.close(writing)
 
 
+@pytest.mark.slow
 def test_a_text_that_comes_late_is_waited_for(
     standard_input, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -43,8 +43,8 @@ def test_what_is_null_is_not_given() -> None:
 @pytest.mark.parametrize(
     ("value", "named"),
     [
-        (None, "no JSON with a prompt: write"),
-        (3, "no JSON with a prompt: write"),
+        (None, "not JSON with a prompt: write"),
+        (3, "not JSON with a prompt: write"),
         ({}, 'neither of "prompt" and "messages"'),
         ({"prompt": "a", "messages": [USER]}, 'both of "prompt" and "messages"'),
         ("", '"prompt" is empty'),
@@ -54,7 +54,7 @@ def test_what_is_null_is_not_given() -> None:
         ({"messages": []}, '"messages" is empty'),
         ({"messages": "a"}, '"messages" cannot be read'),
         ({"messages": [{"content": "a"}]}, 'a message has no "role"'),
-        ({"prompt": "a", "temperature": 1}, '"temperature" is no key of a prompt: did you mean'),
+        ({"prompt": "a", "temperature": 1}, '"temperature" is not a key of a prompt: did you mean'),
         ({"prompt": "a", "category": 1}, 'leave it out, or keep it in "id"'),
         ({"prompt": "a", "max_tokens": 0}, '"max_tokens" is 0'),
         ({"prompt": "a", "max_tokens": 2.0}, '"max_tokens" is 2.0'),

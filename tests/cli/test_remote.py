@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from mlxspec.cli.chat import ChatFigures, answer_line, chat_command
-from mlxspec.cli.chat.models import _response
+from mlxspec.cli.chat.conversation import _response
 from tests.cli.test_serve import PLAIN, serving
 from tests.support.scripted_model import write_scripted_model
 

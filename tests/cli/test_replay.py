@@ -53,6 +53,7 @@ def test_a_page_does_not_take_the_place_of_what_is_read(traces: Path) -> None:
     assert traces.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_classic_prompt_lookup_has_the_published_tokens_per_step(shared: Path) -> None:
     # Spec-Bench has 1.73 and 1.75 for PLD with Vicuna-7B; the traces are half of its prompts.
     result = replay(

@@ -55,6 +55,7 @@ def report(*arguments: object) -> dict:
     return json.loads(result.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -91,6 +92,7 @@ def test_the_prompt_is_the_one_of_mlx_lm_s_command(
     assert ours["tokens"] == [response.token for response in theirs]
 
 
+@pytest.mark.slow
 def test_a_begun_answer_goes_on_with_its_own_spaces() -> None:
     options = ("--model", "demo", "--prompt", PROMPT)
     whole = report(*options)["text"]
@@ -98,6 +100,7 @@ def test_a_begun_answer_goes_on_with_its_own_spaces() -> None:
     assert report(*options, "--prefill-response", begun)["text"].startswith(" sees the river.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("many", [False, True])
 def test_a_form_holds_for_what_follows_the_beginning(tmp_path: Path, many: bool) -> None:
     form = ("--regex", " (sees|hears) the (river|owl)[.]", "--prefill-response", "The red fox")
@@ -112,6 +115,7 @@ def test_a_form_holds_for_what_follows_the_beginning(tmp_path: Path, many: bool)
     assert answer["finish_reason"] == "stop"
 
 
+@pytest.mark.slow
 def test_the_lines_of_a_file_get_them_where_they_lack_them(model: Path, tmp_path: Path) -> None:
     user, system = {"role": "user", "content": PROMPT}, {"role": "system", "content": "Mine."}
     lines = [{"prompt": PROMPT}, {"messages": [user]}, {"messages": [system, user]}]
@@ -159,6 +163,7 @@ def test_a_cached_prompt_begins_with_the_system_prompt(tmp_path: Path) -> None:
     assert "give it to 'mlxspec cache-prompt'" in result.stderr
 
 
+@pytest.mark.slow
 def test_chat_and_explain_take_them(model: Path) -> None:
     options = ("--model", model, "--max-tokens", 20, "--decoder", "prompt-lookup", "--no-color")
     more = ("--system-prompt", "Be.", "--chat-template-config", '{"mood": "angry"}')
@@ -175,9 +180,9 @@ def test_chat_and_explain_take_them(model: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "complaint"),
     [
-        ("{", "'{' is no JSON object"),
-        ("[1]", "'[1]' is no JSON object"),
-        ("[" * 100_000, "is no JSON object"),
+        ("{", "'{' is not a JSON object"),
+        ("[1]", "'[1]' is not a JSON object"),
+        ("[" * 100_000, "is not a JSON object"),
         ('{"tokenize": true}', "tokenize is set by mlxspec: leave it out"),
         ('{"chat_template": "x"}', "chat_template is set by mlxspec"),
     ],

@@ -29,7 +29,7 @@ def loaded() -> tuple:
 
 @pytest.fixture(autouse=True)
 def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(augmentation, "_told", set())
+    monkeypatch.setattr(augmentation, "_warned", set())
 
 
 @pytest.fixture

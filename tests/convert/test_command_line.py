@@ -24,6 +24,7 @@ def run(*arguments: object, **options) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, **options)
 
 
+@pytest.mark.slow
 def test_the_last_line_says_what_was_written_and_what_comes_next(tmp_path: Path, checkpoint: Path):
     done = run("--torch-path", checkpoint, "-q", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
@@ -59,6 +60,7 @@ def test_an_interrupt_is_status_130(monkeypatch: pytest.MonkeyPatch):
     assert result.stderr.strip() == "Interrupted."
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, checkpoint: Path):
     def limit_file_size() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
@@ -85,6 +87,7 @@ def test_a_checkpoint_that_would_run_code_is_refused_by_name(tmp_path: Path, tok
     assert not trace.exists()
 
 
+@pytest.mark.slow
 def test_a_bar_shows_on_a_terminal(tmp_path: Path, checkpoint: Path):
     terminal, child = pty.openpty()
     done = subprocess.run(

@@ -170,7 +170,7 @@ def change_config(**changes: object):
         (spoil_index, r"weights file model-00002-of-00002\.safetensors is missing"),
         (
             lambda s: (s / "model.safetensors.index.json").write_text('{"weight_map": []}'),
-            r"index\.json: weight_map is no table",
+            r"index\.json: weight_map must map",
         ),
         (
             remove_a_tensor,

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlxspec
-from mlxspec.corpus import Answers, Memory, identify
+from mlxspec.corpus import KeptAnswers, Memory, identify
 from mlxspec.corpus.answers import DATABASE, INDEX_FORMAT
 from mlxspec.corpus.memory import Segment
 from mlxspec.corpus.suffix_array import write_arrays
@@ -38,7 +38,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def opened(directory: Path, lines: list[str] | None = None, **options: int) -> Memory:
     """A memory that has indexed what is there."""
-    kept = Answers(directory, IDENTITY, **options)
+    kept = KeptAnswers(directory, IDENTITY, **options)
     held = Memory(kept=kept, on_trouble=fail if lines is None else lines.append)
     held.settle()
     return held
@@ -50,14 +50,14 @@ def fail(line: str) -> None:
 
 def all_texts(directory: Path) -> list[list[int]]:
     """Every kept text, sorted."""
-    kept = Answers(directory, IDENTITY)
+    kept = KeptAnswers(directory, IDENTITY)
     texts = sorted(answer.tokens.tolist() for answer in kept.read())
     kept.close()
     return texts
 
 
 def forget(directory: Path, gone: list[list[int]]) -> None:
-    kept = Answers(directory, IDENTITY)
+    kept = KeptAnswers(directory, IDENTITY)
     kept.forget([answer.id for answer in kept.read() if answer.tokens.tolist() in gone])
     kept.close()
 
@@ -155,7 +155,7 @@ def test_files_and_directory_are_their_owners_alone(tmp_path: Path):
 def test_answers_take_no_more_than_their_page_says(tmp_path: Path):
     pick = random.Random(0)
     learn(tmp_path, [[pick.randrange(100) for _ in range(200)] for _ in range(100)])
-    count = Answers(tmp_path, IDENTITY).count()
+    count = KeptAnswers(tmp_path, IDENTITY).count()
     assert (count["texts"], count["tokens"]) == (100, 20000)
     assert count["bytes"] <= 14 * count["tokens"]
 
@@ -164,7 +164,7 @@ def test_counts_times_and_figures_by_day(tmp_path: Path):
     before = int(time.time())
     answers = some_answers(30)
     learn(tmp_path, answers)
-    kept = Answers(tmp_path, IDENTITY)
+    kept = KeptAnswers(tmp_path, IDENTITY)
     count = kept.count()
     assert (count["texts"], count["tokens"]) == (30, sum(map(len, answers)))
     indexed = sum(path.stat().st_size for path in files(tmp_path, ".index"))
@@ -184,7 +184,7 @@ def test_an_equal_answer_is_kept_once_over_runs(tmp_path: Path):
     for _ in range(3):
         learn(tmp_path, answers)
     assert all_texts(tmp_path) == sorted(answers)
-    (day,) = Answers(tmp_path, IDENTITY).earned_by_day().values()
+    (day,) = KeptAnswers(tmp_path, IDENTITY).earned_by_day().values()
     assert day["context"] == 60
 
 
@@ -260,6 +260,7 @@ def flipped(path: Path, place: int, pick: random.Random) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_of_an_index_is_borne(tmp_path: Path):
     answers = some_answers(40)
     learn(tmp_path, answers)
@@ -321,6 +322,7 @@ def learn_with(directory: Path, lines: list[str], answers: list[list[int]]) -> N
     held.close()
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(60))
 @given(data=st.data())
 def test_whatever_stands_in_the_database_is_harmless(
@@ -351,6 +353,7 @@ def test_a_damaged_database_is_set_aside(tmp_path: Path):
     assert path.with_name(f"{DATABASE}.damaged").read_bytes().startswith(b"no database")
 
 
+@pytest.mark.slow
 def test_damaged_pages_are_noticed_while_answers_are_kept(tmp_path: Path):
     learn(tmp_path, some_answers(400))
     path = tmp_path / DATABASE
@@ -373,13 +376,13 @@ def test_a_later_versions_database_is_left_alone(tmp_path: Path):
         database.execute("PRAGMA user_version = 2")
     before = (tmp_path / DATABASE).read_bytes()
     with pytest.raises(StoreError, match="version 2 is later than this mlxspec's"):
-        Answers(tmp_path, IDENTITY)
+        KeptAnswers(tmp_path, IDENTITY)
     assert (tmp_path / DATABASE).read_bytes() == before
 
 
 def test_another_tokenizers_answers_are_not_found(tmp_path: Path):
     learn(tmp_path, some_answers(45))
-    other = Memory(kept=Answers(tmp_path, identify(SECOND)), on_trouble=fail)
+    other = Memory(kept=KeptAnswers(tmp_path, identify(SECOND)), on_trouble=fail)
     other.settle()
     assert other.look_up(some_answers(1)[0]).occurrences == []
     other.add([1, 2, 3])
@@ -387,6 +390,7 @@ def test_another_tokenizers_answers_are_not_found(tmp_path: Path):
     assert all_texts(tmp_path) == sorted(some_answers(45))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [0, 20, 100, 600, 3000])
 def test_a_full_disk_leaves_the_old_state_and_one_line(tmp_path: Path, limit: int):
     answers = some_answers(40)
@@ -488,9 +492,9 @@ def test_answers_that_are_forgotten_while_their_index_is_written_are_not_in_it(
 ):
     answers = some_answers(60)
     held = opened(tmp_path)
-    locked, gone = Answers.locked, answers[:20]
+    locked, gone = KeptAnswers.locked, answers[:20]
 
-    def forgotten_first(kept: Answers, rows: set[int]):
+    def forgotten_first(kept: KeptAnswers, rows: set[int]):
         monkeypatch.undo()
         make_small(monkeypatch)
         forget(tmp_path, gone)
@@ -498,7 +502,7 @@ def test_answers_that_are_forgotten_while_their_index_is_written_are_not_in_it(
 
     for answer in answers:
         held.add(answer)
-    monkeypatch.setattr(Answers, "locked", forgotten_first)
+    monkeypatch.setattr(KeptAnswers, "locked", forgotten_first)
     held.close()
     assert all_texts(tmp_path) == sorted(answers[20:])
     learn(tmp_path, [])
@@ -511,6 +515,7 @@ def test_answers_that_are_forgotten_while_their_index_is_written_are_not_in_it(
 NUMBERS = [99, 100, 2**31 - 1, -(2**31)]
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(60))
 @given(
     tokens=st.lists(st.one_of(st.integers(-2, 9), st.sampled_from(NUMBERS))),
@@ -539,7 +544,7 @@ def test_an_index_with_a_right_checksum_that_makes_no_sense_is_harmless(
 
 def write_nonsense(directory: Path, tokens: list[int], order: list[int], ends: list[int]) -> None:
     """An index file with these numbers for the first rows, and a checksum that is right."""
-    kept = Answers(directory, IDENTITY)
+    kept = KeptAnswers(directory, IDENTITY)
     kept.remove_index_files(kept.rows())
     arrays = zip(INDEX_FORMAT[1], (range(1, len(ends) + 1), ends, tokens, order), strict=True)
     with kept.new_index_file().open("wb") as file:
@@ -580,9 +585,9 @@ def test_what_was_added_last_is_kept_at_the_processs_end(tmp_path: Path):
     program = textwrap.dedent(
         """
         import sys, pathlib
-        from mlxspec.corpus import Answers, Memory, identify
+        from mlxspec.corpus import KeptAnswers, Memory, identify
         from tests.support.tokenizers import FIRST
-        memory = Memory(kept=Answers(pathlib.Path(sys.argv[1]), identify(FIRST)))
+        memory = Memory(kept=KeptAnswers(pathlib.Path(sys.argv[1]), identify(FIRST)))
         for number in range(50):
             memory.add([number, 1, 2, 3])
         """
@@ -594,12 +599,12 @@ def test_what_was_added_last_is_kept_at_the_processs_end(tmp_path: Path):
 WORKING = textwrap.dedent(
     """
     import sys, random, pathlib
-    from mlxspec.corpus import Answers, Memory, identify, memory
+    from mlxspec.corpus import KeptAnswers, Memory, identify, memory
     from tests.support.tokenizers import FIRST
     memory.LIVE_TOKENS = 40
     directory, number = pathlib.Path(sys.argv[1]), int(sys.argv[2])
     lines = []
-    held = Memory(kept=Answers(directory, identify(FIRST)), on_trouble=lines.append)
+    held = Memory(kept=KeptAnswers(directory, identify(FIRST)), on_trouble=lines.append)
     pick = random.Random(number)
     index = 0
     while True:

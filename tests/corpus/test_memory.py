@@ -273,7 +273,7 @@ def test_threads_add_and_look_up_at_once():
 def test_a_finaliser_may_add_anywhere():
     held = Memory()
 
-    class Answer:
+    class KeptAnswer:
         def __init__(self) -> None:
             self.itself = self
 
@@ -284,7 +284,7 @@ def test_a_finaliser_may_add_anywhere():
     gc.set_threshold(1)
     try:
         for index in range(300):
-            Answer()
+            KeptAnswer()
             held.add([index, 7, index])
             held.look_up([1, 2])
             held.settle()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxspec.corpus import (
-    Answers,
+    KeptAnswers,
     Memory,
     Settings,
     identify,
@@ -141,8 +141,8 @@ def test_a_memory_is_closed_before_its_merging_ends(monkeypatch: pytest.MonkeyPa
 
 def test_the_database_says_of_which_tokenizers_it_has_answers(home: Path):
     assert kept_answers(home) == []
-    Answers(home, identify(SECOND), "owner/second")
-    memory = Memory(kept=Answers(home, identify(FIRST), "owner/first"))
+    KeptAnswers(home, identify(SECOND), "owner/second")
+    memory = Memory(kept=KeptAnswers(home, identify(FIRST), "owner/first"))
     memory.add([1, 2, 3])
     memory.close()
     one, other = kept_answers(home)
@@ -151,16 +151,16 @@ def test_the_database_says_of_which_tokenizers_it_has_answers(home: Path):
     assert one.count()["texts"] == 1
     assert other.count()["texts"] == 0
     assert other.count()["newest"] is None
-    Answers(home, identify(FIRST))  # by somebody who does not know the model
+    KeptAnswers(home, identify(FIRST))  # by somebody who does not know the model
     assert kept_answers(home)[0].model == "owner/first"
-    Answers(home, identify(FIRST), "elsewhere/first")
+    KeptAnswers(home, identify(FIRST), "elsewhere/first")
     assert kept_answers(home)[0].model == "elsewhere/first"
 
 
 def test_a_directory_that_is_made_for_answers_is_its_owners_alone(tmp_path: Path):
     umask = os.umask(0o022)
     try:
-        kept = Answers(tmp_path / "made" / "here", identify(FIRST))
+        kept = KeptAnswers(tmp_path / "made" / "here", identify(FIRST))
     finally:
         os.umask(umask)
     assert kept.directory
@@ -172,7 +172,7 @@ def test_where_nothing_can_be_made_is_one_line(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "file").touch()
     monkeypatch.setenv("MLXSPEC_DATA_DIR", str(tmp_path / "file"))
     with pytest.raises(StoreError, match="cannot be opened"):
-        Answers(memory_directory(), identify(FIRST))
+        KeptAnswers(memory_directory(), identify(FIRST))
     with pytest.raises(StoreError, match="cannot be made"):
         save_settings(Settings(True))
     lines: list[str] = []

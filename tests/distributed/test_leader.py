@@ -3,7 +3,7 @@ from typing import Any, cast
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxspec.distributed.leader import Leader
+from mlxspec.distributed.ranks import Leader
 from mlxspec.errors import OptionError
 from mlxspec.generation.decoder import Decoder
 from tests.support.rank import PROMPT, SETTINGS

@@ -4,7 +4,7 @@ from typing import Any, cast
 import pytest
 from mlx_lm.models.gpt2 import Model, ModelArgs
 
-from mlxspec.distributed.sharding import split
+from mlxspec.distributed.ranks import split
 from mlxspec.errors import LoadError
 
 

@@ -212,6 +212,7 @@ def usable_or_ignored(cache: CostCache) -> None:
         assert all(0 <= left <= right < math.inf for left, right in pairwise(table))
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(150))
 @given(
     times=st.dictionaries(st.integers(2, 64), st.floats(2e-3, 9e-2) | st.floats()),
@@ -233,6 +234,7 @@ def kept_in(cache: CostCache) -> list[KnownRange]:
     return [known for _, ranges in cache.entries() for known in ranges.values()]
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(150))
 @given(data=st.data())
 def test_damaged_bytes_are_found_or_harmless(cache: CostCache, data: st.DataObject):
@@ -242,6 +244,7 @@ def test_damaged_bytes_are_found_or_harmless(cache: CostCache, data: st.DataObje
     usable_or_ignored(cache)
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(150))
 @given(
     name=st.sampled_from([*TOP_LEVEL, *OF_A_TIME]),

@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxspec.drafting.costs import (
+    FIRST_OVERHEAD,
     USUAL_SYNC_OVERHEAD,
     KnownTime,
     LiveCosts,
-    SyncOverhead,
     context_range,
+    next_overhead,
 )
 from tests.support.threads import at_once
 
@@ -218,16 +219,16 @@ def test_threads_may_record_and_read_at_once():
 def learned(truth: float, noise: float, runs: int, seed: int = 0) -> list[float]:
     """The cost after each run of plain steps, whose times scatter by ``noise``."""
     generator = random.Random(seed)
-    cost, values = SyncOverhead(), []
+    cost, values = FIRST_OVERHEAD, []
     for _ in range(runs):
         first, last, plain = (generator.lognormvariate(0, noise) for _ in range(3))
-        cost.learn((1.8 + truth) * first + 0.2 * last - 2 * plain, noise)
-        values.append(cost.value)
+        cost = next_overhead(cost, (1.8 + truth) * first + 0.2 * last - 2 * plain, noise)
+        values.append(cost[0])
     return values
 
 
 def test_until_a_step_has_waited_it_is_the_usual_one() -> None:
-    assert SyncOverhead().value == USUAL_SYNC_OVERHEAD
+    assert LiveCosts({1024: times(2.0)}).sync_overhead == USUAL_SYNC_OVERHEAD
 
 
 def test_on_a_quiet_machine_a_few_runs_tell() -> None:
@@ -244,27 +245,27 @@ def test_on_a_noisy_machine_it_stays_near_the_truth(truth: float) -> None:
 
 def test_a_change_is_followed() -> None:
     generator = random.Random(1)
-    cost = SyncOverhead()
+    cost = FIRST_OVERHEAD
     for truth in (0.05, 0.3):
         for _ in range(60):
-            cost.learn(truth + generator.gauss(0, 0.05), 0.02)
-        assert cost.value == pytest.approx(truth, abs=0.05)
+            cost = next_overhead(cost, truth + generator.gauss(0, 0.05), 0.02)
+        assert cost[0] == pytest.approx(truth, abs=0.05)
 
 
 def test_one_step_that_takes_an_age_changes_little() -> None:
-    cost = SyncOverhead()
+    cost = FIRST_OVERHEAD
     for _ in range(20):
-        cost.learn(0.1, 0.02)
-    cost.learn(100.0, 0.02)
-    assert cost.value < 0.15
+        cost = next_overhead(cost, 0.1, 0.02)
+    assert next_overhead(cost, 100.0, 0.02)[0] < 0.15
 
 
 def test_it_is_neither_negative_nor_above_half_a_step() -> None:
-    for surplus, value in ((-1.0, 0.0), (3.0, 0.5)):
-        cost = SyncOverhead()
+    for waits, value in ((0.001, 0.0), (0.08, 0.5)):
+        costs = LiveCosts({1024: times(2.0)})
         for _ in range(100):
-            cost.learn(surplus, 0.02)
-        assert cost.value == value
+            costs.record(1, waits, False)
+            costs.record(8, 0.04, False)
+        assert costs.sync_overhead == value
 
 
 FALLING = [KnownTime(1, 0.010, 0.05), KnownTime(8, 0.012, 0.05), KnownTime(16, 0.008, 0.05)]

@@ -39,7 +39,7 @@ def continuation(length: int, position: int = 50, count: int = 1) -> Continuatio
 
 def p_accept(model: AcceptanceModel, *found: Continuation) -> list[float]:
     estimates = model.estimate(found, end=100, depth=0, before=3, limit=6)
-    return [estimate.p_accept for estimate in estimates]
+    return [p_accept for p_accept, _, _ in estimates]
 
 
 def test_longer_matches_are_more_likely_right() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from functools import cache, partial
+from pathlib import Path
 
 import llguidance
 import pytest
@@ -55,6 +59,15 @@ def outcome(constraint: Constraint) -> str:
     return message
 
 
+@pytest.fixture
+def anew() -> Iterator[None]:
+    """A process that tries is started with the limits of the test, and ends with it."""
+    compiling._end_idle()
+    yield
+    compiling._end_idle()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CHAINS)
 def test_chains_of_references_are_followed_to_some_depth(kind: str) -> None:
     assert outcome(CHAINS[kind](200)) == ""
@@ -66,8 +79,12 @@ def test_chains_of_references_are_followed_to_some_depth(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["objects", "bare", "terminals"])
 def test_what_crashes_ends_another_process(kind: str) -> None:
-    assert "crashes (status -" in outcome(CHAINS[kind](10_000))
     assert outcome(SMALL) == ""
+    (before,) = compiling._idle
+    assert "crashes (status -" in outcome(CHAINS[kind](10_000))
+    assert before.returncode in (-signal.SIGSEGV, -signal.SIGBUS)
+    assert outcome(SMALL) == ""
+    assert compiling._idle != [before]
 
 
 @pytest.mark.slow
@@ -85,40 +102,38 @@ def test_a_chain_of_any_kind_and_length_is_usable_or_refused_in_a_line(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("anew")
 def test_what_takes_long_or_much_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "_SECONDS", 0.3)
     assert "takes more than" in outcome(SLOW)
     # Python's own loops count, too: these take hours to convert.
     assert "takes more than" in outcome(Constraint.grammar("\n" * 900_000))
     assert outcome(SMALL) == ""
+    compiling._end_idle()
     monkeypatch.setattr(compiling, "_SECONDS", 20.0)
     monkeypatch.setattr(compiling, "_MEMORY", 130 << 20)
     assert "too much memory" in outcome(Constraint.regex("(x{1000}){1000}"))
     assert outcome(SMALL) == ""
 
 
-def test_a_slow_constraint_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    started, may_go_on = threading.Event(), threading.Event()
-    slow_one = Constraint.regex("slow")
-
-    def run(command: list[str], *, input: str, **options: object) -> object:
-        if "slow" in input:
-            started.set()
-            may_go_on.wait()
-        return subprocess.run(command, input=input, **options)  # type: ignore[call-overload]
-
-    monkeypatch.setattr(compiling, "run", run)
+def test_a_slow_constraint_holds_up_no_other() -> None:
+    assert outcome(SMALL) == ""
+    (process,) = compiling._idle
+    process.send_signal(signal.SIGSTOP)
     outcomes: list[str] = []
-    slow = threading.Thread(target=lambda: outcomes.append(outcome(slow_one)))
+    slow = threading.Thread(target=lambda: outcomes.append(outcome(SMALL)))
     slow.start()
-    started.wait()
+    while compiling._idle:  # the thread takes the process
+        time.sleep(0.001)
     assert outcome(SMALL) == ""
     assert slow.is_alive()
-    may_go_on.set()
+    process.send_signal(signal.SIGCONT)
     slow.join()
     assert outcomes == [""]
+    assert len(compiling._idle) == 1  # the second one to be free again has ended
 
 
+@pytest.mark.slow
 def test_what_fails_while_generating_is_refused() -> None:
     assert "repetitions" in outcome(Constraint.regex("x{1000000000}"))
     assert "repetitions" in outcome(Constraint.regex("a[{9]?([xy]{1000000000,}|b)"))
@@ -144,6 +159,7 @@ def test_special_tokens_can_be_named_by_their_text_and_by_their_id() -> None:
     assert str(size) in outcome(Constraint.grammar(f"start: <[{size}]>"))
 
 
+@pytest.mark.slow
 def test_many_patterns_in_many_objects_are_kept() -> None:
     one = {"type": "object", "patternProperties": {"^x": {"type": "string"}}}
     assert outcome(Constraint.json_schema({"properties": {f"k{i}": one for i in range(300)}})) == ""
@@ -230,6 +246,7 @@ def test_deep_constraints_can_be_compiled_in_threads_with_small_stacks() -> None
     assert threading.stack_size(before) == 128 << 10
 
 
+@pytest.mark.usefixtures("anew")
 def test_where_no_process_can_be_started_a_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     assert "/nowhere/python cannot be started" in outcome(SMALL)
@@ -237,13 +254,64 @@ def test_where_no_process_can_be_started_a_line_says_so(monkeypatch: pytest.Monk
     assert "another Python process" in outcome(SMALL)
 
 
+def test_a_process_that_has_ended_meanwhile_is_replaced() -> None:
+    assert outcome(SMALL) == ""
+    compiling._idle[0].kill()
+    compiling._idle[0].wait()
+    assert outcome(SMALL) == ""
+
+
+PROGRAM = f"""
+import os, signal, sys, time
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from tests.engine.test_compiling import SMALL, outcome
+from mlxspec.engine import compiling
+signal.signal(signal.SIGPROF, signal.SIG_IGN)  # which a process that it starts would inherit
+assert outcome(SMALL) == ""
+print(compiling._idle[0].pid, flush=True)
+"""
+
+
 @pytest.mark.slow
-def test_an_ignored_signal_does_not_lift_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "_SECONDS", 0.3)
-    before = signal.signal(
-        signal.SIGPROF, signal.SIG_IGN
-    )  # which a process that it starts inherits
+@pytest.mark.parametrize(
+    ("goes_on", "status"),
+    [
+        ("pass", 0),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+        ("os.kill(os.getpid(), signal.SIGINT)", 130),
+        ("compiling._idle[0].kill()", 0),
+        ("os._exit(3)", 3),
+    ],
+)
+def test_no_process_is_left(goes_on: str, status: int) -> None:
+    program = PROGRAM + goes_on
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=False)
+    assert done.returncode in (status, -signal.SIGINT if status == 130 else status)
+    # Until the system has taken note of it; a zombie belongs to the system.
+    while is_running(int(done.stdout)):
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    state = Path(f"/proc/{pid}/stat")
     try:
-        assert "takes more than" in outcome(SLOW)
-    finally:
-        signal.signal(signal.SIGPROF, before)
+        os.kill(pid, 0)
+        return not (state.exists() and state.read_text().rpartition(")")[2].split()[0] == "Z")
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+
+
+@pytest.mark.slow
+def test_a_fork_starts_a_process_of_its_own() -> None:
+    program = (
+        PROGRAM
+        + """
+pid = os.fork()
+if pid == 0:
+    assert not compiling._idle
+    os._exit(7 if outcome(SMALL) == "" else 1)
+assert outcome(SMALL) == ""
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 7

@@ -84,6 +84,7 @@ def test_rows_of_a_draft_have_the_states_that_they_have_in_a_row(name: str) -> N
         context = [*context, *tree.tokens[:2]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama3", "gemma2", "qwen3_next"])
 def test_rows_of_several_sequences_have_the_states_that_they_have_alone(name: str) -> None:
     architecture = ARCHITECTURES[name]

@@ -21,7 +21,7 @@ from mlxspec.engine.joint import Joint
 from mlxspec.engine.sampling import Chooser, SamplingParams
 from mlxspec.engine.step import DecodedStep, Sequence, joint_step
 from mlxspec.engine.target import Target
-from mlxspec.generation.request import StepTimes
+from mlxspec.generation.response import StepTimes
 from tests.support.drafters import HostileDrafter, Oracle
 from tests.support.harness import decode, new_target, plain, run
 

@@ -18,7 +18,7 @@ import pytest
 
 import mlxspec
 from mlxspec import AutoDecoder, Decoder, DraftTree, PromptLookupDecoder, Session
-from mlxspec.generation import asynchronous
+from mlxspec.generation import engine as asynchronous
 from mlxspec.generation.request import State
 from tests.support.demo import FLAT, demo, given_costs, stand_in_decoder
 from tests.support.drop_in import REPEAT
@@ -135,7 +135,7 @@ def test_the_event_loop_goes_on_meanwhile(decoder: Decoder) -> None:
 
 
 def running(decoder: Decoder) -> set[Any]:
-    return decoder._async_generations._streams
+    return decoder._engine_thread._streams
 
 
 @pytest.mark.parametrize("how", ["aclose", "aclosing", "cancel"])

@@ -26,8 +26,8 @@ from mlxspec.engine.capability import Capability
 from mlxspec.engine.compiling import definition_of
 from mlxspec.engine.grammar import Vocabulary
 from mlxspec.engine.sampling import Chooser
-from mlxspec.generation.constrained import leaves_reasoning_open
 from mlxspec.generation.engine import Engine
+from mlxspec.generation.options import leaves_reasoning_open
 from tests.support.demo import FLAT, AnyDecoder, demo, demo_decoder, given_costs
 from tests.support.drafters import HostileDrafter
 from tests.support.engines import submit
@@ -138,6 +138,7 @@ def by_brute_force(decoder: mlxspec.Decoder, prompt: str, constraint: Constraint
     return output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [demo_decoder, small_decoder])
 def test_plain_constrained_decoding_is_masks_and_argmax(model: Any) -> None:
     decoder = model(mlxspec.Decoder)
@@ -150,6 +151,7 @@ def test_plain_constrained_decoding_is_masks_and_argmax(model: Any) -> None:
         assert_same(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [demo_decoder, small_decoder])
 def test_drafts_change_nothing_and_what_has_stopped_is_valid(model: Any) -> None:
     drafting, plain = decoders(model), model(mlxspec.Decoder)
@@ -173,6 +175,7 @@ def test_drafts_change_nothing_and_what_has_stopped_is_valid(model: Any) -> None
     assert drafted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 def test_drafts_of_ids_that_the_model_lacks_change_nothing(temp: float) -> None:
     constraint = Constraint.json_schema(PERSON)
@@ -194,6 +197,7 @@ def test_drafts_of_ids_that_the_model_lacks_change_nothing(temp: float) -> None:
         assert_same(expected, [response.token for response in found], temp, 6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("together", [False, True])
 def test_a_prediction_with_a_token_that_the_model_lacks_changes_nothing(together: bool) -> None:
     auto = decoders(demo_decoder)["auto"][0]
@@ -240,6 +244,7 @@ def test_joint_steps_change_nothing() -> None:
             assert_same(expected, [r.token for r in responses], options["temp"], options["seed"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [Capability.PLAIN, Capability.CHAIN])
 def test_models_that_verify_less_follow_constraints_too(capability: Capability) -> None:
     decoder = decoders(demo_decoder)["auto"][0]
@@ -266,6 +271,7 @@ def test_forced_tokens_are_drafted_and_accepted() -> None:
     assert stats.emitted > 5 * stats.steps
 
 
+@pytest.mark.slow
 def test_penalties_processors_and_log_probabilities_hold_under_constraints() -> None:
     seen: list[int] = []
 
@@ -321,6 +327,7 @@ def test_regexes_choices_and_grammars(constraint: Constraint, pattern: str) -> N
         assert_same(expected, [response.token for response in found])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("constraint", "named"),
     [

@@ -174,7 +174,7 @@ def test_a_loaded_model_needs_its_tokenizer(decoder: PromptLookupDecoder) -> Non
 
 
 def test_a_drafter_of_ones_own_can_be_passed(decoder: PromptLookupDecoder) -> None:
-    class Guess:
+    class Guess(mlxspec.Drafter):
         pipelined = False
         branching = True
 

@@ -52,7 +52,9 @@ def test_rows_of_integers_are_token_ids(prompt: Any) -> None:
     ids=str,
 )
 def test_what_is_neither_text_nor_token_ids_is_refused_in_one_line(prompt: Any) -> None:
-    with pytest.raises(PromptError, match=r"no row of token ids .*: pass a text") as caught:
+    with pytest.raises(
+        PromptError, match=r"must be a text, token ids or messages .*: pass a text"
+    ) as caught:
         ids(prompt)
     assert "\n" not in str(caught.value)
 
@@ -112,7 +114,7 @@ def test_a_call_of_a_tool_is_a_message_without_content() -> None:
         ([HELLO, {"role": "assistant", "content": ""}], "the last message .* leave it out"),
         ([{"role": "pirate", "content": "Ahoy"}], "the chat template does not apply .*: pass"),
         ([{}], "message 1 has no role"),
-        ([5, HELLO], "the prompt is no row of token ids"),
+        ([5, HELLO], "the prompt must be a text, token ids or messages"),
         (HELLO, "the prompt is a message by itself: pass a list"),
         ([], "the prompt holds no token: .* or a message"),
     ],

@@ -1,7 +1,7 @@
 """The wall time of steps by their number of rows."""
 
 from mlxspec import Decoder, PromptLookupDrafter
-from mlxspec.generation.request import StepTimes
+from mlxspec.generation.response import StepTimes
 from tests.support.demo import demo_decoder
 from tests.support.threads import at_once
 

@@ -81,6 +81,7 @@ def test_segments_join_to_the_text_after_the_prompt(
     assert "".join(stream(tokenizer, ids)) == continuation(tokenizer, ids)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(40), deadline=None)
 @given(data=st.data())
 def test_any_tokens_join_to_the_text_after_the_prompt(data: st.DataObject) -> None:

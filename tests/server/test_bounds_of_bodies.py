@@ -67,6 +67,7 @@ def error_of(path: str, answer: httpx.Response) -> dict[str, Any]:
 # --- too many values ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", BODIES)
 def test_a_field_that_is_ignored_has_its_bounds(http: httpx.Client, path: str) -> None:
     body = json.dumps({"nobody_knows": "HERE", **BODIES[path]})
@@ -77,6 +78,7 @@ def test_a_field_that_is_ignored_has_its_bounds(http: httpx.Client, path: str) -
         assert f"{MOST_VALUES:,} values" in error_of(path, answer)["message"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [
@@ -101,6 +103,7 @@ def test_messages_ids_and_biases_have_their_bounds(
     assert ("at most" if param else "values") in error["message"]
 
 
+@pytest.mark.slow
 def test_what_the_arguments_of_calls_hold_counts_together() -> None:
     def calling(arguments: str, times: int) -> dict[str, Any]:
         call = {"type": "function", "function": {"name": "f", "arguments": arguments}}

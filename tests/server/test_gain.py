@@ -67,6 +67,7 @@ def test_without_drafts_nothing_is_gained_or_lost(
     assert summed(records, "plain_seconds") == pytest.approx(summed(records, "seconds"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 3])
 def test_drafts_are_not_blamed_for_what_else_slows_steps(
     count: int, monkeypatch: pytest.MonkeyPatch

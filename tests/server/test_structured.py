@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import threading
+import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field
 
 import mlxspec
 from mlxspec.engine import compiling
-from mlxspec.generation.constrained import in_answer
+from mlxspec.generation.options import in_answer
 from mlxspec.server.prefix_cache import PrefixCache
 from mlxspec.server.served_model import CacheMemory, ServedModel
 from tests.support.chains import CHAINS
@@ -168,29 +168,22 @@ def test_chains_of_references_cost_their_own_request_alone(server: Running, kind
         assert "cannot be used" in answer.json()["error"]["message"]
 
 
-def test_a_constraint_that_takes_long_holds_up_no_other(
-    client: OpenAI, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started, may_go_on = threading.Event(), threading.Event()
-
-    def run(command: list[str], *, input: str, **options: Any) -> Any:
-        if "slow" in input:
-            started.set()
-            may_go_on.wait()
-        return subprocess.run(command, input=input, **options)
-
+def test_a_constraint_that_takes_long_holds_up_no_other(client: OpenAI) -> None:
     def answered(word: str) -> str:
         content = chat(client, extra_body={"guided_regex": word}).choices[0].message.content
         assert isinstance(content, str)
         return content
 
-    monkeypatch.setattr(compiling, "run", run)
+    assert answered("first") == "first"
+    (process,) = compiling._idle
+    process.send_signal(signal.SIGSTOP)
     with ThreadPoolExecutor() as pool:
         slow = pool.submit(answered, "slow")
-        started.wait()
+        while compiling._idle:  # the request takes the process
+            time.sleep(0.001)
         assert [answered(word) for word in ("one", "two", "three")] == ["one", "two", "three"]
         assert not slow.done()
-        may_go_on.set()
+        process.send_signal(signal.SIGCONT)
         assert slow.result() == "slow"
 
 

@@ -18,7 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.llama import Model, ModelArgs
 
-from mlxspec.distributed import group, leader, sharding
+from mlxspec.distributed import ranks as distributed
 from mlxspec.distributed.launch import let_rank_0_speak
 from mlxspec.drafting.drafter import Drafter, NoDraft
 from mlxspec.drafting.lookahead import LookaheadDrafter
@@ -33,6 +33,10 @@ from tests.support.harness import run
 ARCHITECTURE = "qwen3_5"
 """One whose state cannot be cut back: accepted tokens of a rejected draft run again."""
 ARCHITECTURE_PROMPT = [5, 9, 3, 5, 9]
+
+_load_shard = distributed.load_shard
+
+_load_shard = distributed.load_shard
 
 PROMPT = [1, *range(300, 320), *range(300, 306)]
 
@@ -63,9 +67,9 @@ SETTINGS = {
 def main() -> None:
     let_rank_0_speak()
     model = sys.argv[1]
-    leader.load_shard = group.load_shard = load_shard
+    distributed.load_shard = load_shard
     report: dict[str, object] = {"unsplittable": unsplittable()}
-    with group.taking_part() as rank_0:
+    with distributed.taking_part() as rank_0:
         assert rank_0
         decoder = Decoder(*rank_0.load(model))
         report["interrupted"] = interrupted(decoder)
@@ -80,7 +84,7 @@ def main() -> None:
         print(json.dumps(report))
 
 
-def replayed(rank_0: leader.Leader) -> dict[str, object]:
+def replayed(rank_0: distributed.Leader) -> dict[str, object]:
     """Output of a model that has no directory to be loaded from."""
     model, _ = rank_0.load(ARCHITECTURE)
     capability = chain_capability(model)
@@ -90,11 +94,11 @@ def replayed(rank_0: leader.Leader) -> dict[str, object]:
 
 
 def load_shard(name: str, ranks: mx.distributed.Group) -> tuple[nn.Module, Any]:
-    """As :func:`.sharding.load_shard`, which this stands for, of the architectures too."""
+    """Also loads the models of the architectures."""
     if name not in ARCHITECTURES:
-        return sharding.load_shard(name, ranks)
+        return _load_shard(name, ranks)
     model = ARCHITECTURES[name].model()
-    sharding.split(model, ranks, name)
+    distributed.split(model, ranks, name)
     mx.eval(model.parameters())
     return model, None
 
@@ -114,7 +118,7 @@ def unsplittable() -> str:
         )
     )
     try:
-        sharding.split(model, mx.distributed.init(), "three")
+        distributed.split(model, mx.distributed.init(), "three")
     except LoadError as error:
         return str(error)
     return "split"

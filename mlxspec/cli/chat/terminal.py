@@ -1,4 +1,4 @@
-"""Where a chat's messages come from: a pipe, a simple terminal, or one with line editing."""
+"""Messages from a pipe or a terminal with line editing, and answers rendered as Markdown."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import os
 import signal
 import sys
 import termios
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from markdown_it import MarkdownIt
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import get_app
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
@@ -24,40 +26,22 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import ColorDepth, create_output
 from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.styles import Style
+from rich.console import Console
+from rich.live import Live
+from rich.markdown import Markdown
+from rich.segment import Segment, SegmentLines
+from rich.theme import Theme
 
 from ...errors import ChatFileError, MlxspecError, PromptError
 from ...files import replaced, sole_writer
-from ...terminal import wants_color
+from ...terminal import visible, wants_color
 from ..common.notes import note
-from . import COMMANDS, NAMES, QUOTES, Argument, is_open, without_quotes
+from . import COMMANDS, NAMES, QUOTES, is_open, without_quotes
 
 
-class ChatInput(Protocol):
-    """Reads messages.
-
-    Attributes:
-        interactive: a user sits before it.
-        forgot: whether something had been typed when Ctrl-C was pressed last, if that is known.
-    """
-
-    @property
-    def interactive(self) -> bool: ...
-    @property
-    def forgot(self) -> bool: ...
-
-    def message(self) -> str | None:
-        """The next message, which may be empty; None at the end of the input.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C was pressed; the message so far is forgotten.
-            PromptError: what comes through a pipe is not UTF-8.
-        """
-
-    def close(self) -> None:
-        """Leave a terminal as it was."""
-
-
-def open_input(history: bool, models: Callable[[], Iterable[str]], color: bool | None) -> ChatInput:
+def open_input(
+    history: bool, models: Callable[[], Iterable[str]], color: bool | None
+) -> LineInput | TerminalInput:
     """Standard input.
 
     Args:
@@ -92,7 +76,7 @@ class LineInput:
     """Reads lines, each of them a message, and writes what prompts there are to standard error.
 
     A message that begins with three double quotes goes on to the next three; a backslash at the
-    end of a line has it go on with the next line.
+    end of a line continues it on the next line.
     """
 
     forgot = False
@@ -225,7 +209,7 @@ class TerminalInput:
         finally:
             self._quiet.bracket_pastes()
             if self._history:
-                self._history.tell_trouble()
+                self._history.report_trouble()
         # Bytes that are no text have become lone surrogates.
         return without_quotes(typed.encode(errors="replace").decode().rstrip("\n"))
 
@@ -269,7 +253,7 @@ class ChatHistory(FileHistory):
         with self._trying(), alone, open(self._path, "ab") as file:
             file.write(entry)
 
-    def tell_trouble(self) -> None:
+    def report_trouble(self) -> None:
         """Say once why the history is not kept. (In the middle of a prompt it would tear that.)"""
         if self._trouble:
             note(self._trouble)
@@ -284,7 +268,7 @@ class ChatHistory(FileHistory):
 
     @contextmanager
     def _trying(self) -> Iterator[None]:
-        """Have an error told, in place of ending the chat."""
+        """Keep an error to report, in place of ending the chat."""
         try:
             yield
         except OSError as error:
@@ -319,21 +303,21 @@ class ChatCompleter(Completer):
             for command in COMMANDS:
                 for name in (command.name, *command.aliases):
                     if name.startswith(word):
-                        more = "" if command.takes is Argument.NOTHING else " "
+                        more = " " if command.takes else ""
                         yield Completion(
                             name + more, -len(word), display=name, display_meta=command.help
                         )
             return
-        takes = NAMES[word].takes if word in NAMES else Argument.NOTHING
+        takes = NAMES[word].takes if word in NAMES else ""
         if not event.completion_requested:  # disks and servers are asked when Tab is pressed
             return
         rest = rest.lstrip()
-        if takes is Argument.MODEL:
+        if takes == "model":
             for model in self._model_names():
                 if model.startswith(rest):
                     yield Completion(model, -len(rest))
             yield from self._directories.get_completions(Document(rest), event)
-        elif takes is Argument.FILE:
+        elif takes == "file":
             yield from self._files.get_completions(Document(rest), event)
 
     def _model_names(self) -> list[str]:
@@ -394,14 +378,14 @@ class _QuietKeys:
         self.bracket_pastes()
 
     def bracket_pastes(self) -> None:
-        """Have the terminal tell what is pasted, after a prompt has ended that."""
-        _tell_terminal(_PASTES_BRACKETED)
+        """Bracket pastes again, which a prompt has ended."""
+        _send(_PASTES_BRACKETED)
 
     def end(self) -> None:
         """Leave the terminal as it was."""
         signal.signal(signal.SIGCONT, self._handler)
         with suppress(OSError, termios.error):  # the window is closed
-            _tell_terminal(_PASTES_BARE)
+            _send(_PASTES_BARE)
             termios.tcsetattr(self._terminal, termios.TCSADRAIN, self._before)
 
     def _set(self) -> None:
@@ -412,6 +396,112 @@ class _QuietKeys:
             termios.tcsetattr(self._terminal, termios.TCSADRAIN, attributes)
 
 
-def _tell_terminal(code: str) -> None:
+def _send(code: str) -> None:
     sys.stdout.write(code)
     sys.stdout.flush()
+
+
+_REFRESH = 0.1  # seconds between two pictures of a block that grows, at least
+_SHARE = 20  # drawing takes no more than a twentieth of the time from the model
+
+
+class _AnswerMarkdown(Markdown):
+    """Markdown that shows every word: HTML is text, and links show where they lead."""
+
+    def __init__(self, text: str) -> None:
+        # Colours of the terminal's own palette, which are made for its background.
+        super().__init__(text, code_theme="ansi_light", hyperlinks=False)
+        parser = MarkdownIt("commonmark", {"html": False}).enable("strikethrough").enable("table")
+        self.parsed = parser.parse(text)
+
+    @property
+    def block_lines(self) -> list[int]:
+        """In which lines of the text its blocks (paragraphs, lists, …) begin."""
+        return [token.map[0] for token in self.parsed if token.map and token.level == 0]
+
+
+def _rendered(console: Console, text: str) -> list[list[Segment]]:
+    return console.render_lines(_AnswerMarkdown(text), pad=False)
+
+
+class MarkdownPrinter:
+    """Writes an answer to a terminal, in place of :class:`mlxspec.terminal.TokenPrinter`.
+
+    The last block is redrawn as it grows, cut to the window. Once the next one begins it is written
+    whole and left alone, so long answers scroll as any text does.
+
+    Args:
+        console: standard output.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        # Rich's own style for code in a line has a black ground, also in a light window.
+        console.push_theme(Theme({"markdown.code": "bold cyan"}))
+        self._live: Live | None = None
+        self._text = ""
+        """From the last block on that is written."""
+        self._written = 0
+        """How many rendered lines of :attr:`_text` are written."""
+        self._next = 0.0
+        """When it may be drawn again."""
+
+    def write(self, text: str, from_draft: bool) -> None:
+        """Write a token's text."""
+        self._text += visible(text)
+        if "\n" in text:
+            self._write_complete()
+        if time.monotonic() >= self._next:
+            began = time.monotonic()
+            self._draw()
+            ended = time.monotonic()
+            self._next = ended + max(_REFRESH, _SHARE * (ended - began))
+
+    def finish(self) -> None:
+        """Write what is left."""
+        self._erase()
+        if self._text.strip():
+            self._print(self._text)
+        self._text, self._written = "", 0
+
+    def _write_complete(self) -> None:
+        """Write the blocks before the last one, if they are not yet written."""
+        # A line that still grows may turn out to belong to the block before it.
+        lines = self._text[: self._text.rfind("\n") + 1].split("\n")
+        begins = _AnswerMarkdown("\n".join(lines)).block_lines
+        earlier = 1 if self._written else 0
+        if len(begins) - earlier < 2:
+            return
+        complete = "\n".join(lines[: begins[-1]]) + "\n"
+        self._erase()
+        self._print(complete)
+        # The last of them stays, since what stands between two blocks depends on both.
+        self._text = "\n".join(self._text.split("\n")[begins[-2] :])
+        last = "\n".join(lines[begins[-2] : begins[-1]])
+        self._written = len(_rendered(self._console, last))
+
+    def _print(self, text: str) -> None:
+        """Write the lines of a text that are not yet written."""
+        lines = _rendered(self._console, text)[self._written :]
+        self._console.print(SegmentLines(lines, new_lines=True), end="")
+
+    def _draw(self) -> None:
+        room = max(1, self._console.height - 1)
+        lines = _rendered(self._console, self._text)[self._written :][-room:]
+        picture = SegmentLines(lines, new_lines=True)
+        if self._live is None:
+            self._live = Live(
+                picture,
+                console=self._console,
+                auto_refresh=False,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            self._live.start()
+        self._live.update(picture, refresh=True)
+
+    def _erase(self) -> None:
+        if self._live:
+            self._live.stop()
+            self._live = None

@@ -48,7 +48,7 @@ class ApiClient:
         self.address = address.rstrip("/").removesuffix("/v1")
         # A proxy reaches other machines, and cannot reach this one.
         here = False
-        with suppress(ValueError):  # which is told at the first request
+        with suppress(ValueError):  # which the first request reports
             here = is_loopback(urlsplit(self.address).hostname or "")
         proxies = [urllib.request.ProxyHandler({})] if here else []
         self._opener = urllib.request.build_opener(*proxies)
@@ -65,8 +65,13 @@ class ApiClient:
         """
         try:
             data = self.ask("/v1/models")["data"]
-            models = [_card(**model) for model in data]
-        except (LookupError, TypeError) as error:
+            models = [ModelCard(model["id"], model.get("context_length")) for model in data]
+            for model in models:
+                if not (
+                    isinstance(model.name, str) and isinstance(model.context_length, int | None)
+                ):
+                    raise TypeError(model)
+        except (AttributeError, LookupError, TypeError) as error:
             raise OptionError(f"--server {self.address}: no list of models; is it ours?") from error
         names = [model.name for model in models]
         if not models:
@@ -112,7 +117,7 @@ class ApiClient:
                         f"--server {self.address} asks for a key, and {API_KEY} {state}: "
                         "put the server's key there"
                     ) from error
-                raise PromptError(f"the server: {_told(error)}") from error
+                raise PromptError(f"the server: {_message(error)}") from error
         except (OSError, ValueError, HTTPException) as error:
             reason = getattr(error, "reason", error)
             reason = getattr(reason, "strerror", None) or reason
@@ -122,18 +127,7 @@ class ApiClient:
             ) from error
 
 
-def _card(id: object, context_length: object = None, **unused: object) -> ModelCard:
-    """A model, as the server describes it.
-
-    Raises:
-        TypeError: none of ours would do it so.
-    """
-    if not isinstance(id, str) or not isinstance(context_length, int | None):
-        raise TypeError(id)
-    return ModelCard(id, context_length)
-
-
-def _told(error: urllib.error.HTTPError) -> str:
+def _message(error: urllib.error.HTTPError) -> str:
     try:
         return str(json.loads(error.read())["error"]["message"])
     except (OSError, ValueError, LookupError, TypeError, HTTPException):

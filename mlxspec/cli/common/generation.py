@@ -18,7 +18,7 @@ import mlxspec
 
 from ...engine.constraint import Constraint
 from ...engine.params import CacheOptions, SamplingParams
-from ...errors import OptionError
+from ...errors import MlxspecError, OptionError
 from .model_choice import MODEL, model_or_default
 from .notes import note
 from .options import (
@@ -33,6 +33,7 @@ from .options import (
     option_field,
 )
 from .output import ProgressBar
+from .prompt import read_text
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ...corpus import Memory
-    from ...distributed.leader import Leader
+    from ...distributed.ranks import Leader
     from ...drafting.drafter import Drafter
     from ...generation.decoder import Decoder
     from ...generation.drafting import Auto, Lookahead, PromptLookup
@@ -68,7 +69,7 @@ _TAKEN = {
 
 
 @dataclass(frozen=True)
-class Drafting:
+class DraftingOptions:
     """How to draft, as the user asked for it; None where an option is not given.
 
     Raises:
@@ -146,8 +147,8 @@ class Drafting:
     def __post_init__(self) -> None:
         for of in (STORE, OWN, LOOKUP, LOOKAHEAD):
             takers = [kind for kind, taken in _TAKEN.items() if of in taken]
-            if self._given(of) and self.kind not in takers:
-                option = "--" + next(iter(self._given(of))).replace("_", "-")
+            if (given := self._given(of)) and self.kind not in takers:
+                option = "--" + next(iter(given)).replace("_", "-")
                 raise OptionError(
                     f"{option} is for --decoder {' and '.join(takers)}, not {self.kind}"
                 )
@@ -187,7 +188,14 @@ class Drafting:
         """Lookahead with its sizes."""
         from ...generation.drafting import Lookahead
 
-        columns = _columns(self.window_size or "auto")
+        columns: int | Literal["auto"] = "auto"
+        if self.window_size not in (None, "auto"):
+            try:
+                columns = int(self.window_size)
+            except ValueError:
+                raise OptionError(
+                    f"--window-size is {self.window_size!r}: give a number, or auto"
+                ) from None
         return Lookahead(**self._given(LOOKAHEAD) | {"window_size": columns})
 
     def of_model(
@@ -224,53 +232,6 @@ class Drafting:
             lookahead = replace(self.lookahead, first=first)
         return Auto(memory or Memory(), store, extra, lookahead)
 
-    def load_draft_model(self) -> tuple[nn.Module, Callable[[], Drafter]]:
-        """The draft model, and what makes a drafter of it for each generation.
-
-        Raises:
-            LoadError: it cannot be found or read.
-        """
-        from ...engine.draft_model import DraftModelDrafter
-
-        assert self.draft_model is not None
-        model, _ = mlxspec.load(self.draft_model)
-        return model, partial(DraftModelDrafter, model, self.num_draft_tokens or 2)
-
-    def tell_what_has_no_effect(self, max_tokens: int) -> None:
-        """Say so where a device list is ignored, or lookahead's window never runs.
-
-        The window needs drafts as deep as itself, W + N - 3 tokens in its first step, and no
-        draft reaches beyond the output's last token.
-        """
-        from ...drafting.sources import parse_lookup_config
-
-        if self.prompt_lookup_config is not None:
-            *_, ignored = parse_lookup_config(self.prompt_lookup_config)
-            if ignored:
-                note(ignored)
-        columns, ngram_size = self.lookahead.window_size, self.lookahead.ngram_size
-        widest = max_tokens + 2 - ngram_size
-        if LOOKAHEAD in _TAKEN[self.kind] and columns != "auto" and columns > max(widest, 0):
-            note(
-                f"--window-size is {columns}: the window looks beyond the output's end and does "
-                f"not run; with --max-tokens {max_tokens} and n-grams of {ngram_size} choose "
-                f"{max(widest, 0)} at most"
-            )
-
-
-def _columns(text: str) -> int | Literal["auto"]:
-    """Understand ``--window-size``.
-
-    Raises:
-        OptionError: it is neither a number nor "auto".
-    """
-    if text == "auto":
-        return "auto"
-    try:
-        return int(text)
-    except ValueError:
-        raise OptionError(f"--window-size is {text!r}: give a number, or auto") from None
-
 
 @dataclass(frozen=True)
 class Ends:
@@ -306,7 +267,7 @@ class Form:
     """What the output has to be; None where an option is not given.
 
     Raises:
-        OptionError: several are given, or a file cannot be read or is none.
+        OptionError: several are given, or a file cannot be read.
     """
 
     json_schema: str | None = option_field(
@@ -348,19 +309,12 @@ def _read_from(option: str, read: Callable[[str], Constraint]) -> Constraint:
         OptionError: there is no such file, or none of this kind.
     """
     try:
-        with open(option.partition(" ")[2], "rb") as file:
-            return read(file.read(_LONGEST_FILE).decode("utf-8-sig"))
-    except OSError as error:
+        return read(read_text(option.partition(" ")[2], option))
+    except MlxspecError as error:
+        message = str(error)
         raise OptionError(
-            f"{option} cannot be read ({error.strerror}): name a readable text file"
+            message if message.startswith(option) else f"{option}: {message}"
         ) from error
-    except UnicodeDecodeError as error:
-        raise OptionError(f"{option} is not UTF-8 text: convert it to UTF-8") from error
-    except OptionError as error:
-        raise OptionError(f"{option}: {error}") from error
-
-
-_LONGEST_FILE = 4_000_000  # bytes; a constraint's text is shorter, and some devices never end
 
 
 @dataclass(frozen=True)
@@ -379,7 +333,7 @@ class Generation:
 
     model: str | None
     max_tokens: int
-    drafting: Drafting = field(metadata=nested(Drafting, "Drafting"))
+    drafting: DraftingOptions = field(metadata=nested(DraftingOptions, "Drafting"))
     ends: Ends = field(metadata=nested(Ends, "End of the output", stop_tokens=_ids_or_texts))
     sampling: SamplingParams = field(
         metadata=nested(SamplingParams, "Sampling", logit_bias=_biases)
@@ -407,7 +361,8 @@ class Generation:
             leader: splits the model over its ranks.
         """
         from ...drafting.drafter import load_drafter
-        from ...engine.draft_model import check_vocabularies
+        from ...drafting.sources import parse_lookup_config
+        from ...engine.draft_model import DraftModelDrafter, check_vocabularies
         from ...models.model import load
 
         if leader and self.adapter_path is not None:
@@ -417,14 +372,26 @@ class Generation:
             )
 
         drafting = self.drafting
-        drafting.tell_what_has_no_effect(self.max_tokens)
+        if drafting.prompt_lookup_config is not None:
+            *_, ignored = parse_lookup_config(drafting.prompt_lookup_config)
+            if ignored:
+                note(ignored)
+        # The first step of lookahead's window reaches W + N - 3 tokens beyond the context.
+        columns = drafting.lookahead.window_size
+        widest = max(0, self.max_tokens + 2 - drafting.lookahead.ngram_size)
+        if LOOKAHEAD in _TAKEN[drafting.kind] and columns != "auto" and columns > widest:
+            note(
+                f"--window-size is {columns}: the window looks beyond the output's end and does "
+                f"not run; with --max-tokens {self.max_tokens} choose {widest} at most"
+            )
         name = model_or_default(self.model)
         extra: Callable[[], Drafter] | None = None
         draft_model = None
         if drafting.drafter is not None:
             extra = load_drafter(drafting.drafter)
         if drafting.draft_model is not None:
-            draft_model, extra = drafting.load_draft_model()
+            draft_model, _ = load(drafting.draft_model)
+            extra = partial(DraftModelDrafter, draft_model, drafting.num_draft_tokens or 2)
         with ProgressBar("Measuring step times", console=console) as bar:
             if leader:
                 model, tokenizer = leader.load(name)
@@ -462,7 +429,7 @@ class Generation:
             more: what :meth:`mlxspec.Decoder.decode` takes besides.
         """
         options = {**self.options(decoder, tokens if templated else None, begun), **more}
-        trimmed = FirstSpace(decoder, templated and begun is None)
+        trimmed = without_first_space(decoder, templated and begun is None)
         with closing(decoder.stream(tokens, max_tokens, **options)) as responses:
             yield from map(trimmed, responses)
 
@@ -485,7 +452,7 @@ class Generation:
             PromptError, OptionError: as :meth:`mlxspec.Decoder.decode`.
         """
         options = self.options(decoder, tokens if templated else None, begun)
-        trimmed = FirstSpace(decoder, templated and begun is None)
+        trimmed = without_first_space(decoder, templated and begun is None)
 
         def receive(response: GenerationResponse) -> None:
             on_response(trimmed(response))
@@ -505,7 +472,7 @@ class Generation:
             conversation: the prompt's tokens, where the output is a chat's answer.
             begun: the beginning of that answer; the form is that of what follows.
         """
-        from ...generation.constrained import ends_in_reasoning, in_answer, leaves_reasoning_open
+        from ...generation.options import ends_in_reasoning, in_answer, leaves_reasoning_open
         from ...models.detokenizer import detokenizer_of
 
         # XTC keeps line breaks and end tokens, as on mlx-lm's command line.
@@ -530,7 +497,7 @@ class Generation:
 
         return room_for(context_length(model), n_prompt, self.max_tokens)
 
-    def tell_if_full(self, model: nn.Module, room: int, finish_reason: str | None) -> None:
+    def note_if_full(self, model: nn.Module, room: int, finish_reason: str | None) -> None:
         """Say so where the output ends because the model's context is full."""
         from ...engine.model_sizes import context_length
 
@@ -539,24 +506,27 @@ class Generation:
             note(f"the model's context of {length:,} tokens is full: the output ends there")
 
 
-class FirstSpace:
-    """Drops the first space of an answer, if the tokenizer has put it there.
+def without_first_space(
+    decoder: Decoder, applies: bool
+) -> Callable[[GenerationResponse], GenerationResponse]:
+    """What drops the first space of an answer, if the tokenizer has put it there.
 
     Args:
         decoder: generates the answer.
         applies: the output is a whole answer of a chat; False keeps it as it is.
     """
+    from ...models.detokenizer import detokenizer_of
 
-    def __init__(self, decoder: Decoder, applies: bool) -> None:
-        from ...models.detokenizer import detokenizer_of
+    left = applies and detokenizer_of(decoder.tokenizer).prefix_space
 
-        self._trims = applies and detokenizer_of(decoder.tokenizer).prefix_space
-
-    def __call__(self, response: GenerationResponse) -> GenerationResponse:
-        if self._trims and response.text:
-            self._trims = False
+    def trimmed(response: GenerationResponse) -> GenerationResponse:
+        nonlocal left
+        if left and response.text:
+            left = False
             return replace(response, text=response.text.removeprefix(" "))
         return response
+
+    return trimmed
 
 
 def room_for(longest: int | None, n_prompt: int, max_tokens: int) -> int:

@@ -75,10 +75,10 @@ def resolved(name: str) -> str:
 
 
 def known_names() -> Iterator[str]:
-    """Models that can be named and are on this machine, as far as a quick look tells."""
+    """Names of models on this machine, found by a quick look."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    with suppress(MlxspecError):  # which the command tells that is completed
+    with suppress(MlxspecError):  # which the command itself reports
         yield from load_config().aliases
     yield DEMO
     for directory in sorted(Path(HF_HUB_CACHE).glob("models--*--*")):
@@ -105,7 +105,7 @@ def default_model() -> DefaultModel | None:
     """The model that the user has named for this, or the one in ``mlx_model``; None without.
 
     Raises:
-        OptionError: the user has named what is no model.
+        OptionError: the user has named something that is not a model.
         SettingsError: the file of ``mlxspec config`` is at fault.
     """
     config = load_config()
@@ -141,16 +141,16 @@ def model_or_default(model: str | None) -> str:
     return default.name if default else DEMO
 
 
-def tell_of_model(asked: str | None, beyond_demo: bool = False) -> None:
-    """Say which model answers, once there is no error left to come before the answer.
+def note_which_model(asked: str | None, beyond_demo: bool = False) -> None:
+    """Note which model answers, where the user may expect another one.
 
-    It is said of the demo model where nobody has named it, and where the model in ``mlx_model``
-    might be expected.
+    That is the demo model if none was named, and a default that overrides ``mlx_model``. Call it
+    once no error can come before the answer.
 
     Args:
         asked: the model that was named for this command.
-        beyond_demo: more is asked for than the demo model can do, so that it is told of that
-            model, too, if it was named.
+        beyond_demo: the prompt asks for more than the demo model can do, so the note is
+            due even if that was named.
     """
     default = None if asked else default_model()
     if default and default.passes_over and not _is_same(default.name, default.passes_over):
@@ -175,7 +175,7 @@ _TASK = re.compile(
 
 
 def is_beyond_demo(prompt: str) -> bool:
-    """Whether a prompt asks for more than the demo model can do, as far as its form tells.
+    """Whether a prompt asks for more than the demo model can do, judged by its form.
 
     The demo model does a few tasks, with a text that the prompt gives: in quotation marks, or
     before or after the line that says what to do.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import codecs
 import errno
 import logging
 import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
 from typing import NoReturn, TextIO
@@ -24,20 +23,20 @@ _QUIET = f"{__name__}.quiet"
 
 
 def silence_notes() -> None:
-    """Tell no notes while the running command lasts."""
+    """Print no notes until the running command ends."""
     click.get_current_context().meta[_QUIET] = True
 
 
 def note(message: object) -> None:
-    """Tell the user something, on one line of standard error."""
+    """Print a note on one line of standard error."""
     context = click.get_current_context(silent=True)
     if context and context.meta.get(_QUIET):
         return
-    _tell(f"Note: {told(message)}")
+    _write(f"Note: {in_one_line(message)}")
 
 
-def _tell(line: str) -> None:
-    """Write a line to standard error; where that cannot be written, nobody is told any more."""
+def _write(line: str) -> None:
+    """Write a line to standard error; drop it and all that follow if that fails."""
     try:
         click.echo(line, err=True)
     except OSError:  # a full disk, say: no reason to lose the answer
@@ -45,7 +44,7 @@ def _tell(line: str) -> None:
 
 
 def say(message: object) -> None:
-    """Tell what has been done, on one line of standard output."""
+    """Print one line on standard output."""
     click.echo(one_line(message))
 
 
@@ -62,7 +61,7 @@ def reported() -> Iterator[None]:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     hush_transformers()
     write_plainly()
-    with _failures_told(), _warnings_as_notes():
+    with _errors_in_one_line(), _warnings_as_notes():
         yield
         sys.stdout.flush()
 
@@ -80,7 +79,7 @@ def run_command(command: click.Command, name: str) -> None:
         command: what :func:`reported` did not catch in it ends in one line as well.
         name: what the user calls it.
     """
-    with _failures_told():
+    with _errors_in_one_line():
         try:
             sys.exit(command.main(prog_name=name, standalone_mode=False) or 0)
         except click.exceptions.NoArgsIsHelpError as error:
@@ -92,7 +91,7 @@ def run_command(command: click.Command, name: str) -> None:
         except click.ClickException as error:
             _fail(error.format_message(), error.exit_code)
         except click.Abort:  # click has ended the line in which Ctrl-C was pressed
-            _tell("Interrupted.")
+            _write("Interrupted.")
             sys.exit(INTERRUPTED)
 
 
@@ -105,7 +104,7 @@ def _misuse(error: click.UsageError) -> str:
 
 
 @contextmanager
-def _failures_told() -> Iterator[None]:
+def _errors_in_one_line() -> Iterator[None]:
     """End the process where its input is at fault, in one line."""
     try:
         yield
@@ -114,7 +113,7 @@ def _failures_told() -> Iterator[None]:
     except MlxspecError as error:
         _fail(error)
     except KeyboardInterrupt:
-        _tell("\nInterrupted.")
+        _write("\nInterrupted.")
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
         _discard_output()
@@ -134,7 +133,7 @@ _REMEDIES = {
 
 
 def _complaint(error: OSError) -> str:
-    """What to tell of a file that cannot be read, written or found, and what helps.
+    """The message and remedy for a file that cannot be read, written or found.
 
     Raises:
         OSError: it names no file; then it is shown with its traceback.
@@ -149,46 +148,38 @@ def _complaint(error: OSError) -> str:
 
 @contextmanager
 def _warnings_as_notes() -> Iterator[None]:
-    """Show mlxspec's own warnings as notes, and others only if Python was asked to (``-W``)."""
-    with _LoggedNotes().shown(), warnings.catch_warnings():
-        if not sys.warnoptions:
-            warnings.simplefilter("ignore")
-            # Only these: for a socket that the garbage collector finds open, Python blames
-            # whichever line happens to run.
-            warnings.filterwarnings("always", category=UserWarning, module=r"mlxspec(\.|$)")
-        warnings.showwarning = lambda message, *_: note(message)
-        yield
+    """Show what mlxspec warns of and logs as notes, and other warnings only with ``python -W``."""
+    log, handler = logging.getLogger("mlxspec"), _LoggedNotes(logging.WARNING)
+    log.addHandler(handler)
+    try:
+        with warnings.catch_warnings():
+            if not sys.warnoptions:
+                warnings.simplefilter("ignore")
+                # Only these: for a socket that the garbage collector finds open, Python blames
+                # whichever line happens to run.
+                warnings.filterwarnings("always", category=UserWarning, module=r"mlxspec(\.|$)")
+            warnings.showwarning = lambda message, *_: note(message)
+            yield
+    finally:
+        log.removeHandler(handler)
 
 
 class _LoggedNotes(logging.Handler):
-    """Shows what the library logs as notes, and faults of its own with their tracebacks."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
+    """Shows log records as notes, and faults of the library with their tracebacks."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info:
-            _tell(self.format(record))
+            _write(self.format(record))
         else:
             note(record.getMessage())
 
-    @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Show them meanwhile."""
-        log = logging.getLogger("mlxspec")
-        log.addHandler(self)
-        try:
-            yield
-        finally:
-            log.removeHandler(self)
-
 
 def _fail(message: object, status: int = 1) -> NoReturn:
-    _tell(f"Error: {told(message)}")
+    _write(f"Error: {in_one_line(message)}")
     sys.exit(status)
 
 
-def told(message: object) -> str:
+def in_one_line(message: object) -> str:
     """A message as it is shown: on one line, harmless and not too long."""
     return shortened(one_line(message))
 
@@ -222,41 +213,12 @@ def in_option_names(message: str) -> str:
     return message
 
 
-_PLAIN = {
-    "–": "-",
-    "−": "-",
-    "’": "'",
-    "·": "|",
-    "×": "x",
-    "■": "#",
-    "±": "+-",
-    "…": "...",
-    "≈": "~",
-}
-
-_Handler = Callable[[UnicodeError], tuple[str | bytes, int]]
-
-
 def write_plainly() -> None:
-    """Have the standard streams write what their encodings lack in plain characters.
+    """Have the standard streams replace what their encodings lack, in place of failing.
 
-    A character without a plain form becomes a question mark on standard output. Standard error
-    gets it as Python escapes it, so that the name of a file can be told.
+    Standard error gets it as Python escapes it, which keeps names of files readable.
     """
-    codecs.register_error("mlxspec.output", _plain_or(codecs.replace_errors))
-    codecs.register_error("mlxspec.error", _plain_or(codecs.backslashreplace_errors))
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="mlxspec.output")
+        sys.stdout.reconfigure(errors="replace")
     if isinstance(sys.stderr, TextIOWrapper):
-        sys.stderr.reconfigure(errors="mlxspec.error")
-
-
-def _plain_or(other: _Handler) -> _Handler:
-    def handle(error: UnicodeError) -> tuple[str | bytes, int]:
-        if isinstance(error, UnicodeEncodeError):
-            error.end = error.start + 1  # one at a time
-            if error.object[error.start] in _PLAIN:
-                return _PLAIN[error.object[error.start]], error.end
-        return other(error)
-
-    return handle
+        sys.stderr.reconfigure(errors="backslashreplace")

@@ -88,7 +88,7 @@ class SectionedCommand(click.Command):
 
 
 class Command(SectionedCommand):
-    """A command whose help ends with examples, and whose troubles end in one line.
+    """A command whose help ends with examples, and whose errors end in one line.
 
     Of its docstring, the examples and what follows them are shown below the options. For what
     goes wrong in it see :func:`.common.notes.reported`.
@@ -100,7 +100,7 @@ class Command(SectionedCommand):
 
     def make_context(self, *args: Any, **more: Any) -> click.Context:
         """As click does, with what the user has set of the options for their defaults."""
-        with suppress(MlxspecError):  # which the command tells, and --help need not
+        with suppress(MlxspecError):  # which the command reports, and --help need not
             more.setdefault("default_map", load_config().defaults_of(self.name or ""))
         return super().make_context(*args, **more)
 
@@ -134,7 +134,7 @@ class Group(click.Group):
         return super().resolve_command(ctx, args)
 
     def complaint(self, ctx: click.Context, name: str) -> str:
-        """What to tell of a command that is none."""
+        """Message for an unknown command."""
         near = get_close_matches(name, self.list_commands(ctx), n=1)
         guess = f": did you mean {near[0]}?" if near else ""
         return f"there is no command {name!r}{guess}"

@@ -1,21 +1,19 @@
-"""What commands show: consoles, progress bars, tables that fold, JSON, and words for numbers."""
+"""What commands show: consoles, progress bars, tables, figures of answers, JSON, sizes in words."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Lock, Timer
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.box import SIMPLE
-from rich.console import Console, ConsoleOptions, RenderableType
-from rich.measure import Measurement
-from rich.padding import Padding
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -32,8 +30,10 @@ from ...errors import OptionError
 from ...terminal import visible, wants_color
 from .options import option_field
 
+if TYPE_CHECKING:
+    from ...generation.response import GenerationResult, SpeculationStats
+
 _UNLIMITED = 10_000  # columns
-_GAP = 2  # columns before and between the texts of a block
 
 
 class _OutputConsole(Console):
@@ -69,14 +69,14 @@ def _look(in_color: bool) -> dict[str, Any]:
 
 
 def at_terminal() -> bool:
-    """Whether there is somebody to ask."""
+    """Whether the user can be asked at a terminal."""
     return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
 
 
 class ProgressBar:
     """Shows a bar on an interactive terminal, nothing elsewhere.
 
-    Call it with how much is done and how much there is to do, None where nobody knows. The bar
+    Call it with how much is done and how much there is to do, None if unknown. The bar
     appears with the first call, so work that turns out to be unnecessary shows none. It is erased
     when all is done, at the latest at the end of the ``with`` block.
 
@@ -152,71 +152,31 @@ class ProgressBar:
 
 
 def prefill_bar(console: Console, delay: float = 1.0) -> ProgressBar:
-    """A bar for prefills that take so long, in seconds, that one wonders."""
+    """A bar for prefills that take longer than ``delay`` seconds."""
     figures = MofNCompleteColumn(), TimeElapsedColumn()
     return ProgressBar("prefill", *figures, console=console, delay=delay)
 
 
-class FoldingTable:
-    """Rows of a name and figures, whatever the width.
-
-    A table with the names to the left and the figures to the right, its headings broken into
-    lines if need be. Where the cells do not fit even so, each row is a block: its name, and a
-    line for each figure.
+class FoldingTable(Table):
+    """A table of names and figures, whose cells wrap where the terminal is narrow.
 
     Args:
         heading: of the names.
         others: of the figures.
-        caption: what stands below.
+        caption: a text below, as wide as the terminal.
     """
 
     def __init__(self, heading: str, *others: str, caption: str = "") -> None:
-        self._headings = (heading, *others)
-        self._rows: list[tuple[str, ...]] = []
-        self._caption = caption
+        super().__init__(box=SIMPLE, pad_edge=False)
+        self._below = caption
+        self.add_column(heading, overflow="fold")
+        for name in others:
+            self.add_column(name, justify="right", overflow="fold")
 
-    def add_row(self, *cells: str) -> None:
-        """Add a name and as many figures as there are headings for."""
-        self._rows.append(cells)
-
-    def __rich_console__(
-        self, console: Console, options: ConsoleOptions
-    ) -> Iterator[RenderableType]:
-        unlimited = options.update(max_width=_UNLIMITED)
-        for separator in (" ", "\n"):
-            table = self._table(separator)
-            if Measurement.get(console, unlimited, table).maximum <= options.max_width:
-                yield table
-                break
-        else:
-            yield from self._blocks(options.max_width)
-        if self._caption:
-            yield Text(f"{self._caption}\n", style="dim")
-
-    def _table(self, separator: str) -> Table:
-        """With ``separator`` between the words of its headings."""
-        table = Table(box=SIMPLE, pad_edge=False)
-        for column, heading in enumerate(self._headings):
-            words = heading.replace(" ", separator)
-            table.add_column(words, justify="right" if column else "left")
-        for row in self._rows:
-            table.add_row(*row)
-        return table
-
-    def _blocks(self, columns: int) -> Iterator[RenderableType]:
-        labels = self._headings[1:]
-        longest = max(map(len, labels), default=0)
-        widest = max((len(cell) for row in self._rows for cell in row[1:]), default=0)
-        widest = max(1, min(widest, columns - longest - 2 * _GAP))  # a longer one is folded
-        for name, *figures in self._rows:
-            yield Text(name, style="bold")
-            # All blocks are of one width, so that figures stand below each other.
-            grid = Table.grid()
-            grid.add_column(width=longest + _GAP)
-            grid.add_column(width=widest, justify="right", overflow="fold")
-            for label, figure in zip(labels, figures, strict=True):
-                grid.add_row(label, figure)
-            yield Padding(grid, (0, 0, 1, _GAP))
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from super().__rich_console__(console, options)
+        if self._below:
+            yield Text(f"{self._below}\n", style="dim")
 
 
 def figures_grid(rows: Iterable[tuple[str, ...]]) -> Table:
@@ -260,11 +220,12 @@ FORCE_HELP = "Let the report replace whatever file is there, not only an older r
 
 
 @dataclass(frozen=True)
-class PageOptions:
-    """The page that a report is written to as well, if any."""
+class ReportOptions:
+    """How to show a report: as tables or as one JSON object, and on a page as well."""
 
     html: Path | None = option_field("--html FILE", "Write a page with drawings as well.")  # noqa: RUF009
     force: bool = option_field("--force", FORCE_HELP, default=False)
+    as_json: bool = option_field("--json", "Write one JSON object and no table.", default=False)
 
     def check(self) -> None:
         """Find out before the work that the page cannot be written.
@@ -316,13 +277,6 @@ class PageOptions:
                 show()
 
 
-@dataclass(frozen=True)
-class ReportOptions(PageOptions):
-    """How to show a report: as tables or as one JSON object, and on a page as well."""
-
-    as_json: bool = option_field("--json", "Write one JSON object and no table.", default=False)
-
-
 def shown(name: str) -> str:
     """A name from the user's data, harmless in a table."""
     return visible(" ".join(name.split()))
@@ -343,3 +297,49 @@ def size_in_words(nbytes: int) -> str:
     if nbytes < 1000:
         return counted(nbytes, "byte")
     return f"{nbytes / 1e3:.1f} kB" if nbytes < 1e6 else f"{nbytes / 1e6:,.1f} MB"
+
+
+def result_report(result: GenerationResult, model: str) -> dict[str, Any]:
+    """The fields of the result, the derived figures, and the model's name."""
+    report = {"model": model, **asdict(result), "generation_tokens": len(result.tokens)}
+    del report["segments"]
+    report["stats"] |= {
+        "tokens_per_step": result.stats.tokens_per_step,
+        "acceptance_rate": result.stats.acceptance_rate,
+    }
+    return report
+
+
+def acceptance_row(stats: SpeculationStats) -> tuple[str, ...]:
+    """The acceptance rate as a row of figures."""
+    if not stats.drafted:
+        return "acceptance rate", "–", "no drafts"
+    return "acceptance rate", f"{stats.acceptance_rate:.0%}", f"{stats.accepted}/{stats.drafted}"
+
+
+def speedup_rows(stats: SpeculationStats, predicted_cost: float) -> list[tuple[str, ...]]:
+    """The speed against plain decoding as a row of figures; none where that is not known.
+
+    Args:
+        stats: what was generated.
+        predicted_cost: what its steps take by the measured costs of rows, in plain steps, so
+            that what else the machine did meanwhile does not count; 0 where it is not known.
+    """
+    return against_plain(stats.emitted, predicted_cost)
+
+
+def against_plain(plain: float, taken: float) -> list[tuple[str, ...]]:
+    """The speed against plain decoding as a row of figures; none where that is not known.
+
+    Args:
+        plain: the time that plain decoding would take, 0 where it is not known.
+        taken: the time that it took, in the same unit; 0 where it is not known.
+    """
+    return [("against plain", ratio(plain / taken), "estimated")] if plain and taken else []
+
+
+def rate(tokens_per_second: float) -> str:
+    """A speed as a remark on a number of tokens; empty where it is 0, and so not known."""
+    if not tokens_per_second:
+        return ""
+    return f"{tokens_per_second:,.{0 if tokens_per_second >= 100 else 1}f}/s"

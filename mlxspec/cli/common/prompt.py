@@ -48,27 +48,27 @@ prompt_argument = argument(
 """The prompt without an option's name; it becomes :attr:`PromptOptions.argument`."""
 
 
-class _TemplateArguments(click.ParamType):
-    """A JSON object of what a chat template is given by name."""
+def _template_arguments(value: Any) -> Mapping[str, Any]:
+    """Read a JSON object of variables for a chat template.
 
-    name = "json"
+    Raises:
+        click.BadParameter: it is not one, or sets what mlxspec sets.
+    """
+    if isinstance(value, Mapping):
+        return value
+    try:
+        arguments = json.loads(value)
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise click.BadParameter(f"{value!r} is not a JSON object: write it as {_EXAMPLE}")
 
-    def convert(self, value: Any, param: Any, ctx: Any) -> Mapping[str, Any]:
-        if isinstance(value, Mapping):
-            return value
-        try:
-            arguments = json.loads(value)
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
-            self.fail(f"{value!r} is no JSON object: write it as {_EXAMPLE}", param, ctx)
+    hush_transformers()
+    from ...models.chat_template import reserved_arguments
 
-        hush_transformers()
-        from ...models.chat_template import reserved_arguments
-
-        if reserved := sorted(reserved_arguments().intersection(arguments)):
-            self.fail(f"{reserved[0]} is set by mlxspec: leave it out", param, ctx)
-        return arguments
+    if reserved := sorted(reserved_arguments().intersection(arguments)):
+        raise click.BadParameter(f"{reserved[0]} is set by mlxspec: leave it out")
+    return arguments
 
 
 _EXAMPLE = "'{\"enable_thinking\": false}'"
@@ -80,7 +80,7 @@ _ARGUMENTS_HELP = f"Variables of the chat template, such as {_EXAMPLE}."
 def template_option(group: str) -> Any:
     """``--chat-template-config`` of a command that has no :class:`PromptOptions`."""
     name = "chat_template_config"
-    return option(_ARGUMENTS, _ARGUMENTS_HELP, name, type=_TemplateArguments(), group=group)
+    return option(_ARGUMENTS, _ARGUMENTS_HELP, name, type=_template_arguments, group=group)
 
 
 @dataclass(frozen=True)
@@ -113,14 +113,14 @@ class PromptOptions:
         group=_TEMPLATE,
     )
     system_prompt: str | None = option_field(
-        "--system-prompt TEXT", "What the model is told before the prompt.", group=_TEMPLATE
+        "--system-prompt TEXT", "The system prompt.", group=_TEMPLATE
     )
     chat_template_config: Mapping[str, Any] | None = option_field(
-        _ARGUMENTS, _ARGUMENTS_HELP, type=_TemplateArguments(), group=_TEMPLATE
+        _ARGUMENTS, _ARGUMENTS_HELP, type=_template_arguments, group=_TEMPLATE
     )
     prefill_response: str | None = option_field(
         "--prefill-response TEXT",
-        "Begin the model's answer with TEXT; the output goes on with it.",
+        "Begin the model's answer with TEXT; the output continues it.",
         group=_TEMPLATE,
     )
     argument: str | None = None
@@ -174,7 +174,7 @@ class PromptOptions:
 
         Args:
             piped: whether the text may come from standard input unasked: from a pipe that
-                something comes through, or from a file of which nobody has read anything yet.
+                something comes through, or from a file that has not been read from yet.
 
         Returns:
             a text that is not empty, or token ids. One newline at the end of a file or of
@@ -198,7 +198,9 @@ class PromptOptions:
             # Bytes of an argument that are not UTF-8 have become lone surrogates.
             parts.append(_decode(instruction.encode(errors="surrogateescape"), given[0]))
         if self.prompt_file is not None:
-            parts.insert(0, _read_file(self.prompt_file))
+            source = f"--prompt-file {self.prompt_file}"
+            stdin = self.prompt_file == "-"
+            parts.insert(0, _standard_input() if stdin else read_text(self.prompt_file, source))
         elif piped and (text := _piped_text(waits=instruction is None)):
             parts.insert(0, text)
         if not parts:
@@ -272,10 +274,12 @@ class PromptOptions:
 _UNENDED = {"add_generation_prompt": False, "continue_final_message": True}
 
 
-def _read_file(name: str) -> str:
-    if name == "-":
-        return _standard_input()
-    source = f"--prompt-file {name}"
+def read_text(name: str, source: str) -> str:
+    """The text of a file in UTF-8; ``source`` names it in errors.
+
+    Raises:
+        PromptError: it cannot be read, is too long, empty, or not text.
+    """
     try:
         with open(name, "rb") as file:
             return _read(file, source)
@@ -295,13 +299,13 @@ def _standard_input() -> str:
 
 
 def _piped_text(waits: bool) -> str | None:
-    """What comes through standard input, where nobody has said whether anything does.
+    """The text in standard input, if there is one that the user did not ask for by name.
 
-    A terminal, a socket and /dev/null bring nothing. Nor does a file that somebody reads already:
-    the lines after this one in ``while read line; do ...; done < FILE`` are none of ours.
+    A terminal, a socket and /dev/null have none. Neither has a file that is already being read:
+    in ``while read line; do ...; done < FILE`` the remaining lines belong to the loop.
 
     Args:
-        waits: for the first byte without end; else a pipe through which none comes is left alone.
+        waits: wait for the first byte without limit; else a silent pipe is ignored after a while.
     """
     try:
         descriptor = sys.stdin.fileno()

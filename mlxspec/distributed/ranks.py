@@ -1,0 +1,354 @@
+"""The ranks of a split model: rank 0 leads, the others repeat each of its forwards."""
+
+from __future__ import annotations
+
+import signal
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generation_stream, wired_limit
+
+from ..drafting.drafter import DraftTree
+from ..engine.capability import chunk_error, rounding_noise, row_error, tree_agrees
+from ..engine.params import CacheOptions
+from ..engine.target import Capability, Target, vocabulary_size
+from ..errors import DistributedError, LoadError, MlxspecError, OptionError
+from ..models.model import load
+from ..process import INTERRUPTED
+from .channel import Channel, meet
+from .launch import end_with, uninterrupted
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+
+def load_shard(
+    path_or_repo: str | Path, group: mx.distributed.Group
+) -> tuple[nn.Module, TokenizerWrapper]:
+    """Load a model split over the ranks of a group, as mlx-lm's ``shard`` splits it.
+
+    Weights are read one after another, and only this rank's part of each stays in memory.
+
+    Args:
+        path_or_repo: as for :func:`mlxspec.load`; every rank has or downloads the files.
+        group: the ranks.
+
+    Raises:
+        LoadError: the model cannot be read, or not be split into so many parts.
+    """
+    model, tokenizer = load(path_or_repo, lazy=True)
+    split(model, group, str(path_or_repo))
+    try:
+        for _, parameter in tree_flatten(model.parameters()):
+            mx.eval(parameter)
+    except RuntimeError as error:
+        raise LoadError(f"{path_or_repo}: the weights cannot be read ({error})") from error
+    return model, tokenizer
+
+
+def split(model: nn.Module, group: mx.distributed.Group, name: str) -> None:
+    """Replace a model's layers by sharded ones; nothing is evaluated.
+
+    Raises:
+        LoadError: mlx-lm cannot split this architecture, or its heads not into so many parts.
+    """
+    size = group.size()
+    if not hasattr(model, "shard"):
+        kind = getattr(model, "model_type", type(model).__name__)
+        raise LoadError(
+            f"{name}: mlx-lm cannot split the architecture {kind!r} over several machines; "
+            "run it without mlx.launch"
+        )
+    whole = _numbers(model)
+    try:
+        model.shard(group)
+        _check_numbers(whole, _numbers(model), size)
+        vocabulary_size(model)  # builds a forward, whose shapes show what else does not divide
+    except (AssertionError, ValueError, RuntimeError, ZeroDivisionError) as error:
+        raise LoadError(
+            f"{name}: its heads or layers cannot be split into {size} equal parts; use a number "
+            "of ranks that divides its key-value heads"
+        ) from error
+
+
+def _numbers(model: nn.Module) -> dict[tuple[str, str], int]:
+    """The whole numbers that the modules hold by module and name: heads, groups, dimensions."""
+    return {
+        (path, name): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if type(value) is int
+    }
+
+
+def _check_numbers(
+    whole: dict[tuple[str, str], int], part: dict[tuple[str, str], int], size: int
+) -> None:
+    """Refuse what mlx-lm has divided with a remainder: the model would run with other results.
+
+    Raises:
+        ValueError: there was a remainder.
+    """
+    for key in whole.keys() & part.keys():
+        before, after = whole[key], part[key]
+        repeated = after == 1 and size % before == 0  # fewer heads than ranks, and copies of them
+        if after not in (before, before / size) and not repeated:
+            raise ValueError(f"{' '.join(key)}: {before} divided by {size}")
+
+
+def is_known(tree: DraftTree) -> bool:
+    """Whether the rows' tokens are known to all ranks: a pipelined one is only in rank 0's MLX."""
+    return tree.tokens[0] >= 0
+
+
+def share(token: mx.array | None) -> mx.array:
+    """Rank 0's choice of a pipelined token, (1,), at every rank; the others pass None.
+
+    It never becomes a number in Python on its way. Ranks cannot choose for themselves, because
+    the logits of different chips need not be equal.
+    """
+    own = mx.zeros((1,), mx.uint32) if token is None else token.astype(mx.uint32)
+    return mx.distributed.all_sum(own)
+
+
+def wait_for_all() -> None:
+    """Wait until every rank has come here: a GPU gives up earlier than a slow disk is done."""
+    mx.eval(mx.distributed.all_sum(mx.array(1.0), stream=mx.cpu))
+
+
+Result = TypeVar("Result")
+
+
+class Leader:
+    """Rank 0's end of the channel, which the models that it loads carry as ``leader``.
+
+    Args:
+        group: the ranks.
+        channel: to all of them.
+    """
+
+    def __init__(self, group: mx.distributed.Group, channel: Channel) -> None:
+        self.group = group
+        self._channel = channel
+        self._numbers = count()
+        self._closed: list[int] = []
+
+    def load(self, path_or_repo: str | Path) -> tuple[nn.Module, TokenizerWrapper]:
+        """Load a model split over all ranks, each of which loads its own part.
+
+        Raises:
+            LoadError: as :func:`.ranks.load_shard`.
+        """
+        self._channel.send("load", str(path_or_repo))
+        model, tokenizer = load_shard(path_or_repo, self.group)
+        wait_for_all()
+        model.leader = self
+        return model, tokenizer
+
+    def target(
+        self,
+        model: nn.Module,
+        capability: Capability,
+        vocab_size: int,
+        options: CacheOptions | None = None,
+        cache: Sequence[Any] | None = None,
+    ) -> LeadingTarget:
+        """A target that every rank has on its part; the arguments are those of :class:`Target`.
+
+        Raises:
+            OptionError: caches are lent, which hold a whole model's keys and values.
+        """
+        if cache is not None:
+            raise OptionError(
+                "a prompt cache is not split over several machines as the model is: leave it out, "
+                "or run without mlx.launch"
+            )
+        number = next(self._numbers)
+        options = options or CacheOptions()
+        self.tell("open", number, capability.value, vocab_size, asdict(options))
+        target = LeadingTarget(self, number, model, capability, vocab_size, options)
+        weakref.finalize(target, self._closed.append, number)
+        return target
+
+    def run(self, function: Callable[..., Result], model: nn.Module, *args: Any) -> Result:
+        """Call a function of :data:`.ranks.TOGETHER` with the model, at every rank."""
+        with uninterrupted(), mx.stream(generation_stream):
+            self.tell("run", function.__name__, *args)
+            return function(model, *args)
+
+    def tell(self, *message: Any) -> None:
+        """Tell the followers what to do."""
+        while self._closed:
+            self._channel.send("close", self._closed.pop())
+        self._channel.send(*message)
+
+
+class LeadingTarget(Target):
+    """A target of which the followers repeat every forward and every change of the cache.
+
+    Interrupts wait until what the followers were told is done here, too.
+    """
+
+    def __init__(self, leader: Leader, number: int, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._leader = leader
+        self._number = number
+        self._told = False
+
+    @contextmanager
+    def _telling(self, method: str, *args: Any) -> Iterator[None]:
+        """Tell the followers of a call, unless it is part of one that they repeat already."""
+        if self._told:
+            yield
+            return
+        with uninterrupted(), mx.stream(generation_stream):
+            self._leader.tell(method, self._number, *args)
+            self._told = True
+            try:
+                yield
+            finally:
+                self._told = False
+
+    def prefill(self, tokens: Sequence[int], *args: Any, **options: Any) -> None:
+        """As :meth:`Target.prefill`, of which the followers are told chunk by chunk."""
+        super().prefill(tokens, *args, **options)
+        self._leader.tell("prefill", self._number, [])  # caches change for steps at its end
+
+    def _prefill_chunk(self, tokens: Sequence[int], ends: bool = True) -> None:
+        with self._telling("_prefill_chunk", list(tokens), ends):
+            super()._prefill_chunk(tokens, ends)
+
+    def forward(self, tokens: mx.array, tree: DraftTree) -> mx.array:
+        """As :meth:`Target.forward`, and dispatched: the other ranks wait for its values."""
+        with self._telling("forward", tree.tokens, tree.parents):
+            if not is_known(tree):
+                tokens = share(tokens)
+            logits = super().forward(tokens, tree)
+            mx.async_eval(logits)
+        return logits
+
+    def commit_moved(self, rows: Sequence[int]) -> None:
+        """As :meth:`Target.commit_moved`; the followers move theirs, too."""
+        with self._telling("commit", list(rows)):
+            super().commit_moved(rows)
+
+    def truncate(self, length: int) -> None:
+        """As :meth:`Target.truncate`."""
+        with self._telling("truncate", length):
+            super().truncate(length)
+
+    def flush_pending(self) -> None:
+        """As :meth:`Target.flush_pending`."""
+        with self._telling("flush_pending"):
+            super().flush_pending()
+
+
+TOGETHER: dict[str, Callable[..., Any]] = {
+    function.__name__: function
+    for function in (chunk_error, rounding_noise, row_error, tree_agrees)
+}
+"""What :meth:`.ranks.Leader.run` may call at every rank."""
+
+_FORWARDS_BETWEEN_CLEARING = 256  # as in the decoding loop: outgrown buffers go to the system
+_SECONDS_TO_NOTICE = 3.0  # that a rank is gone, where MLX has complained first
+
+
+@contextmanager
+def taking_part() -> Iterator[Leader | None]:
+    """Form the group of the ranks that ``mlx.launch`` has started.
+
+    Only rank 0 comes out of this; the others follow it until the process ends. When rank 0 ends
+    they end as well, with its exit status.
+
+    Yields:
+        the leader, or None in a group of one.
+
+    Raises:
+        DistributedError: the ranks do not find each other.
+    """
+    try:
+        group = mx.distributed.init()
+    except (RuntimeError, ValueError) as error:
+        raise DistributedError(f"the ranks do not find each other: {error}") from error
+    if group.size() == 1:
+        yield None
+        return
+    if group.rank() > 0:
+        _follow_to_the_end(group)
+    channel = meet(group)
+    status = 1
+    try:
+        yield Leader(group, channel)
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1
+        raise
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+        raise
+    except RuntimeError:
+        time.sleep(_SECONDS_TO_NOTICE)
+        raise
+    finally:
+        # A forward may still be under way in which the followers take part.
+        mx.synchronize(generation_stream)
+        channel.close(status)
+
+
+def _follow_to_the_end(group: mx.distributed.Group) -> None:
+    """Follow rank 0 until the process ends, by its word or with one line."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 gets it, too, and says what it means
+    channel = None
+    try:
+        channel = meet(group)
+        _follow(group, channel)
+    except Exception as error:
+        if channel:
+            time.sleep(_SECONDS_TO_NOTICE)  # rank 0 may be in the same trouble, and say so
+        reason = "" if isinstance(error, MlxspecError) else f"{type(error).__name__}: "
+        end_with(f"Error: rank {group.rank()}: {reason}{error}")
+
+
+def _follow(group: mx.distributed.Group, channel: Channel) -> None:
+    """Do on this rank's part of the model what the leader tells, until the process ends.
+
+    Raises:
+        LoadError: this rank cannot load its part of the model.
+    """
+    targets: dict[int, Target] = {}
+    forwards = count(1)
+    with ExitStack() as wired, mx.stream(generation_stream):
+        while True:
+            match channel.receive():
+                case ["load", name]:
+                    model, _ = load_shard(name, group)
+                    wired.enter_context(wired_limit(model, [generation_stream]))
+                    wait_for_all()
+                case ["run", name, *args]:
+                    TOGETHER[name](model, *args)
+                case ["open", number, capability, vocab_size, options]:
+                    targets[number] = Target(
+                        model, Capability(capability), vocab_size, CacheOptions(**options)
+                    )
+                case ["close", number]:
+                    del targets[number]
+                case ["forward", number, tokens, parents]:
+                    tree = DraftTree(tuple(tokens), tuple(parents))
+                    rows = mx.array(tree.tokens) if is_known(tree) else share(None)
+                    # The other ranks need its values; nobody here reads the logits.
+                    mx.async_eval(targets[number].forward(rows, tree))
+                    if next(forwards) % _FORWARDS_BETWEEN_CLEARING == 0:
+                        mx.clear_cache()
+                # A generation that was never closed and ends as garbage may cut a target back
+                # that has been closed already.
+                case [method, number, *args] if number in targets:
+                    getattr(targets[number], method)(*args)
