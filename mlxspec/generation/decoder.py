@@ -14,10 +14,10 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Seque
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import mlx.nn as nn
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 
 from ..corpus.memory import MAX_TOKENS, Memory
 from ..corpus.settings import SWITCH
@@ -62,7 +62,7 @@ from .options import (
     prompt_ids,
 )
 from .request import RecordTime, Request, responses
-from .response import Detokenizer, GenerationResponse, GenerationResult, StepTimes, Transcript
+from .response import GenerationResponse, GenerationResult, StepTimes, Transcript
 from .session import CacheLease, LentCaches, SessionTurn
 
 if TYPE_CHECKING:
@@ -495,9 +495,9 @@ class Decoder:
     def _first_crossing(self) -> int:
         return first_crossing(self.model)
 
-    def new_detokenizer(self) -> Detokenizer:
+    def new_detokenizer(self) -> StreamingDetokenizer:
         """Turns the tokens of one output into text."""
-        return cast(Detokenizer, detokenizer_of(self.tokenizer))
+        return detokenizer_of(self.tokenizer)
 
 
 class AutoDecoder(Decoder):
