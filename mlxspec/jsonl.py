@@ -17,7 +17,7 @@ def load_json(text: str | bytes) -> Any:
     Half a surrogate pair (``"\\ud800"``), which cannot be encoded, becomes a question mark.
 
     Raises:
-        ValueError, RecursionError: it is no JSON, or nested too deeply.
+        ValueError, RecursionError: the text is not JSON, or is nested too deeply.
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8-sig")
@@ -31,7 +31,7 @@ def load_json(text: str | bytes) -> Any:
 def json_lines(lines: Iterable[str | bytes]) -> Iterator[tuple[int, Any]]:
     """Parse JSON lines: the number, from 1, and the value of each line that is not blank.
 
-    The value of a line that is no JSON, or nested too deeply, is None.
+    The value of a line that is not JSON, or is nested too deeply, is None.
 
     Args:
         lines: divided at line feeds alone. U+2028, where ``str.splitlines`` divides too, may
@@ -81,7 +81,7 @@ def conversation_of(record: object) -> Conversation:
     lists.
 
     Raises:
-        ValueError: it is no such record.
+        ValueError: the record has another form.
     """
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(record, dict) or not isinstance(messages, list):
@@ -92,7 +92,7 @@ def conversation_of(record: object) -> Conversation:
     if not isinstance(completions, list) or not all(
         type(index) is int and 0 <= index < len(read) for index in completions
     ):
-        raise ValueError('its "completions" are no list of indices of messages')
+        raise ValueError('its "completions" must be a list of indices of messages')
     return Conversation(read, tuple(completions))
 
 
@@ -112,7 +112,7 @@ def _content(message: dict[str, Any]) -> str:
     texts = []
     for part in _list(message, "content"):
         if not isinstance(part, dict):
-            raise ValueError("a part of a message's content is no object")
+            raise ValueError("a part of a message's content must be an object")
         if isinstance(part.get("text"), str):
             texts.append(part["text"])
     return "".join(texts)
@@ -138,5 +138,5 @@ def _json(value: object) -> str:
 def _list(message: dict[str, Any], key: str) -> list[Any]:
     value = message.get(key)
     if value is not None and not isinstance(value, list):
-        raise ValueError(f'the "{key}" of a message are no list')
+        raise ValueError(f'the "{key}" of a message must be a list')
     return value or []

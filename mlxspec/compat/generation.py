@@ -23,7 +23,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.generate import stream_generate as stream_generate_plainly
 from mlx_lm.generate_utils import BatchStats
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 
 from ..corpus.memory import Memory
 from ..engine.caches import parts
@@ -38,7 +38,6 @@ from ..generation.engine import Engine
 from ..generation.options import GenerationOptions, Prompt
 from ..generation.request import RecordTime, Request, hold_at_exit, responses
 from ..generation.response import (
-    Detokenizer,
     GenerationResponse,
     GenerationResult,
     SpeculationStats,
@@ -201,8 +200,8 @@ def stream_with_draft_model(
 class _KeptDecoder(AutoDecoder):
     """Is kept as long as its model lives, so it must not keep it alive; writes mlx-lm's text."""
 
-    def new_detokenizer(self) -> Detokenizer:
-        return cast(Detokenizer, self.tokenizer.detokenizer)
+    def new_detokenizer(self) -> StreamingDetokenizer:
+        return self.tokenizer.detokenizer
 
     @property
     def model(self) -> nn.Module:

@@ -14,10 +14,10 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Seque
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import mlx.nn as nn
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 
 from ..corpus.memory import MAX_TOKENS, Memory
 from ..corpus.settings import SWITCH
@@ -62,7 +62,7 @@ from .options import (
     prompt_ids,
 )
 from .request import RecordTime, Request, responses
-from .response import Detokenizer, GenerationResponse, GenerationResult, StepTimes, Transcript
+from .response import GenerationResponse, GenerationResult, StepTimes, Transcript
 from .session import CacheLease, LentCaches, SessionTurn
 
 if TYPE_CHECKING:
@@ -495,9 +495,9 @@ class Decoder:
     def _first_crossing(self) -> int:
         return first_crossing(self.model)
 
-    def new_detokenizer(self) -> Detokenizer:
+    def new_detokenizer(self) -> StreamingDetokenizer:
         """Turns the tokens of one output into text."""
-        return cast(Detokenizer, detokenizer_of(self.tokenizer))
+        return detokenizer_of(self.tokenizer)
 
 
 class AutoDecoder(Decoder):
@@ -707,10 +707,9 @@ class LookaheadDecoder(Decoder):
             prompt: text, token ids, or messages, as for :meth:`Decoder.decode`.
             max_tokens: how many tokens to generate at most.
             window_size: W, the reference's WINDOW_SIZE; 0 and "auto" run no window.
-            ngram_size: N, the reference's LEVEL; with "auto", the largest N.
-            guess_set_size: G, the reference's GUESS_SET_SIZE. By default it is W, and 16 with
-                "auto"; -1, the reference's "no limit", is 64, since more would take longer
-                than they save.
+            ngram_size: N, the reference's LEVEL. With "auto" it and the next two have no effect.
+            guess_set_size: G, the reference's GUESS_SET_SIZE. By default it is W; -1, the
+                reference's "no limit", is 64, since more would take longer than they save.
             pool_from_prompt: the reference's POOL_FROM_PROMPT.
             options: how to sample and where to end, as in :meth:`Decoder.decode`: ``temp``,
                 ``top_p``, ``seed``, ``stop`` and so on.
@@ -736,8 +735,8 @@ class LookaheadDecoder(Decoder):
         Raises:
             OptionError: a size is out of range.
         """
-        sizes = window_size, ngram_size, guess_set_size, pool_from_prompt
-        return partial(Lookahead(*sizes).make, self)
+        lookahead = Lookahead(window_size, ngram_size, guess_set_size, pool_from_prompt)
+        return partial(lookahead.make, self)
 
     def lookahead(
         self,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
+from mlx_lm.tokenizer_utils import StreamingDetokenizer
 
 from ..drafting.costs import LiveCosts
 from ..drafting.drafter import Drafter
@@ -22,7 +23,7 @@ from ..engine import step as steps
 from ..engine.joint import JointMode
 from ..engine.target import Target
 from .options import CheckedOptions, GenerationOptions, MakeDrafter, Prompt
-from .response import Detokenizer, GenerationResponse, OutputText, SpeculationStats, StepTimes
+from .response import GenerationResponse, OutputText, SpeculationStats, StepTimes
 from .session import CacheLease
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class DecoderLike(Protocol):
     def drafter_of(self, request: Request) -> Drafter: ...
     def lease_for(self, request: Request) -> CacheLease: ...
     def new_sequence(self, request: Request, target: Target) -> steps.Sequence: ...
-    def new_detokenizer(self) -> Detokenizer: ...
+    def new_detokenizer(self) -> StreamingDetokenizer: ...
 
 
 class Request:

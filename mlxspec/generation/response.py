@@ -11,9 +11,10 @@ from html import escape
 from itertools import groupby
 from operator import itemgetter
 from statistics import median
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import mlx.core as mx
+from mlx_lm.tokenizer_utils import StreamingDetokenizer
 
 from ..errors import OptionError
 
@@ -254,16 +255,6 @@ class Transcript:
 _KEPT = 64  # recent steps per number of rows: enough for a median, few enough to show a hot chip
 
 
-class Detokenizer(Protocol):
-    """Turns tokens into text as they come; mlx-lm's interface."""
-
-    def reset(self) -> None: ...
-    def add_token(self, token: int) -> None: ...
-    def finalize(self) -> None: ...
-    @property
-    def last_segment(self) -> str: ...
-
-
 class OutputText:
     """Collects tokens as text segments and finds the end of the output.
 
@@ -283,7 +274,7 @@ class OutputText:
 
     def __init__(
         self,
-        detokenizer: Detokenizer,
+        detokenizer: StreamingDetokenizer,
         stop_tokens: Collection[int],
         stop_strings: Sequence[str],
         max_tokens: int,
