@@ -17,7 +17,7 @@ demo: $(VENV)/.run
 test: lint
 	$(PYTEST) $(PYTEST_ARGS)
 
-# For each commit, one to two minutes: style, types and the tests that are not marked slow.
+# For each commit, about a minute: style, types and the tests that are not marked slow.
 check: lint
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
