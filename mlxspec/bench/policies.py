@@ -338,7 +338,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Policy:
+class ReplayPolicy:
     """What can be replayed.
 
     Attributes:
@@ -376,66 +376,66 @@ AUTO = "auto"
 HINDSIGHT = "hindsight"
 """Not a decoder, since it knows the output; it shows how much is left to gain."""
 
-POLICIES: dict[str, Policy] = {
-    AUTO: Policy(
+POLICIES: dict[str, ReplayPolicy] = {
+    AUTO: ReplayPolicy(
         AUTO,
         "mlxspec's default decoder without a memory; earlier outputs teach what is likely",
         _planned,
         follows_costs=True,
     ),
-    "auto-memory": Policy(
+    "auto-memory": ReplayPolicy(
         "auto-memory",
         "the default decoder as it is: it remembers the process's earlier outputs",
         _planned,
         follows_costs=True,
         memory_tokens=MAX_TOKENS,
     ),
-    "prompt-lookup": Policy(
+    "prompt-lookup": ReplayPolicy(
         "prompt-lookup",
         "as 'mlxspec generate' has it: n-grams of 3 to 1, 10 tokens",
         lambda task: PromptLookupDrafter(),
     ),
     # Its PLD, the yardstick of published figures.
-    "spec-bench": Policy(
+    "spec-bench": ReplayPolicy(
         "prompt lookup (Spec-Bench)",
         "its PLD: n-grams of 3 to 1, 10 tokens, full drafts only",
         lambda task: FullDraftLookup(),
     ),
     # transformers: generate(prompt_lookup_num_tokens=10), max_matching_ngram_size 2.
-    "transformers": Policy(
+    "transformers": ReplayPolicy(
         "prompt lookup (transformers)",
         "its prompt_lookup_num_tokens=10, n-grams of 2 and 1",
         lambda task: PromptLookupDrafter(n_draft=10, ngram_max=2),
     ),
     # vLLM: method "ngram", prompt_lookup_min = prompt_lookup_max = 5; the number of tokens
     # has no default there, 5 is that of its documentation.
-    "vllm": Policy(
+    "vllm": ReplayPolicy(
         "n-grams (vLLM)",
         "its n-gram speculator: n-grams of 5, 5 tokens",
         lambda task: PromptLookupDrafter(n_draft=5, ngram_max=5, ngram_min=5),
     ),
     # TensorRT-LLM: prompt_lookup_config [10,2], is_keep_all and is_use_oldest.
-    "tensorrt-llm": Policy(
+    "tensorrt-llm": ReplayPolicy(
         "prompt lookup (TensorRT-LLM)",
         "its prompt lookup pool: n-grams of 2 and 1, 10 tokens, keep all, oldest",
         lambda task: TensorRTPool(),
     ),
-    "llama.cpp": Policy(
+    "llama.cpp": ReplayPolicy(
         "ngram-simple (llama.cpp)",
         "its n-grams of 12, 48 tokens",
         lambda task: NgramSimple(),
     ),
-    "suffix-path": Policy(
+    "suffix-path": ReplayPolicy(
         "suffix path (ArcticInference)",
         "its SuffixDecoding: the most frequent continuation of what matches, as one chain",
         lambda task: SuffixDecoding(),
     ),
-    "suffix-tree": Policy(
+    "suffix-tree": ReplayPolicy(
         "suffix tree (ArcticInference)",
         "the same with a tree of continuations, up to four times the match's length",
         lambda task: SuffixDecoding(branching=True, max_spec_factor=4.0),
     ),
-    HINDSIGHT: Policy(
+    HINDSIGHT: ReplayPolicy(
         f"{HINDSIGHT} (unreachable)",
         "no decoder: auto's candidates, as many as the known output shows to pay best",
         lambda task: Hindsight(task.output, task.curve, trees_pay(task.curve), task.classes),
@@ -445,12 +445,12 @@ POLICIES: dict[str, Policy] = {
 """By name; a further one, with a drafter of any kind, is one entry."""
 
 
-def policies_with(drafter: type[Drafter]) -> dict[str, Policy]:
+def policies_with(drafter: type[Drafter]) -> dict[str, ReplayPolicy]:
     """A drafter class of the user's, alone and beside the default decoder's look-ups."""
     name = drafter.__name__
     return {
-        name: Policy(name, "a drafter of your own", lambda task: drafter()),
-        f"auto+{name}": Policy(
+        name: ReplayPolicy(name, "a drafter of your own", lambda task: drafter()),
+        f"auto+{name}": ReplayPolicy(
             f"auto+{name}",
             "the default decoder, which drafts with it too",
             lambda task: _planned(task, drafter()),

@@ -26,7 +26,7 @@ from ..drafting.suffix_source import Earlier
 from ..errors import OptionError
 from ..jsonl import load_json
 from .page import Bar, BarChart, render
-from .policies import AUTO, HINDSIGHT, POLICIES, Policy, Task, verify
+from .policies import AUTO, HINDSIGHT, POLICIES, ReplayPolicy, Task, verify
 from .prompts import Completion
 
 SLOW = 0.98
@@ -426,7 +426,7 @@ _NOT_REPLAYED = {
 """Decoders of the other commands, and why none of their figures can be told."""
 
 
-def chosen_policies(names: str) -> dict[str, Policy]:
+def chosen_policies(names: str) -> dict[str, ReplayPolicy]:
     """The policies that a comma-separated list names, in its order; "all" names all.
 
     Raises:
@@ -475,7 +475,7 @@ def _points(content: Any) -> list[tuple[int, float]]:
 def compare(
     completions: Sequence[Completion],
     classes: bytes,
-    policies: Mapping[str, Policy],
+    policies: Mapping[str, ReplayPolicy],
     curves: Mapping[str, CostCurve],
     on_progress: Callable[[float], None] = lambda share: None,
 ) -> dict[str, dict[str, ReplayReport]]:
@@ -507,7 +507,9 @@ def compare(
     return reports
 
 
-def _drafters(policy: Policy, curve: CostCurve, classes: bytes) -> Callable[[Completion], Drafter]:
+def _drafters(
+    policy: ReplayPolicy, curve: CostCurve, classes: bytes
+) -> Callable[[Completion], Drafter]:
     """What gives each completion its drafter; all of them share one memory."""
     most, experience = policy.memory_tokens, Experience()
     if most == 0:
@@ -526,7 +528,7 @@ def _drafters(policy: Policy, curve: CostCurve, classes: bytes) -> Callable[[Com
     )
 
 
-def jointly_chosen(names: str, concurrency: int) -> dict[str, Policy]:
+def jointly_chosen(names: str, concurrency: int) -> dict[str, ReplayPolicy]:
     """As :func:`chosen_policies`, for several sequences at once: "all" leaves out hindsight.
 
     Raises:
@@ -546,7 +548,7 @@ def jointly_chosen(names: str, concurrency: int) -> dict[str, Policy]:
 def compare_jointly(
     completions: Sequence[Completion],
     classes: bytes,
-    policies: Mapping[str, Policy],
+    policies: Mapping[str, ReplayPolicy],
     curves: Mapping[str, CostCurve],
     concurrency: int,
     on_progress: Callable[[float], None] = lambda share: None,
@@ -591,7 +593,7 @@ def _speeds(report: ReplayReport) -> str:
     return f"{report.speedup:.2f}×, worst set {report.worst:.2f}×"
 
 
-def verdict(policies: Mapping[str, Policy], comparison: Comparison) -> list[str]:
+def verdict(policies: Mapping[str, ReplayPolicy], comparison: Comparison) -> list[str]:
     """Which policy wins where, a line for each winner; plain decoding where nothing gains."""
     won: dict[str, list[str]] = {}
     for chip, reports in comparison.items():
@@ -605,7 +607,7 @@ def verdict(policies: Mapping[str, Policy], comparison: Comparison) -> list[str]
 
 
 def brief_verdict(
-    policies: Mapping[str, Policy], comparison: Comparison, chips: Mapping[str, Chip]
+    policies: Mapping[str, ReplayPolicy], comparison: Comparison, chips: Mapping[str, Chip]
 ) -> list[str]:
     """What is fastest on each chip, a line for each, below one on what was compared."""
     sets = next(iter(next(iter(comparison.values())).values())).sets
@@ -625,7 +627,7 @@ def brief_verdict(
     return lines
 
 
-def joint_verdict(policies: Mapping[str, Policy], comparison: JointComparison) -> list[str]:
+def joint_verdict(policies: Mapping[str, ReplayPolicy], comparison: JointComparison) -> list[str]:
     """Whether batching and drafting add up, a line for each chip by its fastest decoder."""
     lines = []
     for chip, reports in comparison.items():
@@ -642,7 +644,7 @@ def joint_verdict(policies: Mapping[str, Policy], comparison: JointComparison) -
 
 def replay_page(
     comparison: Comparison,
-    policies: Mapping[str, Policy],
+    policies: Mapping[str, ReplayPolicy],
     chips: Mapping[str, Chip],
     verdict: Sequence[str],
 ) -> str:
@@ -691,7 +693,7 @@ ENOUGH = 1.01
 """A memory is large enough if no larger one is faster by more than this."""
 
 
-def memories(sizes: str) -> dict[str, Policy]:
+def memories(sizes: str) -> dict[str, ReplayPolicy]:
     """The default decoder with memories of the sizes that a comma-separated list names.
 
     Args:
@@ -752,7 +754,7 @@ def _enough(speeds: Sequence[float]) -> int:
 
 
 def memory_verdict(
-    policies: Mapping[str, Policy], comparison: Comparison | JointComparison
+    policies: Mapping[str, ReplayPolicy], comparison: Comparison | JointComparison
 ) -> list[str]:
     """What remembering gains: a line for each size that is enough, with the chips where it is.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from ..errors import OptionError
 from .common.generation import Generation
@@ -44,19 +45,15 @@ def explain_command(
     Each step is drawn as its draft tree: what was drafted and where it came from, what the
     model chose, how far the draft was accepted; for lookahead decoding with its window.
 
-    PROMPT is what the model is asked. Pipe the text that it is about, or name it with
-    --prompt-file, as for 'mlxspec generate'.
+    The prompt and the options are those of 'mlxspec generate', and so is the output.
 
     \b
     Examples:
       mlxspec explain --decoder lookahead -W 7 -N 4 --raw "def add(a, b):"
       mlxspec explain "Say this three times: ..." --steps 5 --skip 0
       mlxspec explain --decoder combined --prompt-file ask.txt --html steps.html
-
-    The options are those of 'mlxspec generate', and so is the output.
     """
-    # All that needs no model is checked before one is loaded, or even downloaded.
-    source = prompt.read()
+    source = prompt.read()  # and all checks that need no model, before one is loaded
     check_least(1, steps=steps)
     check_least(0, skip=skip)
     shows.check()
@@ -73,11 +70,9 @@ def explain_command(
         room = generation.room(decoder.model, len(tokens))
         recorded: list[RecordedStep] = []
         decoder.wrap_drafter = partial(RecordingDrafter, steps=recorded)
-        begun = prompt.prefill_response
         with prefill_bar(console) as on_progress, ProgressBar("Generating", console=console) as bar:
-            for last in generation.stream(
-                decoder, tokens, room, templated=templated, begun=begun, on_progress=on_progress
-            ):
+            how: Any = {"begun": prompt.prefill_response, "on_progress": on_progress}
+            for last in generation.stream(decoder, tokens, room, templated=templated, **how):
                 bar(last.generation_tokens, room)
         if skip is not None and skip >= len(recorded):
             raise OptionError(f"--skip is {skip}: the output has {len(recorded)} steps, skip fewer")

@@ -32,7 +32,7 @@ from .common.output import (
 )
 
 if TYPE_CHECKING:
-    from ..bench.policies import Policy
+    from ..bench.policies import ReplayPolicy
     from ..bench.replay import Comparison, JointComparison, JointReport, ReplayReport
     from ..drafting.chips import Chip
 
@@ -104,16 +104,15 @@ class ReplayOptions:
 @options_of(ReplayOptions, "asked", "Work and machine")
 @options_of(ReportOptions, "shows", "Output")
 def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: ReportOptions) -> None:
-    """Tell what each decoder would gain on recorded outputs.
+    """Show what each decoder would gain on recorded outputs.
 
-    The recorded outputs are decoded again, with the drafter and the planner that decode, and
-    the time of the steps is modelled by the cost of a step over M rows, T(M)/T(1).
+    The outputs are decoded again by the real drafters and planner, without a model. The time of a
+    step over M rows is taken from a cost curve, T(M)/T(1).
 
     \b
     Examples:
       mlxspec replay traces.jsonl --tokenizer my_model --chip "M3 Max"
       mlxspec replay chats.jsonl --tokenizer tokenizer.model --decoder auto,vllm
-      mlxspec calibrate my_model --json > curve.json
       mlxspec replay chats.jsonl --tokenizer my_model --curve curve.json
       mlxspec replay *.jsonl --tokenizer my_model --html replay.html
       mlxspec replay chats.jsonl --tokenizer my_model --decoder auto,hindsight
@@ -192,7 +191,7 @@ class _Compared:
         brief: does so where a page has the tables.
     """
 
-    policies: Mapping[str, Policy]
+    policies: Mapping[str, ReplayPolicy]
     facts: Callable[[str], dict[str, Any]]
     verdict: Callable[[Any], list[str]]
     brief: Callable[[Comparison, Mapping[str, Chip]], list[str]]

@@ -12,19 +12,19 @@ from .settings import (
     save_settings,
     settings_in_force,
 )
-from .tokenizer_identity import TokenizerIdentity, Vocabulary, identify
+from .tokenizer_identity import HasVocabulary, TokenizerIdentity, identify
 
 __all__ = [
     "EARNED",
     "MAX_TOKENS",
     "SOURCES",
     "SWITCH",
+    "HasVocabulary",
     "KeptAnswer",
     "KeptAnswers",
     "Memory",
     "Settings",
     "TokenizerIdentity",
-    "Vocabulary",
     "data_directory",
     "identify",
     "kept_answers",

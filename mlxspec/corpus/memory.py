@@ -44,7 +44,7 @@ from .suffix_index import (
     SuffixIndex,
     excerpts,
 )
-from .tokenizer_identity import TokenizerIdentity, Vocabulary, identify
+from .tokenizer_identity import HasVocabulary, TokenizerIdentity, identify
 
 _log = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class Memory:
     def kept_in(
         cls,
         directory: str | os.PathLike[str],
-        tokenizer: Vocabulary,
+        tokenizer: HasVocabulary,
         *,
         max_tokens: int = KEPT_TOKENS,
         on_trouble: OnTrouble = _log.warning,

@@ -26,7 +26,7 @@ from .suffix_array import (
     write_arrays,
 )
 from .suffix_index import EXCERPT_TOKENS, SEPARATOR, DamagedIndexError, Excerpts, excerpts
-from .tokenizer_identity import TokenizerIdentity, Vocabulary, identify
+from .tokenizer_identity import HasVocabulary, TokenizerIdentity, identify
 
 MAX_TOKENS = 50_000_000
 """Tokens that a store holds by default. Building it takes about 90 bytes a token."""
@@ -245,7 +245,7 @@ class Store:
             return Excerpts([], [], [])
 
 
-def open_store(path: str | os.PathLike[str], tokenizer: Vocabulary | None = None) -> Store:
+def open_store(path: str | os.PathLike[str], tokenizer: HasVocabulary | None = None) -> Store:
     """Open a store. Its header and its length are verified, so that this takes a millisecond.
 
     :meth:`Store.look_up` is safe whatever the rest holds; :meth:`Store.verify` verifies it.
@@ -263,7 +263,7 @@ def open_store(path: str | os.PathLike[str], tokenizer: Vocabulary | None = None
 def build_store(
     path: str | os.PathLike[str],
     sequences: Iterable[Sequence[int]],
-    tokenizer: Vocabulary,
+    tokenizer: HasVocabulary,
     *,
     max_tokens: int = MAX_TOKENS,
     force: bool = False,
@@ -296,7 +296,7 @@ def build_store(
 def add_to_store(
     path: str | os.PathLike[str],
     sequences: Iterable[Sequence[int]],
-    tokenizer: Vocabulary,
+    tokenizer: HasVocabulary,
     *,
     max_tokens: int = MAX_TOKENS,
 ) -> Store:

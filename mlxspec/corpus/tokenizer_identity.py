@@ -16,7 +16,7 @@ _HUB_SNAPSHOT = re.compile(r"models--([^/\\]+?)--([^/\\]+)[/\\]snapshots[/\\]")
 _MAX_VOCABULARY = (1 << TOKEN_BITS) - 1
 
 
-class Vocabulary(Protocol):
+class HasVocabulary(Protocol):
     """What a store needs of a tokenizer; mlx-lm's, transformers' and tokenizers' have it."""
 
     def get_vocab(self) -> dict[str, int]: ...
@@ -47,7 +47,7 @@ class TokenizerIdentity:
         return f"{self.name} ({self.vocab_size:,} tokens, {self.fingerprint.hex()[:8]})"
 
 
-def identify(tokenizer: Vocabulary) -> TokenizerIdentity:
+def identify(tokenizer: HasVocabulary) -> TokenizerIdentity:
     """The identity of a tokenizer, from its whole vocabulary, added tokens included.
 
     Raises:
