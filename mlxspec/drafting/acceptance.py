@@ -72,7 +72,7 @@ class Corrections:
             weights[feature] = weights.get(feature, 0.0) + _RATES[times] * error
 
     def copy(self) -> Corrections:
-        """The same weights, whose rates begin anew."""
+        """The same weights, with fresh rates."""
         return Corrections(self._weights)
 
 
@@ -387,7 +387,7 @@ def _weights() -> tuple[_Weights, _Weights, _Weights]:
         # where there is no second.
         none, some, few, many = one.get("gap", (0.0,) * 4)
         one["by_gap"] = [none, some, few, few, many, 0.0]
-        # Two averages of hits were fitted; beside what is learned online, one does.
+        # Two averages of hits were fitted; with online learning, one is enough.
         one["hit_rate"] = one["logit_recent"] + one["logit_average"]
         one["earlier"] = one["from_memory"] + one["log_age"] * math.log(_USUAL_AGE)
         one.setdefault("share", 0.0)

@@ -28,7 +28,7 @@ class Chip:
         name: as it is shown.
         curve: its verify cost.
         source: where the figures come from.
-        estimated: the numbers of rows of the curve's points that nobody has measured.
+        estimated: the row counts of the curve's points that are not measured.
     """
 
     name: str

@@ -23,7 +23,7 @@ from ..errors import OptionError
 class CostCurve:
     """T(rows) / T(1), linear between the points where it is known, and never falling.
 
-    A step could be padded with rows that nobody needs, so a point that costs less than one of
+    A step could be padded with unneeded rows, so a point that costs less than one of
     fewer rows is noise, and counts as that one.
 
     Args:
@@ -112,7 +112,7 @@ WIDEST = 64
 
 # Where these come from: notes/planner.md, "Constants".
 # Variances, all of natural logarithms of seconds. At first:
-_MACHINE_VARIANCE = 0.3**2  # a machine's speed may change while nobody measures
+_MACHINE_VARIANCE = 0.3**2  # a machine's speed may change between measurements
 _DRAFTED_VARIANCE = 0.14**2  # real drafts have to be proposed, and have other tokens than measured
 _OWN_SHARE = 0.5  # of the variance of a measured time; drafted steps have the rest in common
 _UNSEEN_VARIANCE = 0.11**2  # of a number of rows between two that were measured
@@ -123,7 +123,7 @@ _ROWS_CHANGE = 0.002**2
 # Of the noise of one step:
 _LEAST_NOISE, _FIRST_NOISE, _MOST_NOISE = 0.02**2, 0.07**2, 0.4**2
 
-# What rows cost where nobody has measured it: the square root of their number, half-way between
+# What unmeasured row counts cost: the square root of their number, half-way between
 # rows that cost nothing and rows that cost a plain step each; published curves lie around it
 # (notes/planner.md, "Costs that nobody knows"). The exponent's standard error reaches both.
 _USUAL_EXPONENT, _EXPONENT_VARIANCE = 0.5, 0.35**2
@@ -142,7 +142,7 @@ _FIRST_REACH = 4  # rows up to which there is hope where no draft ran lately
 _NOISE_RATE = 0.05
 _NOISE_CLIP = 4.0  # variances
 _OUTLIER = 4.0  # standard deviations
-# Steps in a row by which a lasting change differs from outliers; so many that a burst of another
+# Consecutive steps that make a deviation a lasting change; enough that a burst of another
 # program's work does not count as one.
 _LASTING = 8
 _LOG_WIDEST = math.log(WIDEST)
@@ -181,7 +181,7 @@ class _Rows:
     """What is known of one number of rows.
 
     Attributes:
-        value: logarithm of its cost beside what drafted steps share.
+        value: logarithm of its cost relative to what drafted steps share.
         variance: of ``value``.
         power: what the shared exponent is multiplied by.
         assumed: whether it was neither measured nor run.
@@ -492,12 +492,12 @@ def context_range(context: int) -> int:
 class LiveCosts:
     """T(rows) at the current context length, corrected by every step.
 
-    A range of context lengths that nobody has measured starts with what is known of the nearest
+    An unmeasured range of context lengths starts with what is known of the nearest
     one. Generations that run at the same time have each their own :meth:`for_generation`, and
     learn together.
 
     Args:
-        known: per range, by its end as :func:`context_range` has it, the measured times; at
+        known: per range, by its end as :func:`context_range` returns it, the measured times; at
             least one range.
 
     Attributes:
@@ -520,7 +520,7 @@ class LiveCosts:
         return own
 
     def for_sequences(self, count: int) -> LiveCosts:
-        """What joint steps of so many sequences cost, learned from them alone.
+        """What joint steps of ``count`` sequences cost, learned from them alone.
 
         One row there is a plain step of all sequences, each further row one of a draft. Until
         such steps have run, they are taken to cost what as many rows of one sequence do, and to
@@ -559,13 +559,13 @@ class LiveCosts:
             return sum(self._unsaved.values())
 
     def move_to(self, context: int) -> None:
-        """Set how many positions the context has now; cheap enough for every step."""
+        """Set the context's length in positions; cheap enough for every step."""
         if not self._start <= context < self._end:
             self._enter(context_range(context))
 
     @property
     def curve(self) -> CostCurve:
-        """T(rows)/T(1), as far as is known; the same object until a cost has changed noticeably."""
+        """T(rows)/T(1) as known so far; the same object until a cost has changed noticeably."""
         with self._lock:
             return self._live.curve
 
@@ -662,7 +662,7 @@ class LiveCosts:
 
 
 def _beside(times: Iterable[KnownTime], count: int) -> list[KnownTime]:
-    """Times of one sequence as those of ``count``, whose plain step has so many rows."""
+    """Convert times of one sequence to times of ``count``, whose plain step has that many rows."""
     times = list(times)
     curve = CostCurve([(time.rows, time.seconds / times[0].seconds) for time in times])
     rows = [count, *(time.rows for time in times if time.rows > count), count + WIDEST - 1]

@@ -320,7 +320,7 @@ class Drafter:
 
     A drafter of your own needs :meth:`propose` and :meth:`observe`; all else has a default. A
     generation calls ``begin`` once with the prompt, then ``propose`` and ``observe`` in turn, and
-    ``end`` when it ends, also after an error. A planner, which drafts only where that pays, may
+    ``end`` when it ends, also after an error. A planner, which drafts only when drafting pays, may
     omit ``propose``: then ``observe`` comes alone.
     """
 

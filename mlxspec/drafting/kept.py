@@ -122,7 +122,7 @@ class CostKey:
     model: Identity
 
     def of_sequences(self, count: int) -> CostKey:
-        """The key of steps that so many sequences share."""
+        """The key of steps shared by ``count`` sequences."""
         return CostKey(
             self.machine, {**self.model, "sequences": count} if count > 1 else self.model
         )

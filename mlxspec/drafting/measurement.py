@@ -193,8 +193,8 @@ def measure(
     even if the time is up. On a busy machine there are more rounds.
 
     Args:
-        plain: runs so many pipelined plain steps; returns the seconds of each.
-        drafted: runs one whole drafted step of so many rows; returns its seconds.
+        plain: runs the given number of pipelined plain steps; returns the seconds of each.
+        drafted: runs one whole drafted step of the given rows; returns its seconds.
         plan: what to run.
         max_rows: the most rows that a step may have.
         started: the time from which the limit counts.

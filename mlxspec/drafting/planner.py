@@ -41,9 +41,9 @@ class Plan(NamedTuple):
         gain: what these gain, in tokens.
         pipelined: whether the next step may be dispatched before this one's tokens are known, if
             nothing is drafted.
-        joint: what steps of so many sequences cost; None for a step of the sequence alone.
+        joint: what steps of several sequences cost; None for a step of the sequence alone.
         charge: the part of a joint step's time that the sequence's guard pays, in plain steps.
-        fault: what has failed in planning it.
+        fault: the error raised while planning it.
     """
 
     candidates: DraftTree | None = None
@@ -156,7 +156,7 @@ class Planner(Drafter):
         return plan.candidates.first(plan.n_draft)
 
     def _fails(self, error: Exception) -> None:
-        """Stop drafting after a fault of planning; raise one of the user's own drafter."""
+        """Stop drafting after a planning error; re-raise an error of a custom drafter."""
         if any(source.fault is error for source in self._sources):
             raise error
         if not self.failed:
@@ -178,7 +178,7 @@ class Planner(Drafter):
 
         Args:
             candidates: after the current token; None where none were searched for.
-            costs: ``costs[rows]`` is what a step with so many rows costs.
+            costs: ``costs[rows]`` is the cost of a step with that many rows.
         """
         branch = candidates.first_chain().p_reached if candidates else ()
         if len(branch) < 2:
@@ -206,7 +206,7 @@ class Planner(Drafter):
                 self._fails(error)
 
     def _learn(self, step: VerifiedStep, pending: int) -> None:
-        """Learn from a step before which so many accepted tokens were pending."""
+        """Learn from a step that started with ``pending`` accepted tokens not yet read."""
         spent = sum(source.spent for source in self._sources)
         if step.pipelined:  # it measures plain decoding, which has no planner
             spent = max(spent, min(step.drafting, step.seconds / 2))
@@ -299,10 +299,10 @@ def plan_drafts(
     Args:
         planners: of the sequences that plan their drafts, in the middle of a generation.
         max_depths: per planner, how deep its draft may be.
-        costs: of steps of so many sequences: one row is a plain step of all, each further row is
+        costs: of steps of all sequences: one row is a plain step of all, each further row is
             one of a draft.
         sequences: how many sequences share the step, those without a planner included.
-        rows_taken: rows that the step has in any case, beside one of each sequence.
+        rows_taken: rows that the step has in any case, besides one per sequence.
         patient: whether sequences may wait for others as long as all gain together.
 
     Returns:
@@ -391,7 +391,7 @@ class _Step:
         return Counter(self._owners[:n_draft])
 
     def more_time(self, n_draft: int) -> float:
-        """The time that so many nodes take beyond a plain step, from all sequences together."""
+        """The time that ``n_draft`` nodes add to a plain step, over all sequences together."""
         return self._sequences * (self._table[n_draft + 1] / self._table[1] - 1)
 
     def choose(self, patient: bool) -> tuple[float, int]:
@@ -430,7 +430,7 @@ class _Step:
         most = self._sequences * self._costs.sync_overhead
         if sum(policy.gain for policy in self._policies) > most:
             return False
-        # Whoever drafts pays for what its rows take from all.
+        # A drafting sequence is charged for the time its rows cost all sequences.
         table = [0.0, *(1 + self.more_time(n) for n in range(len(self._table) - 1))]
         gains = (
             planner.gain_of_waiting(plan.candidates, table)

@@ -38,7 +38,7 @@ _PROBE_ROUND = 30  # steps
 _PROBE = range(12, 18)  # in a row: the first and the last pipelined step are special
 
 _ROWS_OF_A_TREE = 16
-_FLAT = 2.0  # plain steps that so many rows cost
+_FLAT = 2.0  # what these rows cost, in plain steps
 
 
 class Policy:
@@ -60,7 +60,7 @@ class Policy:
       draft, a change of the costs looks like a change of the machine's speed. So while plain
       steps are wanted, six in a row of every 30 steps go without a draft, unless drafts gain much
       and there is no doubt of that. They are counted over generations, since a short one never
-      has so many.
+      reaches that many.
 
     Args:
         probe_step: where the round of probes begins, in steps.
@@ -119,7 +119,7 @@ class Policy:
             gain: its gain, 0 for none.
             probing: whether plain steps are wanted.
             doubtful: whether costs are hardly known, so that gains may be imagined.
-            charge: what the guard takes for the step, where that is not its cost: several
+            charge: what the guard charges for the step, if not its cost: several
                 sequences share it.
         """
         emitted = len(step.tokens)
@@ -201,7 +201,7 @@ def expected_shortfall(cost: float, *drafts: Sequence[float]) -> float:
 def best_allowed(
     gains: Sequence[tuple[float, int]], allows: Callable[[float, int], bool]
 ) -> tuple[float, int]:
-    """The greatest gain that is allowed, and the number of nodes that has it.
+    """The greatest allowed gain, and the number of nodes that reaches it.
 
     All numbers of nodes are compared, since cost curves have stairs. After a refusal, half as many
     are tried at most: a little less would hardly be safer, and asking takes a while.

@@ -260,8 +260,8 @@ class SuffixTree(TreeBuilder):
     ) -> None:
         """Grow what follows a node, while that is one token, and the likeliest.
 
-        Most of a long copy is such a path. What becomes of it is what the frontier and
-        :meth:`_expand` would make of it.
+        Most of a long copy is such a path. The result is the same as with the frontier and
+        :meth:`_expand`.
         """
         length, position = occurrences[0]
         others = [position for _, position in occurrences[1:]]

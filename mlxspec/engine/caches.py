@@ -1,7 +1,7 @@
 """The KV caches of a step: made from mlx-lm's, masked for a tree, cut to what was accepted.
 
 First the kinds of caches, each for one layer of one sequence: plain, quantised, of a sliding
-window, in a slot beside other sequences'. Then what a step does with them, in this order:
+window, in a slot next to other sequences'. Then what a step does with them, in this order:
 :func:`for_steps` makes caches that can be cut back, :func:`masked_for` sets the mask of a draft
 tree, :func:`move_rows` and :func:`cut` commit what was accepted, and a :class:`Snapshot` restores
 what cannot be cut.
@@ -245,7 +245,7 @@ class WindowKVCache(TreeSteps):
         return entries if self.keep else min(entries, self.max_size - 1)
 
     def _make_room(self, rows: int) -> None:
-        """If the buffers are full, drop what no row will see and grow them for so many rows."""
+        """If the buffers are full, drop what no row will see, and make room for ``rows`` more."""
         if self.keys is not None and self.index(self.offset) + rows > self.keys.shape[2]:
             self._drop_unseen(math.ceil(rows / _STEP) * _STEP)
 
@@ -255,7 +255,7 @@ class WindowKVCache(TreeSteps):
             self._drop_unseen(0)
 
     def _drop_unseen(self, room: int) -> None:
-        """Drop what no row will see, and leave room for so many rows."""
+        """Drop what no row will see, and leave room for ``room`` rows."""
         end = self.index(self.offset)
         start = max(self._start, self.offset - self.max_size - _SLACK)
         first, latest = slice(0, self.keep), slice(self.keep + start - self._start, end)
@@ -294,7 +294,7 @@ class Slots:
         self.values[slot : slot + 1, :, : cache.offset] = values
 
     def make_room(self, slots: int, positions: int) -> None:
-        """Grow to at least so many slots and positions."""
+        """Grow to at least this many slots and positions."""
         before = self._shape
         if slots <= before[0] and positions <= before[1]:
             return
@@ -314,7 +314,7 @@ class Slots:
         return self._shape[0] * self._shape[1]
 
     def cut(self, slots: int, positions: int) -> None:
-        """Shrink to so many slots, and about so many positions."""
+        """Shrink to this many slots, and about this many positions."""
         positions = min(self._shape[1], -(-positions // _STEP) * _STEP)
         self.keys = mx.contiguous(self.keys[:slots, :, :positions])
         self.values = mx.contiguous(self.values[:slots, :, :positions])
@@ -621,7 +621,7 @@ class Snapshot:
     does only when one of the two is written to.
 
     Args:
-        caches: all that is to be restored.
+        caches: the caches to restore.
         length, pending: of the context cache at that moment.
     """
 

@@ -227,12 +227,12 @@ def _trial_caches(model: nn.Module) -> list[Any]:
 def _context(
     model: nn.Module, length: int, fill: bool, prefix: tuple[int, ...] = _PREFIX
 ) -> list[Any]:
-    """Trial caches at the end of a context of so many positions.
+    """Trial caches at the end of a context of ``length`` positions.
 
     Args:
         model: the target.
         length: at least that of the prefix, which they hold.
-        fill: let them hold random entries in front of it; otherwise they only claim to.
+        fill: put random entries in front of it; otherwise only the offset says so.
         prefix: the context's last tokens.
     """
     caches = _trial_caches(model)
@@ -336,7 +336,7 @@ def row_error(model: nn.Module, start: int, sample: int, fill: bool) -> float:
         model: the target.
         start: the position of the step's first row.
         sample: which tokens to try.
-        fill: let the caches hold all positions before the step, in place of claiming them.
+        fill: fill the caches before the step, instead of only setting their offset.
 
     Returns:
         the greatest difference of two logits, as a share of the logits' spread.

@@ -26,9 +26,9 @@ from ..errors import OptionError
 from . import compiling_process
 from .constraint import ONE_LINE, Constraint
 
-# llguidance's own limits, but for the grammar's size, with the cube of which the time of properties
-# that may be left out grows (a second for 2000 of them); for the automaton's states, of which each
-# takes a kilobyte or two; and for errors, which would repeat the output.
+# llguidance's own limits, except for the grammar's size (compiling optional properties takes time
+# that grows with its cube: a second for 2000 of them), the automaton's states (a kilobyte or two
+# each), and errors, which would repeat the output.
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,  # some 20 ms
     "step_lexer_fuel": 200_000,  # some 15 ms
@@ -39,11 +39,11 @@ _LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 _SECONDS = 2.0  # of CPU time
-_MEMORY = 512 << 20  # bytes; on Linux of addresses, of which the process has 100 MB to begin with
+_MEMORY = 512 << 20  # bytes; on Linux of address space, of which the process starts with 100 MB
 _STACK = 8 << 20  # bytes: enough for a thousand references in a chain
 
-_MOST_REPETITIONS = 50_000  # each takes a state of the automaton, of which there are no more
-_LONGEST_TEXT = 20_000  # characters that are fixed; each mask before them takes 12 ms for so many
+_MOST_REPETITIONS = 50_000  # each takes a state of the automaton: max_lexer_states
+_LONGEST_TEXT = 20_000  # fixed characters; with this many, each mask before them takes 12 ms
 _LEAST = re.compile(r'"(min(?:Length|Items|Properties))"\s*:\s*(\d+)')
 _IN_REGEX = re.compile(r"\\.|\[(?:[^]\\]|\\.)*\]?|\{(\d+)", re.DOTALL)
 _IN_GRAMMAR = re.compile(r'"(?:[^"\\\n]|\\.)*"?|(?:#|//)[^\n]*|\\.|[{~]\s*(\d+)')

@@ -32,7 +32,7 @@ def main(path: str, limits: dict[str, Any], seconds: float, memory: int, stack: 
     """
     sys.path.append(path)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if sys.platform == "linux":  # elsewhere the system does not heed it
+    if sys.platform == "linux":  # other systems ignore it
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         most = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
         resource.setrlimit(resource.RLIMIT_AS, (most, hard))

@@ -107,7 +107,7 @@ class Constraint:
         """One of several texts.
 
         Raises:
-            OptionError: there is none, or one of them is not text.
+            OptionError: there are no choices, or one of them is not text.
         """
         if not choices or not all(isinstance(one, str) for one in choices):
             raise OptionError("choices must be a list of one text or more")
@@ -127,7 +127,7 @@ class Phase(NamedTuple):
     Attributes:
         constraint: what the rest of the output has to be; None where it is free text.
         exits: tokens that lead to another phase, by its number: in free text anywhere, otherwise
-            in place of the phase's first token.
+            instead of the phase's first token.
         may_end: whether the output may end in free text.
     """
 

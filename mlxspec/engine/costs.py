@@ -184,7 +184,7 @@ def calibrate(
     Args:
         model: an mlx-lm model.
         plan: which steps, and for how long; see :data:`mlxspec.drafting.measurement.QUICK`.
-        context: tokens of context, in place of the plan's own number. Where the model's context
+        context: tokens of context, instead of the plan's own number. Where the model's context
             is too short for all steps after it, there are fewer rounds, and the plan's own number
             becomes smaller.
         sequences: how many share each step, every one with a context of its own. One row is a
@@ -294,7 +294,7 @@ class ModelSteps:
                 return seconds
 
     def _step(self, rows: abc.Sequence[int], pipelined: bool) -> tuple[float, VerifiedStep]:
-        """One step with so many rows of each sequence: its seconds, and what the first verified."""
+        """Run a step with these rows per sequence; return its seconds and the first result."""
         for drafter, own in zip(self._drafters, rows, strict=True):
             drafter.pipelined, drafter.rows = pipelined, own
         started = time.perf_counter()

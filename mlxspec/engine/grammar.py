@@ -24,7 +24,7 @@ from .constraint import Constraint, Phase, Phases
 
 _KEPT = 64  # compiled constraints of a tokenizer
 _WORD = 32  # tokens in a word of a mask
-_MOST_FORCED = 1024  # tokens, since each step asks anew what may be a text of any length
+_MOST_FORCED = 1024  # tokens, since each step asks again, and the forced text can have any length
 
 _ANCHOR = "☺"  # which is part of no other token
 _UNKNOWN = "\ufffd".encode()
@@ -370,7 +370,7 @@ class GrammarState:
         return True
 
 
-_STUCK = "the constraint cannot be gone on with in the model's tokens: change it"
+_STUCK = "the model's tokens cannot continue the constrained output: change the constraint"
 
 
 def _bit(token: int) -> int:

@@ -5,7 +5,7 @@ it does to each row by itself for all at once. The file follows a forward from t
 inside:
 
 1. :class:`Joint` concatenates the rows, with a position each, and runs the model.
-2. The model finds one :class:`JointCache` or :class:`JointStates` a layer in place of the caches.
+2. The model finds one :class:`JointCache` or :class:`JointStates` a layer instead of the caches.
    With a JointCache, attention is computed for each sequence over its own cache. With
    JointStates, a recurrent block runs once for each number of rows.
    (:mod:`mlxspec.engine.patches` makes attention and blocks ask these.)
@@ -32,11 +32,11 @@ from .caches import SlotKVCache, Slots, TreeKVCache, TreeRows, masked_for
 from .patches import forward_at, install
 from .target import Target
 
-# Contexts in slots are padded to the longest. Of what attention reads then, at most so many times
-# what is needed may be read, and so many positions more.
+# Contexts in slots are padded to the longest. Attention may then read at most _MOST_PADDING times
+# what it needs, plus _SHORT positions.
 _MOST_PADDING, _SHORT = 2, 4096
 
-# What one more call of attention takes beside its work, as rows times positions of a usual layer
+# The overhead of one more call of attention, as rows times positions of a usual layer
 # (32 heads of 128): some ten operations on a CPU, a launch on a GPU.
 _CALL = 1024
 
@@ -162,7 +162,7 @@ class Joint:
         return logits.reshape(len(rows), -1), spans
 
     def join(self, target: Target) -> None:
-        """Move a target's caches into slots beside the others' if that saves time.
+        """Move a target's caches into slots next to the others' if that saves time.
 
         It may take part in :meth:`forward` in any case.
         """

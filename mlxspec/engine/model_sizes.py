@@ -87,17 +87,17 @@ def sparse_crossing(model: nn.Module) -> int | None:
 
 
 def _extended(stated: float, settings: Any) -> float:
-    """The length with its scaling, if that is one which makes it longer."""
+    """The length after RoPE scaling, if the scaling extends it."""
     scalings = (_setting(settings, name) for name in _SCALING_NAMES)
     scaling = next(filter(None, scalings), None)
     if not isinstance(scaling, dict) or _setting(settings, "rope_local_base_freq"):
-        return stated  # Gemma 3 scales some of its layers, and states what comes of it
+        return stated  # Gemma 3 scales some of its layers, and states the resulting length
     kind = str(scaling.get("type") or scaling.get("rope_type"))
     factor = _number(scaling.get("factor"))
     if factor is None or not any(word in kind for word in _EXTENDING):
         return stated
     original = _number(scaling.get("original_max_position_embeddings")) or stated
-    # Of many models the length that is stated is the extended one already.
+    # Many models state the extended length already.
     return max(stated, original * factor)
 
 

@@ -103,7 +103,7 @@ class SamplingParams:
             with it. One that depends on its arguments alone is better marked with
             :func:`mlxspec.pure`: then drafts are verified with it, each token of a draft in its
             own context. mlx-lm's own need no mark.
-        sampler: picks the token in place of temperature and filters; called and marked like
+        sampler: picks the token instead of temperature and filters; called and marked like
             processors. What it draws from MLX's random state is keyed by seed and position, and
             the state is as before after it. So ``mx.random.seed`` makes samples repeatable, but
             they are others than mlx-lm draws from that seed.
@@ -130,7 +130,7 @@ class SamplingParams:
     repetition_penalty: float | None = _option(
         None,
         "F",
-        "Divide positive logits of tokens that occurred by F, multiply negative ones; 0 is none.",
+        "Divide positive logits of tokens that occurred by F, multiply negative ones; 0 is off.",
     )
     repetition_context_size: int = _option(
         20, "N", "The repetition penalty counts the last N tokens, prompt included; 0 counts all."
@@ -165,7 +165,7 @@ class SamplingParams:
             value = getattr(self, own.name)
             if own.name in _REPLACED_BY_SAMPLER and value != own.default:
                 raise OptionError(
-                    f"{own.name} is {value} beside a sampler, which replaces it: choose one of them"
+                    f"{own.name} is {value}, but a sampler replaces it: pass one of them"
                 )
 
     @property
@@ -194,8 +194,8 @@ class CacheOptions:
     Attributes:
         kv_bits: bits of a quantised key or value; None does not quantise.
         kv_group_size: how many of them share a scale.
-        quantized_kv_start: so many positions are cached before quantisation begins.
-        max_kv_size: cache so many positions at most: the first 4 and the latest. Models that
+        quantized_kv_start: how many positions are cached before quantisation begins.
+        max_kv_size: cache at most this many positions: the first 4 and the latest. Models that
             bring a cache of their own (sliding windows, state) ignore it, as in mlx-lm.
         prefill_step_size: how many prompt tokens are processed at a time.
 

@@ -8,7 +8,7 @@ functions are wrapped for them:
 - ``scaled_dot_product_attention`` in the modules that define layers, to call ``keys.attend`` if
   the keys have such a method (:class:`~mlxspec.engine.joint.JointCache`);
 - ``__call__`` of the modules that take a cache, in models with recurrent states, to call
-  ``run_block`` of an argument that has it (:class:`~mlxspec.engine.joint.JointStates`).
+  ``run_block`` of an argument that defines it (:class:`~mlxspec.engine.joint.JointStates`).
 
 :func:`install` wraps them once for the whole process; nothing unwraps them. The wrappers act only
 inside :func:`forward_at`. Elsewhere they call the wrapped function, at the cost of reading one
@@ -161,7 +161,7 @@ def _running(block: Function) -> Function:
 # find_body finds by trial forwards where these copies have to be.
 
 _TOKENS = 3, 1  # of a trial forward
-_FINAL = -1  # in place of a layer's index
+_FINAL = -1  # instead of a layer's index
 _ROUNDING = 1e-3  # as a share of the logits' spread; a norm would change far more
 
 
@@ -206,7 +206,7 @@ def _leads_to(expected: mx.array, states: Any, model: nn.Module, body: str) -> b
 
 
 def logits_of(model: nn.Module, body: str, states: mx.array) -> mx.array:
-    """What a model's head makes of hidden states.
+    """The logits that a model's head computes from hidden states.
 
     Args:
         model: an mlx-lm model.
@@ -224,13 +224,13 @@ def logits_of(model: nn.Module, body: str, states: mx.array) -> mx.array:
 class HiddenStates:
     """Notes the hidden states of a model's forwards, one forward at a time.
 
-    Run :attr:`model` in place of the model: in a :class:`mlxspec.engine.target.Target`, or in a
+    Run :attr:`model` instead of the model: in a :class:`mlxspec.engine.target.Target`, or in a
     :class:`mlxspec.engine.joint.Joint` for several sequences.
 
     Args:
         model: an mlx-lm model.
         body: from :func:`find_body`.
-        layers: indices of layers whose output is to be noted, too; that of layer i is what enters
+        layers: indices of further layers to record; that of layer i is what enters
             layer i + 1.
 
     Attributes:

@@ -44,7 +44,7 @@ def lent_caches(prompt_cache: Sequence[Any], model: nn.Module) -> list[Any]:
 
     Args:
         prompt_cache: from ``mlx_lm.models.cache.make_prompt_cache``, empty or not.
-        model: that is to go on with it.
+        model: the model that will continue it.
 
     Raises:
         OptionError: the cache was made for a model with fewer layers.
@@ -93,13 +93,13 @@ class Loan:
 
     In mlx-lm a cache follows its generation: after each response it holds the prompt and the
     output so far. A target's caches are one token behind, or several ahead. So while caches are
-    lent, the caller's objects are stand-ins. Whoever uses one, mlx-lm included, finds what
+    lent, the caller's objects are stand-ins. Any code that uses one, mlx-lm included, finds what
     mlx-lm would have left there at that moment: the target is brought to that point, the caches
-    become the caller's again, and when the generation goes on it borrows them anew.
+    become the caller's again, and when the generation resumes it borrows them again.
 
     Args:
         caches: the caller's, from :func:`lent_caches`; untouched until :meth:`take`.
-        model: that is to go on with them.
+        model: the model that will continue them.
 
     Attributes:
         end: ends the generation, before its caches are given to another one or back for good.
@@ -146,7 +146,7 @@ class Loan:
             self._state = _State.PAUSED
 
     def resume(self) -> None:
-        """Go on with the caches, which are borrowed anew if somebody has used them.
+        """Resume with the caches; borrow them again if they have been used meanwhile.
 
         Raises:
             PromptCacheError: they have been changed, or another generation has taken them.
@@ -224,10 +224,10 @@ class Loan:
     def _lend(self) -> None:
         """Turn the caches into stand-ins, so that the target alone holds the arrays.
 
-        MLX writes into an array in place only if nobody else holds it. A thread that looks
+        MLX writes into an array in place only if nothing else holds it. A thread that looks
         meanwhile finds either all that a cache needs or all that a stand-in does.
         """
-        self._state = _State.RUNNING  # first: what an interrupt leaves is to be given back
+        self._state = _State.RUNNING  # first, so that an interrupt returns them
         for place, cache in enumerate(self._caches):
             held = vars(cache)
             before = list(held)
@@ -237,7 +237,7 @@ class Loan:
                 del held[name]
 
     def _is_as_given(self) -> bool:
-        """Whether nobody has changed the caches since they were returned."""
+        """Whether the caches are unchanged since they were returned."""
         if any(type(cache) is _LentCache for cache in self._caches):
             return False
         now = _contents(self._caches)

@@ -2,7 +2,7 @@
 
 mlx-lm flattens a list of caches into a safetensors file. Arrays are named by their place in the
 caches' states, ``3.1`` for the values of the fourth layer, and numbers, texts and None among the
-states are arrays too. The metadata is flat as well: ``0.model`` and so on for whoever loads it,
+states are arrays too. The metadata is flat as well: ``0.model`` and so on for the reader,
 ``1.3`` for the class of the fourth cache, ``2.7.0`` and ``2.7.1`` for the place and the type of the
 seventh value that is not an array.
 
@@ -58,7 +58,7 @@ def save_prompt_cache(
     Args:
         file_name: ``.safetensors`` is appended where it is missing, as by mlx-lm.
         cache: mlx-lm's caches, as they are after a generation with ``prompt_cache``.
-        metadata: for whoever loads it. ``mlx_lm.generate`` wants "model", the model's
+        metadata: for the reader. ``mlx_lm.generate`` expects "model", the model's
             directory or repository, and "tokenizer_config", a JSON object.
         tokens: what the cache holds, so that drafts can be taken from it later.
 
@@ -205,7 +205,7 @@ def check_fits(cache: Sequence[Any], model: nn.Module, source: str) -> None:
 
     Args:
         cache: from :func:`load_prompt_cache`.
-        model: that is to go on with it.
+        model: the model that will continue it.
         source: names the cache in errors.
 
     Raises:
@@ -381,7 +381,7 @@ def _as_lists(tree: Any) -> Any:
 
 
 def _fields(values: Any, count: int) -> list[Any]:
-    """The values of a list, which must have so many."""
+    """The values of a list, which must have ``count``."""
     _require(isinstance(values, list) and len(values) == count)
     return cast(list[Any], values)
 

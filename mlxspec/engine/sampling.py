@@ -88,8 +88,8 @@ class Chooser:
 
         Args:
             tree: below the context's last token.
-            unknown: the single token, (1,), that follows the context if it has not been read yet;
-                in place of the tree.
+            unknown: the token, (1,), that follows the context if it has not been read yet;
+                instead of the tree.
         """
         if not self._processors:
             return None

@@ -349,7 +349,7 @@ class Forward:
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
-        """All that is to be computed."""
+        """The arrays to evaluate."""
         if self.logits is not None:
             return (self.logits,)
         return self.choices, self.argmaxes, self.logprobs
@@ -520,7 +520,7 @@ class Batch:
     """Runs the steps of several sequences of one model, which may join and leave between steps.
 
     A fault in planning drafts makes a plain step. Only the first of a batch is logged, since the
-    next steps may well have it, too.
+    next steps may well fail alike.
 
     Args:
         model: an mlx-lm model.
@@ -642,7 +642,7 @@ class Batch:
         planned = _planners(sequences)
         if not planned:
             return costs, {}
-        # Others are asked in the step itself: what they propose now is about what they did.
+        # The others propose in the step itself; until then, expect what they proposed before.
         others = [sequence for sequence in sequences if sequence not in planned]
         pending = sum(len(sequence.target.pending) for sequence in sequences)
         plans = plan_drafts(

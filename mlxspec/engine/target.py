@@ -441,7 +441,7 @@ class Target(ContextCache):
 
         Args:
             tokens: of the prompt.
-            chunk: returns the size of the next chunk, if that is to be smaller than
+            chunk: returns the size of the next chunk, to make it smaller than
                 ``prefill_step_size`` of the options.
             as_mlx_lm: run mlx-lm's chunks, since others would give something else. Then ``chunk``
                 is not asked, and the only mark is at the end.

@@ -92,7 +92,7 @@ class Decoder:
     Raises:
         LoadError: the model cannot be found or read.
         OptionError: a loaded model comes without its tokenizer.
-        DrafterError: ``drafter`` is no drafter.
+        DrafterError: ``drafter`` is not a drafter.
     """
 
     drafting = Drafting()
@@ -173,7 +173,7 @@ class Decoder:
     def chunks_matter(self, length: int, caches: Sequence[Any]) -> bool:
         """Whether a prompt gives something else in other chunks than mlx-lm's.
 
-        Such a prompt runs in those, whatever runs beside it, and shares no prefix. Most models
+        Such a prompt runs in mlx-lm's chunks, whatever else runs, and shares no prefix. Most models
         have none.
 
         Args:
@@ -313,7 +313,7 @@ class Decoder:
         Args:
             prompt: text or token ids, which are taken as they are, or messages, a list of
                 ``{"role": ..., "content": ...}``, which the model's chat template turns into
-                token ids. If the last message is the assistant's, the model goes on with it.
+                token ids. If the last message is the assistant's, the model continues it.
             drafter: proposes what the model verifies; it changes the speed, not the output. It
                 is not used with logits processors or a sampler that are not known to be pure
                 (see :class:`mlxspec.SamplingParams`), nor for a model that verifies no drafts.
@@ -325,12 +325,12 @@ class Decoder:
         Options:
             sampling: how the model picks a token; greedy by default.
             constraint: what the output has to be, a :class:`mlxspec.Constraint`: JSON of a
-                schema, or a text of a regular expression or grammar. It ends where that is
+                schema, or a text of a regular expression or grammar. It ends when that is
                 complete. Tokens that the constraint forces are drafted.
             chat_template_kwargs: what the chat template is given besides messages, such as
                 ``{"enable_thinking": False}`` or ``{"tools": [...]}``.
             stop: texts that end the output before them.
-            stop_tokens: tokens that end the output, beside the tokenizer's own: ids, or texts
+            stop_tokens: tokens that end the output, besides the tokenizer's own: ids, or texts
                 of one token.
             on_progress: called during the prefill, with how many of its tokens are done and
                 how many there are.
@@ -354,19 +354,19 @@ class Decoder:
 
         Raises:
             PromptError: the prompt is neither text nor token ids nor messages, is empty, longer
-                than the model's context, or holds an id that is no token of the model; or it is
+                than the model's context, or holds an id outside the model's vocabulary; or it is
                 messages, and the model has no chat template or one that does not apply to them.
             OptionError: ``max_tokens`` is below 1, a stop string is empty, a sampling parameter
                 is out of range, a token is not the model's, the model's cache cannot be
                 quantised as asked, or ``prompt_cache`` has too few layers. With the first
                 response: the session is in the middle of another generation.
-            PromptCacheError: ``prompt_cache`` holds keys and values of another model, as far as
-                shapes tell. With the first response: the session's first cache does, or the
+            PromptCacheError: ``prompt_cache`` holds keys and values of another model, by their
+                shapes. With the first response: the session's first cache does, or the
                 generation that has ``prompt_cache`` is running in another thread. With a later
                 one: ``prompt_cache`` has been continued or changed since the last.
-            DrafterError: ``drafter`` is no drafter. With a response: what it proposed is no
+            DrafterError: ``drafter`` is not a drafter. With a response: it proposed an invalid
                 draft.
-            TypeError: there is no such option.
+            TypeError: an option is unknown.
         """
         request = self.new_request(prompt, max_tokens, options, lambda session: drafter)
         return responses(request, record_time)
@@ -396,10 +396,10 @@ class Decoder:
         return partial(self.drafting.make, self)
 
     def apart(self, memory_tokens: int) -> Self:
-        """A decoder of the same model for somebody who must not notice what this one has learned.
+        """A decoder of the same model that shares nothing learned from texts with this one.
 
-        Neither drafts from what the other has written, nor knows what the other's generations
-        have taught. What steps cost they learn together.
+        Neither drafts from the other's outputs, nor learns from the other's generations; they
+        share only what steps cost.
 
         Args:
             memory_tokens: how many tokens of its outputs it remembers, in the process alone, if
@@ -442,7 +442,7 @@ class Decoder:
         """Make a request's drafter, which also drafts what its grammar forces.
 
         Raises:
-            DrafterError: what ``make_drafter`` made is no drafter.
+            DrafterError: ``make_drafter`` returned something else.
         """
         drafter: Drafter = NoDraft()
         if self.drafts(request.options):

@@ -93,7 +93,7 @@ class Drafting:
         return self.new()
 
     def apart(self, memory_tokens: int) -> Self:
-        """The same, but with an empty memory of so many tokens if there is one."""
+        """The same, but with an empty memory of ``memory_tokens``, if it has a memory."""
         return self
 
 
@@ -252,7 +252,7 @@ def _planned(
     *,
     branching: bool = True,
 ) -> Drafter:
-    """The drafter of one generation that drafts where that pays.
+    """The drafter of one generation, which drafts when drafting pays.
 
     Args:
         decoder: whose model verifies the drafts.

@@ -45,11 +45,11 @@ class Engine:
             result depends on the chunks (the decoder's ``chunks_matter``). ``math.inf`` is for
             batches, whose answers are not read as they come: only the total time counts, so
             prompts run first, and requests wait for others' drafts.
-        max_unread: a request with so many unread responses is paused until :meth:`has_read`
+        max_unread: a request with this many unread responses is paused until :meth:`has_read`
             counts nearly all of them; None counts none.
 
     Raises:
-        OptionError: ``max_active`` is below 1, or ``stall`` is no positive number.
+        OptionError: ``max_active`` is below 1, or ``stall`` is not positive.
 
     Attributes:
         prefill_seconds: the time that prompts have taken so far.
@@ -104,7 +104,7 @@ class Engine:
             request.state = State.DECODE
 
     def has_read(self, request: Request, count: int) -> None:
-        """A consumer has read so many responses: resume the request if it waits for that."""
+        """Note that a consumer has read ``count`` responses; resume a request that waits for it."""
         request.unread -= count
         if request.unread <= _LEAST_UNREAD:
             self.resume(request)
@@ -239,7 +239,7 @@ class Engine:
         request.state = State.DECODE
 
     def _note_speed(self, tokens: int, started: float) -> None:
-        """Update the prefill's speed: so many prompt tokens have run since ``started``."""
+        """Update the prefill's speed: ``tokens`` of the prompt have run since ``started``."""
         seconds = time.perf_counter() - started
         self.prefill_seconds += seconds
         if tokens:
@@ -363,7 +363,7 @@ class EngineThread:
     """Runs a decoder's generations for tasks of asyncio, all in one thread of its own.
 
     They share steps as in an :class:`Engine`, whichever event loops their tasks are in. The
-    thread lives as long as this object, since MLX compiles anew in each thread.
+    thread lives as long as this object, since MLX compiles again in each thread.
     """
 
     def __init__(self) -> None:
@@ -440,7 +440,7 @@ class EngineThread:
                     self._end_finished()
         except SystemExit:  # the process ends, and with it the threads of tasks that still wait
             return
-        except BaseException as error:  # of the model itself: whoever waits is to hear of it
+        except BaseException as error:  # of the model itself: all that wait get it
             with self._changing:
                 streams, self._streams = self._streams, set()
             for stream in streams:
@@ -519,7 +519,7 @@ class _Stream:
             engine.has_read(self.request, _READ)
 
     def cancel(self, engine: Engine) -> None:
-        """Nobody takes the responses any more."""
+        """The consumer has stopped reading."""
         if self.request:
             engine.cancel(self.request)
 
@@ -529,8 +529,8 @@ class _Stream:
         return self._error is not None or (self.request is not None and self.request.done)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Let the task know that this is all."""
+        """Signal the task that the stream has ended."""
         self._error = error or self._error or (self.request.error if self.request else None)
-        with suppress(RuntimeError):  # the loop is closed: nobody waits
+        with suppress(RuntimeError):  # the loop is closed: no task waits
             self.call(self.queue.put_nowait, self._error)
             self.call(self.ended.set)

@@ -53,10 +53,10 @@ def prompt_ids(
         chat_template_kwargs: what the chat template is given besides messages.
 
     Raises:
-        PromptError: it is none of these, is empty, longer than the context, or holds an id that
-            is no token; the model has no chat template, or it does not apply to the messages.
-        OptionError: ``chat_template_kwargs`` are given without messages, or one of them makes
-            no prompt.
+        PromptError: it is none of these, is empty, longer than the context, or holds an id
+            outside the vocabulary; the model has no chat template, or the messages do not fit it.
+        OptionError: ``chat_template_kwargs`` are given without messages, or the template
+            fails with them.
     """
     conversation = (
         isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
@@ -109,7 +109,7 @@ def stop_token_ids(
         vocab_size: the number of token ids that the model knows.
 
     Raises:
-        OptionError: one of them is no token of the model.
+        OptionError: one of them is not a single token of the model.
     """
     ids = set(tokenizer.eos_token_ids)
     for token in [extra] if isinstance(extra, (int, str)) else extra:
@@ -124,7 +124,7 @@ def stop_token_ids(
             or not 0 <= operator.index(token_id) < vocab_size
         ):
             raise OptionError(
-                f"the stop token {token!r} is no token of the model: give an id from 0 to "
+                f"the stop token {token!r} is not a token of the model: give an id from 0 to "
                 f"{vocab_size - 1}, the text of one token, or use a stop string"
             )
         ids.add(int(token_id))
@@ -286,7 +286,7 @@ def grammar_of(
         vocab_size: the number of token ids that the model knows.
 
     Raises:
-        OptionError: it is no constraint, or one that cannot be kept.
+        OptionError: it is not a constraint, or cannot be enforced.
     """
     if constraint is None:
         return None
@@ -317,7 +317,7 @@ def in_answer(
     """The phases of a chat's answer.
 
     Reasoning is free, whether the template has opened it or the model does; so is text, without
-    a constraint. A call of a tool may stand in place of the constrained text.
+    a constraint. A tool call may replace the constrained text.
 
     Args:
         constraint: of the answer's text; None for any.
@@ -360,7 +360,7 @@ def _only(tokens: tuple[int, ...] | None) -> int | None:
 
 
 def leaves_reasoning_open(text: str, tokenizer: TokenizerWrapper) -> bool:
-    """Whether an answer that begins with this text goes on within reasoning."""
+    """Whether an answer that begins with this text is still inside its reasoning."""
     if not tokenizer.has_thinking:
         return False
     return text.rfind(tokenizer.think_start) > text.rfind(tokenizer.think_end)

@@ -158,7 +158,7 @@ class Request:
         """Make the drafter, and arrange for the caches; :meth:`start` does so otherwise.
 
         Raises:
-            DrafterError: what ``make_drafter`` made is no drafter.
+            DrafterError: ``make_drafter`` returned something else.
         """
         decoder, options = self.decoder, self.options
         self.context = list(self.prompt)
@@ -200,7 +200,7 @@ class Request:
         Args:
             step: its part in the step.
             seconds: the wall time of the whole step.
-            plain_seconds: how long its tokens would have taken without drafts, where that is known.
+            plain_seconds: how long its tokens would have taken without drafts, if known.
         """
         if plain_seconds is not None:
             self.decode_seconds += seconds
@@ -268,7 +268,7 @@ class Request:
             self._close_sequence()
             if self.sequence and _log.isEnabledFor(logging.DEBUG):
                 self._log_end()
-            # Whoever keeps the request keeps no caches and no index.
+            # A finished request that is kept must not keep caches and index alive.
             self.drafter = self.lease = self.sequence = self.prefill = None
 
     def _log_end(self) -> None:
@@ -332,7 +332,7 @@ def _responses(request: Request) -> Generator[GenerationResponse, None, None]:
     finally:
         request.state = State.DONE
         request.close()
-    # After everything is closed, so that a consumer who has it may begin the next turn.
+    # After everything is closed, so that the consumer of the last response may begin the next turn.
     yield last
 
 
@@ -357,7 +357,7 @@ def hold_at_exit() -> None:
     if not _other_threads and threading.current_thread() is not threading.main_thread():
         _other_threads = True
     if _ending and _ending[0] != threading.get_ident():
-        # Not for ever: what the program does at its end may be to wait for this thread.
+        # Not forever: at its end the program may join this thread.
         threading.Event().wait(max(0.0, _ending[1] - time.monotonic()))
 
 

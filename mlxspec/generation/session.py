@@ -42,7 +42,7 @@ class CacheLease:
     """A request's use of caches: new ones, which end with it. Subclasses lend others' caches.
 
     Attributes:
-        keeps: whether somebody needs the caches after the request's end.
+        keeps: whether the caches are needed after the request's end.
     """
 
     keeps = False
@@ -54,8 +54,8 @@ class CacheLease:
         """Begin: the target, and how many of the prompt's tokens its cache holds.
 
         Args:
-            close: ends the request's use of the target, for an owner who gives the caches to
-                somebody else before the request has ended.
+            close: ends the request's use of the target, for an owner that lends the caches to
+                another request before this one has ended.
         """
         return self._new_target(), 0
 
@@ -166,10 +166,10 @@ class Session:
 
     An edited, trimmed or regenerated conversation is as right as a continued one. Where the
     cache cannot be cut back to the common prefix (state-space models, windows that have moved
-    on) it returns to the end of one of the last two prompts, or begins anew. What a session
-    holds serves one model and one set of cache options; with others it begins anew, too.
+    on) it returns to the end of one of the last two prompts, or starts afresh. What a session
+    holds serves one model and one set of cache options; with others it starts afresh, too.
 
-    :meth:`save` keeps a conversation's cache in a file, :meth:`load` goes on with it, or with a
+    :meth:`save` keeps a conversation's cache in a file, :meth:`load` continues it, or a
     document that ``mlxspec cache-prompt`` has cached.
 
     What a quantised cache holds depends on the conversation's turns, as with mlx-lm: in a single
@@ -187,7 +187,7 @@ class Session:
         self.index = ContextIndex()
         """The drafter's index of the conversation."""
         self.mark_at = 0
-        """A length to which the cache shall be able to return after the next prompt."""
+        """A length to which the cache can be rewound after the next prompt."""
         self._first_cache: Sequence[Any] = copy.deepcopy(cache)  # MLX copies when it writes
         self._tokens = list(tokens)
         self._target: Target | None = None
@@ -216,7 +216,7 @@ class Session:
     def reach(self, length: int) -> int:
         """How many of the first ``length`` tokens another session can begin with, at most.
 
-        While the session is in use, its tokens are its generation's prompt, as far as that has
+        While the session is in use, its tokens are those of the prompt that have
         run. It may be asked in the thread of the generation alone, between two steps or two chunks
         of the prompt.
         """
@@ -316,7 +316,7 @@ class Session:
         """The target, with as much of the prompt in its cache as possible.
 
         Until it is put back the session has no target: if anything goes wrong, the next turn
-        begins anew.
+        starts afresh.
         """
         if self._first_cache:
             check_fits(self._first_cache, model, "the session's cache")
@@ -417,7 +417,7 @@ class SessionTurn(CacheLease):
 def _serves(
     target: Target, model: nn.Module, capability: Capability, options: CacheOptions
 ) -> bool:
-    """Whether a target can go on with this model and these options."""
+    """Whether a target can be continued with this model and these options."""
     if {target.capability, capability} <= _TRIMMABLE:
         target.capability = capability  # which depends on whether the drafts of a turn may branch
     return target.model is model and target.capability is capability and target.options == options

@@ -343,5 +343,5 @@ def test_the_sampler_sees_normalised_log_probabilities_row_by_row() -> None:
 @pytest.mark.parametrize("values", [{"temp": 0.5}, {"top_k": 3}, {"xtc_probability": 0.2}], ids=str)
 def test_a_sampler_beside_what_it_replaces_is_refused(values: dict) -> None:
     (name,) = values
-    with pytest.raises(OptionError, match=f"^{name} is .* beside a sampler"):
+    with pytest.raises(OptionError, match=f"^{name} is .*, but a sampler"):
         SamplingParams(sampler=make_sampler(0.5), **values)

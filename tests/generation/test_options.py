@@ -121,7 +121,7 @@ def test_a_stop_token_may_be_a_text_that_becomes_one_token() -> None:
         ({"stop_tokens": ""}, "the stop token '' is no token"),
         ({"logit_bias": {4096: 1.0}}, "logit_bias holds the id 4096: the model's are 0 to 4095"),
         ({"xtc_special_tokens": [-3]}, "xtc_special_tokens holds the id -3"),
-        ({"sampler": make_sampler(0.5), "temp": 0.5}, "temp is 0.5 beside a sampler"),
+        ({"sampler": make_sampler(0.5), "temp": 0.5}, "temp is 0.5, but a sampler"),
         ({"stop_tokens": [1.5]}, "the stop token 1.5 is no token"),
         ({"logit_bias": {"5": 1.0}}, "logit_bias holds the id '5': the model's are 0 to 4095"),
         ({"logit_bias": {5: "1"}}, "logit_bias of token 5 is 1: choose a number"),

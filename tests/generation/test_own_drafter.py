@@ -1,4 +1,4 @@
-"""Drafters that users write: the pages' one, and those that return what is no draft."""
+"""Drafters that users write: the pages' one, and those that return an invalid draft."""
 
 from __future__ import annotations
 
