@@ -1,6 +1,6 @@
 """Writing files and directories: whole or not at all, and never over something precious.
 
-New content is written beside its place, under a name that nobody can guess, and takes the place
+New content is written next to its place, under an unguessable name, and takes the place
 in one step once it is complete. Only regular files are ever replaced: links are not followed,
 and devices, pipes and sockets not written to.
 
@@ -55,12 +55,12 @@ def check_writable(path: Path, error: type[MlxspecError]) -> None:
 
 
 def is_ours_alone(path: Path) -> bool:
-    """Whether a file or directory is this user's, and nobody else may write to it.
+    """Whether a file or directory is this user's, and no other user may write to it.
 
     Of a symbolic link, what it leads to counts.
 
     Raises:
-        OSError: there is none.
+        OSError: it does not exist.
     """
     status = path.stat()
     return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
@@ -90,7 +90,7 @@ def replaced(path: Path, error: type[MlxspecError], mode: int = PRIVATE) -> Iter
                 file.flush()
                 os.fsync(file.fileno())
                 _check_regular(path, error)
-                os.replace(partial, path)  # still locked, so nobody takes it for a leftover
+                os.replace(partial, path)  # still locked, so not taken for a leftover
         except BaseException:
             with suppress(OSError):
                 partial.unlink()
@@ -110,7 +110,7 @@ def sole_writer(path: Path, error: type[MlxspecError], *, create: bool) -> Itera
     Args:
         path: the file.
         error: the class of errors.
-        create: make an empty file if there is none. One that is still empty at the end goes.
+        create: make an empty file if there is none; it is removed if still empty at the end.
 
     Raises:
         error: there is no such file, it cannot be written, or another process does not finish
@@ -133,14 +133,14 @@ def sole_writer(path: Path, error: type[MlxspecError], *, create: bool) -> Itera
 
 @contextmanager
 def new_directory(path: Path, *, replace: bool) -> Iterator[Path]:
-    """Yield a new directory beside ``path``; it takes the place of ``path`` at the end.
+    """Yield a new directory next to ``path``; it replaces ``path`` at the end.
 
     If the body raises, be it an interrupt, the new directory is removed and ``path`` stays as it
     was. A directory that is replaced is moved aside first: after a process that was killed right
     then, :func:`recover_directory` moves it back.
 
     Args:
-        path: where the directory shall be.
+        path: where to put the directory.
         replace: replace a directory that is there, even if it is not empty.
 
     Raises:

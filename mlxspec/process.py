@@ -101,4 +101,4 @@ def give_back_large_blocks() -> None:
 
 
 INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it: 128 + SIGINT."""
+"""Exit status after Ctrl-C, as in shells: 128 + SIGINT."""

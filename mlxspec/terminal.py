@@ -7,8 +7,8 @@ import sys
 from typing import TextIO
 
 # Bold and a blue of the 256-colour palette that reads on dark and on light backgrounds. The
-# target's own tokens keep the terminal's text colour: blue beside it is told apart with every
-# kind of colour blindness, and the weight tells them apart without any hue.
+# target's own tokens keep the terminal's text colour: blue next to it is distinct with every
+# kind of colour blindness, and the weight distinguishes them without any hue.
 _ACCEPTED = "\x1b[1;38;5;32m"
 _PLAIN = "\x1b[0m"
 

@@ -181,7 +181,7 @@ def stream_with_draft_model(
     record_time: RecordTime | None = None,
     **options: Unpack[GenerationOptions],
 ) -> Generator[GenerationResponse, None, None]:
-    """Draft from text that repeats where that pays, and with a small model elsewhere.
+    """Draft from repeated text when that pays, and with a small model elsewhere.
 
     In ``prompt_cache`` the draft model's caches may follow the target's, as with mlx-lm.
     """
@@ -206,7 +206,7 @@ class _KeptDecoder(AutoDecoder):
     @property
     def model(self) -> nn.Module:
         model = self._model()
-        assert model is not None  # who generates with it has it
+        assert model is not None  # set before any generation
         return model
 
     @model.setter
@@ -341,7 +341,7 @@ def batch_generate(
     """Answer several prompts at once, with speculation.
 
     All prompts share each forward, and the rows of drafts go to whichever text is likeliest to
-    repeat, as far as that gains more than it takes from the others
+    repeat, as long as that gains more than it costs the others
     (:mod:`mlxspec.drafting.planner`).
     A model whose forwards cannot be shared that way answers in mlx-lm's own batches, without
     drafts, or one prompt in turn with the others where those do not take it.
@@ -359,7 +359,7 @@ def batch_generate(
             known to be pure may count their calls, so the prompts go into mlx-lm's batches.
         completion_batch_size: how many prompts are answered at once at most.
         prefill_batch_size: of mlx-lm's batches.
-        prefill_step_size, max_kv_size: the memory of prefill and cache. Where the model heeds
+        prefill_step_size, max_kv_size: the memory of prefill and cache. Where the model honours
             ``max_kv_size`` the prompts go into mlx-lm's batches: these drop the first positions,
             too, which a prompt alone keeps.
         chat_template_kwargs: as for :meth:`mlxspec.Decoder.decode`, for all prompts.

@@ -149,7 +149,7 @@ def _check_options(
 
 @contextlib.contextmanager
 def output_directory(target: Path, *, force: bool) -> Iterator[Path]:
-    """Yield a directory beside ``target`` to fill; it takes ``target``'s place at the end.
+    """Yield a directory next to ``target`` to fill; it replaces ``target`` at the end.
 
     If the body raises, an interrupt included, it is removed and ``target`` stays as it was.
     With ``force`` an existing model is replaced only then. What a killed process had finished is

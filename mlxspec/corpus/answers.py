@@ -330,7 +330,7 @@ def connect(directory: Path | None) -> sqlite3.Connection:
     path = directory / DATABASE
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # SQLite's own files beside it get the same mode.
+        # SQLite's own files next to it get the same mode.
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, PRIVATE))
         try:
             return _prepared(sqlite3.connect(path, **_OPTIONS))
@@ -395,7 +395,7 @@ def is_damage(error: sqlite3.Error) -> bool:
 
 
 def set_aside(directory: Path) -> None:
-    """Rename a damaged database, with SQLite's own files beside it."""
+    """Rename a damaged database, and SQLite's own files next to it."""
     for suffix in ("", "-wal", "-shm"):
         with suppress(OSError):
             path = directory / f"{DATABASE}{suffix}"

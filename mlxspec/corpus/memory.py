@@ -3,7 +3,7 @@
 The answers are rows of a database (:mod:`answers`). They are searched in indexes derived from it,
 a log-structured merge tree (O'Neil et al., 1996): the newest answers are in a suffix index, the
 others in sorted segments, which are merged so that there are few. Segments of kept answers are
-files beside the database. They may be deleted at any time, and are made again from the rows.
+files next to the database. They may be deleted at any time, and are made again from the rows.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class Memory:
             leading = [index(token) for token in prompt[-LEADING_TOKENS:]]
         except TypeError as error:
             raise OptionError(f"an answer must be token ids: {error}") from error
-        if self._thread.is_alive():  # nobody would take it otherwise
+        if self._thread.is_alive():  # otherwise it would never be taken
             take = partial(self._worker.take, tokens, dict(earned or {}), leading)
             self._worker.requests.put(take)
 
@@ -207,7 +207,7 @@ class Memory:
 
         Args:
             tidy: wait for all merging, too. Then no more than ``max_tokens`` are held, and unless
-                they are kept for several processes, what is found depends on nothing but what was
+                they are kept for several processes, lookups depend only on what was
                 added.
         """
         done = threading.Event()
@@ -223,8 +223,8 @@ class Memory:
         Nothing is remembered from then on.
 
         Args:
-            patience: for how many seconds to merge; None merges to the end. What is left is for
-                whoever opens the same directory next.
+            patience: for how many seconds to merge; None merges to the end. The rest is left
+                for the next process that opens the directory.
         """
         self._worker.requests.put(self._worker.tidy)
         self._worker.requests.put(None)
@@ -497,7 +497,7 @@ class _MemoryWorker:
         return True
 
     def _choice(self) -> list[Segment]:
-        """The two segments that become one, or the one that is to be written to a file."""
+        """The two segments to merge, or the one to write to a file."""
         for segment in self._segments:
             if self._goes_to_file(segment) and segment.path is None:
                 return [segment]

@@ -123,7 +123,7 @@ def _texts_in(path: Path, counts: Counter[str]) -> Iterator[str]:
 
 
 def _outputs(path: Path) -> Iterator[list[str] | None]:
-    """What a model wrote, per record of a chat log; None for a line that is no record."""
+    """What a model wrote, per record of a chat log; None for a line that is not a record."""
     with path.open("rb") as file:
         for _, record in json_lines(iter(partial(file.readline, _MAX_LINE), b"")):
             try:
@@ -268,7 +268,7 @@ def build_store(
     max_tokens: int = MAX_TOKENS,
     force: bool = False,
 ) -> Store:
-    """Write a store of texts, each of which is kept once; it appears whole or not at all.
+    """Write a store of texts, keeping each once; the file appears whole or not at all.
 
     Args:
         path: the file to write.

@@ -62,7 +62,7 @@ class SuffixArray:
         """Find up to ``limit`` places, the longest matches first, then the newest.
 
         Where more places match equally long than are wanted, a sample is taken at regular
-        intervals of the order, which tells better than the newest places what mostly follows.
+        intervals of the order, which shows better than the newest places what mostly follows.
         (Half of each open trace set looked up in the other half, eight places: the right token
         came first 13.9 % against 12.5 % of the times on Spec-Bench, 34.0 against 32.7 on code,
         53.2 against 52.9 with the agent.)
@@ -205,7 +205,7 @@ def _slots_among(
     """Before which slots of an array's order other places belong, behind those equal to them.
 
     Args:
-        array: where they are to be placed.
+        array: the suffix array to place them in.
         tokens: the texts of the other places, a SEPARATOR behind each.
         places: the other places, in order.
         least: no place belongs before this slot.
@@ -255,7 +255,7 @@ def sorted_places(tokens: np.ndarray) -> np.ndarray:
 
     The tokens are compared backwards from the place: first the one just before it, then the one
     before that, at least MAX_LENGTH of them. So the places at which a context ends as it does
-    now stand beside each other, the closer to it the longer they match. Equal places keep the
+    now are neighbours, the closer to it the longer they match. Equal places keep the
     order of the text.
 
     A suffix array of the reversed text (Manber and Myers, 1990), built by doubling the number of
@@ -365,7 +365,7 @@ def read_arrays(
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no such file; the message says why.
+        ValueError: it is not such a file; the message says why.
     """
     # A blocking open would wait for the other end of a named pipe.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

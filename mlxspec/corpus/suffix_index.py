@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 SEPARATOR = -1
-"""Stands between the texts of an index. It is no token, so no draft crosses it."""
+"""Separates the texts of an index. It is not a token id, so no draft crosses it."""
 
 MAX_LENGTH = 64
 """Matches are measured up to this many tokens."""
@@ -274,7 +274,7 @@ _LENGTH = itemgetter(0)
 
 
 class EarlierTexts(Protocol):
-    """Texts to draft from beside the context, such as a memory of outputs or a store."""
+    """Texts to draft from besides the context, such as a memory of outputs or a store."""
 
     def look_up(self, tail: Sequence[int], limit: int, depth: int) -> Excerpts:
         """Find where a text's end occurs.
@@ -350,7 +350,7 @@ def _rank(continuation: Continuation) -> tuple[int, int, int]:
     return continuation.length, len(continuation.occurrences), continuation.newest
 
 
-# Times the text of an index built anew; what is more comes from abandoned turns.
+# How often the text of a freshly built index; more than that comes from abandoned turns.
 _MOST_TEXT = 4
 
 

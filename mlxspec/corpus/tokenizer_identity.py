@@ -17,7 +17,7 @@ _MAX_VOCABULARY = (1 << TOKEN_BITS) - 1
 
 
 class HasVocabulary(Protocol):
-    """What a store needs of a tokenizer; mlx-lm's, transformers' and tokenizers' have it."""
+    """What a store needs of a tokenizer; those of mlx-lm, transformers and tokenizers fit."""
 
     def get_vocab(self) -> dict[str, int]: ...
 

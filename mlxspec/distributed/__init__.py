@@ -2,7 +2,7 @@
 
 ``mlx.launch`` starts the same command once per machine, as ranks 0, 1, and so on. Rank 0, the
 leader, does everything that it would do alone: it drafts, chooses, plans and prints. Before it
-runs a forward it tells the others, the followers, and these run the same forward on their shard
+runs a forward it sends it to the others, the followers, which run it on their own shard
 of the weights. So only rank 0 ever decides anything: a follower knows no prompt, no drafter and
 no sampling.
 

@@ -40,8 +40,8 @@ _FIREWALLS = "allow connections between the hosts in their firewalls"
 def meet(group: mx.distributed.Group) -> Channel:
     """Connect rank 0 with each of the others.
 
-    Rank 0 listens at a port that the system gives it. By an all-reduce it tells the others its
-    addresses, the port and a secret; whoever does not know the secret is turned away.
+    Rank 0 listens at a port that the system gives it. By an all-reduce it sends the others its
+    addresses, the port and a secret; connections without the secret are refused.
 
     Raises:
         DistributedError: a rank cannot be reached.
@@ -86,7 +86,7 @@ def _broadcast(text: str) -> str:
 
 
 def _accept(listener: socket.socket, secret: str, count: int) -> dict[int, socket.socket]:
-    """Wait for so many ranks."""
+    """Wait until ``count`` ranks have connected."""
     peers: dict[int, socket.socket] = {}
     until = time.monotonic() + _SECONDS_TO_MEET
     while len(peers) < count:
@@ -132,8 +132,8 @@ def _connect(addresses: Sequence[str], port: int) -> socket.socket:
 class Channel:
     """Connections to other ranks, one JSON line a message.
 
-    Threads listen all the time. When a rank is gone without a farewell, when this process is told
-    to end by SIGTERM, or when its supervisor is gone, one of them writes a line and ends the
+    Threads listen all the time. When a rank is gone without a farewell, when this process receives
+    SIGTERM, or when its supervisor is gone, one of them writes a line and ends the
     process. To be made in the main thread.
 
     Args:
@@ -160,11 +160,11 @@ class Channel:
             _in_thread(self._listen, peer, connection)
 
     def send(self, *message: Any) -> None:
-        """Tell all peers something; nothing more after the farewell."""
+        """Send a message to all peers; nothing is sent after the farewell."""
         if self._closing:
             return
         line = json.dumps(message).encode() + b"\n"
-        # A generation that nobody closed ends wherever it is collected as garbage: in the middle
+        # An unclosed generation ends wherever it is garbage-collected: in the middle
         # of another message, or in another thread.
         with self._sending:
             for rank, connection in self._peers.items():
@@ -209,10 +209,10 @@ class Channel:
     def _end_when_told(self, signals: int) -> None:
         while SIGTERM not in os.read(signals, 64):
             pass
-        # When one rank has died, whoever started them ends the rest with this signal. Users
-        # should hear of the first one, which is the other threads' to notice.
+        # When one rank has died, the launcher ends the rest with this signal. Users should
+        # see the first failure, which the other threads report.
         time.sleep(_SECONDS_OF_GRACE)
-        end_with(f"Error: rank {self._rank} was told to end (SIGTERM)", 128 + SIGTERM)
+        end_with(f"Error: rank {self._rank} was terminated (SIGTERM)", 128 + SIGTERM)
 
     def _end_as_orphan(self, supervisor: int) -> None:
         os.read(supervisor, 1)

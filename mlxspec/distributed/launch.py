@@ -83,8 +83,8 @@ def supervise() -> None:
 def uninterrupted() -> Iterator[None]:
     """Hold an interrupt back until the block has ended.
 
-    The followers would wait for ever for a forward that they were told of and that the leader
-    then does not run. Python interrupts the main thread only.
+    The followers would wait forever for a forward that the leader announced and then
+    does not run. Python interrupts the main thread only.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

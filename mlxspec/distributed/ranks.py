@@ -43,7 +43,7 @@ def load_shard(
         group: the ranks.
 
     Raises:
-        LoadError: the model cannot be read, or not be split into so many parts.
+        LoadError: the model cannot be read, or cannot be split over this many ranks.
     """
     model, tokenizer = load(path_or_repo, lazy=True)
     split(model, group, str(path_or_repo))
@@ -59,7 +59,7 @@ def split(model: nn.Module, group: mx.distributed.Group, name: str) -> None:
     """Replace a model's layers by sharded ones; nothing is evaluated.
 
     Raises:
-        LoadError: mlx-lm cannot split this architecture, or its heads not into so many parts.
+        LoadError: mlx-lm cannot split this architecture, or its heads over this many ranks.
     """
     size = group.size()
     if not hasattr(model, "shard"):
@@ -143,7 +143,7 @@ class Leader:
         self._closed: list[int] = []
 
     def load(self, path_or_repo: str | Path) -> tuple[nn.Module, TokenizerWrapper]:
-        """Load a model split over all ranks, each of which loads its own part.
+        """Load a model split over all ranks; each rank loads its own part.
 
         Raises:
             LoadError: as :func:`.ranks.load_shard`.
@@ -186,16 +186,16 @@ class Leader:
             return function(model, *args)
 
     def tell(self, *message: Any) -> None:
-        """Tell the followers what to do."""
+        """Send the followers a command."""
         while self._closed:
             self._channel.send("close", self._closed.pop())
         self._channel.send(*message)
 
 
 class LeadingTarget(Target):
-    """A target of which the followers repeat every forward and every change of the cache.
+    """A target whose every forward and change of the cache the followers repeat.
 
-    Interrupts wait until what the followers were told is done here, too.
+    Interrupts wait until a command sent to the followers is done here, too.
     """
 
     def __init__(self, leader: Leader, number: int, *args: Any, **options: Any) -> None:
@@ -206,7 +206,7 @@ class LeadingTarget(Target):
 
     @contextmanager
     def _telling(self, method: str, *args: Any) -> Iterator[None]:
-        """Tell the followers of a call, unless it is part of one that they repeat already."""
+        """Send a call to the followers, unless it is part of one that they already repeat."""
         if self._told:
             yield
             return
@@ -219,7 +219,7 @@ class LeadingTarget(Target):
                 self._told = False
 
     def prefill(self, tokens: Sequence[int], *args: Any, **options: Any) -> None:
-        """As :meth:`Target.prefill`, of which the followers are told chunk by chunk."""
+        """As :meth:`Target.prefill`, sent to the followers chunk by chunk."""
         super().prefill(tokens, *args, **options)
         self._leader.tell("prefill", self._number, [])  # caches change for steps at its end
 
@@ -319,7 +319,7 @@ def _follow_to_the_end(group: mx.distributed.Group) -> None:
 
 
 def _follow(group: mx.distributed.Group, channel: Channel) -> None:
-    """Do on this rank's part of the model what the leader tells, until the process ends.
+    """Run the leader's commands on this rank's part of the model, until the process ends.
 
     Raises:
         LoadError: this rank cannot load its part of the model.
@@ -344,7 +344,7 @@ def _follow(group: mx.distributed.Group, channel: Channel) -> None:
                 case ["forward", number, tokens, parents]:
                     tree = DraftTree(tuple(tokens), tuple(parents))
                     rows = mx.array(tree.tokens) if is_known(tree) else share(None)
-                    # The other ranks need its values; nobody here reads the logits.
+                    # The other ranks need its values; this rank does not read the logits.
                     mx.async_eval(targets[number].forward(rows, tree))
                     if next(forwards) % _FORWARDS_BETWEEN_CLEARING == 0:
                         mx.clear_cache()

@@ -1,12 +1,12 @@
 """Chat templates: applying one that came with a model, and the one that its pieces imply.
 
-A chat template is a program of whoever made the model. Jinja's sandbox keeps it from the machine,
+A chat template is a program by the model's author. Jinja's sandbox keeps it from the machine,
 and says nothing about when it ends. So it is watched as a debugger would: every line of it that
 runs looks at the clock and at the memory. A timer's signal would reach the main thread alone, an
 exception that is sent into a thread could come too late and hit what follows, and a process of its
 own takes as long to start as a model to load.
 
-A single operation cannot be stopped in this way. So powers, a few digits of which can take hours,
+A single operation cannot be stopped in this way. So powers, which can take hours for a few digits,
 are refused; no template has a use for them. Texts of gigabytes, which a product or a filter can
 make at once, are refused by the system where it bounds a process's memory (on Linux, not on macOS).
 In a process that does something else meanwhile, that bound would hit the wrong one.
@@ -100,14 +100,14 @@ def conversation_ids(
     Args:
         tokenizer: the model's.
         messages: the conversation: each a "role" and a "content", and what else the template
-            knows. If the last one is the assistant's, the model goes on with it.
+            knows. If the last one is the assistant's, the model continues it.
         how: what else ``tokenizer.apply_chat_template`` is called with: "tools", or what the
             template knows, such as "enable_thinking".
 
     Raises:
         PromptError: there is no chat template, an item is not a message, or the template does
             not apply.
-        OptionError: one of ``how`` makes no prompt.
+        OptionError: an entry of ``how`` is not allowed.
     """
     for number, message in enumerate(messages, start=1):
         _check_message(number, message)
@@ -128,7 +128,7 @@ def conversation_ids(
     if messages[-1]["role"] == "assistant":
         if not messages[-1].get("content"):
             raise PromptError(
-                "the last message is the assistant's and has no content to go on with: leave it out"
+                "the last message is the assistant's and has no content to continue: leave it out"
             )
         turn = {"add_generation_prompt": False, "continue_final_message": True}
     conversation = [dict(message) for message in messages]

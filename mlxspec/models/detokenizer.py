@@ -2,7 +2,7 @@
 
 The detokenizers have the interface of mlx-lm's ``StreamingDetokenizer`` (``reset``,
 ``add_token``, ``finalize``, ``text``, ``last_segment``, ``tokens``). A loaded tokenizer carries
-one of them beside mlx-lm's own, which serves the functions that stand in for mlx-lm's. They keep
+one of them besides mlx-lm's own, which serves the functions that stand in for mlx-lm's. They keep
 two promises: a character whose bytes come in several tokens is held back until it is complete,
 and no space is dropped.
 
@@ -43,7 +43,7 @@ class ByteDetokenizer:
     Args:
         bytes_of: what a token stands for, alone; nothing for an id beyond the vocabulary.
         prefix_space: whether the tokenizer puts a space before every text: then an output that is a
-            text of its own, such as an answer in a chat, starts with a space that nobody wrote.
+            text of its own, such as an answer in a chat, starts with a spurious space.
     """
 
     def __init__(self, bytes_of: Callable[[int], bytes], prefix_space: bool = False) -> None:
@@ -153,7 +153,7 @@ def wrap(tokenizer: PreTrainedTokenizerBase, **settings: Any) -> TokenizerWrappe
 
 
 def with_own_detokenizer(wrapper: TokenizerWrapper) -> TokenizerWrapper:
-    """Let a wrapper of mlx-lm carry our detokenizer beside its own."""
+    """Add our detokenizer to a wrapper of mlx-lm, besides its own."""
     wrapper._mlxspec_detokenizer = streaming_detokenizer(wrapper._tokenizer)
     return wrapper
 

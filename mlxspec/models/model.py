@@ -86,8 +86,8 @@ def load(
             name), a local directory with ``config.json`` and ``model*.safetensors``, or a
             repository on the Hugging Face Hub, which is downloaded once: ``owner/name``, or the
             address of its page.
-        tokenizer_config: settings of the tokenizer, in place of those that come with it.
-        model_config: settings of the model, in place of those in ``config.json``.
+        tokenizer_config: settings of the tokenizer that override its own.
+        model_config: settings of the model that override those in ``config.json``.
         adapter_path: a directory of LoRA adapters that mlx-lm has trained.
         lazy: leave the weights on disk until they are used.
         return_config: return the model's settings too.
@@ -101,7 +101,7 @@ def load(
         in for them, drop the first one.
 
     Raises:
-        LoadError: what is missing, damaged or not supported, and what to do about it.
+        LoadError: a file is missing, damaged or not supported; the message names the remedy.
     """
     occupy_standard_descriptors()  # also in programs that have closed them
     started = time.perf_counter()
@@ -125,7 +125,7 @@ def load(
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """``config.json``, with the EOS ids of ``generation_config.json`` where that has any."""
+    """``config.json``, with the EOS ids of ``generation_config.json`` if it has any."""
     if not (directory / "config.json").is_file():
         raise LoadError(f"{directory}: no config.json; {_remedy(directory)}")
     config = read_json_object(directory / "config.json")
@@ -232,7 +232,7 @@ _ADAPTERS = "name a directory that mlx_lm.lora has written for this model"
 
 
 def _find_adapters(path: str | Path) -> Path:
-    """The directory of adapters, checked as far as is possible without a model.
+    """The directory of adapters, with the checks that need no model.
 
     Raises:
         LoadError: the directory or a file is missing, or a file is damaged.

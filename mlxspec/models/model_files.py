@@ -66,7 +66,7 @@ def local_path(name: str | os.PathLike[str]) -> Path:
     """A name as a path, with ``~`` for a home directory where there is such a user."""
     try:
         return Path(name).expanduser()
-    except RuntimeError:  # of somebody who has none
+    except RuntimeError:  # there is no home directory
         return Path(name)
 
 
@@ -181,7 +181,7 @@ def instead_of(name: str, kind: str) -> str:
 
 
 def instead_of_files(files: Collection[str], name: str) -> str | None:
-    """What to use in place of a repository or directory with these files; None if unknown."""
+    """What to use instead of a repository or directory with these files; None if unknown."""
     if any(file.startswith("consolidated") for file in files):
         return "an original checkpoint; convert it with `mlxspec convert --torch-path DIRECTORY`"
     if any(file.lower().endswith(".gguf") for file in files):
@@ -219,13 +219,13 @@ def check_name(path: Path) -> None:
 
 
 def check_readable(directory: Path) -> None:
-    """Refuse a directory with pipes, sockets or devices in it: reading one could wait for ever.
+    """Refuse a directory with pipes, sockets or devices in it: reading one could block forever.
 
     Raises:
         LoadError: which one, or MLX takes no name like the directory's.
     """
     check_name(directory)
-    with suppress(OSError):  # whoever reads it reports what cannot be listed
+    with suppress(OSError):  # reading the files reports what cannot be listed
         for path in sorted(directory.iterdir()):
             if path.exists() and not path.is_file() and not path.is_dir():
                 raise LoadError(f"{path}: no regular file; remove it, or replace it by one")
@@ -317,7 +317,7 @@ def check_layers(settings: object, tensors: int) -> None:
 
 
 def load_mlx_lm_model(directory: Path, changes: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
-    """What mlx-lm makes of a directory, whatever it raises; the weights are not evaluated yet."""
+    """Load a directory with mlx-lm, weights unevaluated; its errors pass through."""
     from mlx_lm.utils import load_model
 
     with _without_patterns(directory) as place:

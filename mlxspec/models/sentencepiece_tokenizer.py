@@ -75,7 +75,7 @@ def build_tokenizer(path: Path) -> Tokenizer:
 
 
 def tokenizer_config(path: Path) -> dict[str, Any]:
-    """The content of ``tokenizer_config.json`` beside the ``tokenizer.json`` of ``path``.
+    """The content of ``tokenizer_config.json`` next to the ``tokenizer.json`` of ``path``.
 
     Names BOS and EOS, and a chat template where the pieces show the instruct format. The
     unknown piece is left out: transformers would take its name in a text for the piece, which
@@ -156,8 +156,8 @@ def _heads_of_split_names(model: Any, path: Path) -> str:
     r"""A pattern for texts that are a piece's name, but that SentencePiece takes apart.
 
     Such are ``<0x0A>``, ``<unk>`` and pieces that no sequence of joins reaches; with
-    ``ignore_merges`` the tokenizer would find them as a whole. The pattern matches the first of
-    the pieces that SentencePiece makes of them, so that the text is cut behind it.
+    ``ignore_merges`` the tokenizer would find them as a whole. The pattern matches the first
+    piece that SentencePiece splits them into, so that the text is cut behind it.
     """
     kinds = (_NORMAL, _BYTE, _UNKNOWN)
     names = [name for kind in kinds for name in _piece_names(model, kind)]

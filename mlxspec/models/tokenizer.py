@@ -76,7 +76,7 @@ def load_tokenizer(
     eos_token_ids: Collection[int] | int | None,
     settings: Mapping[str, Any] | None = None,
 ) -> Any:
-    """mlx-lm's ``TokenizerWrapper``, with this package's streaming detokenizer beside its own.
+    """mlx-lm's ``TokenizerWrapper``, with this package's streaming detokenizer added.
 
     ``tokenizer.json`` comes first. A ``tokenizer.model`` without it gives SentencePiece's ids,
     which transformers would not; ``tokenizer_config.json`` adds the chat template, the special
@@ -137,7 +137,7 @@ def _check_template(template: object) -> None:
 
 
 def _sentencepiece(directory: Path, given: dict[str, Any]) -> PreTrainedTokenizerFast:
-    """SentencePiece's model with the settings of ``tokenizer_config.json`` beside it."""
+    """SentencePiece's model with the settings of ``tokenizer_config.json`` next to it."""
     path, own_settings = directory / "tokenizer.model", directory / "tokenizer_config.json"
     tokenizer, settings = build_tokenizer(path), tokenizer_config(path)
     own = (read_json_object(own_settings) if own_settings.is_file() else {}) | given
