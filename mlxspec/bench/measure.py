@@ -56,7 +56,7 @@ class Difference:
         index: the first token that differs, counted from the output's beginning.
         margin: how far the worse of the two tokens is below the target's best, in perturbed
             logits (see :meth:`mlxspec.engine.sampling.Chooser.perturb`). Infinite where one
-            output is a proper prefix of the other: ending early is no rounding.
+            output is a proper prefix of the other: ending early is not rounding.
         bound: the margin below which rounding can have made the difference.
     """
 
@@ -206,7 +206,7 @@ BACKENDS: dict[str, MakeBackend] = {
 
 
 def backends_with(drafter: type[Drafter]) -> dict[str, MakeBackend]:
-    """A drafter class of the user's, alone and beside the default decoder's look-ups."""
+    """A custom drafter class, alone and together with the default decoder's look-ups."""
     auto = partial(AutoDecoder, memory_tokens=0, extra_drafter=drafter)
     name = drafter.__name__
     return {name: with_drafter(drafter), f"auto+{name}": _planned(auto)}
@@ -275,7 +275,7 @@ def run(
     for response in backend.stream(
         prompt, max_tokens=max_tokens, sampling=sampling, on_progress=on_progress
     ):
-        ended = clock()  # what happens after the last token keeps nobody waiting
+        ended = clock()  # work after the last token delays no output
         tokens.append(response.token)
         texts.append(response.text)
         stats = getattr(response, "stats", None)

@@ -23,10 +23,10 @@ class Bar:
 
     Attributes:
         label: what the bar stands for.
-        value: the speed, 1 for plain decoding; None where there is none to show.
+        value: the speed, 1 for plain decoding; None without one.
         ticks: the speeds that it sums up.
         missing: what to write where there is no value.
-        unreachable: no decoder can have this speed; it is drawn beside those that compete.
+        unreachable: no decoder can have this speed; it is drawn for comparison only.
     """
 
     label: str
@@ -95,8 +95,8 @@ def check_report(path: Path, option: str, *, force: bool) -> None:
         raise OptionError(f"{option} {error}") from error
     if is_file and not force and not _is_report(path):
         raise OptionError(
-            f"{option} {path}: exists and is no report of mlxspec; name another file, or replace "
-            "it with --force"
+            f"{option} {path}: exists and is not a report of mlxspec; name another file, or "
+            "replace it with --force"
         )
 
 

@@ -211,7 +211,7 @@ class TensorRTPool(_TextDrafter):
     The rules of ``NGramPoolManager`` and of ``PLDPool`` in TensorRT-LLM's
     examples/prompt_lookup: every n-gram with what followed it is put in the pool, the newest
     part of the context again at each step, since more follows there now; a draft that is
-    shorter than allowed is replaced rather than kept beside the next one.
+    shorter than allowed is replaced rather than kept next to the next one.
 
     Args:
         n_draft: how many tokens to draft at most.
@@ -268,7 +268,7 @@ class Hindsight(Drafter):
     """Verifies as many of the planner's candidates as turn out to pay best.
 
     The candidates and their order are the planner's. Of their first 0, 1, 2, … those are
-    drafted that emit most per time, which only who knows the output can tell. So no planner
+    drafted that emit most per time, which takes knowing the output. So no planner
     reaches this speed with these candidates; with others, such as those of earlier outputs,
     one may.
 
@@ -318,7 +318,7 @@ class Hindsight(Drafter):
 
 @dataclass(frozen=True)
 class Task:
-    """What a policy may know of a completion that is to be replayed.
+    """What a policy may know of a completion to replay.
 
     Attributes:
         output: its tokens, which only hindsight reads.
@@ -392,7 +392,7 @@ POLICIES: dict[str, ReplayPolicy] = {
     ),
     "prompt-lookup": ReplayPolicy(
         "prompt-lookup",
-        "as 'mlxspec generate' has it: n-grams of 3 to 1, 10 tokens",
+        "as in 'mlxspec generate': n-grams of 3 to 1, 10 tokens",
         lambda task: PromptLookupDrafter(),
     ),
     # Its PLD, the yardstick of published figures.
@@ -446,7 +446,7 @@ POLICIES: dict[str, ReplayPolicy] = {
 
 
 def policies_with(drafter: type[Drafter]) -> dict[str, ReplayPolicy]:
-    """A drafter class of the user's, alone and beside the default decoder's look-ups."""
+    """A custom drafter class, alone and together with the default decoder's look-ups."""
     name = drafter.__name__
     return {
         name: ReplayPolicy(name, "a drafter of your own", lambda task: drafter()),

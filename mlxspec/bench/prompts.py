@@ -62,7 +62,7 @@ def read_prompts(path: str | Path) -> list[BenchPrompt]:
     Any other file is one prompt, as it stands.
 
     Raises:
-        PromptError: the file cannot be read, or a line of it is no prompt.
+        PromptError: the file cannot be read, or a line of it is not a prompt.
     """
     path = Path(path)
     text = read_text(path)
@@ -77,7 +77,7 @@ def read_spec_bench(path: str | Path) -> list[BenchPrompt]:
     """Read Spec-Bench's ``question.jsonl``; the questions of MT-bench become one category.
 
     Raises:
-        PromptError: the file cannot be read, or a line of it is no prompt.
+        PromptError: the file cannot be read, or a line of it is not a prompt.
     """
     return [
         replace(prompt, category="mt_bench") if prompt.category in MT_BENCH else prompt
@@ -164,7 +164,7 @@ def _from_record(record: Any) -> BenchPrompt:
     given = [key for key in ("prompt", "messages", "turns") if key in record]
     if len(given) != 1:
         raise ValueError(f"it has {' and '.join(given) or 'no prompt'}")
-    # Spec-Bench also lists short answers that are no texts.
+    # Spec-Bench also lists short answers that are not texts.
     reference = record.get("reference")
     listed = reference if isinstance(reference, list) else [reference]
     references, follow_ups = tuple(filter(_is_text, listed)), ()

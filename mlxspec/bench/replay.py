@@ -36,7 +36,7 @@ _WORTH_IT = 1.02
 """How much faster batching and drafting must be than the better of the two, to add up."""
 
 MAX_DEPTH = 4096  # the drafter does not know where the output ends
-_ANY_CURVE = CostCurve([(1, 1)])  # where nobody plans by it
+_ANY_CURVE = CostCurve([(1, 1)])  # for policies that do not plan by it
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class _Output:
         return self._done >= len(self._output)
 
     def take(self, tree: DraftTree, rows: int, sequences: int, ahead: bool) -> None:
-        """Verify a tree in a step of so many rows and sequences.
+        """Verify a tree in a step of ``rows`` rows and ``sequences`` sequences.
 
         Args:
             ahead: whether the next step is dispatched during this one.
@@ -423,7 +423,7 @@ _NOT_REPLAYED = {
     "lookahead": _GUESSES,
     "combined": _GUESSES,
 }
-"""Decoders of the other commands, and why none of their figures can be told."""
+"""Decoders of the other commands, and why replay cannot give figures for them."""
 
 
 def chosen_policies(names: str) -> dict[str, ReplayPolicy]:
@@ -584,7 +584,7 @@ def compare_jointly(
 
 
 def _fastest(reports: Mapping[str, ReplayReport]) -> str | None:
-    """The fastest policy that can be reached; None where there is none."""
+    """The fastest reachable policy; None without one."""
     reachable = [name for name in reports if name != HINDSIGHT]
     return max(reachable, key=lambda name: reports[name].speedup, default=None)
 
@@ -609,7 +609,7 @@ def verdict(policies: Mapping[str, ReplayPolicy], comparison: Comparison) -> lis
 def brief_verdict(
     policies: Mapping[str, ReplayPolicy], comparison: Comparison, chips: Mapping[str, Chip]
 ) -> list[str]:
-    """What is fastest on each chip, a line for each, below one on what was compared."""
+    """A heading on what was compared, then a line per chip with the fastest."""
     sets = next(iter(next(iter(comparison.values())).values())).sets
     outputs = sum(one.completions for one in sets.values())
     tokens = sum(one.tokens for one in sets.values())
@@ -731,7 +731,7 @@ def _size(text: str) -> int | None:
     match = _SIZE.fullmatch(text)
     if match is None:
         raise OptionError(
-            f"--memory: {text!r} is no size: give tokens as 4096, 16k or 1M, 0 for nothing, or all"
+            f"--memory: {text!r} is not a size: give tokens as 4096, 16k or 1M, 0 for none, or all"
         )
     return int(match[1]) * _LETTERS[match[2].lower()]
 

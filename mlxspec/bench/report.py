@@ -46,7 +46,7 @@ def model_facts(model: nn.Module, name: str) -> Report:
         model: the loaded model.
         name: what the user called it; of a directory only the last part is given.
     """
-    # Most floating-point weights tell: packed ones are computed in their scales' data type.
+    # The dtype of most floating-point bytes: packed weights are computed in their scales' dtype.
     nbytes: dict[mx.Dtype, int] = {}
     for _, weight in tree_flatten(model.parameters()):
         if mx.issubdtype(weight.dtype, mx.floating):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ..engine.capability import Capability
 
 _MOST_SEQUENCES = 64  # whose steps are shown
-_DIGEST = 8  # characters, which tell models of one kind and size apart
+_DIGEST = 8  # characters, enough to distinguish models of one kind and size
 
 _WIDEST_BAR = 60  # columns
 _measurement = partial(option, group="Measurement")
@@ -66,8 +66,8 @@ def calibrate_command(
 
     A draft of M - 1 tokens pays when its step emits more tokens than T(M)/T(1). The default
     decoder measures this by itself at first use, quickly, and corrects it all the time; this
-    command measures it carefully, best on an otherwise idle machine. Where the times scatter too
-    much to tell anything, nothing is kept, and the exit status is 1. The times are kept in the
+    command measures it carefully, best on an otherwise idle machine. If the times scatter too
+    much, nothing is kept, and the exit status is 1. The times are kept in the
     user's cache directory, or in the one that MLXSPEC_CACHE_DIR names.
     """
     from ..bench.page import check_report, write_report
@@ -136,7 +136,7 @@ class _Curve:
 
     @property
     def about(self) -> list[str]:
-        """What tells it from others: the model's size and digest; machine, context and date."""
+        """What identifies it: the model's size and digest; machine, context and date."""
         model, machine = self.key.model, self.key.machine
         millions = float(model.get("parameters") or 0) / 1e6
         size = f"{millions / 1000:.2f} B" if millions >= 1000 else f"{millions:.1f} M"

@@ -54,8 +54,8 @@ class Setup:
     """What points a client at a server.
 
     Attributes:
-        files: what is to be in its files.
-        fields: what is to be filled in in its window.
+        files: the settings to write to its files.
+        fields: what to enter in its window.
         commands: what starts it.
         notes: what else there is to know, a sentence each.
     """

@@ -45,8 +45,8 @@ Examples:
   mlxspec config unset max-tokens
 
 The default model answers where a command line names none. It is what MLXSPEC_MODEL names, or what
-is set here, or the directory mlx_model, or else demo. Options on a command line go before all that
-is set. An alias goes before a directory of its name; ./NAME is the directory.
+is set here, or the directory mlx_model, or else demo. Options on a command line override all that
+is set. An alias overrides a directory of its name; ./NAME is the directory.
 
 The file is config.toml in the user's configuration directory, or in the one that
 {ENVIRONMENT_VARIABLE} names. It may be edited; comments stay.

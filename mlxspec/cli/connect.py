@@ -43,7 +43,7 @@ _PORT = 8080  # of mlxspec serve
 )
 @option(
     "--context-length N",
-    "Tell the client that the model has N tokens of context.  [default: all that it has]",
+    "Give the client N tokens as the model's context.  [default: all that it has]",
     type=int,
     group="Server",
 )
@@ -73,7 +73,7 @@ def connect_command(
       mlxspec connect opencode --write
       mlxspec connect codex --server http://mac.local:8080 --write --yes
 
-    Where the server needs a key, MLXSPEC_API_KEY has it, here and for the client. It is neither
+    If the server needs a key, set MLXSPEC_API_KEY to it, here and for the client. It is neither
     shown nor written: files and commands name the variable.
     """
     check_least(1, context_length=context_length, port=port)
@@ -172,7 +172,7 @@ def _show_start(console: Console, setup: Setup) -> None:
 
 
 def _texts(file: SettingsFile) -> tuple[str, str]:
-    """What a file holds, and what it is to hold.
+    """A file's present text and its new one.
 
     Raises:
         SettingsError: it cannot be changed.
@@ -195,10 +195,10 @@ def _may_write(changes: list[tuple[SettingsFile, str, str]]) -> bool:
     """Ask at a terminal.
 
     Raises:
-        OptionError: nobody can be asked.
+        OptionError: there is no terminal to ask on.
     """
     if not at_terminal():
-        raise OptionError("--write asks first, and this is no terminal: add --yes")
+        raise OptionError("--write asks first, which needs a terminal: add --yes")
     what = "this file" if len(changes) == 1 else f"these {len(changes)} files"
     return click.confirm(f"Write {what}?", err=True)
 

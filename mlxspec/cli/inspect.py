@@ -1,4 +1,4 @@
-"""``mlxspec inspect``: what a model is, and what drafts it verifies."""
+"""``mlxspec inspect``: a model's properties, and which drafts it verifies."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def completion_command(shell: str) -> None:
     kind = get_completion_class(shell)
     assert kind is not None
     script = kind(click.Group(), {}, _NAME, _VARIABLE)
-    # Not source(): that looks for a bash and complains of its version beside the script.
+    # Not source(): that looks for a bash and prints complaints about its version, too.
     text = script.source_template % script.source_vars()
     first, _, rest = text.partition("\n")
     if first.startswith("#compdef"):  # zsh wants it first

@@ -320,7 +320,7 @@ def forget_command(
     if everything and chosen:
         raise OptionError("--all and other choices are given together: leave out --all or these")
     if not everything and not chosen:
-        raise OptionError("what is to be forgotten? Give --since, --before, --matching or --all")
+        raise OptionError("choose what to forget: give --since, --before, --matching or --all")
     if first is not None and last is not None and first >= last:
         raise OptionError(f"--since {since} is not before --before {before}: nothing lies between")
     from ..corpus import memory_directory, old_directories
@@ -504,10 +504,10 @@ def _may_forget() -> bool:
     """Ask at a terminal.
 
     Raises:
-        OptionError: nobody can be asked.
+        OptionError: there is no terminal to ask on.
     """
     if not at_terminal():
-        raise OptionError("forget asks first, and this is no terminal: add --yes")
+        raise OptionError("forget asks first, which needs a terminal: add --yes")
     return click.confirm("Forget them?", err=True)
 
 

@@ -211,7 +211,7 @@ class Asked:
         """The prompt as token ids, and whether it went into the chat template.
 
         Raises:
-            PromptError, OptionError: the template does not apply, or there is none.
+            PromptError, OptionError: the template does not apply, or the model has none.
         """
         if self.messages is not None:
             return _conversation_tokens(self.messages, tokenizer, options), True

@@ -182,7 +182,7 @@ def _check_concurrency(concurrency: int, shows: ReportOptions) -> None:
 
 @dataclass(frozen=True)
 class _Compared:
-    """What is compared with each other, and how it is told.
+    """What is compared, and how the result is reported.
 
     Attributes:
         policies: by name.
@@ -198,7 +198,7 @@ class _Compared:
 
 
 def _decoders(asked: ReplayOptions, shows: ReportOptions) -> _Compared:
-    """The decoders that are asked for, and a drafter of the user's.
+    """The requested decoders, and a custom drafter.
 
     Raises:
         OptionError: there is no such decoder.

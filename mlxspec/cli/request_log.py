@@ -47,7 +47,7 @@ class RequestLog:
         self._add(_record(requests))
 
     def refused(self, path: str, error: ApiError) -> None:
-        """A request has had an error in place of generations."""
+        """A request got an error instead of generations."""
         self._add(
             {
                 "outcome": "refused",
@@ -74,7 +74,7 @@ class RequestLog:
                     click.echo(json.dumps(record))
                 else:
                     self._console.print(_line(record), soft_wrap=True, highlight=False)
-            except OSError:  # nobody reads it any more
+            except OSError:  # its reader is gone
                 self._quiet = True
 
 
@@ -89,7 +89,7 @@ def _record(requests: Sequence[ServedRequest]) -> dict[str, Any]:
     errors = [(r.outcome, r.failure.message) for r in requests if r.failure]
     errors.sort(key=lambda error: error[0] == "cancelled")  # as others are where one has failed
     outcomes = dict.fromkeys(request.outcome or "" for request in requests)
-    # As in the answer's usage: once for all choices of a prompt, of which one has run it.
+    # As in the answer's usage: once for all choices of a prompt, since one of them has run it.
     by_prompt: dict[int, list[ServedRequest]] = {}
     for request in requests:
         by_prompt.setdefault(id(request.prompt), []).append(request)

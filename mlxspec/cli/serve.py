@@ -65,7 +65,7 @@ class _Size(click.ParamType):
             return value
         found = _SIZE.fullmatch(value.strip())
         if not found:
-            self.fail(f"{value!r} is no size: write it as 512M or 8G", param, ctx)
+            self.fail(f"{value!r} is not a size: write it as 512M or 8G", param, ctx)
         number, unit = found.groups()
         return int(float(number) * 1024 ** " KMGT".index(unit.upper() or " "))
 

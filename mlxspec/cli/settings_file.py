@@ -18,7 +18,7 @@ from ..errors import SettingsError
 from ..files import SHARED, check_writable, replaced
 
 Settings = dict[str, Any]
-"""Settings by name, nested. Those that are None shall not be there. A list of settings that have
+"""Settings by name, nested. None means: remove it. A list of settings that have
 a ``name`` is merged by these names."""
 
 _INDENT = re.compile(r"\n([ \t]+)\S")
@@ -26,12 +26,12 @@ _INDENT = re.compile(r"\n([ \t]+)\S")
 
 @dataclass(frozen=True)
 class SettingsFile:
-    """A file, and what is to be in it.
+    """A settings file, and what to put into it.
 
     Attributes:
         path: its place; the name's suffix says how it is written.
-        settings: what is to be in it.
-        defaults: what is to be in it where it says nothing of its own.
+        settings: the values to set.
+        defaults: values to set only where the file has none.
     """
 
     path: Path
@@ -43,7 +43,7 @@ class SettingsFile:
         return self.merged("")
 
     def read(self) -> str | None:
-        """What the file holds; None if there is none.
+        """The file's text; None without a file.
 
         Raises:
             SettingsError: it cannot be read or written, or is not UTF-8.
@@ -84,7 +84,7 @@ class SettingsFile:
         except (ValueError, RecursionError) as error:
             reason = " ".join(str(error).split())
             raise SettingsError(
-                f"{self.path}: is no {kind} ({reason}); change it by hand"
+                f"{self.path}: is not valid {kind} ({reason}); change it by hand"
             ) from error
         if not kept:
             raise SettingsError(
@@ -122,8 +122,8 @@ def _merge(document: MutableMapping[str, Any], settings: Settings, keep: bool = 
 
     Args:
         document: changed in place.
-        settings: what is to be in it.
-        keep: leave what it has for a setting.
+        settings: the values to set.
+        keep: leave a value that is already there.
 
     Raises:
         SettingsError: it has something of another kind where settings are nested.
@@ -136,11 +136,11 @@ def _merge(document: MutableMapping[str, Any], settings: Settings, keep: bool = 
             document[name] = _given(value)
         elif isinstance(value, dict):
             if not isinstance(there, MutableMapping):
-                raise SettingsError(f"{name} is no object there")
+                raise SettingsError(f"{name} is not an object there")
             _merge(there, value, keep)
         elif isinstance(value, list) and any(isinstance(one, dict) for one in value):
             if not isinstance(there, list):
-                raise SettingsError(f"{name} is no list there")
+                raise SettingsError(f"{name} is not a list there")
             for entry in value:
                 same = [one for one in there if _name_of(one) == entry["name"]]
                 if same:
@@ -156,7 +156,7 @@ def _name_of(entry: Any) -> Any:
 
 
 def _given(value: Any) -> Any:
-    """A copy of a setting without what shall not be there."""
+    """A copy of a setting without the entries to remove."""
     if isinstance(value, dict):
         return {name: _given(one) for name, one in value.items() if one is not None}
     return [_given(one) for one in value] if isinstance(value, list) else value
@@ -176,7 +176,7 @@ def _parse(kind: str, text: str) -> Any:
     """The document in a text, empty for an empty text.
 
     Raises:
-        ValueError: it is no document of this kind, or its comments would be lost.
+        ValueError: it is not a document of this kind, or its comments would be lost.
     """
     if kind == "TOML":
         import tomlkit
@@ -222,7 +222,7 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> Settings:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 _STRICT: dict[str, Any] = {
@@ -243,5 +243,5 @@ def _render(kind: str, document: Any, text: str) -> str:
         return str(yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=1 << 20))
     indent = _INDENT.search(text)
     written = json.dumps(document, indent=indent[1] if indent else 2, ensure_ascii=text.isascii())
-    written.encode()  # half of a surrogate pair is none that UTF-8 has
+    written.encode()  # raises for a lone surrogate, which UTF-8 cannot encode
     return written + "\n"

@@ -28,11 +28,11 @@ Examples:
   mlxspec store add code.store more_code --model mistral
   mlxspec store info code.store
 
-A .jsonl file whose lines hold "messages" is a chat log, of which the assistant's messages are
-taken. Other files are taken whole. Skipped are files that are not UTF-8 text and, in
+A .jsonl file whose lines hold "messages" is a chat log; the assistant's messages are taken
+from it. Other files are taken whole. Skipped are files that are not UTF-8 text and, in
 directories, hidden files, hidden directories and links to directories.
 
-A store holds the texts, and whoever can read the file can read them. It is written readable by
+A store holds the texts: anyone who can read the file can read them. It is written readable by
 you alone.
 """
 

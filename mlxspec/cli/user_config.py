@@ -83,7 +83,7 @@ class UserConfig:
     Attributes:
         path: the file, which need not be there.
         values: by the name of the setting.
-        aliases: the models that names of the user's stand for.
+        aliases: models by the user's names for them.
     """
 
     path: Path
@@ -96,7 +96,7 @@ class UserConfig:
         return {**self.values, **aliases}
 
     def resolved(self, name: str) -> str:
-        """The model that a name stands for, which is the name itself where it is no alias."""
+        """The model that a name stands for: an alias's model, otherwise the name itself."""
         return self.aliases.get(name, name)
 
     def defaults_of(self, command: str) -> dict[str, Any]:
@@ -145,7 +145,9 @@ def load_config() -> UserConfig:
             f"{path}: cannot be read ({error.strerror}); make it a file that you can read"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise SettingsError(f"{path}: is no TOML ({error}); correct it, or remove it") from error
+        raise SettingsError(
+            f"{path}: is not valid TOML ({error}); correct it, or remove it"
+        ) from error
 
 
 def _parsed(path: Path, document: Mapping[str, Any]) -> UserConfig:

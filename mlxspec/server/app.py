@@ -41,7 +41,7 @@ def create_app(
 
     Args:
         worker: started by the caller, who also stops it.
-        max_tokens: of requests that do not say, as far as the context has room.
+        max_tokens: the default of requests, within the context's room.
         hosts, keys, on_refusal: as for :class:`mlxspec.server.auth.AuthMiddleware`.
         silence: when keep-alives are sent.
     """
@@ -173,7 +173,7 @@ def _cache(cache: PrefixCache) -> dict[str, int]:
 
 
 def _curve(worker: Worker, name: str) -> list[list[float]] | None:
-    """Rows and how long a step over them takes against one row; None where nobody measures."""
+    """Pairs of rows and a step's time relative to one row; None if not measured."""
     decoder = worker.models[name].decoder
     if not decoder.plans or not worker.ready.is_set():
         return None

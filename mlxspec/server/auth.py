@@ -1,6 +1,6 @@
 """Who may talk to the server: the checks that come before any endpoint.
 
-A page that somebody has open can make the browser send requests to a server on loopback. It is
+An open web page can make the browser send requests to a server on loopback. It is
 kept out by the Host header, which has to name this server (DNS rebinding), and by the Origin
 header, which has to be this server's own. There are no CORS headers.
 """
@@ -51,7 +51,7 @@ class AuthMiddleware:
     Args:
         app: gets the others.
         hosts: names by which this server may be called, without port; None for any.
-        keys: one of which a request must have; without keys anyone may send requests.
+        keys: a request must have one of them; without keys anyone may send requests.
         on_refusal: called with the path and the error of each request that is refused.
     """
 
@@ -175,6 +175,6 @@ async def body_of(request: Request) -> bytes:
             status=408,
             headers={"Connection": "close"},
         ) from None
-    except ClientDisconnect:  # nobody reads the answer
+    except ClientDisconnect:  # the answer has no reader
         raise ApiError("the client has left before the end of its body", status=499) from None
     return b"".join(parts)

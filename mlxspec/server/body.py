@@ -31,7 +31,7 @@ from ..errors import MlxspecError, printable
 
 
 class ApiError(MlxspecError):
-    """A request that gets an error in place of an answer.
+    """A request that gets an error instead of an answer.
 
     Args:
         message: says what is wrong and what to do about it. Where it repeats too much of the
@@ -137,7 +137,7 @@ def read_body(data: bytes) -> Any:
     try:
         return JsonReader(data).read()
     except ValueError as error:
-        raise ApiError(f"the body is no JSON ({error}): send a JSON object") from None
+        raise ApiError(f"the body is not JSON ({error}): send a JSON object") from None
 
 
 class JsonReader:
@@ -306,7 +306,7 @@ class Body(BaseModel):
         if not isinstance(given, dict):
             return given
         kind = given.get("type", given.get("role"))
-        # null in place of a needed field is refused under that field's name.
+        # null for a required field is refused under that field's name.
         return dict.fromkeys(cls.needed.get(kind, ()) if isinstance(kind, str) else ()) | given
 
 

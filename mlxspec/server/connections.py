@@ -34,8 +34,8 @@ class Bounds(NamedTuple):
     """What clients may take of the server's connections.
 
     Attributes:
-        most: connections at once, fewer where the process may not have so many files open.
-        head: seconds in which a request's line and headers have to come.
+        most: connections at once, fewer if the process may not open that many files.
+        head: seconds within which a request's line and headers must arrive.
         unread: seconds in which a client may take nothing of an answer that waits for it.
         rate: bytes a second that it has to take on average beyond these.
     """

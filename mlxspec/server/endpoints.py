@@ -55,7 +55,7 @@ class Endpoints:
 
     Args:
         worker: runs them.
-        max_tokens: of requests that do not say, as far as the context has room.
+        max_tokens: the default of requests, within the context's room.
         silence: when keep-alives are sent.
 
     Attributes:
@@ -115,7 +115,7 @@ class Endpoints:
         return served
 
     async def read(self, request: Request, parse: Callable[[Any], _Parsed]) -> _Parsed:
-        """Read a body and parse its JSON, in a thread beside the event loop.
+        """Read a body and parse its JSON, in a thread outside the event loop.
 
         Args:
             request: whose body it is.
@@ -129,7 +129,7 @@ class Endpoints:
             return await run_in_threadpool(lambda: parse(read_body(data)))
 
     async def tokenized(self, served: ServedModel, make: Callable[..., Any], *args: Any) -> Any:
-        """Call a function that uses a model's tokenizer, in a thread beside the event loop."""
+        """Call a function that uses a model's tokenizer, in a thread outside the event loop."""
         async with self._tokenizing[served.name]:
             return await run_in_threadpool(make, *args)
 
@@ -171,7 +171,7 @@ class Endpoints:
         prompts: Sequence[Prompt],
         answer: ApiAnswer,
     ) -> Response:
-        """Queue ``n`` generations of each prompt, and answer with what comes of them.
+        """Queue ``n`` generations of each prompt, and answer with their results.
 
         Args:
             request: whose client waits.

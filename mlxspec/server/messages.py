@@ -361,9 +361,9 @@ class MessagesAnswer(ApiAnswer):
     """The answer of ``/v1/messages``.
 
     A stream begins with the first token, when it is known how much of the prompt was cached;
-    until then it says with pings that it lives. ``input_tokens`` are those that ran, without the
-    cached ones. Nothing is counted as ``cache_creation_input_tokens``, since all that runs is
-    kept and nobody pays for it.
+    until then pings keep it alive. ``input_tokens`` are those that ran, without the
+    cached ones. Nothing is counted as ``cache_creation_input_tokens``, since all that
+    runs is kept, at no charge.
 
     Args:
         request: what was asked.

@@ -123,7 +123,7 @@ class Metrics:
             step: of the sequence.
             origins: per node of its tree, the source that proposed it; the root's first.
             seconds: the wall time of the step.
-            plain_seconds: what its tokens would have taken without drafts, where that is known.
+            plain_seconds: what its tokens would have taken without drafts, if known.
         """
         self._generated.inc(len(step.tokens))
         self.history.add(generated=len(step.tokens), steps=1)
@@ -144,7 +144,7 @@ class Metrics:
         self.history.add(forwards=1)
 
     def add_end(self, outcome: str, seconds: float | None = None) -> None:
-        """A generation has ended after so many seconds, or was refused."""
+        """Record that a generation has ended after ``seconds``, or was refused."""
         self._ended.labels(outcome).inc()
         if seconds is not None:
             self._seconds.observe(seconds)

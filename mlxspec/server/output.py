@@ -105,7 +105,7 @@ _HEADERS = {
 }
 """By mlx-lm's parsers: the formats whose arguments are handed on while they are written."""
 
-_LONGEST_HEADER = 1000  # characters; after so many the call is read when it has ended
+_LONGEST_HEADER = 1000  # characters; a longer header is read once the call has ended
 
 
 def output_format(
@@ -177,7 +177,7 @@ def parser_name(tokenizer: TokenizerWrapper) -> str:
 class OutputParser:
     """Reads one output as it comes, in segments of any length.
 
-    White space beside a marker is dropped: it belongs to the format, and chat templates put it
+    White space next to a marker is dropped: it belongs to the format, and chat templates put it
     there again.
 
     Attributes:

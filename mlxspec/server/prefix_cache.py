@@ -59,7 +59,7 @@ class _Entry:
         session: None for an entry that is on disk only.
         nbytes: the memory of the session.
         lent: the session is in use.
-        branch: where other prompts have continued differently, if a copy is to be kept for them.
+        branch: where other prompts have continued differently, to keep a copy for them.
         shared: it is such a copy, which is never continued itself.
         file: holds the session's tokens as well, if there is one.
     """
@@ -166,7 +166,7 @@ class PrefixCache:
         self._evict(self.nbytes - self.max_bytes)  # a file may have been opened
         lent = _Entry(tokens, len(tokens), name, session, lent=True)
         if not self._cuttable:
-            # Where the prompt leaves the others no state was kept. The next one shall find one.
+            # No state was kept where the prompt leaves the others. Keep one for the next prompt.
             longest = max((common for common, _ in self._matches(tokens, name)), default=0)
             common = min(longest, len(tokens) - 1)
             if common - length >= _WORTH_WAITING:
@@ -291,7 +291,7 @@ class PrefixCache:
         return self._chunks_matter(len(prompt) - 1, self._caches)
 
     def _quantized_alike(self, entry: _Entry, length: int) -> bool:
-        """Whether an entry is quantised where every prompt with so many of its tokens is."""
+        """Whether an entry is quantised as every prompt with ``length`` of its tokens is."""
         return min(entry.n_prompt - 1, length) >= self._options.quantized_at
 
     def _continues(self, entry: _Entry, common: int) -> bool:
@@ -321,7 +321,7 @@ class PrefixCache:
         self._idle[entry] = None
 
     def _evict(self, nbytes: int) -> int:
-        """Take entries out of memory until so many bytes are free."""
+        """Take entries out of memory until ``nbytes`` are free."""
         freed = 0
         for entry in [entry for entry in self._idle if entry.session]:
             if freed >= nbytes:
@@ -376,7 +376,7 @@ class PrefixCache:
         self._files.update(kept)
 
     def _write(self, entry: _Entry, directory: Path, most: int) -> Path | None:
-        """Write an entry's file if it is no larger than ``most``; its name is its checksum."""
+        """Write an entry's file, named by its checksum, if it has at most ``most`` bytes."""
         if not entry.session or entry.nbytes > most:
             return None
         new = directory / _NEW_FILE
@@ -420,7 +420,7 @@ class PrefixCache:
         return len(entries)
 
     def _trusts(self, path: Path) -> bool:
-        """Whether nobody else may write to a file or directory; reports it otherwise.
+        """Whether no other user may write to a file or directory; reports it otherwise.
 
         Raises:
             OSError: it does not exist.
@@ -462,7 +462,7 @@ class PrefixCache:
 
     @cached_property
     def _fingerprint(self) -> str:
-        """Tells models and cache options apart, fine-tuned models too."""
+        """A digest that distinguishes models, fine-tuned ones included, and cache options."""
         options = asdict(self._options)  # the step size, too: it says what was quantised where
         versions = [version("mlx"), version("mlx-lm")]
         described = json.dumps([_FORMAT, model_identity(self._model)["digest"], options, versions])

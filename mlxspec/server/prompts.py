@@ -68,7 +68,7 @@ def chat_prompt(
         arguments: of the template, where the request has none of the same name.
 
     Raises:
-        ApiError: the template does not take the messages, the text that it makes of them is too
+        ApiError: the template does not take the messages, the text that it renders is too
             long, or the model knows no tools, or no way to make it call one.
     """
     if longest is not None and len(request.messages) > longest:  # each has a token at least

@@ -1,8 +1,8 @@
 """What a model is asked for, whichever API the request came in, and the fields the APIs share.
 
 A field that no OpenAI-compatible server knows is ignored, since clients add their own. A known
-field that cannot be honoured is an error that names it, so that nobody believes that an answer has
-looked at an image when it has not.
+field that cannot be honoured is an error that names it, so that no client assumes that the
+model has seen an image when it has not.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MOST_TOKENS = 2**31 - 1
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 _COLDEST = 1e-6  # a lower temperature is 0, whose samples are the same
 
-# Large enough for every use, small enough for float32 whatever they multiply.
+# Large enough for every use, small enough not to overflow float32.
 _HOTTEST = 100.0
 _STRONGEST = 100.0
 
@@ -167,7 +167,7 @@ class ApiRequest:
         n: choices per prompt.
         stop: texts that end an output.
         stop_token_ids: tokens that end it, besides the model's own.
-        logprobs: how many of the likeliest tokens are returned beside each chosen one with its
+        logprobs: how many of the likeliest tokens are returned with each chosen one and its
             log-probability; None for no log-probabilities.
         stream: answer with server-sent events.
         include_usage: end a streamed answer with its usage.
@@ -247,7 +247,7 @@ def conversation(
     Args:
         messages: in OpenAI's form; the last one may be an answer to continue.
         param: the body's name of them.
-        continues: whether to continue it; None where that follows from the messages.
+        continues: whether to continue it; None if the messages decide.
 
     Raises:
         ApiError: there are no messages, or none to continue.
@@ -344,7 +344,7 @@ class _JsonSchema(Body):
 
 
 class ResponseFormat(_JsonSchema):
-    """What the answer has to be. The schema is beside ``type`` in some APIs, or below it."""
+    """The answer's required format. Some APIs put the schema next to ``type``, some below it."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: _JsonSchema | None = None
@@ -471,7 +471,7 @@ class CommonBody(Sampling):
             format: the field that gives the answer a JSON Schema, and the schema.
 
         Raises:
-            ApiError: a constraint cannot be kept, or comes beside another one.
+            ApiError: a constraint cannot be enforced, or comes with another one.
         """
         if self.stream_options.get("continuous_usage_stats"):
             refuse("stream_options.continuous_usage_stats", True, "use include_usage")
@@ -527,7 +527,7 @@ class CommonBody(Sampling):
             return None, ""
         if len(found) > 1:
             (first, *_), (second, *_) = found[:2]
-            raise ApiError(f"{second} comes beside {first}: send one of them.", param=second)
+            raise ApiError(f"{second} comes with {first}: send one of them.", param=second)
         ((path, value, make),) = found
         return made_constraint(make, value, path), path
 
@@ -550,7 +550,7 @@ def sampling_of(body: Sampling) -> Sampling:
 
 
 def left_out(kind: str) -> str:
-    """The text in place of another part of a tool's result.
+    """The text that replaces another part of a tool's result.
 
     The client's tool has put it there, not the user, so it is not an error.
     """

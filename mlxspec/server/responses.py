@@ -261,7 +261,7 @@ def _repeated(asked: ResponsesBody, body: Any, tools: _Tools) -> dict[str, Any]:
 class _Tools:
     """The tools that a request offers, and their use.
 
-    Agents such as Codex offer a search of the web beside their own tools, whatever the server can
+    Agents such as Codex offer a web search besides their own tools, whatever the server can
     do. They get along without it, so it is left out; where nothing else is offered it is refused.
 
     Attributes:
@@ -492,7 +492,7 @@ _MAKE_ITEM: dict[str, Callable[[_InputItem, str], dict[str, Any]]] = {
 
 
 def _messages(instructions: str | None, items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation as a chat has it.
+    """The conversation as chat messages.
 
     What comes before the first other message becomes one message of the system, since many
     templates take only one. What the model has written in one go becomes one message.

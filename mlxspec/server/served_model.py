@@ -42,7 +42,7 @@ class CacheMemory:
     Args:
         model: an mlx-lm model, with its weights in memory.
         options: of the caches.
-        limit: how many bytes caches may take in all; by default what is left beside the weights,
+        limit: how many bytes caches may take in all; by default what remains after the weights,
             a forward, and a reserve. Ask for it before there are caches.
 
     Attributes:
@@ -88,7 +88,7 @@ class CacheMemory:
 
     @cached_property
     def forward_bytes(self) -> int:
-        """What a forward takes beside the caches: a chunk of a prompt, or a step.
+        """The memory of a forward besides the caches: a chunk of a prompt, or a step.
 
         Found out with a forward of a few rows. What attention takes for its scores over a long
         context, as it does on a CPU, has to come from the reserve.

@@ -275,7 +275,7 @@ class EventStream:
         for request, batch in batches:
             of_loops[request.stream._loop].append((request, batch))
         for loop, some in of_loops.items():
-            with suppress(RuntimeError):  # the loop has ended, and nobody waits
+            with suppress(RuntimeError):  # the loop has ended; no task waits
                 loop.call_soon_threadsafe(EventStream._take, some)
 
     @staticmethod
@@ -289,7 +289,7 @@ class EventStream:
         Leaving the loop early ends the generations.
 
         Args:
-            keep_alive: an empty list comes whenever nothing has happened for so many seconds.
+            keep_alive: an empty list comes whenever nothing has happened for this many seconds.
 
         Raises:
             ApiError: a generation has failed; the others are ended.
@@ -368,7 +368,7 @@ class Records:
         try:
             if all(one.outcome for one in request.stream.requests):
                 self.on_end(request.stream.requests)
-        except Exception:  # such as a log that nobody reads any more
+        except Exception:  # such as a log without a reader
             _log.exception("the end of a generation could not be recorded")
 
     def deliver(self) -> None:
@@ -401,7 +401,7 @@ class ModelQueue(Engine):
         """Find out what the model verifies and what steps cost, before the first request."""
         decoder = self._served.decoder
         make_drafter = self._served.make_drafter((), self._served.owner)
-        decoder.remembers = False  # nobody has asked for these
+        decoder.remembers = False  # no user has asked for these
         for prompt in ([1, 1], [1, 1, 1]):
             self.add(decoder.new_request(prompt, 8, GenerationOptions(), make_drafter))
         while super().turn():
@@ -427,7 +427,7 @@ class ModelQueue(Engine):
         return busy
 
     def next_waiting(self) -> Request | None:
-        """The first in the queue if its caches fit beside those that run.
+        """The first in the queue if its caches fit next to those in use.
 
         One whose prompt begins with what another one is about to run lets others pass, and finds
         it in the cache later.
@@ -536,7 +536,7 @@ class Worker:
         """Queue generations, all or none; called in an event loop.
 
         Raises:
-            ApiError: 400, there is never room for so many; 429, the queue is full; 503, the server
+            ApiError: 400, this many can never fit; 429, the queue is full; 503, the server
                 is ending.
         """
         most = self.limits.active + self.limits.queued
@@ -571,7 +571,7 @@ class Worker:
         self._commands.put(partial(self._queues[request.served.name].cancel, request, error))
 
     def has_read(self, request: ServedRequest, count: int) -> None:
-        """The client has read so many tokens; a paused request may resume."""
+        """Note that the client has read ``count`` tokens; a paused request may resume."""
         self._commands.put(partial(self._queues[request.served.name].has_read, request, count))
 
     def _run(self) -> None:
@@ -613,5 +613,5 @@ class Worker:
             wait = False
             try:
                 command()
-            except Exception:  # nobody waits for what it returns, and others go on
+            except Exception:  # no caller waits for its result, and others must go on
                 _log.exception("a command has failed")

@@ -43,7 +43,9 @@ def test_another_file_is_replaced_with_force_alone(tmp_path: Path, content: byte
         lambda: check_report(path, "--html", force=False),
         lambda: write_report(path, "new", "--html", force=False),
     ):
-        with pytest.raises(OptionError, match=r"--html .*notes: exists and is no report .*--force"):
+        with pytest.raises(
+            OptionError, match=r"--html .*notes: exists and is not a report .*--force"
+        ):
             write()
     assert path.read_bytes() == content
     write_report(path, "new", "--html", force=True)
@@ -104,7 +106,7 @@ def test_every_command_refuses_another_file_before_its_work(
     notes = tmp_path / "notes"
     notes.write_text("irreplaceable")
     for path, force, refusal in (
-        (notes, [], f"Error: {command[-1]} {notes}: exists and is no report"),
+        (notes, [], f"Error: {command[-1]} {notes}: exists and is not a report"),
         (Path(os.devnull), ["--force"], f"Error: {command[-1]} {os.devnull}: is a link, a pipe"),
     ):
         result = CliRunner().invoke(main, [*command, str(path), *force])

@@ -102,9 +102,9 @@ def test_an_alias_of_another_one_cannot_come_about():
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (b"model = \n", "is no TOML"),
-        (b"\xff\xfe", "is no TOML"),
-        (b"[[" * 100_000, "is no TOML"),
+        (b"model = \n", "is not valid TOML"),
+        (b"\xff\xfe", "is not valid TOML"),
+        (b"[[" * 100_000, "is not valid TOML"),
         (b"modle = 'x'\n", "there is no setting 'modle'"),
         (b"model = 5\n", "model is 5: give a model"),
         (b"max-tokens = true\n", "max-tokens is True: give a whole number"),

@@ -466,8 +466,8 @@ def test_what_is_forgotten_is_not_drafted_from():
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ((), "what is to be forgotten? Give --since, --before, --matching or --all"),
-        (("--yes",), "what is to be forgotten? Give --since, --before, --matching or --all"),
+        ((), "choose what to forget: give --since, --before, --matching or --all"),
+        (("--yes",), "choose what to forget: give --since, --before, --matching or --all"),
         (("--all", "--since", "2h"), "--all and other choices are given together: leave out"),
         (("--since", "2y"), "--since is '2y': write it as 30m, 2h, 3d, 2026-11-23 or"),
         (("--before", "9" * 30 + "w"), "--before is '99"),
@@ -475,7 +475,7 @@ def test_what_is_forgotten_is_not_drafted_from():
         (("--since", "2026-13-01"), "--since is '2026-13-01': write it as"),
         (("--since", "2h", "--before", "3h"), "--since 2h is not before --before 3h: nothing"),
         (("--matching", " "), "--matching is empty: give a text, or forget --all"),
-        (("--all",), "forget asks first, and this is no terminal: add --yes"),
+        (("--all",), "forget asks first, which needs a terminal: add --yes"),
     ],
 )
 def test_a_bad_choice_is_one_line_and_nothing_is_forgotten(options: tuple[str, ...], named: str):

@@ -156,7 +156,7 @@ def test_comments_of_toml_stay() -> None:
         ("x.json", '{"a": "\\ud800é"}', "surrogates not allowed"),
         ("x.json", "[]", "no object"),
         ("x.json", "[" * 100_000, "recursion"),
-        ("x.json", '{"servers": "x"}', "servers is no object there"),
+        ("x.json", '{"servers": "x"}', "servers is not an object there"),
         ("x.toml", "a = ", "no TOML"),
         ("x.toml", "a = 1\na = 2", "no TOML"),
         ("x.yaml", "a: [", "no YAML"),

@@ -88,7 +88,7 @@ def test_half_a_surrogate_pair_becomes_a_replacement_character() -> None:
 )
 def test_what_is_no_finite_number_of_json_is_refused(number: str) -> None:
     for written in (number, f"[{number}]", f'{{"a": {number}}}'):
-        with pytest.raises(ApiError, match="the body is no JSON") as caught:
+        with pytest.raises(ApiError, match="the body is not JSON") as caught:
             read_body(written.encode())
         assert caught.value.status == 400
         assert len(caught.value.message) < 200

@@ -178,7 +178,7 @@ class _Chat:
                 self.say("Ctrl-C again or Ctrl-D leaves.")
 
     def _take(self, message: str) -> bool:
-        """Answer a message or do a command; False where that is to leave."""
+        """Answer a message or run a command; False if the command ends the chat."""
         try:
             if found := command_in(message):
                 command, argument = found
@@ -232,7 +232,7 @@ class _Chat:
                 self.console.print(self.figures.panel(length))
 
     def go_on(self, saved: SavedChat) -> None:
-        """Go on with a saved conversation, in place of this one."""
+        """Continue a saved conversation instead of this one."""
         self.conversation.restore(saved)
         self.figures, self.retries, self.settled = ChatFigures(), 0, False
         parts = [f"Loaded {counted(self.conversation.n_turns, 'turn')}."]
@@ -337,7 +337,7 @@ class _Chat:
             turns = counted(self.conversation.dropped, "turn")
             note(
                 f"the model's context of {self.conversation.model.context_length:,} tokens is "
-                f"full: left out {turns} at the beginning; /reset begins anew"
+                f"full: left out {turns} at the beginning; /reset starts over"
             )
 
     def say(self, text: str) -> None:
@@ -381,7 +381,7 @@ class ChatCommand:
     Attributes:
         spelling: its name and what follows it, as the help shows them.
         help: what it does.
-        takes: "text", "file" or "model" where that follows it.
+        takes: "text", "file" or "model", if that follows it.
         aliases: its other names.
     """
 
@@ -402,7 +402,7 @@ COMMANDS = (
     ChatCommand("/undo", "take the last message and its answer back"),
     ChatCommand("/reset", "begin a new conversation", aliases=("/clear",)),
     ChatCommand("/system [TEXT]", "show or set the system prompt; - for none", "text"),
-    ChatCommand("/model [NAME]", "show the model, or go on with another", "model"),
+    ChatCommand("/model [NAME]", "show the model, or switch to another", "model"),
     ChatCommand("/save FILE", "write the conversation as JSON", "file"),
     ChatCommand("/load FILE", "continue a saved conversation", "file"),
     ChatCommand("/markdown", "render answers as Markdown, or no longer"),
@@ -480,7 +480,7 @@ def answer_line(last: GenerationResponse, predicted_cost: float, ending: str) ->
     Args:
         last: its last response.
         predicted_cost: as for :func:`.common.output.speedup_rows`.
-        ending: why it ended, where that is not for the model's own reasons.
+        ending: why it ended, unless the model ended it.
     """
     figures = [counted(last.generation_tokens, "token"), f"{last.generation_tps:,.1f}/s"]
     if predicted_cost:

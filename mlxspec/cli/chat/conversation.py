@@ -94,12 +94,12 @@ class ChatConversation:
 
     @property
     def saved(self) -> SavedChat:
-        """The conversation as a file has it."""
+        """The conversation as it is saved in a file."""
         asked = [] if self.unanswered is None else [_said("user", self.unanswered)]
         return SavedChat(self.model.name, self.system_prompt, [*self.messages, *asked])
 
     def restore(self, chat: SavedChat) -> None:
-        """Go on with a conversation of a file, in this one's place.
+        """Continue a saved conversation instead of this one.
 
         A message at its end that has no answer is :attr:`unanswered`.
 
@@ -113,10 +113,10 @@ class ChatConversation:
         self.messages = messages
 
     def switch(self, name: str) -> None:
-        """Go on with another model.
+        """Switch to another model.
 
         Raises:
-            MlxspecError: there is none, or it cannot go on; the model stays what it is.
+            MlxspecError: it is not found, or cannot continue; then the model stays as it is.
         """
         self.model.find(name)
         self.session = Session()  # it would hold the old model
@@ -356,7 +356,7 @@ class LocalModel:
         console: where bars show how far loading is.
         memories: have the earlier answers that are drafted from.
         template_arguments: what the model's chat template is given besides messages.
-        adapted: the generation that the adapters were given for, where that is an earlier one.
+        adapted: the generation that the adapters were given for, if an earlier one.
 
     Raises:
         MlxspecError: it cannot be loaded, or has no chat template.

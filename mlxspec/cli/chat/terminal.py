@@ -210,7 +210,7 @@ class TerminalInput:
             self._quiet.bracket_pastes()
             if self._history:
                 self._history.report_trouble()
-        # Bytes that are no text have become lone surrogates.
+        # Undecodable bytes have become lone surrogates.
         return without_quotes(typed.encode(errors="replace").decode().rstrip("\n"))
 
     def close(self) -> None:
@@ -219,7 +219,7 @@ class TerminalInput:
 
 
 class ChatHistory(FileHistory):
-    """Earlier messages in a file of the user's alone, to which several chats may write.
+    """Earlier messages in a private file, which several chats may write to.
 
     Where it cannot be written, messages are kept in this process alone.
 
@@ -268,7 +268,7 @@ class ChatHistory(FileHistory):
 
     @contextmanager
     def _trying(self) -> Iterator[None]:
-        """Keep an error to report, in place of ending the chat."""
+        """Keep an error to report, instead of ending the chat."""
         try:
             yield
         except OSError as error:
@@ -425,7 +425,7 @@ def _rendered(console: Console, text: str) -> list[list[Segment]]:
 
 
 class MarkdownPrinter:
-    """Writes an answer to a terminal, in place of :class:`mlxspec.terminal.TokenPrinter`.
+    """Writes an answer to a terminal, instead of :class:`mlxspec.terminal.TokenPrinter`.
 
     The last block is redrawn as it grows, cut to the window. Once the next one begins it is written
     whole and left alone, so long answers scroll as any text does.

@@ -492,7 +492,7 @@ class Generation:
         return cast("GenerationOptions", options)
 
     def room(self, model: nn.Module, n_prompt: int) -> int:
-        """How many tokens the output may have, at least one, after so many of the prompt."""
+        """How many tokens the output may have, at least one, after a prompt of ``n_prompt``."""
         from ...engine.model_sizes import context_length
 
         return room_for(context_length(model), n_prompt, self.max_tokens)

@@ -35,7 +35,7 @@ ABOUT = "A model directory, a Hub repository, an alias of 'mlxspec config', or '
 class _Model(Name):
     """A model's name, with that of its model for an alias.
 
-    An alias goes before a directory of the same name, as "demo" does: "./demo" is a directory.
+    An alias, and "demo", overrides a directory of the same name; "./demo" is the directory.
     """
 
     def convert(
@@ -59,7 +59,7 @@ class _Model(Name):
 
 
 MODEL = _Model(readable=False)
-"""A model of the user's, as the name that loads it."""
+"""The user's model, as the name that loads it."""
 
 
 def resolved(name: str) -> str:

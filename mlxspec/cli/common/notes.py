@@ -214,7 +214,7 @@ def in_option_names(message: str) -> str:
 
 
 def write_plainly() -> None:
-    """Have the standard streams replace what their encodings lack, in place of failing.
+    """Make the standard streams replace what their encodings lack, instead of failing.
 
     Standard error gets it as Python escapes it, which keeps names of files readable.
     """

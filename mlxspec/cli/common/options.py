@@ -49,7 +49,7 @@ class _HelpFormatter(click.HelpFormatter):
 
 
 _NARROW = 60  # columns
-_SHORT_NAME = 14  # characters; longer ones would leave too little room beside them
+_SHORT_NAME = 14  # characters; longer ones would leave too little room for the help
 
 
 class _Context(click.Context):
@@ -230,7 +230,7 @@ def option(spelling: str, help: str, name: str | None = None, **more: Any) -> De
     Args:
         spelling: its names, and what stands for its value.
         help: what it does.
-        name: of the command's argument, where that is not the option's own.
+        name: of the command's argument, if not the option's own.
         more: as for :class:`Option`.
     """
     declared = _declared(spelling, **more)
@@ -280,7 +280,7 @@ def options_of(
         kind: the dataclass.
         argument: the command's, which gets the dataclass.
         group: the heading of these options.
-        leave_out: fields that are no options of this command.
+        leave_out: fields that are not options of this command.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -350,7 +350,7 @@ def names_completed(names: Callable[[], Iterable[str]]) -> Callable[..., list[st
 
 
 DRAFTER = "--drafter MODULE:CLASS"
-"""How a drafter of the user's is given; :func:`mlxspec.drafting.drafter.load_drafter` loads it."""
+"""How to pass a custom drafter; :func:`mlxspec.drafting.drafter.load_drafter` loads it."""
 
 ADAPTERS = "--adapter-path DIR"
 ADAPTERS_HELP = "Put in adapters (LoRA, DoRA) that mlx_lm.lora has trained for the model."

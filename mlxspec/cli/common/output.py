@@ -250,7 +250,7 @@ class ReportOptions:
         page: Callable[[], str],
         briefly: Callable[[], None] | None = None,
     ) -> None:
-        """Show what was found, and write it as a page, if there is to be one.
+        """Show what was found, and write it as a page if asked to.
 
         The page comes first, since a reader who closes the pipe ends the command. What was found
         is shown even if the page cannot be written.
@@ -318,7 +318,7 @@ def acceptance_row(stats: SpeculationStats) -> tuple[str, ...]:
 
 
 def speedup_rows(stats: SpeculationStats, predicted_cost: float) -> list[tuple[str, ...]]:
-    """The speed against plain decoding as a row of figures; none where that is not known.
+    """The speed against plain decoding as a row of figures; no row if unknown.
 
     Args:
         stats: what was generated.
@@ -329,7 +329,7 @@ def speedup_rows(stats: SpeculationStats, predicted_cost: float) -> list[tuple[s
 
 
 def against_plain(plain: float, taken: float) -> list[tuple[str, ...]]:
-    """The speed against plain decoding as a row of figures; none where that is not known.
+    """The speed against plain decoding as a row of figures; no row if unknown.
 
     Args:
         plain: the time that plain decoding would take, 0 where it is not known.

@@ -214,7 +214,7 @@ class PromptOptions:
         """Whether the prompt goes into the chat template.
 
         Raises:
-            OptionError: a template is wanted, and there is none.
+            OptionError: a template is required, and the model has none.
         """
         if (given := self.for_template()) and not tokenizer.has_chat_template:
             raise OptionError(
