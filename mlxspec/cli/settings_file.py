@@ -84,7 +84,7 @@ class SettingsFile:
         except (ValueError, RecursionError) as error:
             reason = " ".join(str(error).split())
             raise SettingsError(
-                f"{self.path}: is not valid {kind} ({reason}); change it by hand"
+                f"{self.path}: cannot be edited as {kind} ({reason}); change it by hand"
             ) from error
         if not kept:
             raise SettingsError(

@@ -104,7 +104,7 @@ def test_what_is_no_finite_number_of_json_is_refused(number: str) -> None:
     ],
 )
 def test_what_is_no_json_is_refused_by_its_place(data: bytes) -> None:
-    with pytest.raises(ApiError, match=r"no JSON \(.*byte [0-9]"):
+    with pytest.raises(ApiError, match=r"not JSON \(.*byte [0-9]"):
         read_body(data)
 
 
@@ -158,7 +158,7 @@ def test_so_many_values_are_read_and_no_more(
 @pytest.mark.parametrize("kind", sorted(PARTS))
 def test_the_rest_of_too_many_values_is_not_even_read(kind: str) -> None:
     part, each = PARTS[kind]
-    for count, refusal in ((MOST_VALUES // each - 1, "no JSON"), (MOST_VALUES + 1, "values")):
+    for count, refusal in ((MOST_VALUES // each - 1, "not JSON"), (MOST_VALUES + 1, "values")):
         with pytest.raises(ApiError, match=refusal):
             read_body(b"[" + b",".join([part] * count) + b"] and what is no JSON")
 

@@ -277,7 +277,7 @@ def test_numbers_that_are_none_are_refused(http: httpx.Client, path: str, number
     body = json.dumps({"nobody_knows": {"a": ["HERE"]}, **BODIES[path]})
     answer = http.post(path, content=body.replace('"HERE"', number))
     assert answer.status_code == 400
-    assert "no JSON" in error_of(path, answer)["message"]
+    assert "not JSON" in error_of(path, answer)["message"]
 
 
 def test_they_are_refused_where_they_were_found_too_late(http: httpx.Client) -> None:
