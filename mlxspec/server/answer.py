@@ -201,7 +201,7 @@ class KeepAlive(NamedTuple):
 
 
 async def answered(
-    request: Request, stream: EventStream, answer: ApiAnswer, streamed: bool, silence: KeepAlive
+    request: Request, stream: EventStream, answer: ApiAnswer, streamed: bool, keep_alive: KeepAlive
 ) -> Response:
     """The response to a request.
 
@@ -212,7 +212,7 @@ async def answered(
         stream: the generations' events.
         answer: makes chunks or a whole answer of them.
         streamed: send it as server-sent events.
-        silence: when keep-alives are sent.
+        keep_alive: when keep-alives are sent.
 
     Raises:
         ApiError: a generation has failed before anything was sent.
@@ -220,15 +220,15 @@ async def answered(
     request.state.answered = True
     if streamed:
         return _Streamed(
-            _server_sent_events(stream, answer, silence.sign),
+            _server_sent_events(stream, answer, keep_alive.sign),
             on_end=stream.close,
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **answer.headers},
         )
-    making = asyncio.create_task(_whole(stream, answer, silence.sign))
+    making = asyncio.create_task(_whole(stream, answer, keep_alive.sign))
     gone = asyncio.create_task(_disconnected(request))
     try:
-        await asyncio.wait({making, gone}, timeout=silence.begin, return_when=FIRST_COMPLETED)
+        await asyncio.wait({making, gone}, timeout=keep_alive.begin, return_when=FIRST_COMPLETED)
     except asyncio.CancelledError:
         making.cancel()
         raise
@@ -241,7 +241,7 @@ async def answered(
         making.cancel()
         return Response(status_code=499)
     return _Streamed(
-        _with_keep_alives(making, answer, silence.sign),
+        _with_keep_alives(making, answer, keep_alive.sign),
         on_end=making.cancel,
         media_type="application/json",
         headers=answer.headers,

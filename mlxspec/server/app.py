@@ -34,7 +34,7 @@ def create_app(
     max_tokens: int = 8192,
     hosts: Collection[str] | None = None,
     keys: Sequence[str] = (),
-    silence: KeepAlive = KeepAlive(),  # noqa: B008  # a constant
+    keep_alive: KeepAlive = KeepAlive(),  # noqa: B008  # a constant
     on_refusal: OnRefusal = lambda path, error: None,
 ) -> Starlette:
     """The ASGI application.
@@ -43,7 +43,7 @@ def create_app(
         worker: started by the caller, who also stops it.
         max_tokens: the default of requests, within the context's room.
         hosts, keys, on_refusal: as for :class:`mlxspec.server.auth.AuthMiddleware`.
-        silence: when keep-alives are sent.
+        keep_alive: when keep-alives are sent.
     """
     _add_gauges(worker)
 
@@ -53,7 +53,7 @@ def create_app(
             on_refusal(request.url.path, refusal)
         return error_response(refusal, request.url.path)
 
-    routes = [*Endpoints(worker, max_tokens, silence).routes, *_status_routes(worker)]
+    routes = [*Endpoints(worker, max_tokens, keep_alive).routes, *_status_routes(worker)]
     return Starlette(
         routes=routes,
         middleware=[Middleware(AuthMiddleware, hosts=hosts, keys=keys, on_refusal=on_refusal)],

@@ -21,6 +21,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     ValidationError,
     model_validator,
@@ -287,6 +288,10 @@ Integer = Annotated[int, BeforeValidator(as_integer)]
 TokenId = Annotated[Integer, Field(ge=0, le=2**31 - 1)]
 Name = Annotated[str, Field(min_length=1)]
 
+TEXT, NO_TEXT = "[text]", "[other]"
+BY_TEXT = Discriminator(lambda value: TEXT if isinstance(value, str) else NO_TEXT)
+"""Of a text or something else, with the tags TEXT and NO_TEXT: errors are those of the one sent."""
+
 
 class Body(BaseModel):
     """An object of a request's body. Unknown fields are ignored, and ``null`` means absent."""
@@ -345,8 +350,12 @@ def _refuse_first(error: ValidationError, body: Any) -> NoReturn:
     if wrong["type"] == "missing":
         raise ApiError(f"{path} is missing: send it.", param=path)
     remedy = re.sub(r"^(Input|String|List|Dictionary) should", "it should", wrong["msg"])
+    remedy = re.sub(r"a valid dictionary( or instance of \w+)?", "an object", remedy)
     remedy = "leave it out" if wrong["type"] == "extra_forbidden" else remedy
     refuse(path, wrong["input"], remedy.replace(" after validation", ""))
+
+
+_NO_FIELDS = ("[key]", TEXT, NO_TEXT)
 
 
 def _path(location: Sequence[int | str], body: Any) -> str:
@@ -356,7 +365,7 @@ def _path(location: Sequence[int | str], body: Any) -> str:
         # Other parts name an alternative, or something that was made of a simpler value.
         if isinstance(part, int) and isinstance(value, list):
             path, value = f"{path}[{part}]", value[part]
-        elif isinstance(part, str) and isinstance(value, dict) and part != "[key]":
+        elif isinstance(part, str) and isinstance(value, dict) and part not in _NO_FIELDS:
             path, value = f"{path}.{part}" if path else part, value.get(part)
     return path
 

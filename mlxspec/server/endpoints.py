@@ -56,17 +56,17 @@ class Endpoints:
     Args:
         worker: runs them.
         max_tokens: the default of requests, within the context's room.
-        silence: when keep-alives are sent.
+        keep_alive: when keep-alives are sent.
 
     Attributes:
         models: by their names.
         routes: the paths, and what answers them.
     """
 
-    def __init__(self, worker: Worker, max_tokens: int, silence: KeepAlive) -> None:
+    def __init__(self, worker: Worker, max_tokens: int, keep_alive: KeepAlive) -> None:
         self._worker = worker
         self._max_tokens = max_tokens
-        self._keep_alive = silence
+        self._keep_alive = keep_alive
         self.models = worker.models
         # Large bodies are read one at a time: each may take a second and some 100 MB.
         self._reading = asyncio.Lock()

@@ -26,6 +26,7 @@ from .body import ApiError, Body, Integer, Items, Name, TokenId, parse, refuse
 from .output import Delta, OutputFormat, OutputParser
 from .requests import (
     MOST_CHOICES,
+    UNSUPPORTED_IN_CHATS,
     ApiRequest,
     ChatRequest,
     CommonBody,
@@ -59,7 +60,7 @@ class _Tool(Body):
 
 class _ToolChoice(Body):
     type: Literal["none", "auto", "required", "function"]
-    function: _Function | None = None
+    function: _Function = _Function(name="-")
 
     needed = {"function": ("function",)}
 
@@ -126,17 +127,7 @@ class ChatBody(CommonBody):
 
     unsupported: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {
         **CommonBody.unsupported,
-        "add_generation_prompt": ((True,), "leave it out, since an answer always begins"),
-        "audio": ((), "leave it out, since answers are text"),
-        "best_of": ((1,), "use n for several answers"),
-        "documents": (([],), "leave it out, and put the documents into a message"),
-        "echo": ((False,), "leave it out, or use /v1/completions"),
-        "function_call": (("auto", "none"), "use tool_choice"),
-        "functions": (([],), "use tools"),
-        "modalities": ((["text"], []), "leave it out, since answers are text"),
-        "role_mapping": ((), "leave it out, since the model's chat template is used"),
-        "verbosity": (("medium",), "leave it out, and tell the model how much to write"),
-        "web_search_options": ((), "leave it out, since the server opens no pages; offer a tool"),
+        **UNSUPPORTED_IN_CHATS,
     }
 
 
@@ -151,7 +142,7 @@ def parse_chat(body: object) -> ChatRequest:
         refuse("top_logprobs", chat.top_logprobs, "send logprobs: true with it")
     format, choice = chat.response_format, chat.tool_choice
     tools = cast(list[dict[str, Any]], chat.tools)
-    named = choice.function.name if choice.function and choice.type == "function" else None
+    named = choice.function.name if choice.type == "function" else None
     param = "tool_choice.function.name" if named else "tool_choice"
     return ChatRequest(
         **chat.common(format.schema_at("response_format", inner=True) if format else None),

@@ -398,6 +398,12 @@ class _Prediction(Body):
     content: Texts
 
 
+class _StreamOptions(Body):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+    continuous_usage_stats: bool = False
+
+
 _Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 _Stops = Annotated[
@@ -405,6 +411,24 @@ _Stops = Annotated[
     Field(max_length=32),
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
 ]
+
+
+_Unsupported = Mapping[str, tuple[tuple[Any, ...], str]]
+
+UNSUPPORTED_IN_CHATS: _Unsupported = {
+    "add_generation_prompt": ((True,), "leave it out, since an answer always begins"),
+    "audio": ((), "leave it out, since answers are text"),
+    "best_of": ((1,), "use n for several answers"),
+    "documents": (([],), "leave it out, and put the documents into a message"),
+    "echo": ((False,), "leave it out, or use /v1/completions"),
+    "function_call": (("auto", "none"), "use tool_choice"),
+    "functions": (([],), "use tools"),
+    "modalities": ((["text"], []), "leave it out, since answers are text"),
+    "role_mapping": ((), "leave it out, since the model's chat template is used"),
+    "verbosity": (("medium",), "leave it out, and tell the model how much to write"),
+    "web_search_options": ((), "leave it out, since the server opens no pages; offer a tool"),
+}
+"""Fields of conversations, in chats and responses, besides those of :class:`CommonBody`."""
 
 
 class CommonBody(Sampling):
@@ -417,7 +441,7 @@ class CommonBody(Sampling):
     stop: _Stops = []
     stop_token_ids: Annotated[Items[TokenId], Field(max_length=1024)] = []
     stream: bool = False
-    stream_options: Dictionary[str, bool] = {}
+    stream_options: _StreamOptions = _StreamOptions()
     prediction: _Prediction | None = None
     mlxspec: Dictionary[Literal["drafts"], bool] = {}
     chat_template_kwargs: dict[str, Any] = {}
@@ -473,7 +497,7 @@ class CommonBody(Sampling):
         Raises:
             ApiError: a constraint cannot be enforced, or comes with another one.
         """
-        if self.stream_options.get("continuous_usage_stats"):
+        if self.stream_options.continuous_usage_stats:
             refuse("stream_options.continuous_usage_stats", True, "use include_usage")
         # The newer of the two fields counts.
         max_tokens = self.max_completion_tokens or self.max_tokens
@@ -488,7 +512,7 @@ class CommonBody(Sampling):
             "stop": tuple(self.stop),
             "stop_token_ids": tuple(self.stop_token_ids),
             "stream": self.stream,
-            "include_usage": self.stream_options.get("include_usage", False),
+            "include_usage": self.stream_options.include_usage,
             "prediction": (self.prediction and joined(self.prediction.content)) or None,
             "drafts": self.mlxspec.get("drafts", False),
         }

@@ -10,10 +10,25 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, Tag, model_validator
 
-from .body import ApiError, Body, Dictionary, Integer, Items, Name, TokenId, parse, refuse, shown
+from .body import (
+    BY_TEXT,
+    NO_TEXT,
+    TEXT,
+    ApiError,
+    Body,
+    Dictionary,
+    Integer,
+    Items,
+    Name,
+    TokenId,
+    parse,
+    refuse,
+    shown,
+)
 from .requests import (
+    UNSUPPORTED_IN_CHATS,
     ChatRequest,
     CommonBody,
     ResponseFormat,
@@ -71,7 +86,7 @@ class ResponsesRequest(ChatRequest):
 
 
 class _ToolFormat(Body):
-    type: Literal["text", "grammar"]
+    type: Literal["text", "grammar"] = "text"
     syntax: Literal["lark", "regex"] = "lark"
     definition: Name = "-"
 
@@ -115,7 +130,7 @@ class _InputItem(Body):
         "file_search_call",
         "image_generation_call",
     ]
-    id: Name | None = None
+    id: str | None = None
     role: Literal["user", "assistant", "system", "developer"] = "user"
     phase: str | None = None
     content: Texts = []
@@ -126,7 +141,9 @@ class _InputItem(Body):
     namespace: str | None = None
     arguments: dict[str, Any] | str = ""
     input: str = ""
-    output: str | Items[dict[str, Any]] = ""
+    output: Annotated[
+        Annotated[str, Tag(TEXT)] | Annotated[Items[dict[str, Any]], Tag(NO_TEXT)], BY_TEXT
+    ] = ""
     tools: Items[_ToolBody] = []
 
     needed = {
@@ -157,7 +174,7 @@ class _ReasoningBody(Body):
 
 
 def _as_items(value: Any) -> Any:
-    return [{"role": "user", "content": value}] if isinstance(value, str) and value else value
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
 class ResponsesBody(CommonBody):
@@ -167,7 +184,11 @@ class ResponsesBody(CommonBody):
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: Items[_ToolBody] = []
-    tool_choice: Literal["none", "auto", "required"] | _ToolBody = "auto"
+    tool_choice: Annotated[
+        Annotated[Literal["none", "auto", "required"], Tag(TEXT)]
+        | Annotated[_ToolBody, Tag(NO_TEXT)],
+        BY_TEXT,
+    ] = "auto"
     include: Items[str] = []
     top_logprobs: Annotated[Integer, Field(ge=0, le=20)] = 0
     max_output_tokens: Annotated[Integer, Field(ge=1, le=2**31 - 1)] | None = None
@@ -180,6 +201,7 @@ class ResponsesBody(CommonBody):
 
     unsupported: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {
         **CommonBody.unsupported,
+        **UNSUPPORTED_IN_CHATS,
         "background": ((False,), "leave it out, since a response is made while its client waits"),
         "context_management": (([],), "leave it out, and shorten the input yourself"),
         "conversation": ((), "leave it out, and use previous_response_id or send all of it"),
@@ -453,7 +475,8 @@ def _call_output(one: _InputItem, path: str) -> dict[str, Any]:
     if not isinstance(one.output, str):
         output = []
         for index, part in enumerate(one.output):
-            kind, text = part.get("type"), part.get("text", "")
+            kind, text = part.get("type"), part.get("text")
+            text = "" if text is None else text
             if not isinstance(kind, str) or not kind:
                 refuse(f"{path}.output[{index}].type", kind, "send a string")
             if kind not in ("input_text", "output_text", "text"):

@@ -296,6 +296,28 @@ def test_models_tell_their_context(client: OpenAI, server: Running) -> None:
         client.models.retrieve("large")
 
 
+def test_models_have_openais_form(server: Running) -> None:
+    answer = httpx.get(f"{server.address}/v1/models")
+    assert answer.status_code == 200
+    assert answer.json().keys() == {"object", "data"}
+    assert answer.json()["object"] == "list"
+    (model,) = answer.json()["data"]
+    length = server.worker.models["small"].context_length
+    assert isinstance(model.pop("created"), int)
+    assert model == {
+        "id": "small",
+        "object": "model",
+        "owned_by": "mlxspec",
+        "context_length": length,
+        "max_model_len": length,
+    }
+    one = httpx.get(f"{server.address}/v1/models/small").json()
+    assert {**one, "created": 0} == {**model, "created": 0}
+    missing = httpx.get(f"{server.address}/v1/models/large")
+    assert missing.status_code == 404
+    assert missing.json()["error"].keys() == {"message", "type", "param", "code"}
+
+
 def test_tokens_and_texts_convert_into_each_other(server: Running) -> None:
     tokenizer = server.decoder.tokenizer
     text = "Once upon a time, ünïcödé 日本 👩‍🚀\n\tend"

@@ -577,7 +577,7 @@ def test_who_reads_nothing_at_all_makes_room_in_the_end(stream: bool) -> None:
 
 def test_silent_phases_have_keep_alives() -> None:
     with (
-        running_server(limits=WorkerLimits(active=1), silence=KeepAlive(0.02, 0.05)) as server,
+        running_server(limits=WorkerLimits(active=1), keep_alive=KeepAlive(0.02, 0.05)) as server,
         braked(server.decoder.model) as brake,
         ThreadPoolExecutor() as pool,
     ):

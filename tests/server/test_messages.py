@@ -409,7 +409,7 @@ def test_who_finds_the_queue_full_or_the_server_ending_is_told_so() -> None:
 
 def test_a_stream_says_that_it_lives_and_how_it_fails() -> None:
     with (
-        running_server(silence=KeepAlive(sign=0.05)) as server,
+        running_server(keep_alive=KeepAlive(sign=0.05)) as server,
         braked(server.decoder.model) as brake,
         ThreadPoolExecutor() as pool,
     ):

@@ -161,6 +161,18 @@ def test_what_no_server_knows_is_ignored() -> None:
     assert chat(frobnicate=[1], **{"": 0}) == chat()
 
 
+def test_unknown_options_of_a_stream_are_ignored() -> None:
+    request = chat(stream_options={"include_usage": True, "of_tomorrow": "x"})
+    assert request.include_usage
+
+
+def test_errors_call_objects_objects() -> None:
+    for fields in ({"metadata": 5}, {"tool_choice": {"type": "function"}}, {"messages": ["x"]}):
+        with pytest.raises(ApiError) as caught:
+            chat(**fields)
+        assert caught.value.message.endswith("it should be an object.")
+
+
 def test_what_the_clients_of_other_servers_send_is_taken() -> None:
     request = chat(
         max_tokens=100,
@@ -320,6 +332,7 @@ def test_choices_have_seeds_of_their_own_and_the_first_has_the_clients() -> None
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "always", "tools": [WEATHER]}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools"}, "tools": [WEATHER]}, "tool_choice.type"),
+        ({"tool_choice": {"type": "function"}, "tools": [WEATHER]}, "tool_choice.function"),
         (
             {
                 "tool_choice": {"type": "function", "function": {"name": "x"}},

@@ -199,7 +199,7 @@ def test_keep_alives_come_before_the_first_token() -> None:
     """As events: comments do not count for some clients."""
     body = {"input": "Hello there", "stream": True, "max_output_tokens": 2}
     with (
-        running_server(silence=KeepAlive(sign=0.02)) as server,
+        running_server(keep_alive=KeepAlive(sign=0.02)) as server,
         braked(server.decoder.model) as brake,
         brake.holding(),
         httpx.stream("POST", f"{server.address}/v1/responses", json=body, timeout=60) as answer,

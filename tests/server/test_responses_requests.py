@@ -280,6 +280,10 @@ def test_reasoning_of_others_is_their_summary() -> None:
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": 5}]},
          "input[0].output"),
+        ({"input": [{"type": "function_call_output", "call_id": "c", "output": {"a": 1}}]},
+         "input[0].output"),
+        ({"input": [{"type": "function_call_output", "call_id": "c", "output": ["x"]}]},
+         "input[0].output[0]"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
          "input[0].content[0].type"),
         ({"previous_response_id": "resp_2"}, "previous_response_id"),
@@ -309,10 +313,39 @@ def test_reasoning_of_others_is_their_summary() -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [EXEC], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name"),
         ({"tools": [EXEC], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+        ({"tools": [EXEC], "tool_choice": {}}, "tool_choice.type"),
+        ({"tools": [EXEC], "tool_choice": {"type": "function"}}, "tool_choice.name"),
+        ({"tools": [EXEC],
+          "tool_choice": {"type": "allowed_tools", "tools": [{"type": "function"}]}},
+         "tool_choice.tools[0].name"),
+        ({"tools": [EXEC], "tool_choice": "always"}, "tool_choice"),
+        ({"tools": [EXEC], "tool_choice": 5}, "tool_choice"),
+        ({"best_of": 2}, "best_of"),
+        ({"echo": True}, "echo"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"function_call": {"name": "f"}}, "function_call"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"audio": {"voice": "x"}}, "audio"),
+        ({"verbosity": "low"}, "verbosity"),
+        ({"web_search_options": {}}, "web_search_options"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_is_named(fields: dict[str, Any], param: str) -> None:
     assert wrong(**fields) == param
+
+
+def test_an_empty_text_and_an_empty_id_are_taken() -> None:
+    (item,) = asked(input="").items
+    assert item["content"] == [{"type": "input_text", "text": ""}]
+    (item,) = asked(input=[{"role": "user", "content": "Hello", "id": ""}]).items
+    assert item["id"].startswith("msg_")
+
+
+def test_null_is_an_empty_text_in_an_output() -> None:
+    output = [{"type": "input_text", "text": None}]
+    called = {"type": "function_call_output", "call_id": "c", "output": output}
+    (item,) = asked(input=[called]).items
+    assert item["output"] == [{"type": "input_text", "text": ""}]
 
 
 def test_an_unknown_response_has_a_code() -> None:
