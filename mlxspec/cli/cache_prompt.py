@@ -129,7 +129,7 @@ class CachedPrompt:
             raise PromptCacheError(f"{file} holds an empty cache: leave out --prompt-cache-file")
 
     def completed(self, generation: Generation) -> Generation:
-        """The generation with what the file says: its model, adapters and own end tokens.
+        """The generation completed from the file: with its model, adapters and own end tokens.
 
         Raises:
             PromptCacheError: another model or another quantisation was asked for, or the model

@@ -26,12 +26,12 @@ _MOST_OUTPUT = 8192
 
 @dataclass(frozen=True)
 class Server:
-    """A server that clients are pointed at.
+    """A server that clients connect to.
 
     Attributes:
         address: of its root.
-        models: that it has; the first is the one to begin with.
-        needs_key: whether clients are to send a key.
+        models: those it serves; clients start with the first.
+        needs_key: whether clients must send a key.
     """
 
     address: str
@@ -87,7 +87,7 @@ def _output(context: int) -> int:
 
 
 def _folder(variable: str, default: str, *below: str) -> Path:
-    """A directory that a variable of the environment may name."""
+    """A directory that an environment variable can override."""
     named = os.environ.get(variable)
     return Path(named, *below) if named else Path.home() / default / Path(*below)
 

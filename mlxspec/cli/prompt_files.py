@@ -388,8 +388,8 @@ class Totals:
         seconds: the time of everything.
         stats: sums over the answers.
         decode_seconds: the time of the answers' steps, added up over the answers.
-        plain_seconds: the same without drafts and as many at once, by the measured costs; 0 where
-            these are not known.
+        plain_seconds: the same without drafts at the same concurrency, by the measured costs; 0 if
+            these are unknown.
     """
 
     answered: int = 0

@@ -133,7 +133,7 @@ def _run(program: Callable[[], object], memories: Memories) -> None:
 
 
 def _from_program(traceback: TracebackType | None) -> TracebackType | None:
-    """A traceback without what runs the program."""
+    """A traceback without the frames that run the program."""
     while traceback and traceback.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
         traceback = traceback.tb_next
     return traceback

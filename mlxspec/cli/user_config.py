@@ -71,7 +71,7 @@ KEYS = {
     "temp": Setting(f"--temp {_OF}", "a number from 0 on", float, _is_temperature, _GENERATING),
     "system-prompt": Setting("--system-prompt of chat", "a text", str, _is_text, ("chat",)),
 }
-"""All that can be set, besides aliases."""
+"""All settings except aliases."""
 
 KNOWN = f"{', '.join(KEYS)} and {ALIAS_PREFIX}NAME"
 

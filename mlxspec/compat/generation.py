@@ -144,8 +144,8 @@ def stream_generate(
     if input_embeddings is not None:
         for name in options.keys() - _PLAIN_OPTIONS:
             raise OptionError(
-                f"{name} is given with input_embeddings, where mlx-lm generates and does not "
-                "know it: leave it out"
+                f"{name} is given with input_embeddings, with which mlx-lm generates and does "
+                "not know that option: leave it out"
             )
         return plainly(
             model,
@@ -222,7 +222,7 @@ _memory_of: list[MemoryOf] = [lambda tokenizer: None]
 
 @contextmanager
 def remembering(memory_of: MemoryOf) -> Iterator[None]:
-    """Let decoders that :func:`decoder_of` makes meanwhile have a memory of the caller's."""
+    """Give decoders that :func:`decoder_of` makes inside the block the caller's memory."""
     _memory_of.append(memory_of)
     try:
         yield

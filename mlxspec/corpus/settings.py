@@ -109,7 +109,7 @@ def load_settings(on_trouble: OnTrouble) -> Settings:
         reason = error.strerror
     except (ValueError, RecursionError) as error:
         reason = f"is damaged ({error})"
-    on_trouble(f"{path}: {reason}; no answer is kept; set it again with `mlxspec memory`")
+    on_trouble(f"{path}: {reason}; answers are not kept; set it again with `mlxspec memory`")
     return Settings()
 
 

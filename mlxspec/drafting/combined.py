@@ -1,4 +1,4 @@
-"""Several drafts in one tree, and what a constraint allows and forces in it."""
+"""Merge several drafts into one tree, and apply a constraint to it."""
 
 from __future__ import annotations
 

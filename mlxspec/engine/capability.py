@@ -481,9 +481,9 @@ def examine_joint(model: nn.Module, capability: Capability) -> tuple[JointMode, 
     if (position := _failing_joint(model, JointMode.SPLIT, noise)) is None:
         return JointMode.SPLIT, "a joint forward gives each sequence what it gets alone"
     if _failing_joint(model, JointMode.BLOCK, noise) is None:
-        reason = f"without the mask it does not give what each gets alone at position {position}"
+        reason = f"without the mask it differs from separate forwards at position {position}"
         return JointMode.BLOCK, reason
-    reason = f"a joint forward does not give what each gets alone at position {position}"
+    reason = f"a joint forward differs from separate forwards at position {position}"
     return JointMode.ALONE, reason
 
 

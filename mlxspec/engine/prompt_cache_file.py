@@ -366,7 +366,7 @@ def _nested(values: Mapping[str, Any]) -> list[Any]:
         inner = tree
         for number in numbers:
             inner = inner.setdefault(number, {})
-            _require(isinstance(inner, dict), "a name goes on behind a value")
+            _require(isinstance(inner, dict), "a name continues below a value")
         _require(last not in inner, "two values have one name")
         inner[last] = value
     return cast(list[Any], _as_lists(tree))
@@ -434,7 +434,7 @@ def _check_attention(name: str, keys: Any, values: Any, offset: Any, *settings: 
     elif name == "ChunkedKVCache":
         chunk_size, start = settings
         possible = 0 < chunk_size <= _MAX_POSITIONS and start >= 0
-        _require(possible, "a cache has chunks of a size that cannot be")
+        _require(possible, "a cache has chunks of an impossible size")
     if keys is None:
         empty = values is None and not any((offset, start, index))
         _require(empty, "an empty cache says that it is not")

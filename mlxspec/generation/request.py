@@ -347,9 +347,9 @@ _ending: tuple[int, float] | None = None
 
 
 def hold_at_exit() -> None:
-    """Hold this thread here once the process ends; called before each step and chunk.
+    """Block this thread once the process is ending; called before each step and chunk.
 
-    Up to Python 3.13 an interpreter that ends stops every other thread that asks for its lock. MLX
+    Up to Python 3.13 a finalizing interpreter stops every other thread that asks for its lock. MLX
     cannot be stopped like that: the process would be aborted ("terminate called without an active
     exception"). A thread that waits here does not ask for the lock.
     """

@@ -44,7 +44,7 @@ class SecondSums:
             sums[name] += value
 
     def columns(self) -> dict[str, Any]:
-        """A list for each figure, a sum for each second that is over; ``end`` numbers the next."""
+        """A list of sums per past second for each figure; ``end`` is the second after them."""
         end = int(time.perf_counter())
         known = dict(self._sums.copy())
         sums = [known.get(second, {}) for second in range(max(self._began, end - _HISTORY), end)]

@@ -109,8 +109,8 @@ _SPARSEST = 8  # characters that a token has on average in texts that people wri
 def check_length(text: str, param: str, tokenizer: TokenizerWrapper, longest: int | None) -> None:
     """Refuse a text that is far too long for the context, before all of it is tokenized.
 
-    Of a text with many characters, pieces are tokenized until they have twice the tokens of the
-    context. A few more tokens than in the whole, where it was cut, make no difference then.
+    A long text is tokenized in pieces until they have twice the tokens of the context. The few
+    extra tokens at the cuts make no difference then.
 
     Args:
         text: as the model is to read it.

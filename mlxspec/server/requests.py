@@ -159,7 +159,7 @@ class ApiRequest:
     """What chats and completions have in common.
 
     Attributes:
-        param: the body's name of the prompt.
+        param: the prompt's field in the body.
         model: as the client calls it; None for the default.
         sampling: how to pick tokens.
         max_tokens: per choice; None for as many as the context has room for.

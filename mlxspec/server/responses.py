@@ -41,7 +41,7 @@ from .requests import (
 _MOST_REPEATED = 4_000_000  # characters, which a stream repeats three times
 _INPUT = "input"  # the argument that holds the text for a custom tool
 _HOSTED = ("web_search", "image_generation", "tool_search")
-"""Beginnings of the kinds of tools that agents offer besides their own, and can do without."""
+"""Prefixes of the types of optional tools, which agents offer besides their own."""
 
 
 class Tool(NamedTuple):

@@ -225,7 +225,7 @@ class ServedModel:
         return wanted
 
     def make_drafter(self, prediction: Sequence[int], partition: str) -> MakeDrafter:
-        """Return what makes the drafter of one generation; called in the worker's thread alone.
+        """Return a factory for the drafter of one generation; called only in the worker's thread.
 
         Args:
             prediction: token ids that the output is expected to follow.

@@ -449,7 +449,7 @@ class ModelQueue(Engine):
 
     @property
     def _held(self) -> int:
-        """Bytes that running generations may come to take."""
+        """Bytes that running generations may need by their end."""
         return sum(one.nbytes for one in self._running if isinstance(one, ServedRequest))
 
 

@@ -73,7 +73,7 @@ def test_whatever_settings_hold_is_read_or_nothing_is_kept(value: object):
         assert settings == Settings()
         assert len(lines) == 1
         assert "\n" not in lines[0]
-        assert "no answer is kept" in lines[0]
+        assert "answers are not kept" in lines[0]
     else:
         assert isinstance(value, dict)
         assert settings.max_tokens == value["max_tokens"]

@@ -440,7 +440,7 @@ class MarkdownPrinter:
         console.push_theme(Theme({"markdown.code": "bold cyan"}))
         self._live: Live | None = None
         self._text = ""
-        """From the last block on that is written."""
+        """The text from the last written block on."""
         self._written = 0
         """How many rendered lines of :attr:`_text` are written."""
         self._next = 0.0

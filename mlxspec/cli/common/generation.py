@@ -160,7 +160,7 @@ class DraftingOptions:
         _ = self.lookup, self.lookahead  # which are checked
 
     def _given(self, of: str) -> dict[str, Any]:
-        """The given options among those that only some decoders take, by what they set."""
+        """The given options that only some decoders take, by the argument they set."""
         names = [own.name for own in fields(self) if own.metadata.get("of") == of]
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
@@ -465,12 +465,12 @@ class Generation:
         conversation: Sequence[int] | None = None,
         begun: str | None = None,
     ) -> GenerationOptions:
-        """Sampling, form, ends and memory, as :meth:`mlxspec.Decoder.decode` takes them.
+        """The options of sampling, form, ends and memory for :meth:`mlxspec.Decoder.decode`.
 
         Args:
             decoder: of :meth:`load`.
-            conversation: the prompt's tokens, where the output is a chat's answer.
-            begun: the beginning of that answer; the form is that of what follows.
+            conversation: the prompt's tokens, if the output is a chat's answer.
+            begun: the beginning of that answer; the form applies to the rest.
         """
         from ...generation.options import ends_in_reasoning, in_answer, leaves_reasoning_open
         from ...models.detokenizer import detokenizer_of

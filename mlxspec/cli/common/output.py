@@ -339,7 +339,7 @@ def against_plain(plain: float, taken: float) -> list[tuple[str, ...]]:
 
 
 def rate(tokens_per_second: float) -> str:
-    """A speed as a remark on a number of tokens; empty where it is 0, and so not known."""
+    """A speed to print after a number of tokens; empty for 0, which means unknown."""
     if not tokens_per_second:
         return ""
     return f"{tokens_per_second:,.{0 if tokens_per_second >= 100 else 1}f}/s"

@@ -343,7 +343,7 @@ def _begins(pipe: int, waits: bool) -> bool:
     note(f"standard input is an open pipe: waiting for {what} (not with < /dev/null)")
     if waits or comes(_LATE):
         return True
-    note("nothing came through the pipe, so the prompt goes alone; --prompt-file - would wait")
+    note("nothing came through the pipe: sending the prompt alone; --prompt-file - would wait")
     return False
 
 
