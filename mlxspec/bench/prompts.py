@@ -325,7 +325,7 @@ def load_trace_tokenizer(source: str | Path) -> TraceTokenizer:
         source: as for :func:`mlxspec.models.tokenizer.load_tokenizer_of`.
 
     Raises:
-        LoadError: there is none, or it has no end token.
+        LoadError: there is no tokenizer, or it has no end token.
     """
     tokenizer = load_tokenizer_of(source)
     bos_id, eos_id = tokenizer.bos_token_id, tokenizer.eos_token_id

@@ -162,7 +162,7 @@ def _spelled(key: str) -> str:
     """The name of a setting, of one in which words are joined otherwise, too.
 
     Raises:
-        OptionError: there is none of that name.
+        OptionError: no setting has that name.
     """
     if key.startswith(ALIAS_PREFIX):
         return key

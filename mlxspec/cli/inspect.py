@@ -38,10 +38,10 @@ def inspect_command(model: str | None, adapter_path: str | None, as_json: bool) 
       mlxspec inspect mlx-community/gemma-3-4b-it-4bit
       mlxspec inspect ./mlx_model --json | jq -r .tier
 
-    What a model verifies is found out by running it, not from its name: after a part of a draft
-    is rejected, its caches have to be as if the accepted tokens alone had been run. So is how
-    several sequences share a forward, in which each has to get what it gets alone, and whether a
-    prompt gives the same in whatever chunks it runs.
+    The model is run to find out which drafts it verifies; its name does not decide. After part of
+    a draft is rejected, the caches must be as if only the accepted tokens had run. Also tested:
+    how several sequences can share a forward, in which each must get the same result as alone,
+    and whether a prompt's result depends on its chunks.
     """
     from ..models.model import load
 

@@ -148,7 +148,7 @@ class Memory:
         """Find what followed where a context's end occurs.
 
         Args:
-            tail: the context's last tokens, of which 64 are compared.
+            tail: the context's last tokens; 64 are compared.
             limit: how many excerpts to return at most.
             depth: how many tokens an excerpt has at most.
         """

@@ -260,7 +260,7 @@ class LiveCurve:
 
     @property
     def hopeful(self) -> CostCurve:
-        """The least that steps plausibly cost: below :attr:`curve` where that is hardly known.
+        """The least that steps plausibly cost: below :attr:`curve` where it is uncertain.
 
         There is hope for few rows, and for up to twice as many as have run lately.
         """

@@ -126,7 +126,7 @@ class _Tokens:
         self._vocabulary = vocabulary
 
     def __call__(self, text: bytes) -> list[int]:
-        # While llguidance's tokenizer is made it asks for a test, which nobody reads.
+        # While it is made, llguidance's tokenizer encodes a test text and ignores the result.
         return self._vocabulary.encode(text.decode()) if hasattr(self._vocabulary, "tokens") else []
 
 

@@ -194,7 +194,7 @@ class ChatConversation:
             the message.
 
         Raises:
-            PromptError: there is none.
+            PromptError: there is no message.
         """
         if self.unanswered is not None:
             message, self.unanswered = self.unanswered, None

@@ -249,7 +249,7 @@ def needed_model(model: str | None) -> str:
     """The model that was asked for, or the user's default; for commands without the demo's.
 
     Raises:
-        click.UsageError: there is none.
+        click.UsageError: there is no default model.
     """
     if model:
         return model
