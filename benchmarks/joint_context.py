@@ -3,11 +3,11 @@
     python benchmarks/joint_context.py [SEQUENCES]
 
 A small random model runs steps of several sequences whose caches are filled with random keys and
-values. Measured are a plain joint step and one in which every sequence has a draft of 7 tokens, of
-which it keeps 2 (and these move), the attention of such a step by itself, and how many bytes a step
-allocates beside what it began with. What is left of the time without attention, and the bytes
-without attention's own, do not depend on the context where nothing of it is copied; copying would
-take the megabytes that the caches have. Medians of steps in random order.
+values. It measures a plain joint step, and steps in which one or every sequence has a draft of 7
+tokens and keeps 2 of them (which move). For each it measures the time of its attention alone, too,
+and how many bytes the step allocates. If nothing of the context is copied, the rest of the time and
+of the bytes does not depend on the context; a copy takes as many bytes as the caches. Medians of
+steps in random order.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ from mlxspec.engine.target import Target
 
 _CONTEXTS = (1024, 4096, 16384, 32768)
 _HEADS, _KV_HEADS, _DIM, _LAYERS = 8, 2, 64, 4
-_TREES = {
-    "plain": DraftTree.chain(1),
-    # Two branches; what is kept of the second one moves.
-    "drafted": DraftTree((1, 2, 3, 4, 2, 3, 4, 5), (-1, 0, 1, 2, 0, 4, 5, 6)),
-}
-_ACCEPTED = {"plain": (0,), "drafted": (0, 4, 5)}
+_PLAIN = DraftTree.chain(1)
+# Two branches; what is kept of the second one moves.
+_DRAFTED = DraftTree((1, 2, 3, 4, 2, 3, 4, 5), (-1, 0, 1, 2, 0, 4, 5, 6))
+_ACCEPTED = {_PLAIN: (0,), _DRAFTED: (0, 4, 5)}
+_KINDS = "plain", "one drafts", "drafted"
 _ROUNDS = 15
 
 
@@ -71,35 +70,46 @@ def target_behind(model: Model, context: int) -> Target:
     return target
 
 
+def trees_of(kind: str, count: int) -> list[DraftTree]:
+    """The rows of each of ``count`` sequences."""
+    if kind == "one drafts":
+        return [_DRAFTED, *[_PLAIN] * (count - 1)]
+    return [_DRAFTED if kind == "drafted" else _PLAIN] * count
+
+
 def step(joint: Joint, targets: list[Target], kind: str) -> tuple[float, int]:
     """Seconds of one step, and the bytes that it took at most beside those before it."""
     mx.synchronize()
     mx.reset_peak_memory()
     before, started = mx.get_active_memory(), time.perf_counter()
-    tree = _TREES[kind]
+    trees = trees_of(kind, len(targets))
     logits, _ = joint.forward(
-        [JointRows(target, mx.array(tree.tokens), tree) for target in targets]
+        [
+            JointRows(target, mx.array(tree.tokens), tree)
+            for target, tree in zip(targets, trees, strict=True)
+        ]
     )
     mx.eval(mx.argmax(logits, axis=-1), [target.arrays for target in targets])
-    for target in targets:
-        target.commit(_ACCEPTED[kind])
+    for target, tree in zip(targets, trees, strict=True):
+        target.commit(_ACCEPTED[tree])
     mx.eval([target.arrays for target in targets])
     return time.perf_counter() - started, mx.get_peak_memory() - before
 
 
 def attention(targets: list[Target], kind: str) -> float:
     """Seconds of the attention alone of such a step, in all layers."""
-    rows = len(_TREES[kind])
-    queries = mx.random.normal((1, _HEADS, rows, _DIM))
-    mask = mx.ones((rows, targets[0].length), mx.bool_)
-    mx.eval(queries, mask)
+    queries, masks = [], []
+    for target, tree in zip(targets, trees_of(kind, len(targets)), strict=True):
+        queries.append(mx.random.normal((1, _HEADS, len(tree), _DIM)))
+        masks.append(mx.ones((len(tree), target.length), mx.bool_))
+    mx.eval(queries, masks)
     started = time.perf_counter()
     mx.eval(
         [
             mx.fast.scaled_dot_product_attention(
-                queries, *cache.keys_and_values(), scale=0.125, mask=mask
+                rows, *cache.keys_and_values(), scale=0.125, mask=mask
             )
-            for target in targets
+            for rows, mask, target in zip(queries, masks, targets, strict=True)
             for cache in target.cache
         ]
     )
@@ -109,7 +119,7 @@ def attention(targets: list[Target], kind: str) -> float:
 def main() -> None:
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 4
     model = small_model()
-    heading = f"{'context':>8} {'step':>8} {'caches':>10} {'ms':>8} {'attention':>10} {'rest':>8}"
+    heading = f"{'context':>8} {'step':>10} {'caches':>10} {'ms':>8} {'attention':>10} {'rest':>8}"
     print(f"{heading} {'allocated':>10}")
     for context in _CONTEXTS:
         joint = Joint(model, JointMode.SPLIT)
@@ -117,16 +127,16 @@ def main() -> None:
         for target in targets:
             joint.join(target)
         held = sum(cache.nbytes for target in targets for cache in target.cache)
-        for kind in _TREES:
+        for kind in _KINDS:
             step(joint, targets, kind)
-        times: dict[str, list[tuple[float, int, float]]] = {kind: [] for kind in _TREES}
+        times: dict[str, list[tuple[float, int, float]]] = {kind: [] for kind in _KINDS}
         for _ in range(_ROUNDS):
-            for kind in random.sample(list(_TREES), len(_TREES)):
+            for kind in random.sample(_KINDS, len(_KINDS)):
                 times[kind].append((*step(joint, targets, kind), attention(targets, kind)))
         for kind, found in times.items():
             seconds, allocated, alone = (median(each) for each in zip(*found, strict=True))
             print(
-                f"{context:8} {kind:>8} {held / 1e6:7.1f} MB {seconds * 1e3:8.2f} "
+                f"{context:8} {kind:>10} {held / 1e6:7.1f} MB {seconds * 1e3:8.2f} "
                 f"{alone * 1e3:10.2f} {(seconds - alone) * 1e3:8.2f} {allocated / 1e6:7.2f} MB",
                 flush=True,
             )

@@ -305,10 +305,11 @@ class JointCache:
             self._in_slots.write(self._seated[0][0].slots, keys, values)
             for cache, span in self._seated:
                 cache.offset += span.stop - span.start
-        self._entries = [
+        # All write before the first one reads: a view of a slot in use would make the next write
+        # copy the whole array.
+        for cache, span in self._alone:
             cache.update_and_fetch(keys[:, :, span], values[:, :, span])
-            for cache, span in self._alone
-        ]
+        self._entries = [cache.keys_and_values() for cache, _ in self._alone]
         return self.state
 
     @property

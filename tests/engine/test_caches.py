@@ -9,6 +9,8 @@ import pytest
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
 from mlxspec.engine.caches import (
+    SlotKVCache,
+    Slots,
     Snapshot,
     TreeKVCache,
     WindowKVCache,
@@ -19,8 +21,14 @@ from mlxspec.engine.caches import (
     move_rows,
     parts,
 )
+from mlxspec.engine.joint import JointCache, JointMode
 
 CONTEXT = 20_000
+
+
+def attention(queries: Any, keys: Any, values: Any, cache: Any, **kwargs: Any) -> mx.array:
+    """Calls MLX's function as mlx-lm does."""
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, **kwargs)
 
 
 def filled(cache: KVCache, length: int) -> KVCache:
@@ -55,6 +63,31 @@ def test_rows_of_several_sequences_are_moved_with_one_wait(monkeypatch: pytest.M
     move_rows(([cache], 10, (0, 2)) for cache in caches)
     assert len(waits) == 1
     assert [cache.keys[..., [10, 11], :].tolist() for cache in caches] == expected
+
+
+def test_drafts_of_several_sequences_are_written_without_copying_the_context() -> None:
+    slots, sizes = Slots(), (8, 1, 8)
+    for slot in range(len(sizes)):
+        slots.put(slot, for_steps(filled(KVCache(), CONTEXT + slot)))
+    mx.eval(slots.keys, slots.values)
+    members = [SlotKVCache(slots, slot, CONTEXT - 8 + slot) for slot in range(len(sizes))]
+    spans = [slice(0, 8), slice(8, 9), slice(9, 17)]
+    rows = mx.random.normal((1, 2, 17, 64))
+    held = slots.keys.nbytes + slots.values.nbytes
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    joint = JointCache(members, spans, JointMode.SPLIT)
+    joint.update_and_fetch(rows, -rows)
+    masks = [
+        mx.ones((size, member.offset), mx.bool_)
+        for size, member in zip(sizes, members, strict=True)
+    ]
+    mx.eval(joint.attend(attention, rows, joint, joint, 1.0, masks), slots.keys, slots.values)
+    assert mx.get_peak_memory() - before < held / 4
+    for slot, (size, member, span) in enumerate(zip(sizes, members, spans, strict=True)):
+        assert member.offset == CONTEXT - 8 + slot + size
+        own = member.keys_and_values()[0][..., -size:, :]
+        assert mx.array_equal(own, rows[:, :, span])
 
 
 def test_rows_that_stand_in_a_row_already_are_not_moved() -> None:
