@@ -233,7 +233,7 @@ class ReportOptions:
         Raises:
             OptionError: it cannot.
         """
-        from ...bench.page import check_report
+        from ...bench.report import check_report
 
         if not self.html:
             return
@@ -263,7 +263,7 @@ class ReportOptions:
         Raises:
             OptionError: the page cannot be written.
         """
-        from ...bench.page import write_report
+        from ...bench.report import write_report
 
         written = False
         try:
