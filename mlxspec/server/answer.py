@@ -1,8 +1,8 @@
 """From the text that a model writes to an answer in any API's form, sent whole or in chunks.
 
 mlx-lm knows the markers of each family of models (``TextStateMachine``) and how to read its calls
-(``tool_parsers``). :class:`OutputParser` is the one place that uses them. A :class:`Choice` collects
-what it reads as parts: runs of text or reasoning, and calls of tools. Each API renders these parts.
+(``tool_parsers``). :class:`OutputParser` is the one place that uses them. A :class:`Choice`
+collects what it reads as parts: texts, reasoning, and calls of tools. Each API renders these parts.
 """
 
 from __future__ import annotations
@@ -257,12 +257,8 @@ class OutputParser:
 
     def _begin(self, name: str, call_id: object = None) -> Delta:
         self.n_calls += 1
-        if not isinstance(
-            call_id, str
-        ):  # nine letters and digits: Mistral's templates take no other
-            call_id = "".join(
-                secrets.choice(string.ascii_letters + string.digits) for _ in range(9)
-            )
+        if not isinstance(call_id, str):  # Mistral's templates take nine of these alone
+            call_id = "".join(map(secrets.choice, [string.ascii_letters + string.digits] * 9))
         return Delta("call", index=self.n_calls - 1, id=call_id, name=name)
 
     def _end_call(self, marker: str, cut: bool = False) -> list[Delta]:
