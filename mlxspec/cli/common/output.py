@@ -223,7 +223,7 @@ class ReportOptions:
         Raises:
             OptionError: it cannot.
         """
-        from ...bench.page import check_report
+        from ...bench.report import check_report
 
         if not self.html:
             return
@@ -253,7 +253,7 @@ class ReportOptions:
         Raises:
             OptionError: the page cannot be written.
         """
-        from ...bench.page import write_report
+        from ...bench.report import write_report
 
         written = False
         try:
