@@ -153,7 +153,7 @@ def _show(config: UserConfig) -> None:
     if not entries:
         console.print("Nothing is set. 'mlxspec config --help' says what can be.")
     default = default_model()
-    named = f"{one_line(default.name)}, named by {default.source}" if default else "demo"
+    named = f"{one_line(default[0])}, named by {default[1]}" if default else "demo"
     console.print(f"The default model is {named}.")
 
 
