@@ -20,7 +20,7 @@ from rich.console import Console
 from starlette.requests import ClientDisconnect
 
 import mlxspec
-from mlxspec.cli.request_log import RequestLog
+from mlxspec.cli.serve import RequestLog
 from mlxspec.drafting.costs import LiveCosts
 from mlxspec.generation.request import State
 from mlxspec.server import endpoints
