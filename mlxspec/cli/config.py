@@ -184,7 +184,7 @@ def _model(name: str) -> str:
     if name != DEMO and directory.is_dir():
         return os.path.abspath(directory)
     if name != DEMO and not is_repository_name(hub_repository(name)[0]):
-        raise OptionError(f"{name}: {instead_of(name, 'directory')}")
+        raise OptionError(f"{name}: {instead_of(name)}")
     return name
 
 
