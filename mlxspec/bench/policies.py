@@ -7,22 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from ..corpus.memory import MAX_TOKENS
+from ..corpus.memory import MAX_TOKENS, Memory
 from ..corpus.suffix_index import SuffixIndex
-from ..drafting.acceptance import AcceptanceModel, Experience
+from ..drafting.acceptance import AcceptanceModel
 from ..drafting.costs import CostCurve, FixedCosts
 from ..drafting.drafter import Drafter, DraftTree, Limits, TreeBuilder, VerifiedStep, accept
+from ..drafting.kept import Experience
 from ..drafting.planner import Planner
 from ..drafting.policy import trees_pay
 from ..drafting.sources import NgramIndex, PromptLookupDrafter
-from ..drafting.suffix_source import (
-    CONTEXT,
-    Earlier,
-    Evidence,
-    OnOutput,
-    SuffixSource,
-    SuffixTree,
-)
+from ..drafting.suffix_source import CONTEXT, SuffixSource, SuffixTree
 
 
 class _TextDrafter(Drafter):
@@ -293,11 +287,11 @@ class Hindsight(Drafter):
     def propose(self, max_depth: int) -> DraftTree:
         following = self.output[self._done : self._done + self.curve.widest]
         text = self._text
-        evidence = Evidence(CONTEXT, text.tokens, text.occurrences(), self._acceptance)
         # What is improbable may turn out to be right.
         least_p, depth = [0.0] * self.curve.widest, min(max_depth, len(following))
         limits = Limits(depth, self.curve.widest - 1, self.branching, least_p)
-        self._candidates = SuffixTree(text.tokens[-1], evidence, limits)
+        found = text.tokens, text.occurrences(), self._acceptance
+        self._candidates = SuffixTree(text.tokens[-1], CONTEXT, *found, limits)
         everything = self._candidates.tree()
         return everything.first(self._best_n_draft(verify(everything, following).accepted))
 
@@ -325,15 +319,13 @@ class Task:
         curve: T(rows) / T(1).
         classes: see :func:`mlxspec.drafting.acceptance.token_classes`.
         memory: of the completions so far, if the policy has one.
-        remember: adds this output to it.
         experience: what the completions so far have taught, if the policy knows it.
     """
 
     output: Sequence[int]
     curve: CostCurve
     classes: bytes
-    memory: Earlier | None = None
-    remember: OnOutput | None = None
+    memory: Memory | None = None
     experience: Experience | None = None
 
 
@@ -358,12 +350,7 @@ class ReplayPolicy:
 
 def _planned(task: Task, *others: Drafter) -> Planner:
     experience = task.experience or Experience()
-    suffixes = SuffixSource(
-        earlier=[task.memory] if task.memory else [],
-        on_output=task.remember,
-        token_classes=task.classes,
-        experience=experience,
-    )
+    suffixes = SuffixSource(task.classes, experience, memory=task.memory)
     return Planner(
         FixedCosts(task.curve),
         [suffixes, *others],

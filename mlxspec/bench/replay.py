@@ -17,12 +17,11 @@ from statistics import fmean, geometric_mean
 from typing import Any, cast
 
 from ..corpus.memory import Memory
-from ..drafting.acceptance import Experience
 from ..drafting.chips import ESTIMATED, Chip
 from ..drafting.costs import CostCurve, FixedCosts
 from ..drafting.drafter import Drafter, DraftTree, NoDraft
+from ..drafting.kept import Experience
 from ..drafting.planner import Plan, Planner, plan_drafts
-from ..drafting.suffix_source import Earlier
 from ..errors import OptionError
 from ..jsonl import load_json
 from .page import Bar, BarChart, render
@@ -517,15 +516,12 @@ def _drafters(
             Task(one.output, curve, classes, experience=experience)
         )
     memory = Memory(sys.maxsize if most is None else most)
-    earlier = Earlier("memory", memory, memory.used)
 
-    def remember(output: Sequence[int], earned: Mapping[str, int], prompt: Sequence[int]) -> None:
-        memory.add(output, earned, prompt)
-        memory.settle(tidy=True)  # the next completion finds the same, however fast this goes
+    def drafter(one: Completion) -> Drafter:
+        memory.settle(tidy=True)  # it finds all completions so far, however fast this goes
+        return policy.make_drafter(Task(one.output, curve, classes, memory, experience))
 
-    return lambda one: policy.make_drafter(
-        Task(one.output, curve, classes, earlier, remember, experience)
-    )
+    return drafter
 
 
 def jointly_chosen(names: str, concurrency: int) -> dict[str, ReplayPolicy]:

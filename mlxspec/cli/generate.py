@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -179,7 +178,7 @@ def answer(
         MlxspecError: an option, the prompt or the model is at fault.
     """
     from ..engine.caches import cached_length
-    from ..generation.response import Transcript
+    from ..generation.response import GenerationResult
 
     source, cached = _checked(prompt, prompt_cache_file, logprobs, shows["as_json"], leader)
     if cached:
@@ -199,18 +198,17 @@ def answer(
         room = generation.room(decoder.model, n_cached + len(tokens))
         free = templated and generation.form.constraint is None  # a form does what the model cannot
         beyond = free and isinstance(source, str) and is_beyond_demo(source)
-        transcript = Transcript(logprobs)
+        result = GenerationResult(logprobs=None if logprobs is None else [])
         with suppress(KeyboardInterrupt), prefill_bar(console) as progress:
             for response in generation.stream(
                 decoder, tokens, room, on_progress=progress, **options
             ):
                 if response.generation_tokens == 1:
                     note_which_model(generation.model, beyond)
-                transcript.add(response)
+                result.add(response, logprobs or 0)
                 if printer:
                     printer.write(response.text, response.from_draft)
-        measured = decoder.step_times.table()
-        result = replace(transcript.result(measured), prompt_tokens=len(tokens))
+        result.step_times, result.prompt_tokens = decoder.step_times.table(), len(tokens)
         _show(result, generation, decoder, console, printer)
         generation.note_if_full(decoder.model, room, result.finish_reason)
         if shows["stats"]:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass, field, fields, replace
 from difflib import get_close_matches
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
@@ -33,7 +34,7 @@ from ..errors import MlxspecError, OptionError, PromptError, printable
 from ..generation.decoder import Decoder
 from ..generation.engine import Engine
 from ..generation.request import Request
-from ..generation.response import GenerationResult, SpeculationStats, Transcript
+from ..generation.response import GenerationResult, SpeculationStats, TokenLogprobs
 from ..jsonl import conversation_of, json_lines
 from ..process import INTERRUPTED
 from .common.generation import Generation
@@ -105,7 +106,7 @@ def answer_prompts(
         decoder = generation.load(quiet, kept)
         # What no prompt could be answered with is an error of the command.
         prompt.uses_template("", decoder.tokenizer)
-        decoder.checked(generation.max_tokens, generation.options(decoder))
+        decoder.new_request([0], generation.max_tokens, generation.options(decoder))
         note_which_model(generation.model)
         answers = PromptAnswers(generation, decoder, prompt, concurrency or _CONCURRENCY, logprobs)
         answers.console = console
@@ -422,7 +423,7 @@ class _PromptAnswer:
     Attributes:
         number: the line's, from 1.
         place: the beginning of its result: "index", counted from 0 without blank lines, and "id".
-        transcript: collects the responses.
+        result: collects the responses.
         request: what answers it, until there is a result.
         prompt_tokens: how many tokens the prompt has.
         line: the result as it is written, once there is one.
@@ -430,7 +431,7 @@ class _PromptAnswer:
 
     number: int
     place: dict[str, Any]
-    transcript: Transcript
+    result: GenerationResult
     request: Request | None = None
     prompt_tokens: int = 0
     line: str | None = None
@@ -438,7 +439,7 @@ class _PromptAnswer:
     def end(self, report: dict[str, Any]) -> None:
         """Keep the result alone: responses hold log-probabilities of the whole vocabulary."""
         self.line = json_text({**self.place, **report})
-        self.request, self.transcript = None, Transcript()
+        self.request, self.result = None, GenerationResult()
 
 
 class PromptAnswers:
@@ -449,7 +450,8 @@ class PromptAnswers:
         decoder: its own.
         prompt: what goes into the chat template, and how, where a line says nothing.
         concurrency: how many prompts are answered at once at most.
-        logprobs: as for :class:`Transcript`.
+        logprobs: how many of the likeliest tokens have log-probabilities in the results, besides
+            each token's own; None for no log-probabilities.
 
     Attributes:
         totals: of what has been answered so far.
@@ -517,7 +519,8 @@ class PromptAnswers:
                 break
             number, value = line
             place = {"index": self._begun, "id": id_of(value)}
-            answer = _PromptAnswer(number, place, Transcript(self._logprobs))
+            logprobs = None if self._logprobs is None else list[TokenLogprobs]()
+            answer = _PromptAnswer(number, place, GenerationResult(logprobs=logprobs))
             self._held.append(answer)
             self._begun += 1
             try:
@@ -538,8 +541,9 @@ class PromptAnswers:
         tokens, templated = asked.tokens(decoder.tokenizer, self._prompt)
         room = generation.room(decoder.model, len(tokens))
         answer.prompt_tokens = len(tokens)
+        add = partial(answer.result.add, likeliest=self._logprobs or 0)
         request = generation.request(
-            *(decoder, tokens, room, answer.transcript.add, templated),
+            *(decoder, tokens, room, add, templated),
             begun=self._prompt.prefill_response,
         )
         self._engine.add(request)
@@ -553,8 +557,8 @@ class PromptAnswers:
             if request.error:
                 self._fail(answer, request.error)
                 return
-        result = answer.transcript.result(step_times=[])
-        result = replace(result, prompt_tokens=answer.prompt_tokens)
+        result = answer.result
+        result.prompt_tokens = answer.prompt_tokens
         report = result_report(result, model_or_default(self._generation.model))
         del report["step_times"]  # which are those of all answers
         answer.end(report)  # first: an interrupt does not count twice what it finds ended
