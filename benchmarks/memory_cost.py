@@ -1,6 +1,6 @@
 """What a memory of earlier answers costs: learning, opening, a look-up, memory and disk.
 
-    python benchmarks/memory_cost.py [TOKENS ...]
+    SHORT=1000000 python benchmarks/memory_cost.py [TOKENS ...]
 
 The answers are made of random phrases that recur in new orders, as they do in code and prose, 200
 to 8,000 tokens each; the contexts that are looked up end in such phrases and are not in the memory
@@ -8,11 +8,16 @@ as a whole. Learning is all that is done for an answer from its end on, merging 
 look-ups are given in time of the processor, which other programs change less. Meant to stay below
 20 µs a token learned, 14 bytes a token on disk, 50 ms to open, 100 µs a look-up (99 %: 300 µs) and
 200 MB of resident memory with ten million tokens.
+
+The last line is about very short answers, 5 to 20 tokens each, a million of them unless SHORT says
+otherwise: the time to make the index again, meant to stay below a minute, and to find an answer
+that another process has added, meant to take milliseconds.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import platform
 import resource
 import sys
@@ -117,6 +122,35 @@ def draft(directory: Path, tokens: int) -> tuple[float, float, float, int]:
     return opened, costs[LOOKUPS // 2], costs[LOOKUPS * 99 // 100], files
 
 
+def keep_short(directory: Path, number: int) -> None:
+    """Keep short answers, without an index."""
+    pick = np.random.default_rng(4)
+    kept = corpus.KeptAnswers(directory, identify(Words()), "", 10**9)
+    with kept.locked():
+        for length in pick.integers(5, 21, number).tolist():
+            kept.add((VOCABULARY * pick.random(length) ** 3).astype(np.int32).tobytes(), {})
+    kept.close()
+
+
+def index_short(directory: Path) -> tuple[float, float]:
+    """Seconds to make the index, and to find another process's answer (the median of nine)."""
+    identity = identify(Words())
+    other = corpus.KeptAnswers(directory, identity, "", 10**9)
+    started = time.perf_counter()
+    memory = Memory(kept=corpus.KeptAnswers(directory, identity, "", 10**9), on_trouble=print)
+    memory.settle(tidy=True)
+    indexed = time.perf_counter() - started
+    costs = []
+    for number in range(9):
+        other.add(np.full(9, number, np.int32).tobytes(), {})
+        started = time.perf_counter()
+        memory.refresh()
+        memory.settle()
+        costs.append(time.perf_counter() - started)
+    memory.close()
+    return indexed, sorted(costs)[4]
+
+
 def report(tokens: int, directory: Path) -> None:
     learning, peak = in_process_of_its_own(learn, directory, tokens)
     nbytes = sum(path.stat().st_size for path in directory.iterdir())
@@ -137,6 +171,14 @@ def main() -> None:
     for tokens in map(int, sys.argv[1:] or ("100000", "1000000", "10000000")):
         with tempfile.TemporaryDirectory() as directory:
             report(tokens, Path(directory))
+    number = int(os.environ.get("SHORT", "1000000"))
+    with tempfile.TemporaryDirectory() as directory:
+        keep_short(Path(directory), number)
+        (indexed, found), peak = in_process_of_its_own(index_short, Path(directory))
+        print(
+            f"{number:>12,} short answers: {indexed:.1f} s to index, "
+            f"{found * 1e3:.1f} ms to find another process's answer, {peak:.0f} MB"
+        )
 
 
 if __name__ == "__main__":

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from heapq import heappop, heappush
 
 from ..corpus.memory import MAX_TOKENS, Memory
@@ -16,98 +18,121 @@ from ..drafting.kept import Experience
 from ..drafting.planner import Planner
 from ..drafting.policy import trees_pay
 from ..drafting.sources import NgramIndex, PromptLookupDrafter
-from ..drafting.suffix_source import CONTEXT, SuffixSource, SuffixTree
+from ..drafting.suffix_source import (
+    CONTEXT,
+    SuffixSource,
+    SuffixTree,
+)
+
+# --- the rules of other programs ---
+
+Rule = Callable[[Sequence[int]], DraftTree]
+"""Appends tokens to its text, prompt and output, and drafts what may follow them."""
 
 
-class _TextDrafter(Drafter):
-    """Keeps prompt and output, from which its subclasses draft a chain."""
+class RuleDrafter(Drafter):
+    """Drafts by another program's rule, as deep as the rule says.
 
-    branching = False
+    Args:
+        start: gives the rule with an empty text.
+    """
+
+    def __init__(self, start: Callable[[], Rule]) -> None:
+        self._start = start
 
     def begin(self, prompt: Sequence[int]) -> None:
-        self._reset()
-        self._extend(prompt)
+        self._rule = self._start()
+        self._tree = self._rule(prompt)
 
     def propose(self, max_depth: int) -> DraftTree:
-        return DraftTree.chain(self._text[-1], self._draft()[:max_depth])
+        return self._tree
 
     def observe(self, step: VerifiedStep) -> None:
-        self._extend(step.tokens)
-
-    def end(self) -> None:
-        self._reset()
-
-    def _reset(self) -> None:
-        """Begin with an empty text."""
-        self._text: list[int] = []
-
-    def _extend(self, tokens: Sequence[int]) -> None:
-        self._text.extend(tokens)
-
-    def _draft(self) -> Sequence[int]:
-        """What may follow the text."""
-        raise NotImplementedError
+        self._tree = self._rule(step.tokens)
 
 
-@dataclass(eq=False)
-class FullDraftLookup(_TextDrafter):
+def full_draft_lookup(n_draft: int = 10, ngram_max: int = 3) -> Rule:
     """The earliest match that ``n_draft`` tokens follow, of the longest n-gram that has one.
 
     The rule of ``find_candidate_pred_tokens`` in apoorvumang/prompt-lookup-decoding and of
     Spec-Bench's PLD (n = 3 to 1, 10 tokens).
     """
+    indices = [NgramIndex(n, n) for n in range(ngram_max, 0, -1)]
 
-    n_draft: int = 10
-    ngram_max: int = 3
-
-    def _reset(self) -> None:
-        super()._reset()
-        self._indices = [NgramIndex(n, n) for n in range(self.ngram_max, 0, -1)]
-
-    def _extend(self, tokens: Sequence[int]) -> None:
-        super()._extend(tokens)
-        for index in self._indices:
+    def draft(tokens: Sequence[int]) -> DraftTree:
+        for index in indices:
             index.extend(tokens)
+        found = (index.continuation(n_draft) for index in indices)
+        full = next((tokens for tokens in found if len(tokens) == n_draft), ())
+        return DraftTree.chain(tokens[-1], full)
 
-    def _draft(self) -> Sequence[int]:
-        drafts = (index.continuation(self.n_draft) for index in self._indices)
-        return next((draft for draft in drafts if len(draft) == self.n_draft), ())
+    return draft
 
 
-@dataclass(eq=False)
-class NgramSimple(_TextDrafter):
+def ngram_simple(size_n: int = 12, size_m: int = 48) -> Rule:
     """Drafts what followed the newest earlier occurrence of the last 12 tokens, up to 48.
 
     The rule of ``--spec-type ngram-simple`` (common/ngram-map.cpp) with llama.cpp's defaults:
     nothing is drafted when fewer tokens than the n-gram has could be.
     """
+    text: list[int] = []
+    newest: dict[tuple[int, ...], int] = {}  # where each n-gram ended last
 
-    size_n: int = 12
-    size_m: int = 48
-
-    def _reset(self) -> None:
-        super()._reset()
-        # Per n-gram its last end, and where the end before that is. The very end is not a match.
-        self._newest: dict[tuple[int, ...], int] = {}
-
-    def _extend(self, tokens: Sequence[int]) -> None:
+    def draft(tokens: Sequence[int]) -> DraftTree:
+        match = None
         for token in tokens:
-            self._text.append(token)
-            key = tuple(self._text[-self.size_n :])
-            self._match = self._newest.get(key)
-            # llama.cpp never looks at the text's very first position.
-            if len(self._text) > self.size_n:
-                self._newest[key] = len(self._text)
+            text.append(token)
+            key = tuple(text[-size_n:])
+            match = newest.get(key)  # before the very end, which is not a match
+            if len(text) > size_n:  # llama.cpp never looks at the text's very first position
+                newest[key] = len(text)
+        if match is None or len(text) <= size_n + size_m + 1:
+            return DraftTree.chain(text[-1])
+        found = text[match : match + size_m]
+        return DraftTree.chain(text[-1], found if len(found) >= size_n else ())
 
-    def _draft(self) -> Sequence[int]:
-        if self._match is None or len(self._text) <= self.size_n + self.size_m + 1:
-            return ()
-        draft = self._text[self._match : self._match + self.size_m]
-        return draft if len(draft) >= self.size_n else ()
+    return draft
 
 
-@dataclass(eq=False)
-class SuffixDecoding(_TextDrafter):
+def tensorrt_pool(n_draft: int = 10, ngram_max: int = 2) -> Rule:
+    """A pool from n-grams to the oldest draft that followed them.
+
+    The rules of ``NGramPoolManager`` and of ``PLDPool`` in TensorRT-LLM's
+    examples/prompt_lookup: every n-gram with what followed it is put in the pool, the newest
+    part of the context again at each step, since more follows there now; a draft that is
+    shorter than allowed is replaced. (Of the drafts that is_keep_all keeps, is_use_oldest
+    proposes the first, so only that one is kept here.)
+
+    Args:
+        n_draft: how many tokens to draft at most.
+        ngram_max: the longest n-gram.
+    """
+    text: list[int] = []
+    pool: dict[tuple[int, ...], list[int]] = {}
+    start = 0
+
+    def draft(tokens: Sequence[int]) -> DraftTree:
+        nonlocal start
+        text.extend(tokens)
+        for size in range(ngram_max, 0, -1):
+            for end in range(start + size, len(text)):
+                key = tuple(text[end - size : end])
+                if len(pool.get(key, ())) < n_draft:
+                    pool[key] = text[end : end + n_draft]
+        start = max(0, len(text) - (n_draft + ngram_max - 1))
+        sizes = range(min(ngram_max, len(text) - 1), 0, -1)
+        found = (pool.get(tuple(text[-size:])) for size in sizes)
+        return DraftTree.chain(text[-1], next(filter(None, found), ()))
+
+    return draft
+
+
+def suffix_decoding(
+    branching: bool = False,
+    max_spec_factor: float = 1.0,
+    min_token_prob: float = 0.1,
+    max_depth: int = 64,
+) -> Rule:
     """The most frequent continuation of some suffix of the text, over prompt and output.
 
     Each match length gives a draft of at most ``max_spec_factor`` times as many tokens; a
@@ -123,127 +148,74 @@ class SuffixDecoding(_TextDrafter):
         min_token_prob: the least probable token that is drafted.
         max_depth: matched and drafted tokens together.
     """
+    text: list[int] = []
+    ends: dict[int, list[int]] = {}  # per token, the positions after it
 
-    branching: bool = False
-    max_spec_factor: float = 1.0
-    min_token_prob: float = 0.1
-    max_depth: int = 64
-
-    def propose(self, max_depth: int) -> DraftTree:
-        best, tree = 0.0, DraftTree.chain(self._text[-1])
-        for positions, most in self._matches():
-            score, grown = self._grow(positions, min(most, max_depth))
+    def draft(tokens: Sequence[int]) -> DraftTree:
+        for token in tokens:
+            text.append(token)
+            ends.setdefault(token, []).append(len(text))
+        best, tree = 0.0, DraftTree.chain(text[-1])
+        for positions, most in _matches(text, ends[text[-1]], max_spec_factor, max_depth):
+            score, grown = _grown(text, positions, most, branching, min_token_prob)
             if score >= best:
                 best, tree = score, grown
         return tree
 
-    def _reset(self) -> None:
-        super()._reset()
-        self._ends: dict[int, list[int]] = {}  # per token, the positions after it
-
-    def _extend(self, tokens: Sequence[int]) -> None:
-        for token in tokens:
-            self._text.append(token)
-            self._ends.setdefault(token, []).append(len(self._text))
-
-    def _matches(self) -> list[tuple[list[int], int]]:
-        """The different sets of occurrences, shortest match first, and their longest drafts.
-
-        Match lengths with the same occurrences differ in their longest draft alone.
-        """
-        text, end = self._text, len(self._text)
-        matches: list[tuple[list[int], int]] = []
-        positions = self._ends[text[-1]]
-        for length in range(1, min(end, self.max_depth)):
-            token = text[end - length]
-            longer = [p for p in positions if p >= length and text[p - length] == token]
-            if len(longer) < 2:  # the text's end alone
-                break
-            most = min(int(length * self.max_spec_factor + 1e-6), self.max_depth - length)
-            if matches and len(longer) == len(positions):
-                most = max(most, matches.pop()[1])
-            matches.append((longer, most))
-            positions = longer
-        return matches
-
-    def _grow(self, positions: list[int], most: int) -> tuple[float, DraftTree]:
-        """The most probable nodes of a match, and the sum of their probabilities."""
-        builder = TreeBuilder(self._text[-1])
-        frontier: list[tuple[float, int, int, int, int, list[int]]] = []
-        serial = itertools.count()  # among equals the older one comes first
-        score, node, depth, probability = 0.0, 0, 0, 1.0
-        while True:
-            for token, group in self._continued(positions, depth):
-                share = probability * len(group) / len(positions)
-                if share >= self.min_token_prob:
-                    heappush(frontier, (-share, next(serial), node, depth + 1, token, group))
-            if not frontier or len(builder) > most:
-                return score, builder.tree()
-            negative, _, parent, depth, token, positions = heappop(frontier)
-            probability = -negative
-            node = builder.child(parent, token)
-            score += probability
-
-    def _continued(self, positions: list[int], depth: int) -> Sequence[tuple[int, list[int]]]:
-        """Occurrences by the token that follows at a depth, of a path the most frequent alone.
-
-        Occurrences at the text's end drop out.
-        """
-        groups: dict[int, list[int]] = {}
-        for position in positions:
-            if position + depth < len(self._text):
-                groups.setdefault(self._text[position + depth], []).append(position)
-        if self.branching or not groups:
-            return list(groups.items())
-        return [max(groups.items(), key=lambda item: len(item[1]))]
+    return draft
 
 
-@dataclass(eq=False)
-class TensorRTPool(_TextDrafter):
-    """A pool from n-grams to the drafts that followed them.
+def _matches(
+    text: Sequence[int], positions: list[int], factor: float, max_depth: int
+) -> list[tuple[list[int], int]]:
+    """The different sets of occurrences, shortest match first, and their longest drafts.
 
-    The rules of ``NGramPoolManager`` and of ``PLDPool`` in TensorRT-LLM's
-    examples/prompt_lookup: every n-gram with what followed it is put in the pool, the newest
-    part of the context again at each step, since more follows there now; a draft that is
-    shorter than allowed is replaced rather than kept next to the next one.
-
-    Args:
-        n_draft: how many tokens to draft at most.
-        ngram_max: the longest n-gram.
-        is_keep_all: keep all the drafts of an n-gram, not the newest alone.
-        is_use_oldest: propose the oldest draft kept, not the newest.
+    Match lengths with the same occurrences differ in their longest draft alone.
     """
+    end = len(text)
+    matches: list[tuple[list[int], int]] = []
+    for length in range(1, min(end, max_depth)):
+        token = text[end - length]
+        longer = [p for p in positions if p >= length and text[p - length] == token]
+        if len(longer) < 2:  # the text's end alone
+            break
+        most = min(int(length * factor + 1e-6), max_depth - length)
+        if matches and len(longer) == len(positions):
+            most = max(most, matches.pop()[1])
+        matches.append((longer, most))
+        positions = longer
+    return matches
 
-    n_draft: int = 10
-    ngram_max: int = 2
-    is_keep_all: bool = True
-    is_use_oldest: bool = True
 
-    def _reset(self) -> None:
-        super()._reset()
-        self._pool: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-        self._start = 0
+def _grown(
+    text: Sequence[int], positions: list[int], most: int, branching: bool, least: float
+) -> tuple[float, DraftTree]:
+    """The most probable nodes of a match, and the sum of their probabilities."""
+    builder = TreeBuilder(text[-1])
+    frontier: list[tuple[float, int, int, int, int, list[int]]] = []
+    serial = itertools.count()  # among equals the older one comes first
+    score, node, depth, probability = 0.0, 0, 0, 1.0
+    while True:
+        groups: dict[int, list[int]] = {}  # occurrences by the token that follows
+        for position in positions:
+            if position + depth < len(text):
+                groups.setdefault(text[position + depth], []).append(position)
+        children = list(groups.items())
+        if children and not branching:
+            children = [max(children, key=lambda item: len(item[1]))]
+        for token, group in children:
+            share = probability * len(group) / len(positions)
+            if share >= least:
+                heappush(frontier, (-share, next(serial), node, depth + 1, token, group))
+        if not frontier or len(builder) > most:
+            return score, builder.tree()
+        negative, _, parent, depth, token, positions = heappop(frontier)
+        probability = -negative
+        node = builder.child(parent, token)
+        score += probability
 
-    def _draft(self) -> Sequence[int]:
-        self._enter(self._text[self._start :])
-        self._start = max(0, len(self._text) - (self.n_draft + self.ngram_max - 1))
-        for size in range(self.ngram_max, 0, -1):
-            drafts = self._pool.get(tuple(self._text[-size:]))
-            if drafts and size < len(self._text):
-                return drafts[0 if self.is_use_oldest else -1]
-        return ()
 
-    def _enter(self, tokens: list[int]) -> None:
-        for size in range(self.ngram_max, 0, -1):
-            for left in range(len(tokens) - size):
-                right = left + size
-                key, draft = tuple(tokens[left:right]), tuple(tokens[right : right + self.n_draft])
-                drafts = self._pool.get(key)
-                if drafts is None or not self.is_keep_all or len(drafts[0]) < self.n_draft:
-                    self._pool[key] = [draft]
-                elif draft not in drafts:
-                    drafts.append(draft)
-
+# --- hindsight ---
 
 _UNKNOWN = -1  # the choice after a row that was not accepted
 
@@ -310,23 +282,10 @@ class Hindsight(Drafter):
         return max((0, *right), key=lambda node: rates.get(node, 1.0))
 
 
-@dataclass(frozen=True)
-class Task:
-    """What a policy may know of a completion to replay.
+# --- what can be replayed ---
 
-    Attributes:
-        output: its tokens, which only hindsight reads.
-        curve: T(rows) / T(1).
-        classes: see :func:`mlxspec.drafting.acceptance.token_classes`.
-        memory: of the completions so far, if the policy has one.
-        experience: what the completions so far have taught, if the policy knows it.
-    """
-
-    output: Sequence[int]
-    curve: CostCurve
-    classes: bytes
-    memory: Memory | None = None
-    experience: Experience | None = None
+NewDrafter = Callable[[Sequence[int]], Drafter]
+"""Gives a new drafter for an output, which only hindsight reads."""
 
 
 @dataclass(frozen=True)
@@ -336,27 +295,55 @@ class ReplayPolicy:
     Attributes:
         label: its name in tables; where the rule is another program's, with that one's name.
         description: what it is, for users.
-        make_drafter: gives a new drafter for each completion.
+        drafters: gives the drafters of a replay from its cost curve, T(rows) / T(1), and the
+            classes of its tokens (see :func:`mlxspec.drafting.acceptance.token_classes`). They
+            share what earlier outputs have taught.
         follows_costs: whether its drafts depend on the cost curve.
         memory_tokens: how many tokens of completions it remembers; None for all.
     """
 
     label: str
     description: str
-    make_drafter: Callable[[Task], Drafter]
+    drafters: Callable[[CostCurve, bytes], NewDrafter]
     follows_costs: bool = False
     memory_tokens: int | None = 0
 
 
-def _planned(task: Task, *others: Drafter) -> Planner:
-    experience = task.experience or Experience()
-    suffixes = SuffixSource(task.classes, experience, memory=task.memory)
-    return Planner(
-        FixedCosts(task.curve),
-        [suffixes, *others],
-        branching=trees_pay(task.curve),
-        experience=experience,
-    )
+def _ruled(label: str, description: str, new: Callable[[], Drafter]) -> ReplayPolicy:
+    """A policy that knows the text alone."""
+    return ReplayPolicy(label, description, lambda curve, classes: lambda output: new())
+
+
+def planned(
+    label: str,
+    description: str,
+    memory_tokens: int | None = 0,
+    other: Callable[[], Drafter] | None = None,
+) -> ReplayPolicy:
+    """The default decoder with a memory of this size, and with a drafter beside its own."""
+
+    def drafters(curve: CostCurve, classes: bytes) -> NewDrafter:
+        experience = Experience()
+        memory: Memory | None = None
+        if memory_tokens != 0:
+            memory = Memory(sys.maxsize if memory_tokens is None else memory_tokens)
+
+        def new(output: Sequence[int]) -> Drafter:
+            if memory:
+                memory.settle(tidy=True)  # it finds all outputs so far, however fast this goes
+            sources: list[Drafter] = [SuffixSource(classes, experience, memory=memory)]
+            if other is not None:
+                sources.append(other())
+            costs, branching = FixedCosts(curve), trees_pay(curve)
+            return Planner(costs, sources, branching=branching, experience=experience)
+
+        return new
+
+    return ReplayPolicy(label, description, drafters, True, memory_tokens)
+
+
+def _hindsight(curve: CostCurve, classes: bytes) -> NewDrafter:
+    return lambda output: Hindsight(output, curve, trees_pay(curve), classes)
 
 
 AUTO = "auto"
@@ -364,68 +351,63 @@ HINDSIGHT = "hindsight"
 """Not a decoder, since it knows the output; it shows how much is left to gain."""
 
 POLICIES: dict[str, ReplayPolicy] = {
-    AUTO: ReplayPolicy(
-        AUTO,
-        "mlxspec's default decoder without a memory; earlier outputs teach what is likely",
-        _planned,
-        follows_costs=True,
+    AUTO: planned(
+        AUTO, "mlxspec's default decoder without a memory; earlier outputs teach what is likely"
     ),
-    "auto-memory": ReplayPolicy(
+    "auto-memory": planned(
         "auto-memory",
         "the default decoder as it is: it remembers the process's earlier outputs",
-        _planned,
-        follows_costs=True,
-        memory_tokens=MAX_TOKENS,
+        MAX_TOKENS,
     ),
-    "prompt-lookup": ReplayPolicy(
+    "prompt-lookup": _ruled(
         "prompt-lookup",
         "as in 'mlxspec generate': n-grams of 3 to 1, 10 tokens",
-        lambda task: PromptLookupDrafter(),
+        PromptLookupDrafter,
     ),
     # Its PLD, the yardstick of published figures.
-    "spec-bench": ReplayPolicy(
+    "spec-bench": _ruled(
         "prompt lookup (Spec-Bench)",
         "its PLD: n-grams of 3 to 1, 10 tokens, full drafts only",
-        lambda task: FullDraftLookup(),
+        lambda: RuleDrafter(full_draft_lookup),
     ),
     # transformers: generate(prompt_lookup_num_tokens=10), max_matching_ngram_size 2.
-    "transformers": ReplayPolicy(
+    "transformers": _ruled(
         "prompt lookup (transformers)",
         "its prompt_lookup_num_tokens=10, n-grams of 2 and 1",
-        lambda task: PromptLookupDrafter(n_draft=10, ngram_max=2),
+        lambda: PromptLookupDrafter(n_draft=10, ngram_max=2),
     ),
     # vLLM: method "ngram", prompt_lookup_min = prompt_lookup_max = 5; the number of tokens
     # has no default there, 5 is that of its documentation.
-    "vllm": ReplayPolicy(
+    "vllm": _ruled(
         "n-grams (vLLM)",
         "its n-gram speculator: n-grams of 5, 5 tokens",
-        lambda task: PromptLookupDrafter(n_draft=5, ngram_max=5, ngram_min=5),
+        lambda: PromptLookupDrafter(n_draft=5, ngram_max=5, ngram_min=5),
     ),
     # TensorRT-LLM: prompt_lookup_config [10,2], is_keep_all and is_use_oldest.
-    "tensorrt-llm": ReplayPolicy(
+    "tensorrt-llm": _ruled(
         "prompt lookup (TensorRT-LLM)",
         "its prompt lookup pool: n-grams of 2 and 1, 10 tokens, keep all, oldest",
-        lambda task: TensorRTPool(),
+        lambda: RuleDrafter(tensorrt_pool),
     ),
-    "llama.cpp": ReplayPolicy(
+    "llama.cpp": _ruled(
         "ngram-simple (llama.cpp)",
         "its n-grams of 12, 48 tokens",
-        lambda task: NgramSimple(),
+        lambda: RuleDrafter(ngram_simple),
     ),
-    "suffix-path": ReplayPolicy(
+    "suffix-path": _ruled(
         "suffix path (ArcticInference)",
         "its SuffixDecoding: the most frequent continuation of what matches, as one chain",
-        lambda task: SuffixDecoding(),
+        lambda: RuleDrafter(suffix_decoding),
     ),
-    "suffix-tree": ReplayPolicy(
+    "suffix-tree": _ruled(
         "suffix tree (ArcticInference)",
         "the same with a tree of continuations, up to four times the match's length",
-        lambda task: SuffixDecoding(branching=True, max_spec_factor=4.0),
+        lambda: RuleDrafter(partial(suffix_decoding, branching=True, max_spec_factor=4.0)),
     ),
     HINDSIGHT: ReplayPolicy(
         f"{HINDSIGHT} (unreachable)",
         "no decoder: auto's candidates, as many as the known output shows to pay best",
-        lambda task: Hindsight(task.output, task.curve, trees_pay(task.curve), task.classes),
+        _hindsight,
         follows_costs=True,
     ),
 }
@@ -435,12 +417,8 @@ POLICIES: dict[str, ReplayPolicy] = {
 def policies_with(drafter: type[Drafter]) -> dict[str, ReplayPolicy]:
     """A custom drafter class, alone and together with the default decoder's look-ups."""
     name = drafter.__name__
+    both = f"auto+{name}"
     return {
-        name: ReplayPolicy(name, "a drafter of your own", lambda task: drafter()),
-        f"auto+{name}": ReplayPolicy(
-            f"auto+{name}",
-            "the default decoder, which drafts with it too",
-            lambda task: _planned(task, drafter()),
-            follows_costs=True,
-        ),
+        name: _ruled(name, "a drafter of your own", drafter),
+        both: planned(both, "the default decoder, which drafts with it too", other=drafter),
     }

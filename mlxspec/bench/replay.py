@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -16,17 +15,15 @@ from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any, cast
 
-from ..corpus.memory import Memory
 from ..drafting.chips import ESTIMATED, Chip
 from ..drafting.costs import CostCurve, FixedCosts
 from ..drafting.drafter import Drafter, DraftTree, NoDraft
-from ..drafting.kept import Experience
 from ..drafting.planner import Plan, Planner, plan_drafts
 from ..errors import OptionError
 from ..jsonl import load_json
-from .page import Bar, BarChart, render
-from .policies import AUTO, HINDSIGHT, POLICIES, ReplayPolicy, Task, verify
+from .policies import HINDSIGHT, POLICIES, NewDrafter, ReplayPolicy, planned, verify
 from .prompts import Completion
+from .report import Report, bar_chart, render
 
 SLOW = 0.98
 """A speed below this counts as slower than plain decoding, but for a few plain steps."""
@@ -81,12 +78,12 @@ def replay(prompt: Sequence[int], output: Sequence[int], drafter: Drafter) -> Re
             output, and after rows that were not accepted they are unknown (-1).
     """
     one = Completion("", [*prompt], len(prompt), [*output])
-    return replay_jointly([one], lambda one: drafter, _ANY_CURVE, 1)
+    return replay_jointly([one], lambda output: drafter, _ANY_CURVE, 1)
 
 
 def replay_jointly(
     completions: Sequence[Completion],
-    make_drafter: Callable[[Completion], Drafter],
+    new_drafter: NewDrafter,
     curve: CostCurve,
     concurrency: int,
     on_progress: Callable[[], None] = lambda: None,
@@ -99,7 +96,7 @@ def replay_jointly(
 
     Args:
         completions: the recorded outputs.
-        make_drafter: gives the drafter of each. Planners share the rows of each step, as in
+        new_drafter: gives the drafter of each output. Planners share the rows of each step, as in
             :class:`mlxspec.engine.step.Batch`; what others propose is verified whole.
         curve: T(rows)/T(1) of one sequence, by which planners share rows.
         concurrency: how many run at once, at least 1.
@@ -115,7 +112,7 @@ def replay_jointly(
     try:
         while True:
             for completion in itertools.islice(waiting, most - len(active)):
-                active.append(_Output(completion, make_drafter(completion)))
+                active.append(_Output(completion, new_drafter(completion.output)))
             if not active:
                 break
             plans = _plans(active, costs(len(active))) if len(active) > 1 else {}
@@ -134,15 +131,6 @@ def replay_jointly(
             one.drafter.end()
     tokens = sum(len(completion.output) for completion in completions)
     return Replayed(tokens, tuple(rows), tuple(sequences), tuple(spans))
-
-
-def replay_plain_batch(
-    completions: Sequence[Completion],
-    concurrency: int,
-    on_progress: Callable[[], None] = lambda: None,
-) -> Replayed:
-    """Plain batching: the same without drafts. Its steps are those on all chips."""
-    return replay_jointly(completions, lambda one: NoDraft(), _ANY_CURVE, concurrency, on_progress)
 
 
 class _Output:
@@ -246,71 +234,56 @@ def joint_curve(curve: CostCurve, count: int) -> CostCurve:
     return CostCurve([(1 + n, whole(count + n) / plain) for n in range(curve.widest)])
 
 
-@dataclass(frozen=True)
-class SetReport:
-    """The figures of one set of completions.
+# --- figures ---
 
-    Attributes:
-        completions: how many were replayed.
-        tokens: how many tokens they have.
-        speedup: time of plain decoding / time of the steps.
-        share_slow: the share of completions that lose more than 2 % and more than two plain steps.
-        tokens_per_step: tokens / steps.
-        rows_per_step: verified rows / steps.
-    """
-
-    completions: int
-    tokens: int
-    speedup: float
-    share_slow: float
-    tokens_per_step: float
-    rows_per_step: float
-
-
-@dataclass(frozen=True)
-class ReplayReport:
-    """The figures over all sets.
-
-    Attributes:
-        speedup: the geometric mean of the sets' speed-ups.
-        worst: the lowest of them.
-        share_slow: the mean of the sets' shares.
-        tokens_per_step: over all steps.
-        rows_per_step: over all steps.
-        sets: by name, in the order of their appearance.
-    """
-
-    speedup: float
-    worst: float
-    share_slow: float
-    tokens_per_step: float
-    rows_per_step: float
-    sets: dict[str, SetReport]
+Comparison = Mapping[str, Mapping[str, Report]]
+"""Reports by chip and policy."""
 
 
 def replay_report(
     replayed: Iterable[tuple[str, Replayed]], curve: Callable[[int], float]
-) -> ReplayReport:
+) -> Report:
     """Sum up what was replayed.
 
     Args:
         replayed: set and completion, at least one.
         curve: T(rows) / T(1).
+
+    Returns:
+        ``speedup``: the geometric mean of the sets'; ``worst``: the lowest of them;
+        ``share_slow``: the mean of theirs; ``tokens_per_step`` and ``rows_per_step``: over all
+        steps; ``sets``: by name, in the order of their appearance, see :func:`_figures`.
     """
     replayed = list(replayed)
     by_set: dict[str, list[Replayed]] = {}
     for name, completion in replayed:
         by_set.setdefault(name, []).append(completion)
-    sets = {name: _set_report(completions, curve) for name, completions in by_set.items()}
-    everything = _set_report([completion for _, completion in replayed], curve)
-    return ReplayReport(
-        speedup=geometric_mean([one.speedup for one in sets.values()]),
-        worst=min(one.speedup for one in sets.values()),
-        share_slow=fmean(one.share_slow for one in sets.values()),
-        tokens_per_step=everything.tokens_per_step,
-        rows_per_step=everything.rows_per_step,
-        sets=sets,
-    )
+    sets = {name: _figures(completions, curve) for name, completions in by_set.items()}
+    everything = _figures([completion for _, completion in replayed], curve)
+    return {
+        "speedup": geometric_mean([one["speedup"] for one in sets.values()]),
+        "worst": min(one["speedup"] for one in sets.values()),
+        "share_slow": fmean(one["share_slow"] for one in sets.values()),
+        "tokens_per_step": everything["tokens_per_step"],
+        "rows_per_step": everything["rows_per_step"],
+        "sets": sets,
+    }
+
+
+def _figures(completions: list[Replayed], curve: Callable[[int], float]) -> Report:
+    """The figures of one set; ``speedup`` is the time of plain decoding / time of the steps."""
+    costs = [completion.cost(curve) for completion in completions]
+    tokens = sum(completion.tokens for completion in completions)
+    steps = sum(len(completion.rows) for completion in completions)
+    slow = sum(is_slow(c.tokens, cost) for c, cost in zip(completions, costs, strict=True))
+    return {
+        "completions": len(completions),
+        "tokens": tokens,
+        "speedup": tokens / sum(costs),
+        "share_slow": slow / len(completions),
+        "tokens_per_step": tokens / steps,
+        "rows_per_step": sum(sum(completion.rows) for completion in completions) / steps,
+    }
 
 
 def is_slow(plain: float, cost: float) -> bool:
@@ -323,96 +296,46 @@ def is_slow(plain: float, cost: float) -> bool:
     return plain / cost < SLOW and cost - plain > _UNNOTICED
 
 
-def _set_report(completions: list[Replayed], curve: Callable[[int], float]) -> SetReport:
-    costs = [completion.cost(curve) for completion in completions]
-    tokens = sum(completion.tokens for completion in completions)
-    steps = sum(len(completion.rows) for completion in completions)
-    slow = sum(is_slow(c.tokens, cost) for c, cost in zip(completions, costs, strict=True))
-    return SetReport(
-        completions=len(completions),
-        tokens=tokens,
-        speedup=tokens / sum(costs),
-        share_slow=slow / len(completions),
-        tokens_per_step=tokens / steps,
-        rows_per_step=sum(sum(completion.rows) for completion in completions) / steps,
-    )
-
-
-@dataclass(frozen=True)
-class JointReport:
-    """The figures of several sequences at once. Speeds are against one plain sequence.
-
-    Attributes:
-        speedup: tokens of all sequences / time of the joint steps with drafts.
-        plain_batching: the same without drafts.
-        one_at_a_time: the same with drafts, one sequence after the other.
-        over_plain_batching: ``speedup / plain_batching``.
-        share_slow: the share of outputs that lose more than 2 % and more than two steps against
-            plain joint steps.
-        tokens: how many the outputs have.
-        completions: how many were replayed.
-        tokens_per_step: tokens of all sequences / joint steps.
-        rows_per_step: verified rows / joint steps.
-        sequences_per_step: how many shared a step on average; fewer run at the end.
-    """
-
-    speedup: float
-    plain_batching: float
-    one_at_a_time: float
-    over_plain_batching: float
-    share_slow: float
-    tokens: int
-    completions: int
-    tokens_per_step: float
-    rows_per_step: float
-    sequences_per_step: float
-
-    @property
-    def adds_up(self) -> bool:
-        """Whether batching and drafting together are faster than either alone."""
-        return self.speedup > _WORTH_IT * max(self.plain_batching, self.one_at_a_time)
-
-
 def joint_report(
-    joint: Replayed,
-    plain: Replayed,
-    alone: Replayed,
-    curve: CostCurve,
-) -> JointReport:
-    """Sum up what was replayed.
+    joint: Replayed, plain: Replayed, alone: Iterable[Replayed], curve: CostCurve
+) -> Report:
+    """Sum up outputs that ran at once. Speeds are against one plain sequence.
 
     Args:
         joint: with drafts, in joint steps.
         plain: the same outputs without drafts, in joint steps.
         alone: the same outputs with drafts, one at a time.
         curve: T(rows)/T(1) of one sequence.
+
+    Returns:
+        ``speedup``: tokens of all sequences / time of the joint steps with drafts;
+        ``plain_batching``: the same without drafts; ``one_at_a_time``: with drafts, one sequence
+        after the other; ``over_plain_batching``: ``speedup / plain_batching``; ``share_slow``: the
+        share of outputs that lose more than 2 % and more than two steps against plain joint
+        steps; ``tokens`` and ``completions``: how many; ``tokens_per_step``, ``rows_per_step``
+        and ``sequences_per_step``: of all sequences, on average over the joint steps.
     """
     whole = extended(curve)
     speedup, batching = (one.tokens / one.cost(whole) for one in (joint, plain))
     steps = len(joint.rows)
-    return JointReport(
-        speedup=speedup,
-        plain_batching=batching,
-        one_at_a_time=alone.tokens / alone.cost(whole),
-        over_plain_batching=speedup / batching,
-        share_slow=fmean(is_slow(tokens, time) for tokens, time in joint.times(whole)),
-        tokens=joint.tokens,
-        completions=len(joint.spans),
-        tokens_per_step=joint.tokens / steps,
-        rows_per_step=sum(joint.rows) / steps,
-        sequences_per_step=sum(joint.sequences) / steps,
-    )
+    return {
+        "speedup": speedup,
+        "plain_batching": batching,
+        "one_at_a_time": joint.tokens / sum(whole(rows) for one in alone for rows in one.rows),
+        "over_plain_batching": speedup / batching,
+        "share_slow": fmean(is_slow(tokens, time) for tokens, time in joint.times(whole)),
+        "tokens": joint.tokens,
+        "completions": len(joint.spans),
+        "tokens_per_step": joint.tokens / steps,
+        "rows_per_step": sum(joint.rows) / steps,
+        "sequences_per_step": sum(joint.sequences) / steps,
+    }
 
+
+# --- what is compared ---
 
 _WIDEST = 1024  # rows; far more than any draft has
 _UNUSABLE = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError)
-
-Comparison = Mapping[str, Mapping[str, ReplayReport]]
-"""Reports by chip and policy."""
-
-JointComparison = Mapping[str, Mapping[str, JointReport]]
-"""Reports of several sequences at once by chip and policy."""
-
 
 _GUESSES = (
     "it drafts from the model's own guesses, and no model runs here; mlxspec bench measures it"
@@ -425,13 +348,24 @@ _NOT_REPLAYED = {
 """Decoders of the other commands, and why replay cannot give figures for them."""
 
 
-def chosen_policies(names: str) -> dict[str, ReplayPolicy]:
+def chosen_policies(names: str, concurrency: int = 1) -> dict[str, ReplayPolicy]:
     """The policies that a comma-separated list names, in its order; "all" names all.
 
+    Args:
+        names: the list.
+        concurrency: how many outputs run at once; from 2 on "all" leaves out hindsight.
+
     Raises:
-        OptionError: one of them is unknown.
+        OptionError: one of them is unknown, or means nothing with several outputs at once.
     """
-    wanted = list(POLICIES) if names == "all" else [name.strip() for name in names.split(",")]
+    if names == "all":
+        return {n: one for n, one in POLICIES.items() if n != HINDSIGHT or concurrency == 1}
+    wanted = [name.strip() for name in names.split(",")]
+    if HINDSIGHT in wanted and concurrency > 1:
+        raise OptionError(
+            f"--decoder {HINDSIGHT} with --concurrency {concurrency}: it weighs one sequence "
+            "alone; leave one of them out"
+        )
     try:
         return {name: POLICIES[name] for name in wanted}
     except KeyError as error:
@@ -476,8 +410,9 @@ def compare(
     classes: bytes,
     policies: Mapping[str, ReplayPolicy],
     curves: Mapping[str, CostCurve],
+    concurrency: int = 1,
     on_progress: Callable[[float], None] = lambda share: None,
-) -> dict[str, dict[str, ReplayReport]]:
+) -> dict[str, dict[str, Report]]:
     """Replay outputs with several policies on several chips.
 
     Args:
@@ -485,120 +420,69 @@ def compare(
         classes: of their tokens, see :func:`mlxspec.drafting.acceptance.token_classes`.
         policies: by name.
         curves: T(rows)/T(1) by the chip's name.
+        concurrency: how many outputs run at once. From 2 on they are set against batching and
+            drafting alone.
         on_progress: called with the share that is done.
 
     Returns:
-        by chip and policy, in the order given.
+        by chip and policy, in the order given, what :func:`replay_report` returns; from 2 outputs
+        at once on, what :func:`joint_report` does.
     """
-    replays = sum(len(curves) if policy.follows_costs else 1 for policy in policies.values())
-    done, total = itertools.count(1), replays * len(completions)
-    reports: dict[str, dict[str, ReplayReport]] = {chip: {} for chip in curves}
-    for name, policy in policies.items():
-        replayed: list[tuple[str, Replayed]] = []
-        for chip, curve in curves.items():
-            if policy.follows_costs or not replayed:  # without costs all chips have the same steps
-                replayed, make_drafter = [], _drafters(policy, curve, classes)
-                for one in completions:
-                    outcome = replay(one.prompt, one.output, make_drafter(one))
-                    replayed.append((one.category, outcome))
-                    on_progress(next(done) / total)
-            reports[chip][name] = replay_report(replayed, curve)
-    return reports
-
-
-def _drafters(
-    policy: ReplayPolicy, curve: CostCurve, classes: bytes
-) -> Callable[[Completion], Drafter]:
-    """What gives each completion its drafter; all of them share one memory."""
-    most, experience = policy.memory_tokens, Experience()
-    if most == 0:
-        return lambda one: policy.make_drafter(
-            Task(one.output, curve, classes, experience=experience)
-        )
-    memory = Memory(sys.maxsize if most is None else most)
-
-    def drafter(one: Completion) -> Drafter:
-        memory.settle(tidy=True)  # it finds all completions so far, however fast this goes
-        return policy.make_drafter(Task(one.output, curve, classes, memory, experience))
-
-    return drafter
-
-
-def jointly_chosen(names: str, concurrency: int) -> dict[str, ReplayPolicy]:
-    """As :func:`chosen_policies`, for several sequences at once: "all" leaves out hindsight.
-
-    Raises:
-        OptionError: one of them is unknown, or means nothing there.
-    """
-    if names == "all":
-        return {name: policy for name, policy in POLICIES.items() if name != HINDSIGHT}
-    policies = chosen_policies(names)
-    if HINDSIGHT in policies:
-        raise OptionError(
-            f"--decoder {HINDSIGHT} with --concurrency {concurrency}: it weighs one sequence "
-            "alone; leave one of them out"
-        )
-    return policies
-
-
-def compare_jointly(
-    completions: Sequence[Completion],
-    classes: bytes,
-    policies: Mapping[str, ReplayPolicy],
-    curves: Mapping[str, CostCurve],
-    concurrency: int,
-    on_progress: Callable[[float], None] = lambda share: None,
-) -> dict[str, dict[str, JointReport]]:
-    """Replay several outputs at once, and set that against batching and drafting alone.
-
-    Args:
-        completions, classes, policies, curves, on_progress: as for :func:`compare`.
-        concurrency: how many outputs run at once, at least 1.
-
-    Returns:
-        by chip and policy, in the order given.
-    """
+    several = concurrency > 1
+    runs = sum(len(curves) if policy.follows_costs else 1 for policy in policies.values())
+    total = (1 + 2 * runs if several else runs) * len(completions)
     done = itertools.count(1)
-    total = (1 + 2 * len(curves) * len(policies)) * len(completions)
 
     def count() -> None:
         on_progress(next(done) / total)
 
-    plain = replay_plain_batch(completions, concurrency, count)
-    reports: dict[str, dict[str, JointReport]] = {}
-    for chip, curve in curves.items():
-        reports[chip] = {}
-        for name, policy in policies.items():
-            alone, joint = (
-                replay_jointly(
-                    completions, _drafters(policy, curve, classes), curve, at_once, count
-                )
-                for at_once in (1, concurrency)
-            )
-            reports[chip][name] = joint_report(joint, plain, alone, curve)
+    plain = joint = None
+    if several:
+        plain = replay_jointly(
+            completions, lambda output: NoDraft(), _ANY_CURVE, concurrency, count
+        )
+    reports: dict[str, dict[str, Report]] = {chip: {} for chip in curves}
+    for name, policy in policies.items():
+        alone: list[tuple[str, Replayed]] = []
+        for chip, curve in curves.items():
+            if policy.follows_costs or not alone:  # without costs all chips have the same steps
+                alone, new = [], policy.drafters(curve, classes)
+                for one in completions:
+                    outcome = replay(one.prompt, one.output, new(one.output))
+                    alone.append((one.category, outcome))
+                    count()
+                if several:
+                    joint = replay_jointly(
+                        completions, policy.drafters(curve, classes), curve, concurrency, count
+                    )
+            if joint and plain:
+                outcomes = [outcome for _, outcome in alone]
+                reports[chip][name] = joint_report(joint, plain, outcomes, curve)
+            else:
+                reports[chip][name] = replay_report(alone, curve)
     return reports
 
 
-def _fastest(reports: Mapping[str, ReplayReport]) -> str | None:
-    """The fastest reachable policy; None without one."""
-    reachable = [name for name in reports if name != HINDSIGHT]
-    return max(reachable, key=lambda name: reports[name].speedup, default=None)
+# --- verdicts and the page ---
 
 
-def _speeds(report: ReplayReport) -> str:
-    return f"{report.speedup:.2f}×, worst set {report.worst:.2f}×"
+def _winner(policies: Mapping[str, ReplayPolicy], reports: Mapping[str, Report]) -> tuple[str, str]:
+    """The label and the speeds of the fastest decoder; empty where nothing is faster than plain."""
+    reachable = [name for name in reports if name != HINDSIGHT and reports[name]["speedup"] > 1]
+    if not reachable:
+        return "", ""
+    best = max(reachable, key=lambda name: reports[name]["speedup"])
+    speedup, worst = reports[best]["speedup"], reports[best]["worst"]
+    return policies[best].label, f"{speedup:.2f}×, worst set {worst:.2f}×"
 
 
 def verdict(policies: Mapping[str, ReplayPolicy], comparison: Comparison) -> list[str]:
     """Which policy wins where, a line for each winner; plain decoding where nothing gains."""
     won: dict[str, list[str]] = {}
     for chip, reports in comparison.items():
-        best = _fastest(reports)
-        if best and reports[best].speedup > 1:
-            where = f"{chip} ({_speeds(reports[best])})"
-            won.setdefault(policies[best].label, []).append(where)
-        elif best:
-            won.setdefault("plain decoding", []).append(chip)
+        label, speeds = _winner(policies, reports)
+        where = f"{chip} ({speeds})" if speeds else chip
+        won.setdefault(label or "plain decoding", []).append(where)
     return [f"{winner} wins on {', '.join(chips)}." for winner, chips in won.items()]
 
 
@@ -606,34 +490,33 @@ def brief_verdict(
     policies: Mapping[str, ReplayPolicy], comparison: Comparison, chips: Mapping[str, Chip]
 ) -> list[str]:
     """A heading on what was compared, then a line per chip with the fastest."""
-    sets = next(iter(next(iter(comparison.values())).values())).sets
-    outputs = sum(one.completions for one in sets.values())
-    tokens = sum(one.tokens for one in sets.values())
-    lines = [
+    sets = next(iter(next(iter(comparison.values())).values()))["sets"]
+    outputs = sum(one["completions"] for one in sets.values())
+    tokens = sum(one["tokens"] for one in sets.values())
+    heading = (
         f"Modelled speed against plain decoding; outputs {outputs:,}, tokens {tokens:,}, sets "
         f"{len(sets)}, decoders {len(policies)}; {ESTIMATED}: a curve with estimates"
-    ]
+    )
+    lines = [heading]
     for chip, reports in comparison.items():
-        best = _fastest(reports)
-        if best and reports[best].speedup > 1:
-            label, speeds = policies[best].label, _speeds(reports[best])
-            lines.append(f"{chips[chip].label}: {label} {speeds}")
-        elif best:
-            lines.append(f"{chips[chip].label}: nothing is faster")
+        won = " ".join(_winner(policies, reports)).strip()
+        lines.append(f"{chips[chip].label}: {won or 'nothing is faster'}")
     return lines
 
 
-def joint_verdict(policies: Mapping[str, ReplayPolicy], comparison: JointComparison) -> list[str]:
+def joint_verdict(policies: Mapping[str, ReplayPolicy], comparison: Comparison) -> list[str]:
     """Whether batching and drafting add up, a line for each chip by its fastest decoder."""
     lines = []
     for chip, reports in comparison.items():
-        best = max(reports, key=lambda name: reports[name].speedup)
-        report = reports[best]
-        finding = "add up" if report.adds_up else "add less than 2 % to the better of the two"
+        best = max(reports, key=lambda name: reports[name]["speedup"])
+        speedup, batching, alone = (
+            reports[best][name] for name in ("speedup", "plain_batching", "one_at_a_time")
+        )
+        adds_up = speedup > _WORTH_IT * max(batching, alone)
+        finding = "add up" if adds_up else "add less than 2 % to the better of the two"
         lines.append(
-            f"On {chip} batching and drafting {finding} ({policies[best].label} "
-            f"{report.speedup:.2f}×, batching alone {report.plain_batching:.2f}×, one at a time "
-            f"{report.one_at_a_time:.2f}×)."
+            f"On {chip} batching and drafting {finding} ({policies[best].label} {speedup:.2f}×, "
+            f"batching alone {batching:.2f}×, one at a time {alone:.2f}×)."
         )
     return lines
 
@@ -652,17 +535,20 @@ def replay_page(
         chips: by name, the chips of the comparison.
         verdict: the lines at the top.
     """
-    chart = BarChart(
-        {
-            chips[chip].label: [
-                Bar(policies[name].label, report.speedup, unreachable=name == HINDSIGHT)
-                for name, report in reports.items()
-            ]
-            for chip, reports in comparison.items()
-        },
-        SLOW,
-    )
-    sets = next(iter(next(iter(comparison.values())).values())).sets.values()
+    groups = {
+        chips[chip].label: [
+            {
+                "label": policies[name].label,
+                "value": report["speedup"],
+                "ticks": (),
+                "missing": "",
+                "unreachable": name == HINDSIGHT,
+            }
+            for name, report in reports.items()
+        ]
+        for chip, reports in comparison.items()
+    }
+    sets = next(iter(next(iter(comparison.values())).values()))["sets"].values()
     return render(
         "replay.html",
         verdict=verdict,
@@ -670,16 +556,14 @@ def replay_page(
         chips={chip: chips[chip] for chip in comparison},
         estimated=ESTIMATED if any(chips[chip].estimated for chip in comparison) else "",
         decoders=policies,
-        best={
-            chip: chart.best(bars)
-            for chip, bars in zip(comparison, chart.groups.values(), strict=True)
-        },
         hindsight=HINDSIGHT,
-        chart=chart,
-        completions=sum(one.completions for one in sets),
-        tokens=sum(one.tokens for one in sets),
+        chart=bar_chart(groups, SLOW),
+        completions=sum(one["completions"] for one in sets),
+        tokens=sum(one["tokens"] for one in sets),
     )
 
+
+# --- memories of several sizes ---
 
 _ALL = "all"
 _LETTERS = {"": 1, "k": 1 << 10, "m": 1 << 20}
@@ -710,14 +594,11 @@ def memories(sizes: str) -> dict[str, ReplayPolicy]:
             raise OptionError(f"--memory names {_name(size)} twice: name each size once")
         found.append(size)
     bounded = sorted({0, *(size for size in found if size is not None)})
-    unbounded = [None] if None in found else []
-    names = {
-        "no memory" if size == 0 else f"memory {_name(size)}": size
-        for size in [*bounded, *unbounded]
-    }
+    ordered = [*bounded, None] if None in found else bounded
+    names = [f"memory {_name(size)}" if size != 0 else "no memory" for size in ordered]
     return {
-        name: replace(POLICIES[AUTO], label=name, memory_tokens=size)
-        for name, size in names.items()
+        name: planned(name, "the default decoder with a memory of this size", size)
+        for name, size in zip(names, ordered, strict=True)
     }
 
 
@@ -742,17 +623,10 @@ def _name(size: int | None) -> str:
     return f"{size:,}"
 
 
-def _enough(speeds: Sequence[float]) -> int:
-    """The index of the first that no later one exceeds by more than 1 %."""
-    return next(
-        index for index, speed in enumerate(speeds) if max(speeds[index:]) <= ENOUGH * speed
-    )
-
-
-def memory_verdict(
-    policies: Mapping[str, ReplayPolicy], comparison: Comparison | JointComparison
-) -> list[str]:
+def memory_verdict(policies: Mapping[str, ReplayPolicy], comparison: Comparison) -> list[str]:
     """What remembering gains: a line for each size that is enough, with the chips where it is.
+
+    A size is enough if no larger one is faster by more than 1 %.
 
     Args:
         policies: from :func:`memories`.
@@ -761,8 +635,10 @@ def memory_verdict(
     sizes = [policy.memory_tokens for policy in policies.values()]
     found: dict[int, list[str]] = {}
     for chip, reports in comparison.items():
-        speeds = [report.speedup for report in reports.values()]
-        enough = _enough(speeds)
+        speeds = [report["speedup"] for report in reports.values()]
+        enough = next(
+            index for index, speed in enumerate(speeds) if max(speeds[index:]) <= ENOUGH * speed
+        )
         without, with_it = speeds[0], speeds[enough or -1]
         change = f"{chip} ({without:.2f}× to {with_it:.2f}×)"
         if len(sizes) == 1:

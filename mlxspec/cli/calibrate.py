@@ -70,7 +70,7 @@ def calibrate_command(
     much, nothing is kept, and the exit status is 1. The times are kept in the
     user's cache directory, or in the one that MLXSPEC_CACHE_DIR names.
     """
-    from ..bench.page import check_report, write_report
+    from ..bench.report import check_report, write_report
     from ..drafting.kept import CostCache
 
     if svg:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 
@@ -33,7 +32,8 @@ from .common.output import (
 
 if TYPE_CHECKING:
     from ..bench.policies import ReplayPolicy
-    from ..bench.replay import Comparison, JointComparison, JointReport, ReplayReport
+    from ..bench.replay import Comparison
+    from ..bench.report import Report
     from ..drafting.chips import Chip
 
 _ALL = "all"
@@ -123,11 +123,9 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
     "category", "model" and "completions", the indices of the messages to replay.
     """
     from ..bench.prompts import load_trace_tokenizer, read_completions
-    from ..bench.replay import compare, compare_jointly, replay_page
+    from ..bench.replay import brief_verdict, compare, replay_page
 
-    several = asked.concurrency
-    _check_concurrency(several, shows)
-    compared = _decoders(asked, shows) if asked.memory is None else _memories(asked)
+    policies = _policies(asked, shows)
     default = _ALL if shows.html else _DEFAULT_CHIP
     if asked.chips and asked.curve:
         raise OptionError("--chip and --curve are given together: choose one")
@@ -136,144 +134,60 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
     tokenizer = load_trace_tokenizer(asked.tokenizer)
     completions = read_completions(traces, tokenizer, asked.limit)
     curves = {name: chip.curve for name, chip in chips.items()}
-    work = completions, tokenizer.classes, compared.policies, curves
-    if several > 1:
-        with ProgressBar("Replaying") as on_progress:
-            joint = compare_jointly(*work, several, on_progress)
-        if shows.as_json:
-            write_json(_report(joint, compared, chips, concurrency=several))
-        else:
-            print_tables(_joint_tables(joint, compared, chips, several))
-        return
+    work = completions, tokenizer.classes, policies, curves, asked.concurrency
     with ProgressBar("Replaying") as on_progress:
         comparison = compare(*work, on_progress)
+    verdict = _verdict(asked, policies, comparison)
 
     def show() -> None:
         if shows.as_json:
-            write_json(_report(comparison, compared, chips))
+            write_json(_report(asked, policies, comparison, chips))
         else:
-            print_tables(_tables(comparison, compared, chips))
+            print_tables(_tables(comparison, policies, chips, asked.concurrency))
+            print_tables(map(shown, verdict))
 
     def show_briefly() -> None:
-        lines = [*compared.brief(comparison, chips), f"The tables are in {shows.html}."]
-        print_tables(map(shown, lines))
+        lines = verdict if asked.memory else brief_verdict(policies, comparison, chips)
+        print_tables(map(shown, [*lines, f"The tables are in {shows.html}."]))
 
     shows.show(
         show,
-        lambda: replay_page(comparison, compared.policies, chips, compared.verdict(comparison)),
+        lambda: replay_page(comparison, policies, chips, verdict),
         None if shows.as_json else show_briefly,
     )
 
 
-def _check_concurrency(concurrency: int, shows: ReportOptions) -> None:
-    """Find out before the work that it cannot be done or shown.
+def _policies(asked: ReplayOptions, shows: ReportOptions) -> dict[str, ReplayPolicy]:
+    """The requested decoders and a custom drafter, or the default decoder's memories.
 
     Raises:
-        OptionError: it cannot.
-    """
-    if concurrency < 1:
-        raise OptionError(f"--concurrency is {concurrency}: run at least 1 output at a time")
-    if concurrency > 1 and shows.html:
-        raise OptionError(
-            f"--html with --concurrency {concurrency}: the page shows one output at a time; "
-            "leave one of them out"
-        )
-
-
-@dataclass(frozen=True)
-class _Compared:
-    """What is compared, and how the result is reported.
-
-    Attributes:
-        policies: by name.
-        facts: what the JSON says of a policy, by its name.
-        verdict: sums a comparison up in lines.
-        brief: does so where a page has the tables.
-    """
-
-    policies: Mapping[str, ReplayPolicy]
-    facts: Callable[[str], dict[str, Any]]
-    verdict: Callable[[Any], list[str]]
-    brief: Callable[[Comparison, Mapping[str, Chip]], list[str]]
-
-
-def _decoders(asked: ReplayOptions, shows: ReportOptions) -> _Compared:
-    """The requested decoders, and a custom drafter.
-
-    Raises:
-        OptionError: there is no such decoder.
+        OptionError: there is no such decoder or size, or options contradict each other.
     """
     from ..bench.policies import AUTO, policies_with
-    from ..bench.replay import (
-        brief_verdict,
-        chosen_policies,
-        joint_verdict,
-        jointly_chosen,
-        verdict,
-    )
+    from ..bench.replay import chosen_policies, memories
     from ..drafting.drafter import load_drafter
 
     several = asked.concurrency
-    names = asked.decoders if asked.decoders is not None else _ALL if shows.html else AUTO
-    policies = jointly_chosen(names, several) if several > 1 else chosen_policies(names)
-    if asked.drafter is not None:
-        policies |= policies_with(load_drafter(asked.drafter))
-    return _Compared(
-        policies,
-        lambda name: {"decoder": name, "label": policies[name].label},
-        partial(joint_verdict if several > 1 else verdict, policies),
-        partial(brief_verdict, policies),
-    )
-
-
-def _memories(asked: ReplayOptions) -> _Compared:
-    """The sizes of memories that are asked for.
-
-    Raises:
-        OptionError: there is no such size, or another decoder is asked for.
-    """
-    from ..bench.policies import AUTO
-    from ..bench.replay import memories, memory_verdict
-
-    assert asked.memory is not None
+    if several < 1:
+        raise OptionError(f"--concurrency is {several}: run at least 1 output at a time")
+    if several > 1 and shows.html:
+        raise OptionError(
+            f"--html with --concurrency {several}: the page shows one output at a time; "
+            "leave one of them out"
+        )
+    if asked.memory is None:
+        names = asked.decoders if asked.decoders is not None else _ALL if shows.html else AUTO
+        policies = chosen_policies(names, several)
+        if asked.drafter is not None:
+            policies |= policies_with(load_drafter(asked.drafter))
+        return policies
     for option, given in (("--decoder", asked.decoders), ("--drafter", asked.drafter)):
         if given not in (None, AUTO):
             raise OptionError(
                 f"{option} {given} with --memory: it compares the default decoder with itself; "
                 "leave one of them out"
             )
-    policies = memories(asked.memory)
-    return _Compared(
-        policies,
-        lambda name: {
-            "decoder": AUTO,
-            "label": policies[name].label,
-            "memory_tokens": policies[name].memory_tokens,
-        },
-        partial(memory_verdict, policies),
-        lambda comparison, chips: memory_verdict(policies, comparison),
-    )
-
-
-def _report(
-    comparison: Comparison | JointComparison,
-    compared: _Compared,
-    chips: Mapping[str, Chip],
-    **more: Any,
-) -> dict[str, Any]:
-    """The figures of the first policy on the first chip, and below ``comparison`` of all."""
-    entries = [
-        {
-            "chip": chip,
-            "estimated_rows": [*chips[chip].estimated],
-            **compared.facts(name),
-            **more,
-            **asdict(report),
-        }
-        for chip, reports in comparison.items()
-        for name, report in reports.items()
-    ]
-    return {**entries[0], "comparison": entries}
+    return memories(asked.memory)
 
 
 def _chips(names: tuple[str, ...], file: Path | None) -> dict[str, Chip]:
@@ -287,36 +201,58 @@ def _chips(names: tuple[str, ...], file: Path | None) -> dict[str, Chip]:
     return {chip.name: chip for chip in chips}
 
 
-def _modelled_on(chip: Chip, more: str = "") -> str:
-    estimates = f" ({chip.about})" if chip.about else ""
-    return shown(f"Modelled on: {chip.name}{more}{estimates}")
+def _verdict(
+    asked: ReplayOptions, policies: Mapping[str, ReplayPolicy], comparison: Comparison
+) -> list[str]:
+    """The comparison summed up in lines."""
+    from ..bench.replay import joint_verdict, memory_verdict, verdict
+
+    if asked.memory is not None:
+        return memory_verdict(policies, comparison)
+    return (joint_verdict if asked.concurrency > 1 else verdict)(policies, comparison)
+
+
+def _report(
+    asked: ReplayOptions,
+    policies: Mapping[str, ReplayPolicy],
+    comparison: Comparison,
+    chips: Mapping[str, Chip],
+) -> Report:
+    """The figures of the first policy on the first chip, and below ``comparison`` of all."""
+    from ..bench.policies import AUTO
+
+    entries = []
+    for chip, reports in comparison.items():
+        for name, report in reports.items():
+            entry: Report = {"chip": chip, "estimated_rows": [*chips[chip].estimated]}
+            entry |= {"decoder": name, "label": policies[name].label}
+            if asked.memory is not None:
+                entry |= {"decoder": AUTO, "memory_tokens": policies[name].memory_tokens}
+            if asked.concurrency > 1:
+                entry["concurrency"] = asked.concurrency
+            entries.append(entry | report)
+    return {**entries[0], "comparison": entries}
 
 
 def _tables(
-    comparison: Comparison, compared: _Compared, chips: Mapping[str, Chip]
-) -> Iterator[RenderableType]:
-    labels = {name: policy.label for name, policy in compared.policies.items()}
-    for chip, reports in comparison.items():
-        yield _modelled_on(chips[chip])
-        yield _sets(reports, labels)
-        yield _decoder_figures(reports, labels)
-    yield from map(shown, compared.verdict(comparison))
-
-
-def _joint_tables(
-    comparison: JointComparison,
-    compared: _Compared,
+    comparison: Comparison,
+    policies: Mapping[str, ReplayPolicy],
     chips: Mapping[str, Chip],
-    concurrency: int,
+    several: int,
 ) -> Iterator[RenderableType]:
-    labels = {name: policy.label for name, policy in compared.policies.items()}
+    labels = {name: policy.label for name, policy in policies.items()}
     for chip, reports in comparison.items():
-        yield _modelled_on(chips[chip], f", {concurrency} outputs at once")
-        yield _joint_figures(reports, labels)
-    yield from map(shown, compared.verdict(comparison))
+        at_once = f", {several} outputs at once" if several > 1 else ""
+        estimates = f" ({chips[chip].about})" if chips[chip].about else ""
+        yield shown(f"Modelled on: {chip}{at_once}{estimates}")
+        if several > 1:
+            yield _joint_figures(reports, labels)
+        else:
+            yield _sets(reports, labels)
+            yield _decoder_figures(reports, labels)
 
 
-def _joint_figures(reports: Mapping[str, JointReport], labels: Mapping[str, str]) -> RenderableType:
+def _joint_figures(reports: Mapping[str, Report], labels: Mapping[str, str]) -> RenderableType:
     result = FoldingTable(
         *("decoder", "plain batching", "drafts, one at a time", "both", "both against batching"),
         *("slow outputs", "outputs per step", "tokens per step", "rows per step"),
@@ -324,32 +260,30 @@ def _joint_figures(reports: Mapping[str, JointReport], labels: Mapping[str, str]
         "several contexts is not modelled; slow: more than 2 % and two steps behind plain batching",
     )
     for name, report in reports.items():
-        speeds = (report.plain_batching, report.one_at_a_time, report.speedup)
-        sizes = (report.sequences_per_step, report.tokens_per_step, report.rows_per_step)
+        speeds = (report["plain_batching"], report["one_at_a_time"], report["speedup"])
+        sizes = (report["sequences_per_step"], report["tokens_per_step"], report["rows_per_step"])
         result.add_row(
             labels[name],
-            *map(ratio, (*speeds, report.over_plain_batching)),
-            f"{report.share_slow:.1%}",
+            *map(ratio, (*speeds, report["over_plain_batching"])),
+            f"{report['share_slow']:.1%}",
             *(f"{size:.2f}" for size in sizes),
         )
     return result
 
 
-def _sets(reports: Mapping[str, ReplayReport], labels: Mapping[str, str]) -> RenderableType:
+def _sets(reports: Mapping[str, Report], labels: Mapping[str, str]) -> RenderableType:
     """Speed by set and decoder."""
     result = FoldingTable(
         *("set", "outputs", "tokens", *(labels[name] for name in reports)),
         caption="speed against plain decoding",
     )
-    for name, first in next(iter(reports.values())).sets.items():
-        speeds = [ratio(report.sets[name].speedup) for report in reports.values()]
-        result.add_row(shown(name), str(first.completions), f"{first.tokens:,}", *speeds)
+    for name, first in next(iter(reports.values()))["sets"].items():
+        speeds = [ratio(report["sets"][name]["speedup"]) for report in reports.values()]
+        result.add_row(shown(name), str(first["completions"]), f"{first['tokens']:,}", *speeds)
     return result
 
 
-def _decoder_figures(
-    reports: Mapping[str, ReplayReport], labels: Mapping[str, str]
-) -> RenderableType:
+def _decoder_figures(reports: Mapping[str, Report], labels: Mapping[str, str]) -> RenderableType:
     result = FoldingTable(
         *("decoder", "speed", "worst set", "slow outputs"),
         *("tokens per step", "rows per step"),
@@ -357,13 +291,13 @@ def _decoder_figures(
         "two plain steps: mean share over the sets",
     )
     for name, report in reports.items():
-        worst = min(report.sets, key=lambda one: report.sets[one].speedup)
+        worst = min(report["sets"], key=lambda one: report["sets"][one]["speedup"])
         result.add_row(
             labels[name],
-            ratio(report.speedup),
-            f"{shown(worst)} {ratio(report.worst)}",
-            f"{report.share_slow:.1%}",
-            f"{report.tokens_per_step:.2f}",
-            f"{report.rows_per_step:.2f}",
+            ratio(report["speedup"]),
+            f"{shown(worst)} {ratio(report['worst'])}",
+            f"{report['share_slow']:.1%}",
+            f"{report['tokens_per_step']:.2f}",
+            f"{report['rows_per_step']:.2f}",
         )
     return result

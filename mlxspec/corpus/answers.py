@@ -6,7 +6,7 @@ import os
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -36,13 +36,15 @@ INDEX_FORMAT = "mlxspec answers index", ("rows", "ends", "tokens", "order")
 OnTrouble = Callable[[str], None]
 """Called with one line about what could not be done."""
 
-_VERSION = 1
+_VERSION = 2
 _BUSY_SECONDS = 30.0
 _PAGE = 500  # rows that are read at a time
 _DAY = 24 * 60 * 60
 
 # `earned_` keeps the figures apart from the other columns; `used` is a day since 1970.
+# A number of the database, and how many answers were deleted, say whether an index still holds.
 _TABLES = f"""
+BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS tokenizers (
     id INTEGER PRIMARY KEY, fingerprint BLOB UNIQUE NOT NULL, name TEXT NOT NULL,
     vocab_size INTEGER NOT NULL, model TEXT NOT NULL);
@@ -51,6 +53,19 @@ CREATE TABLE IF NOT EXISTS answers (
     ended INTEGER NOT NULL, used INTEGER NOT NULL,
     {", ".join(f"earned_{name} INTEGER NOT NULL" for name in EARNED)},
     tokens BLOB NOT NULL, UNIQUE (tokenizer, hash));
+CREATE TABLE IF NOT EXISTS state (
+    id INTEGER PRIMARY KEY CHECK (id = 1), database INTEGER NOT NULL, deletions INTEGER NOT NULL);
+INSERT OR IGNORE INTO state VALUES (1, abs(random()) % 2147483648, 0);
+CREATE TRIGGER IF NOT EXISTS deleted AFTER DELETE ON answers BEGIN
+    UPDATE state SET deletions = deletions + 1;
+END;
+PRAGMA user_version = {_VERSION};
+COMMIT;
+"""
+_STATE = "SELECT max(CAST(database AS INTEGER)), max(CAST(deletions AS INTEGER)) FROM state"
+# "+" keeps SQLite from going through the index by hash and sorting the rows again for each page.
+_READ = f"""
+SELECT id, tokens, ended FROM answers WHERE +tokenizer = ? AND id > ? ORDER BY id LIMIT {_PAGE}
 """
 _ADD = f"""
 INSERT INTO answers (tokenizer, hash, tokens, ended, used,
@@ -128,7 +143,6 @@ class KeptAnswers:
                 *(identity.fingerprint, identity.name, identity.vocab_size, self.model),
             )
         ((self._tokenizer,),) = self._run(f"SELECT id {which[0]}", which[1])
-        ((self.database,),) = self._run("PRAGMA application_id")
 
     def add(self, text: bytes, earned: Mapping[str, int]) -> int:
         """Keep an answer. An equal one is kept once, with what both earned, as the newest.
@@ -154,14 +168,18 @@ class KeptAnswers:
                 "UPDATE answers SET used = ? WHERE id = ?", [(today, row) for row in rows]
             )
 
-    def changes(self) -> int:
-        """A number that changes when other processes have changed the database."""
-        return int(self._run("PRAGMA data_version")[0][0])
+    def state(self) -> tuple[int, int]:
+        """A number of the database, and how many answers have been deleted from it."""
+        ((database, deletions),) = self._run(_STATE)
+        return database, deletions
 
-    def rows(self) -> set[int]:
-        """The rows of all answers."""
-        found = self._run("SELECT id FROM answers WHERE tokenizer = ?", self._tokenizer)
-        return {row for (row,) in found}
+    def rows(self) -> np.ndarray:
+        """The rows of all answers, (answers,) of int64, ascending."""
+        with self._errors():
+            found = self._db.execute(
+                "SELECT id FROM answers WHERE tokenizer = ?", (self._tokenizer,)
+            )
+            return np.sort(np.fromiter((row for (row,) in found), np.int64))
 
     def read(self, after: int = 0) -> Iterator[KeptAnswer]:
         """The answers whose rows come after ``after``, in the order of their rows.
@@ -169,9 +187,8 @@ class KeptAnswers:
         Rows whose tokens are not this tokenizer's are skipped.
         """
         vocab_size = self.identity.vocab_size
-        columns = "SELECT id, tokens, ended FROM answers WHERE tokenizer = ? AND id > ?"
         while True:
-            page = self._run(f"{columns} ORDER BY id LIMIT {_PAGE}", self._tokenizer, after)
+            page = self._run(_READ, self._tokenizer, after)
             for row, text, ended in page:
                 if isinstance(text, bytes) and isinstance(ended, int) and len(text) % 4 == 0:
                     tokens = np.frombuffer(text, np.int32)
@@ -188,7 +205,7 @@ class KeptAnswers:
     def forget(self, rows: Iterable[int]) -> None:
         """Delete answers, and the index files that contain them, so that no file has their text.
 
-        Other processes drop them before they keep their next answer.
+        Other processes drop them with their next answer.
 
         Raises:
             StoreError: they cannot be deleted, or another process keeps the database busy.
@@ -198,7 +215,7 @@ class KeptAnswers:
             return
         with self._transaction():
             self._db.executemany("DELETE FROM answers WHERE id = ?", gone)
-        self.remove_index_files({row for (row,) in gone})
+        self.remove_index_files([row for (row,) in gone])
         self._run("VACUUM")
         ((busy, *_),) = self._run("PRAGMA wal_checkpoint(TRUNCATE)")
         if busy:
@@ -244,26 +261,22 @@ class KeptAnswers:
         assert self.directory is not None
         return self.directory / f"{self.identity.key}-{secrets.token_hex(8)}{INDEX}"
 
-    def remove_index_files(self, rows: set[int]) -> None:
+    def remove_index_files(self, rows: Sequence[int]) -> None:
         """Remove the index files that contain any of these rows, are unreadable or unfinished."""
         if self.directory is None:
             return
         for file in self.directory.glob(f"*{self.identity.key}-*{INDEX}*"):
             with suppress(OSError, ValueError):
                 _, _, (held, *_) = read_arrays(file, *INDEX_FORMAT)
-                if rows.isdisjoint(held.tolist()):
+                if not np.isin(held, rows).any():
                     continue
             file.unlink(missing_ok=True)
 
     @contextmanager
-    def locked(self, rows: Iterable[int]) -> Iterator[bool]:
-        """Keep other processes from deleting answers while the body runs.
-
-        Yields:
-            whether all of ``rows`` are still there.
-        """
+    def locked(self) -> Iterator[tuple[int, int]]:
+        """Keep other processes from deleting answers while the body runs; yields the state."""
         with self._transaction():
-            yield self.rows().issuperset(rows)
+            yield self.state()
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -365,14 +378,7 @@ def _prepared(database: sqlite3.Connection) -> sqlite3.Connection:
             raise sqlite3.OperationalError(f"version {version} is later than this mlxspec's")
         if version < _VERSION:
             database.execute("PRAGMA journal_mode = WAL")
-            with database:
-                database.execute("BEGIN IMMEDIATE")
-                for table in _TABLES.split(";")[:-1]:
-                    database.execute(table)
-                ((identifier,),) = database.execute("PRAGMA application_id").fetchall()
-                identifier = identifier or secrets.randbelow(2**31 - 1) + 1
-                database.execute(f"PRAGMA application_id = {identifier}")
-                database.execute(f"PRAGMA user_version = {_VERSION}")
+            database.executescript(_TABLES)
     except BaseException:
         database.close()
         raise

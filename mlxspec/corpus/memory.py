@@ -26,7 +26,7 @@ import numpy as np
 
 from ..errors import OptionError, StoreError
 from ..files import remove_leftovers, replaced
-from .answers import INDEX, INDEX_FORMAT, KEPT_TOKENS, KeptAnswers, OnTrouble
+from .answers import INDEX, INDEX_FORMAT, KEPT_TOKENS, KeptAnswer, KeptAnswers, OnTrouble
 from .suffix_array import (
     TOKEN_BITS,
     SuffixArray,
@@ -200,7 +200,7 @@ class Memory:
     def refresh(self) -> None:
         """See, soon, what other processes have kept or forgotten."""
         if self.kept:
-            self._worker.requests.put(self._worker.refresh)
+            self._worker.requests.put(self._worker.take)
 
     def settle(self, *, tidy: bool = False) -> None:
         """Wait until all that was added can be looked up.
@@ -267,7 +267,10 @@ class _MemoryWorker:
         self._on_trouble = on_trouble
         self._lines: set[str] = set()
         self._unkept = 0  # answers that could not be kept have rows below 0
-        self._changes = -1
+        self._state: tuple[int, int] | None = None
+        """Of the database, when its rows were last compared with the indexed ones."""
+        self._last = 0
+        """All rows up to here were read."""
         self._merging: Generator[None, None, None] | None = None
         self._untidy = False  # whether there may be something to merge
         self._live, self._live_texts = SuffixIndex(), dict[int, tuple[bytes, list[int]]]()
@@ -318,22 +321,31 @@ class _MemoryWorker:
 
     # Answers, until they are sorted.
 
-    def take(self, output: list[int], earned: dict[str, int], leading: list[int]) -> None:
-        """Keep an answer, and let it be found."""
+    def take(
+        self,
+        output: Sequence[int] = (),
+        earned: Mapping[str, int] | None = None,
+        leading: Sequence[int] = (),
+    ) -> None:
+        """Keep an answer if one is given, and index what is new in the database."""
         most = self._max_tokens * 3 // 4  # what is left when the memory has become too full
         # What is left out would let another text begin behind the prompt.
         first = (*leading, *output[:2])
         if len(output) > most or not all(0 <= token < self.vocab_size for token in first):
-            leading = []
-        self._try(self.refresh)
+            leading = ()
         self._try(self._save_used)
+        kept: dict[int, Sequence[int]] = {}
         for text in encode_texts(output[max(0, len(output) - most) :], self.vocab_size):
-            self._index(self._keep(text, earned), text, leading)
-            earned, leading = {}, []
+            row = self._keep(text, earned or {})
+            kept[row] = leading
+            if row < 0:
+                self._index(row, text, leading)
+            earned, leading = None, ()
+        self._try(partial(self.refresh, kept))
         if len(self._live) >= self._live_tokens:
             self._sort()
 
-    def _keep(self, text: bytes, earned: dict[str, int]) -> int:
+    def _keep(self, text: bytes, earned: Mapping[str, int]) -> int:
         """Write an answer to the database; its row, below 0 if that is not possible."""
         for _ in range(2):  # a damaged database has been replaced by the second time
             with suppress(StoreError):
@@ -343,9 +355,7 @@ class _MemoryWorker:
         return self._unkept
 
     def _index(self, row: int, text: bytes, leading: Sequence[int] = ()) -> None:
-        """Add an answer to the newest ones, unless it is there."""
-        if row in self._live_texts or row in self._sorted_rows:
-            return
+        """Add an answer to the newest ones."""
         tokens = [*leading, *np.frombuffer(text, np.int32).tolist()]
         for start in range(0, len(tokens), _INDEXED_TOKENS):
             self._live.extend(tokens[start : start + _INDEXED_TOKENS])
@@ -356,16 +366,15 @@ class _MemoryWorker:
     def _sort(self) -> None:
         """Make a segment of the newest answers, and evict old ones where there are too many."""
         if self._live_texts:
-            self._add_segment((row, text) for row, (text, _) in self._live_texts.items())
+            self._add_segment([(row, text) for row, (text, _) in self._live_texts.items()])
         self._live, self._live_texts = SuffixIndex(), {}
         if sum(map(len, self._segments)) > self._max_tokens - self._live_tokens:
             self._try(lambda: self._answers.evict(self._max_tokens * 3 // 4))
-            self._try(lambda: self._synchronize(drop_unkept=True))
+            self._try(lambda: self._compare(drop_unkept=True))
         self._publish()
 
-    def _add_segment(self, texts: Iterable[tuple[int, bytes]]) -> None:
-        self._segments = [Segment.of([*texts]), *self._segments]
-        self._sorted_rows |= {*self._segments[0].rows.tolist()}
+    def _add_segment(self, texts: Sequence[tuple[int, bytes]]) -> None:
+        self._segments = [Segment.of(texts), *self._segments]
         self._untidy = True
 
     def _save_used(self) -> None:
@@ -377,90 +386,99 @@ class _MemoryWorker:
 
     def _files(self) -> list[Segment]:
         """The segments in files, the newest first. Files that are of no use are removed."""
-        found = []
+        directory, (database, _) = self._answers.directory, self._answers.state()
+        found, segments, taken = list[Segment](), list[Segment](), np.empty(0, np.int32)
         for path in self._answers.index_files():
-            with suppress(OSError, ValueError):
-                found.append(Segment.open(path, self._answers.database))
-        there = self._answers.rows() if self._answers.directory else set()
-        self._sorted_rows: set[int] = set()
-        segments: list[Segment] = []
-        for segment in sorted(found, key=len, reverse=True):
-            rows = {*segment.rows.tolist()}
-            if rows <= there and rows.isdisjoint(self._sorted_rows):
-                self._sorted_rows |= rows
-                segments.append(segment)
-        used = {segment.path for segment in segments}
-        for path in self._answers.index_files():
-            if path not in used:
+            try:
+                found.append(Segment.open(path, database))
+            except (OSError, ValueError):
                 path.unlink(missing_ok=True)
-        if directory := self._answers.directory:
-            for leftover in directory.glob(f".*{INDEX}.*"):
-                name = leftover.name[1:].partition(INDEX)[0]
-                remove_leftovers(directory / f"{name}{INDEX}")
+        for segment in sorted(found, key=len, reverse=True):
+            if np.isin(segment.rows, taken).any():
+                segment.remove_file()
+            else:
+                segments.append(segment)
+                taken = np.append(taken, segment.rows)
+        for leftover in directory.glob(f".*{INDEX}.*") if directory else ():
+            remove_leftovers(leftover.with_name(leftover.name[1:].partition(INDEX)[0] + INDEX))
         return sorted(segments, key=lambda segment: int(segment.rows[-1]), reverse=True)
 
-    def refresh(self) -> None:
-        """Index what other processes have kept, and drop what they have deleted."""
-        changes = self._answers.changes()
-        if changes != self._changes:
-            self._changes = changes
-            self._synchronize()
+    def refresh(self, leading: Mapping[int, Sequence[int]] | None = None) -> None:
+        """Index the rows that are new, and drop those that were deleted.
 
-    def _synchronize(self, *, drop_unkept: bool = False) -> None:
-        """Index the rows that are missing, and drop those that are gone."""
-        there = self._answers.rows()
-        indexed = self._live_texts.keys() | self._sorted_rows
-        gone = {row for row in indexed - there if row > 0 or drop_unkept}
-        if gone:
-            self._drop_rows(gone)
-        if missing := there - indexed:
-            texts, size = list[tuple[int, bytes]](), 0
-            for row, tokens, _ in self._answers.read(after=min(missing) - 1):
-                if row in missing:
-                    texts.append((row, tokens.tobytes()))
-                    size += len(tokens)
-                if size > _SORTED_TOKENS:
-                    self._add_segment(texts)
-                    texts, size = [], 0
-            if size >= self._live_tokens:
-                self._add_segment(texts)
-            else:
-                for row, text in texts:
-                    self._index(row, text)
-            self._sorted_rows |= missing - self._live_texts.keys()  # unreadable rows, too
+        Args:
+            leading: what leads to the answers in some rows.
+        """
+        if self._answers.state() != self._state:
+            self._compare()
+        self._last = max(self._last, self._index_all(self._answers.read(self._last), leading or {}))
         self._publish()
 
-    def _drop_rows(self, gone: set[int]) -> None:
-        """Search some answers no longer, and leave nothing of them in files."""
-        self._merging, self._untidy = None, True
-        self._sorted_rows -= gone
-        if not gone.isdisjoint(self._live_texts):
+    def _compare(self, *, drop_unkept: bool = False) -> None:
+        """Compare what is indexed with all rows: drop what is gone, and index what is missing."""
+        state, there = self._answers.state(), self._answers.rows()
+        if self._state and state[0] != self._state[0]:  # another database, which counts anew
+            self._keep_only(np.empty(0, np.int64), drop_unkept)
+        self._keep_only(there, drop_unkept)
+        indexed = [np.array([*self._live_texts], np.int64), *(one.rows for one in self._segments)]
+        missing = {*np.setdiff1d(there, np.concatenate(indexed)).tolist()}
+        if missing:
+            answers = self._answers.read(min(missing) - 1)
+            self._index_all((one for one in answers if one.id in missing), {})
+        self._last, self._state = max(there.tolist()[-1:], default=0), state
+        self._publish()
+
+    def _index_all(
+        self, answers: Iterable[KeptAnswer], leading: Mapping[int, Sequence[int]]
+    ) -> int:
+        """Index answers: sort them, or add them to the newest ones if they are few.
+
+        Returns:
+            the last row, 0 if there is none.
+        """
+        texts, size, last = list[tuple[int, bytes]](), 0, 0
+        for last, tokens, _ in answers:
+            texts.append((last, tokens.tobytes()))
+            size += len(tokens)
+            if size > _SORTED_TOKENS:
+                self._add_segment(texts)
+                texts, size = [], 0
+        if size >= self._live_tokens and len(texts) > 1:
+            self._add_segment(texts)
+        else:
+            for row, text in texts:
+                self._index(row, text, leading.get(row, ()))
+        return last
+
+    def _keep_only(self, there: np.ndarray, drop_unkept: bool) -> None:
+        """Search only answers in these rows from now on, and leave no others in files."""
+        live = {*there.tolist()} if self._live_texts else set()
+        gone = {r for r in self._live_texts if r not in live and (r > 0 or drop_unkept)}
+        if gone:
             texts, self._live, self._live_texts = self._live_texts, SuffixIndex(), {}
             for row, (text, leading) in texts.items():
                 if row not in gone:
                     self._index(row, text, leading)
-        segments, self._segments = self._segments, []
-        for segment in segments:
-            if gone.isdisjoint(segment.rows.tolist()):
-                self._segments.append(segment)
-                continue
-            if segment.path:
-                segment.path.unlink(missing_ok=True)
-            if not gone.issuperset(segment.rows.tolist()):
-                self._segments.append(segment.without(gone))
+        for segment in self._segments.copy():
+            stays = np.isin(segment.rows, there)
+            if not drop_unkept:
+                stays |= segment.rows < 0
+            if not stays.all():
+                self._merging, self._untidy = None, True
+                at = self._segments.index(segment)
+                self._segments[at : at + 1] = [segment.only(stays)] if stays.any() else []
+                segment.remove_file()
 
     def drop_segment(self, index: object) -> None:
         """Make a damaged segment again from its rows."""
         dropped = [segment for segment in self._segments if segment is index]
         for segment in dropped:
             self._report(f"{segment.path}: is damaged; it is made again")
-            if segment.path:
-                segment.path.unlink(missing_ok=True)
+            segment.remove_file()
         if dropped:
             self._merging = None
             self._segments = [segment for segment in self._segments if segment is not index]
-            self._sorted_rows = {row for one in self._segments for row in one.rows.tolist()}
-            self._synchronize()
+            self._compare()
 
     # Merging.
 
@@ -482,14 +500,13 @@ class _MemoryWorker:
             return True
         except StopIteration:
             pass
-        except _RowsDeletedError:
-            self._try(self._synchronize)
         except (IndexError, ValueError):  # files with right checksums and impossible numbers
             for segment in [one for one in self._segments if one.path]:
                 self._try(partial(self.drop_segment, segment))
         except (OSError, StoreError) as error:
             if isinstance(error.__cause__ or error, FileNotFoundError):
-                self._untidy = True  # another process has removed the new file
+                self._untidy = True  # other processes have deleted rows, or the new file
+                self._try(self.refresh)
             else:
                 self._report(f"{error}; answers are remembered until this process ends")
         if self._merging is merging:
@@ -521,35 +538,31 @@ class _MemoryWorker:
             return
         arrays = _joined(*chosen) if len(chosen) > 1 else chosen[0].arrays()
         if all(map(self._goes_to_file, chosen)):
-            merged = yield from self._written(arrays, {r for s in chosen for r in s.rows.tolist()})
+            merged = yield from self._written(arrays)
         else:
-            merged = yield from _collected(arrays)
+            joined = [np.concatenate([*pieces]) for _, pieces in arrays.values()]
+            merged = Segment(joined[0], joined[1], joined[2], joined[3])
         remaining = [one for one in self._segments if one not in chosen]
         self._segments = sorted([*remaining, merged], key=lambda one: -int(one.rows[-1]))
         self._publish()
         self._untidy = True
         for segment in chosen:
-            if segment.path:
-                segment.path.unlink(missing_ok=True)
+            segment.remove_file()
 
-    def _written(self, arrays: Arrays, rows: set[int]) -> Generator[None, None, Segment]:
+    def _written(self, arrays: Arrays) -> Generator[None, None, Segment]:
         """Write a segment's file.
 
         Raises:
-            _RowsDeletedError: other processes have deleted some of its rows.
-            StoreError: it cannot be written.
+            StoreError: it cannot be written, or rows were deleted meanwhile.
         """
-        path, database = self._answers.new_index_file(), self._answers.database
+        assert self._state
+        path, database = self._answers.new_index_file(), self._state[0]
         header = {"format": INDEX_FORMAT[0], "database": database}
         with ExitStack() as locked, replaced(path, StoreError) as file:
             yield from write_arrays(file, header, arrays)
-            if not locked.enter_context(self._answers.locked(rows)):
-                raise _RowsDeletedError
+            if locked.enter_context(self._answers.locked()) != self._state:
+                raise FileNotFoundError("rows were deleted")
         return Segment.open(path, database)
-
-
-class _RowsDeletedError(Exception):
-    """Rows of a segment have been deleted while it was written."""
 
 
 class Segment(SuffixArray):
@@ -610,15 +623,18 @@ class Segment(SuffixArray):
         text = int(np.searchsorted(self.ends, position, side="right"))
         return int(self.rows[min(text, len(self.rows) - 1)])
 
-    def without(self, rows: set[int]) -> Segment:
-        """The same answers without some of them, in memory."""
-        stays = ~np.isin(self.rows, [*rows])
+    def only(self, stays: np.ndarray) -> Segment:
+        """Some of the answers, in memory; ``stays`` is (texts,) of bool."""
         lengths = np.diff(self.ends, prepend=0)
         gone = np.repeat(~stays, lengths)
         order = self.order[~gone[self.order]]
         order -= np.cumsum(gone, dtype=np.int32)[order]
         ends = np.cumsum(lengths[stays], dtype=np.int32)
         return Segment(self.rows[stays], ends, self.tokens[~gone], order)
+
+    def remove_file(self) -> None:
+        if self.path:
+            self.path.unlink(missing_ok=True)
 
     def arrays(self) -> Arrays:
         """What a file of it holds."""
@@ -647,17 +663,3 @@ def _joined(first: Segment, second: Segment) -> Arrays:
 
 def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:
     return (array[start : start + _PIECE] for start in range(0, len(array), _PIECE))
-
-
-def _collected(arrays: Arrays) -> Generator[None, None, Segment]:
-    """Make a segment in memory, piece by piece."""
-    collected = []
-    for length, pieces in arrays.values():
-        whole, done = np.empty(length, np.int32), 0
-        for piece in pieces:
-            whole[done : done + len(piece)] = piece
-            done += len(piece)
-            yield
-        collected.append(whole)
-    rows, ends, tokens, order = collected
-    return Segment(rows, ends, tokens, order)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -11,12 +10,12 @@ from hypothesis import strategies as st
 
 from mlxspec.bench.prompts import Completion
 from mlxspec.bench.replay import (
-    ReplayReport,
     chosen_policies,
     compare,
     memories,
     memory_verdict,
 )
+from mlxspec.bench.report import Report
 from mlxspec.drafting.chips import chip_curve
 from mlxspec.drafting.costs import CostCurve
 from mlxspec.errors import OptionError
@@ -30,7 +29,7 @@ def noise(count: int, seed: int) -> list[int]:
     return random.Random(seed).sample(range(1000 + 5000 * seed, 6000 + 5000 * seed), count)
 
 
-def replayed(sizes: str, *outputs: tuple[str, list[int]]) -> dict[str, ReplayReport]:
+def replayed(sizes: str, *outputs: tuple[str, list[int]]) -> dict[str, Report]:
     """Reports by the name of the memory of outputs by set."""
     completions = [
         Completion(name, [number + 1], 1, output) for number, (name, output) in enumerate(outputs)
@@ -38,9 +37,9 @@ def replayed(sizes: str, *outputs: tuple[str, list[int]]) -> dict[str, ReplayRep
     return compare(completions, b"", memories(sizes), FLAT)["flat"]
 
 
-def steps_are_saved(report: ReplayReport, name: str) -> bool:
+def steps_are_saved(report: Report, name: str) -> bool:
     """Whether drafts were accepted. Where nothing repeats in the context, they are a memory's."""
-    return report.sets[name].tokens_per_step > 1
+    return report["sets"][name]["tokens_per_step"] > 1
 
 
 def test_sizes_are_sorted_and_no_memory_is_among_them() -> None:
@@ -83,15 +82,15 @@ def test_a_memory_forgets_what_it_has_no_room_for() -> None:
     others = [("other", noise(300, seed)) for seed in range(1, 4)]
     reports = replayed("400,4k", ("first", ANSWER), *others, ("again", ANSWER))
     without, small, large = reports.values()
-    assert large.sets["again"].tokens_per_step > 1.5
-    assert small.sets["again"] == without.sets["again"]
+    assert large["sets"]["again"]["tokens_per_step"] > 1.5
+    assert small["sets"]["again"] == without["sets"]["again"]
     # It holds what was last, though.
     assert steps_are_saved(replayed("400", *others, others[-1])["memory 400"], "other")
 
 
 def test_of_an_answer_that_is_too_long_a_memory_knows_the_end() -> None:
     reports = replayed("1,100,4k", ("long", noise(300, 1)), ("long", noise(300, 1)))
-    saved = [one.sets["long"].tokens_per_step for one in reports.values()]
+    saved = [one["sets"]["long"]["tokens_per_step"] for one in reports.values()]
     assert saved == sorted(saved)
     assert saved[0] == saved[1] == 1 < saved[2] < saved[3]
 
@@ -128,13 +127,10 @@ def told(sizes: str, **speeds: list[float]) -> list[str]:
     """The verdict on speeds by chip."""
     policies = memories(sizes)
     comparison = {
-        chip: {
-            name: SimpleNamespace(speedup=speed)
-            for name, speed in zip(policies, values, strict=True)
-        }
+        chip: {name: {"speedup": speed} for name, speed in zip(policies, values, strict=True)}
         for chip, values in speeds.items()
     }
-    return memory_verdict(policies, comparison)  # type: ignore[arg-type]
+    return memory_verdict(policies, comparison)
 
 
 def test_the_verdict_names_the_gain_the_chip_and_the_size_that_is_enough() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from mlxspec.bench.page import (
+from mlxspec.bench.report import (
     check_report,
     render,
     write_report,

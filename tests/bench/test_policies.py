@@ -2,17 +2,18 @@
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 
 from mlxspec.bench.policies import (
     POLICIES,
-    FullDraftLookup,
     Hindsight,
-    NgramSimple,
-    SuffixDecoding,
-    Task,
-    TensorRTPool,
+    RuleDrafter,
+    full_draft_lookup,
+    ngram_simple,
+    suffix_decoding,
+    tensorrt_pool,
 )
 from mlxspec.bench.replay import replay
 from mlxspec.drafting.costs import CostCurve
@@ -25,7 +26,7 @@ PROMPT = [1, 2, 3, 4, 5, 9, 1]
 
 def drafter_of(name: str, output: list[int]) -> Drafter:
     """A policy's drafter for one output."""
-    return POLICIES[name].make_drafter(Task(output, FLAT, b""))
+    return POLICIES[name].drafters(FLAT, b"")(output)
 
 
 def proposal(drafter: Drafter, text: Sequence[int], fed: int = 3) -> list[int]:
@@ -80,14 +81,18 @@ def newest_long_copy(text: list[int]) -> list[int]:
     return []
 
 
+def pool() -> Drafter:
+    return RuleDrafter(tensorrt_pool)
+
+
 @pytest.mark.parametrize(
     ("drafter", "rule"),
     [
-        (FullDraftLookup, full_draft),
+        (lambda: RuleDrafter(full_draft_lookup), full_draft),
         (lambda: drafter_of("transformers", []), earliest_of((2, 1), 10)),
         (lambda: drafter_of("vllm", []), earliest_of((5,), 5)),
-        (TensorRTPool, earliest_of((2, 1), 10)),
-        (lambda: NgramSimple(2, 6), newest_long_copy),
+        (pool, earliest_of((2, 1), 10)),
+        (lambda: RuleDrafter(partial(ngram_simple, 2, 6)), newest_long_copy),
     ],
 )
 def test_drafts_follow_the_rule(
@@ -96,27 +101,25 @@ def test_drafts_follow_the_rule(
     for text in random_texts():
         expected = rule(text)
         # The pool drops an n-gram's shorter first draft for a full one: by then the earliest is.
-        if drafter is TensorRTPool and len(expected) < 10:
+        if drafter is pool and len(expected) < 10:
             continue
         assert proposal(drafter(), text) == expected
 
 
-def test_the_pool_can_propose_the_newest_or_keep_it_alone() -> None:
+def test_the_pool_proposes_the_oldest() -> None:
     text = [1, 2, 3, 9, 1, 2, 4, 9, 1, 2]
-    assert proposal(TensorRTPool(2, 2, is_use_oldest=False), text) == [4, 9]
-    assert proposal(TensorRTPool(2, 2, is_keep_all=False), text) == [4, 9]
-    assert proposal(TensorRTPool(2, 2), text) == [3, 9]
+    assert proposal(RuleDrafter(partial(tensorrt_pool, 2, 2)), text) == [3, 9]
 
 
 def test_suffix_decoding_drafts_the_most_frequent_path() -> None:
     # "1 2" goes on with 3 twice and with 4 once; two matched tokens give a draft of two.
     text = [1, 2, 3, 7, 0, 1, 2, 4, 8, 0, 1, 2, 3, 7, 9, 1, 2]
-    assert proposal(SuffixDecoding(), text) == [3, 7]
+    assert proposal(RuleDrafter(suffix_decoding), text) == [3, 7]
 
 
 def test_suffix_decoding_drafts_a_tree_by_probability() -> None:
     text = [1, 2, 3, 7, 0, 1, 2, 4, 8, 0, 1, 2, 3, 7, 9, 1, 2]
-    drafter = SuffixDecoding(branching=True, max_spec_factor=2.0)
+    drafter = RuleDrafter(partial(suffix_decoding, branching=True, max_spec_factor=2.0))
     drafter.begin(text)
     tree = drafter.propose(100)
     # Of 4 occurrences, the end counted: 3 and then 7 have 2/4, 4 and then 8 have 1/4.
@@ -128,8 +131,8 @@ def test_suffix_decoding_drafts_a_tree_by_probability() -> None:
 def test_suffix_decoding_stops_at_improbable_tokens() -> None:
     # The end counted, each of ten continuations has 1/11, less than the least of 0.1.
     text = [t for token in range(10, 20) for t in (1, token)] + [1]
-    assert proposal(SuffixDecoding(), text) == []
-    assert len(proposal(SuffixDecoding(min_token_prob=0.01), text)) == 1
+    assert proposal(RuleDrafter(suffix_decoding), text) == []
+    assert len(proposal(RuleDrafter(partial(suffix_decoding, min_token_prob=0.01)), text)) == 1
 
 
 @pytest.mark.parametrize("name", POLICIES)

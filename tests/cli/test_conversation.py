@@ -51,7 +51,7 @@ class Model:
         with closing(
             self.decoder.stream(tokens, max_tokens, sampling=sampling, **more)
         ) as responses:
-            yield from map(without_first_space(self.decoder, True), responses)
+            yield from map(without_first_space(True), responses)
 
     def others(self) -> list[str]:
         return []

@@ -347,9 +347,9 @@ def test_every_figure_stands_on_one_line_beside_its_name(width: int):
     panel = [line.strip("│ ") for line in lines(figures_panel(RESULT, legend=True), width)]
     figures = [re.sub(" +", " ", line) for line in panel]
     for expected in (
-        "prompt tokens 12000 1,235/s",
-        "generated tokens 3000 56.8/s",
-        "steps 1500",
+        "prompt tokens 12,000 1,235/s",
+        "generated tokens 3,000 56.8/s",
+        "steps 1,500",
         "tokens per step 2.00",
         "acceptance rate 71% 1500/2100",
     ):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,6 @@ from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.panel import Panel
 from rich.table import Table
 
 from ...distributed.launch import launched_rank
@@ -28,12 +26,10 @@ from ..common.model_choice import model_argument, note_which_model, resolved
 from ..common.notes import note
 from ..common.options import FILE, color_option, command, option, options_of
 from ..common.output import (
+    Figures,
     ProgressBar,
-    acceptance_row,
-    against_plain,
     counted,
     error_console,
-    figures_grid,
     output_console,
     prefill_bar,
 )
@@ -41,7 +37,7 @@ from ..common.prompt import template_option
 from ..memory import Memories
 
 if TYPE_CHECKING:
-    from ...generation.response import GenerationResponse, SpeculationStats
+    from ...generation.response import GenerationResponse
     from .conversation import ChatConversation, SavedChat
     from .terminal import LineInput, MarkdownPrinter, TerminalInput
 
@@ -125,7 +121,7 @@ def chat_command(
         conversation = ChatConversation(model, generation.max_tokens, system_prompt)
         talking.callback(lambda: conversation.model.close())
         if server is None:
-            note_which_model(generation.model, turns.interactive)
+            note_which_model(generation.model)
             memories.tell_once()
         chat = _Chat(conversation, generation.sampling, console, color, turns.interactive, server)
         chat.markdown = markdown
@@ -158,7 +154,8 @@ class _Chat:
     markdown: bool = False
     retries: int = 0
     settled: bool = False
-    figures: ChatFigures = field(default_factory=lambda: ChatFigures())
+    answers: int = 0
+    figures: Figures = field(default_factory=Figures)
 
     def take(self, turns: LineInput | TerminalInput) -> None:
         """Read messages and answer them."""
@@ -211,7 +208,7 @@ class _Chat:
                 self.say(f"Took back: {_beginning(message)}")
             case "/reset":
                 self.conversation.reset()
-                self.figures = ChatFigures()
+                self.answers, self.figures = 0, Figures()
                 self.say("A new conversation begins.")
             case "/system":
                 self._system(argument)
@@ -229,12 +226,22 @@ class _Chat:
                 self.say(f"Answers are {now}.")
             case "/stats":
                 length = self.conversation.model.context_length
-                self.console.print(self.figures.panel(length))
+                self.console.print(
+                    self.figures.panel(
+                        ("answers", str(self.answers)),
+                        (
+                            "context",
+                            f"{self.figures.context:,}",
+                            f"of {length:,}" if length else "",
+                        ),
+                    )
+                )
 
     def go_on(self, saved: SavedChat) -> None:
         """Continue a saved conversation instead of this one."""
         self.conversation.restore(saved)
-        self.figures, self.retries, self.settled = ChatFigures(), 0, False
+        self.answers, self.figures = 0, Figures()
+        self.retries, self.settled = 0, False
         parts = [f"Loaded {counted(self.conversation.n_turns, 'turn')}."]
         if saved.model not in ("", self.conversation.model.name):
             parts.append(f"Its model was {one_line(saved.model)}; /model switches.")
@@ -316,7 +323,8 @@ class _Chat:
             all_given = last.generation_tokens == self.conversation.max_tokens
             ending = "cut by --max-tokens" if all_given else "cut: the model's context is full"
         cost = self.conversation.model.predicted_cost
-        self.figures.add(last, cost)
+        self.answers += 1
+        self.figures.add(last, last.generation_tokens, cost)
         if self.interactive:
             self.say(answer_line(last, cost, ending))
 
@@ -479,7 +487,7 @@ def answer_line(last: GenerationResponse, predicted_cost: float, ending: str) ->
 
     Args:
         last: its last response.
-        predicted_cost: as for :func:`.common.output.speedup_rows`.
+        predicted_cost: of its steps, in plain steps; 0 if not known.
         ending: why it ended, unless the model ended it.
     """
     figures = [counted(last.generation_tokens, "token"), f"{last.generation_tps:,.1f}/s"]
@@ -490,58 +498,6 @@ def answer_line(last: GenerationResponse, predicted_cost: float, ending: str) ->
         f"{last.reused_tokens:,} of {last.prompt_tokens:,} prompt tokens reused",
     ]
     return " · ".join([*figures, ending] if ending else figures)
-
-
-class ChatFigures:
-    """Adds up what the answers of a conversation took."""
-
-    def __init__(self) -> None:
-        self._context = 0
-        self._sums: dict[str, float] = defaultdict(float)
-        self._stats: SpeculationStats | None = None
-
-    def add(self, last: GenerationResponse, predicted_cost: float) -> None:
-        """Count an answer.
-
-        Args:
-            last: its last response.
-            predicted_cost: as for :func:`.common.output.speedup_rows`.
-        """
-        self._context = last.prompt_tokens + last.generation_tokens
-        earlier = vars(self._stats) if self._stats else {}
-        sums = {name: value + earlier.get(name, 0) for name, value in vars(last.stats).items()}
-        self._stats = replace(last.stats, **sums)
-        for name, value in {
-            "answers": 1,
-            "prompt": last.prompt_tokens,
-            "reused": last.reused_tokens,
-            "seconds": last.generation_tokens / last.generation_tps,
-            "cost": predicted_cost,
-            "costed": last.stats.emitted if predicted_cost else 0,
-        }.items():
-            self._sums[name] += value
-
-    def panel(self, context_length: int | None) -> Panel:
-        """All figures; ``context_length`` is the model's, in tokens, where it is known."""
-        sums = self._sums
-        rows: list[tuple[str, ...]] = [
-            ("answers", f"{sums['answers']:.0f}"),
-            ("context", f"{self._context:,}", f"of {context_length:,}" if context_length else ""),
-            ("prompt tokens", f"{sums['prompt']:,.0f}"),
-            ("of them reused", f"{sums['reused']:,.0f}"),
-        ]
-        if stats := self._stats:
-            rows += [
-                (
-                    "generated tokens",
-                    f"{stats.emitted:,}",
-                    f"{stats.emitted / sums['seconds']:,.1f}/s",
-                ),
-                ("tokens per step", f"{stats.tokens_per_step:.2f}"),
-                acceptance_row(stats),
-                *against_plain(sums["costed"], sums["cost"]),
-            ]
-        return Panel(figures_grid(rows), expand=False, border_style="dim")
 
 
 # With the docstring's, what --help shows at the end.

@@ -28,7 +28,7 @@ from ...jsonl import conversation_of, load_json
 from ...models.chat_template import Messages
 from ...models.model_files import find_directory
 from ..common.api_client import ApiClient
-from ..common.generation import DraftingOptions, Generation, room_for
+from ..common.generation import DraftingOptions, Generation, room_for, without_first_space
 from ..common.model_choice import known_names, model_or_default, resolved
 from ..common.prompt import in_template
 from ..memory import Memories
@@ -405,9 +405,9 @@ class LocalModel:
         **sampling: Any,
     ) -> Generator[GenerationResponse, None, None]:
         asked = self._generation
-        asked = replace(asked, sampling=replace(asked.sampling, **sampling))
+        asked = replace(asked, max_tokens=max_tokens, sampling=replace(asked.sampling, **sampling))
         return asked.stream(
-            *(self._decoder(), tokens, max_tokens),
+            *(self._decoder(), tokens),
             templated=True,
             session=session,
             on_progress=on_progress,
@@ -559,6 +559,7 @@ class RemoteModel:
         }
         started, begun = time.perf_counter(), None
         reason, count = None, 0
+        trimmed = without_first_space(True)
         with closing(self._client.open("/v1/completions", body)) as answer:
             for chunk in _events(answer):
                 if "error" in chunk:
@@ -568,10 +569,8 @@ class RemoteModel:
                     reason = choice["finish_reason"] or reason
                     for text, accepted in choice.get("mlxspec", {}).get("drafts", ()):
                         count += 1
-                        if count == 1:  # the space that the tokenizer has put there
-                            text = text.removeprefix(" ")
                         speed = count / max(time.perf_counter() - begun, 1e-6)
-                        yield _response(text, accepted, count, len(tokens), speed)
+                        yield trimmed(_response(text, accepted, count, len(tokens), speed))
                 if usage := chunk.get("usage"):
                     yield _last(usage, reason, started, begun or started)
 

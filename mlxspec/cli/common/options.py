@@ -22,7 +22,7 @@ import click
 import mlxspec
 
 from ...errors import MlxspecError, OptionError
-from ..user_config import load_config
+from ..settings import load_config
 from .notes import reported
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
