@@ -122,14 +122,13 @@ def test_an_output_that_ends_early_is_no_near_tie(endless: tuple) -> None:
 
 
 def test_follow_ups_are_asked_after_plain_decoding_s_answer(endless: tuple) -> None:
-    prompt = BenchPrompt("talk", QUESTION.messages, ("three",), references=("a", "b"))
-    first, second = measurement(endless, "plain", max_tokens=3, repeats=1).measure([prompt])
+    prompt = BenchPrompt("talk", QUESTION.messages, ("three",))
+    _, second = measurement(endless, "plain", max_tokens=3, repeats=1).measure([prompt])
     assert second.messages == [
         {"role": "user", "content": "one two"},
         {"role": "assistant", "content": "one two three"},
         {"role": "user", "content": "three"},
     ]
-    assert (first.reference, second.reference) == ("a", "b")
 
 
 def test_a_question_goes_into_the_chat_template_and_a_raw_text_does_not(endless: tuple) -> None:
