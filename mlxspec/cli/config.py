@@ -107,7 +107,10 @@ def set_command(key: str, value: str) -> None:
         _write(config, {ALIAS: {name: model}})
         say(f"{name} stands for {model}.")
         return
-    read = _value(key, value)
+    try:
+        read = KEYS[key].kind(value)
+    except ValueError:
+        raise OptionError(f"{key} is {value!r}: give {KEYS[key].must_be}") from None
     if key == MODEL and read not in config.aliases:
         read = _model(value)
     check_value(key, read)
@@ -169,13 +172,6 @@ def _spelled(key: str) -> str:
     if spelled not in KEYS:
         raise OptionError(f"there is no setting {key!r}: there are {KNOWN}")
     return spelled
-
-
-def _value(key: str, text: str) -> Any:
-    try:
-        return KEYS[key].kind(text)
-    except ValueError:
-        raise OptionError(f"{key} is {text!r}: give {KEYS[key].must_be}") from None
 
 
 def _model(name: str) -> str:
