@@ -299,7 +299,6 @@ class MeasuredPrompt:
     Attributes:
         category: the prompt's.
         messages: the conversation that was answered.
-        reference: what a good answer looks like, if that is known.
         prompt_tokens: how many tokens the conversation has.
         runs: by backend, one per repeat.
         differences: by backend, how its distinct outputs differ from plain decoding's first
@@ -309,7 +308,6 @@ class MeasuredPrompt:
 
     category: str
     messages: Messages
-    reference: str | None
     prompt_tokens: int
     runs: dict[str, list[Run]]
     differences: dict[str, list[Difference] | None]
@@ -373,22 +371,20 @@ class Measurement:
 
     def _converse(self, prompt: BenchPrompt) -> Iterator[MeasuredPrompt]:
         """Measure the first answer, then each follow-up after plain decoding's answer."""
-        messages, references = list(prompt.messages), iter(prompt.references)
+        messages = list(prompt.messages)
         longest = context_length(self._model)
         for question in (*prompt.follow_ups, None):
             tokens = self._encode(prompt, messages)
             if longest is not None and len(tokens) > longest:
                 self.skipped += 1
                 return
-            measured = self._measure(prompt.category, messages, next(references, None), tokens)
+            measured = self._measure(prompt.category, messages, tokens)
             yield measured
             if question is not None:
                 answer = measured.runs[PLAIN][0].text.strip()
                 messages = [*messages, message("assistant", answer), message("user", question)]
 
-    def _measure(
-        self, category: str, messages: Messages, reference: str | None, tokens: list[int]
-    ) -> MeasuredPrompt:
+    def _measure(self, category: str, messages: Messages, tokens: list[int]) -> MeasuredPrompt:
         names = list(self._backends)
         order = [] if self._warm else names.copy()
         for repeat in range(self._repeats):
@@ -403,7 +399,7 @@ class Measurement:
         runs = {name: warm[-self._repeats :] for name, warm in runs.items()}
         self._warm = True
         differences = {name: self._compare(name, tokens, runs) for name in names}
-        return MeasuredPrompt(category, messages, reference, len(tokens), runs, differences)
+        return MeasuredPrompt(category, messages, len(tokens), runs, differences)
 
     def _compare(
         self, name: str, prompt: list[int], runs: dict[str, list[Run]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import click
@@ -17,14 +16,14 @@ from .common.model_choice import default_model, known_names
 from .common.notes import reported, say
 from .common.options import SETTINGS, Group, argument
 from .common.output import output_console
-from .settings_file import SettingsFile
-from .user_config import (
+from .settings import (
     ALIAS,
     ALIAS_PREFIX,
     ENVIRONMENT_VARIABLE,
     KEYS,
     KNOWN,
     MODEL,
+    SettingsFile,
     UserConfig,
     check_alias,
     check_value,
@@ -108,7 +107,10 @@ def set_command(key: str, value: str) -> None:
         _write(config, {ALIAS: {name: model}})
         say(f"{name} stands for {model}.")
         return
-    read = _value(key, value)
+    try:
+        read = KEYS[key].kind(value)
+    except ValueError:
+        raise OptionError(f"{key} is {value!r}: give {KEYS[key].must_be}") from None
     if key == MODEL and read not in config.aliases:
         read = _model(value)
     check_value(key, read)
@@ -172,13 +174,6 @@ def _spelled(key: str) -> str:
     return spelled
 
 
-def _value(key: str, text: str) -> Any:
-    try:
-        return KEYS[key].of_text(text)
-    except ValueError:
-        raise OptionError(f"{key} is {text!r}: give {KEYS[key].must_be}") from None
-
-
 def _model(name: str) -> str:
     """A model's name that is right in every directory.
 
@@ -189,11 +184,10 @@ def _model(name: str) -> str:
     if name != DEMO and directory.is_dir():
         return os.path.abspath(directory)
     if name != DEMO and not is_repository_name(hub_repository(name)[0]):
-        raise OptionError(f"{name}: {instead_of(name, 'directory')}")
+        raise OptionError(f"{name}: {instead_of(name)}")
     return name
 
 
 def _write(config: UserConfig, settings: dict[str, Any]) -> None:
-    file = SettingsFile(Path(config.path), settings)
-    text = file.read()
-    file.write(file.text() if text is None else file.merged(text))
+    file = SettingsFile(config.path, settings)
+    file.write(file.merged(file.read()))

@@ -14,8 +14,8 @@ from click.shell_completion import CompletionItem
 
 from ...errors import MlxspecError, OptionError
 from ...models.model_files import DEMO, hub_repository, is_repository_name, local_path
-from ..user_config import MODEL as SETTING
-from ..user_config import MODEL_VARIABLE, load_config
+from ..settings import MODEL as SETTING
+from ..settings import MODEL_VARIABLE, load_config
 from .notes import note
 from .options import ARGUMENTS, Decorator, Name, argument, option
 
