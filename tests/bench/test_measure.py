@@ -182,7 +182,7 @@ class FlatCosts(LiveCosts):
 def test_auto_s_prediction_is_its_tokens_over_the_expected_cost_of_its_steps(
     endless: tuple, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlxspec.generation.decoder.costs_for", lambda *_, **__: FlatCosts())
+    monkeypatch.setattr("mlxspec.generation.loaded.costs_for", lambda *_, **__: FlatCosts())
     one = measurement(endless, "plain", "auto", max_tokens=40, repeats=1)
     (measured,) = one.measure([QUESTION])
     (auto,) = measured.runs["auto"]
