@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -173,7 +172,7 @@ def answer(
     Raises:
         MlxspecError: an option, the prompt or the model is at fault.
     """
-    from ..generation.response import Transcript
+    from ..generation.response import GenerationResult
 
     source, cached = _checked(prompt, prompt_cache_file, logprobs, shows["as_json"], leader)
     if cached:
@@ -189,15 +188,15 @@ def answer(
             more |= where
         else:
             tokens = prompt.tokens(source, decoder.tokenizer, templated)
-        transcript = Transcript(logprobs)
+        result = GenerationResult(logprobs=None if logprobs is None else [])
         with suppress(KeyboardInterrupt), prefill_bar(console) as progress:
             for response in generation.stream(decoder, tokens, on_progress=progress, **more):
                 if response.generation_tokens == 1:
                     note_which_model(generation.model)
-                transcript.add(response)
+                result.add(response, logprobs or 0)
                 if printer:
                     printer.write(response.text, response.from_draft)
-        result = replace(transcript.result(decoder.step_times.table()), prompt_tokens=len(tokens))
+        result.step_times, result.prompt_tokens = decoder.step_times.table(), len(tokens)
         if printer:
             printer.finish()
             console.print()

@@ -403,7 +403,7 @@ class Generation:
         self, decoder: Decoder, tokens: Sequence[int], **more: Any
     ) -> Generator[GenerationResponse, None, None]:
         """Generate alone; the arguments and errors are those of :meth:`request`."""
-        from ...generation.request import responses
+        from ...generation.engine import responses
 
         request, as_shown = self.request(decoder, tokens, **more)
         with closing(responses(request)) as generated:
