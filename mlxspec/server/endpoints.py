@@ -38,7 +38,7 @@ from .prompts import (
     completion_prompts,
     is_constrained,
 )
-from .requests import ApiRequest, ChatRequest, check_ids
+from .requests import ApiRequest, ChatRequest, check_ids, sampling_of_choice
 from .responses import (
     ResponsesAnswer,
     ResponsesRequest,
@@ -398,7 +398,8 @@ def _choices(
         "stop_tokens": (*body.stop_token_ids, *prompt.stop_tokens),
     }
     samplings = [
-        body.sampling.params(vocab_size, choice, served.special_tokens) for choice in range(body.n)
+        sampling_of_choice(body.sampling, vocab_size, choice, served.special_tokens)
+        for choice in range(body.n)
     ]
     try:
         return [

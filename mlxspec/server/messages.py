@@ -31,13 +31,12 @@ from .body import (
 from .requests import (
     ChatRequest,
     ResponseFormat,
-    Sampling,
+    SamplingBody,
     as_parts,
     chosen_tool,
     conversation,
     left_out,
     made_constraint,
-    sampling_of,
 )
 from .worker import Begun, Ended
 
@@ -132,7 +131,7 @@ class _OutputConfig(Body):
     format: ResponseFormat | None = None
 
 
-class MessagesBody(Sampling):
+class MessagesBody(SamplingBody):
     """A body of ``/v1/messages`` or ``/v1/messages/count_tokens``."""
 
     model: str | None = None
@@ -193,7 +192,7 @@ def parse_messages(body: object, *, to_count: bool = False) -> ChatRequest:
     kwargs |= {name: value for name, value in given.items() if value is not None}
     return ChatRequest(
         model=asked.model,
-        sampling=sampling_of(asked),
+        sampling=asked.sampling,
         max_tokens=asked.max_tokens and min(asked.max_tokens, 2**31 - 1),
         cuts_max_tokens=True,  # clients ask for what the largest of models can write
         stop=tuple(asked.stop_sequences),
