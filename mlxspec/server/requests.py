@@ -398,7 +398,7 @@ class _StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-_Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 _Stops = Annotated[
     Items[_Stop],
@@ -440,7 +440,7 @@ class CommonBody(SamplingBody):
     mlxspec: Dictionary[Literal["drafts"], bool] = {}
     chat_template_kwargs: dict[str, Any] = {}
     enable_thinking: bool | None = None
-    reasoning_effort: _Effort | None = None
+    reasoning_effort: Effort | None = None
     parallel_tool_calls: bool = True
     continue_final_message: bool | None = None
     store: bool | None = None

@@ -38,6 +38,7 @@ from .requests import (
     UNSUPPORTED_IN_CHATS,
     ChatRequest,
     CommonBody,
+    Effort,
     ResponseFormat,
     Texts,
     chosen_tool,
@@ -58,11 +59,15 @@ class Tool(NamedTuple):
         name: within its namespace.
         namespace: None where it has none.
         custom: it takes a text, not JSON.
+        place: the body's name of its schema.
+        function: the tool in OpenAI's form for chats.
     """
 
     name: str
     namespace: str | None = None
     custom: bool = False
+    place: str = ""
+    function: Mapping[str, Any] = {}
 
     @property
     def flat_name(self) -> str:
@@ -169,13 +174,12 @@ class _InputItem(Body):
         return value | {"type": "item_reference" if value.get("role") is None else "message"}
 
 
-class _TextBody(Body):
+class _OutputOptions(Body):
+    """The fields ``text`` and ``reasoning``."""
+
     verbosity: Literal["low", "medium", "high"] = "medium"
     format: ResponseFormat | None = None
-
-
-class _ReasoningBody(Body):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
     summary: str | None = None
     generate_summary: str | None = None
 
@@ -201,9 +205,9 @@ class ResponsesBody(CommonBody):
     max_output_tokens: Annotated[Integer, Field(ge=1, le=2**31 - 1)] | None = None
     max_tool_calls: TokenId | None = None
     metadata: Annotated[Dictionary[str, str], Field(max_length=16)] = {}  # as at OpenAI
-    reasoning: _ReasoningBody = _ReasoningBody()
+    reasoning: _OutputOptions = _OutputOptions()
     store: bool = True
-    text: _TextBody = _TextBody()
+    text: _OutputOptions = _OutputOptions()
     truncation: Literal["auto", "disabled"] = "disabled"
 
     unsupported: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {
@@ -237,7 +241,8 @@ def parse_responses(
     items = [*_before(asked, store, partition), *_items(asked, store, partition)]
     if not items:
         refuse("input", asked.input, "send a string, or a list with one item or more")
-    tools = _Tools(asked, items)
+    known = _known_tools(asked, items)
+    word, named, kept = _tool_choice(asked.tool_choice, known)
     text, top = asked.text, asked.top_logprobs
     asks_logprobs = top or "message.output_text.logprobs" in asked.include
     common = asked.common(text.format.schema_at("text.format", False) if text.format else None)
@@ -246,15 +251,15 @@ def parse_responses(
     request = ResponsesRequest(
         **common | {"max_tokens": asked.max_output_tokens or common["max_tokens"]},
         **conversation(_messages(asked.instructions, items), "input", continues),
-        **chosen_tool(*tools.choice, tools.for_chat, "tool_choice"),
-        tool_places=tuple(tools.places),
+        **chosen_tool(word, named, [dict(tool.function) for tool in kept], "tool_choice"),
+        tool_places=tuple(tool.place for tool in kept),
         logprobs=top if asks_logprobs else None,
         parallel_tool_calls=asked.parallel_tool_calls,
         template_kwargs=asked.template_kwargs(asked.reasoning.effort or asked.reasoning_effort),
         items=tuple(items),
-        known_tools=tools.known,
+        known_tools=known,
         store=asked.store,
-        repeated=_repeated(asked, body, tools),
+        repeated=_repeated(asked, body),
     )
     if (length := len(json.dumps(request.repeated))) > _MOST_REPEATED:
         raise ApiError(
@@ -264,135 +269,117 @@ def parse_responses(
     return request
 
 
-def _repeated(asked: ResponsesBody, body: Any, tools: _Tools) -> dict[str, Any]:
-    """The request's fields in its response: those in force, where these are not those asked for."""
-    same = (
-        *("frequency_penalty", "instructions", "max_output_tokens", "max_tool_calls", "metadata"),
-        *("parallel_tool_calls", "presence_penalty", "previous_response_id", "prompt_cache_key"),
-        *("safety_identifier", "store", "temperature", "top_logprobs", "top_p", "user"),
-    )
+_REPEATED = (
+    *("instructions", "max_output_tokens", "max_tool_calls", "metadata", "parallel_tool_calls"),
+    *("previous_response_id", "prompt_cache_key", "safety_identifier", "store", "temperature"),
+    *("top_logprobs", "top_p", "user"),
+)
+
+
+def _repeated(asked: ResponsesBody, body: Any) -> dict[str, Any]:
+    """The request's fields in its response, with the values in force."""
     format = asked.text.format and body["text"]["format"]
     return {
-        **{name: getattr(asked, name) for name in same},
+        **{name: getattr(asked, name) for name in _REPEATED},
         "background": False,
+        "frequency_penalty": asked.frequency_penalty or 0.0,
+        "presence_penalty": asked.presence_penalty or 0.0,
         "reasoning": {"effort": asked.reasoning.effort, "summary": None},
         "service_tier": "default",
         "text": {"format": format or {"type": "text"}, "verbosity": "medium"},
         "tool_choice": body.get("tool_choice") or "auto",
-        "tools": tools.offered,
+        "tools": [_repeated_tool(tool) for tool in asked.tools if not tool.hosted],
         "truncation": "disabled",
     }
+
+
+def _repeated_tool(tool: _ToolBody) -> dict[str, Any]:
+    """A tool as the response repeats it, with the fields that clients expect."""
+    absent: dict[str, Any] = {"description": "" if tool.type == "namespace" else None}
+    if tool.type == "function":
+        absent |= {"parameters": None, "strict": None}
+    given = tool.model_dump(exclude_unset=True)
+    return absent | given | ({"tools": [*map(_repeated_tool, tool.tools)]} if tool.tools else {})
 
 
 # --- tools ---
 
 
-class _Tools:
-    """The tools that a request offers, and their use.
+def _known_tools(asked: ResponsesBody, items: Sequence[dict[str, Any]]) -> dict[str, Tool]:
+    """The tools that a request offers, by the names that the model knows.
 
     Agents such as Codex offer a web search besides their own tools, whatever the server can
     do. They get along without it, so it is left out; where nothing else is offered it is refused.
-
-    Attributes:
-        for_chat: the tools in OpenAI's form for chats.
-        places: where each of them is in the body.
-        known: by the names that the model knows.
-        offered: the tools as the response repeats them.
-        choice: the choice in the form of a chat, and the name of the function to call.
     """
-
-    def __init__(self, asked: ResponsesBody, items: Sequence[dict[str, Any]]) -> None:
-        self.for_chat: list[dict[str, Any]] = []
-        self.places: list[str] = []
-        self.known: dict[str, Tool] = {}
-        self.offered: list[dict[str, Any]] = []
+    known: dict[str, Tool] = {}
+    for index, tool in enumerate(asked.tools):
+        _add_tools(tool, f"tools[{index}]", known)
+    for item in items:
+        if item["type"] == "additional_tools":
+            for index, tool in enumerate(map(_ToolBody.model_validate, item["tools"])):
+                _add_tools(tool, f"additional_tools[{index}]", known, again=True)
+    if not known:
         for index, tool in enumerate(asked.tools):
-            if not tool.hosted:
-                self.offered.append(self._add(tool, f"tools[{index}]"))
-        for item in items:
-            if item["type"] == "additional_tools":
-                for index, tool in enumerate(map(_ToolBody.model_validate, item["tools"])):
-                    if not tool.hosted:
-                        self._add(tool, f"additional_tools[{index}]", again=True)
-        for index, tool in enumerate(asked.tools):
-            if tool.hosted and not self.known:
-                remedy = "offer functions, since the server itself runs no tools"
-                refuse(f"tools[{index}].type", tool.type, remedy)
-        self.choice = self._choice(asked.tool_choice)
+            remedy = "offer functions, since the server itself runs no tools"
+            refuse(f"tools[{index}].type", tool.type, remedy)
+    return known
 
-    def _add(self, tool: _ToolBody, path: str, again: bool = False) -> dict[str, Any]:
-        """Add a tool, which may be a known one if ``again``; returns it as it is repeated."""
-        if tool.type != "namespace":
-            return self._add_one(tool, path, None, again)
-        inner = [
-            self._add_one(one, f"{path}.tools[{index}]", tool, again)
-            for index, one in enumerate(tool.tools)
-        ]
-        about = tool.description or ""
-        return {"type": "namespace", "name": tool.name, "description": about, "tools": inner}
 
-    def _add_one(
-        self, one: _ToolBody, path: str, space: _ToolBody | None, again: bool
-    ) -> dict[str, Any]:
+def _add_tools(tool: _ToolBody, path: str, known: dict[str, Tool], again: bool = False) -> None:
+    """Add a tool, or those of a namespace; known ones are skipped if ``again``."""
+    space = tool if tool.type == "namespace" else None
+    if tool.hosted:
+        return
+    for index, one in enumerate(space.tools if space else [tool]):
+        place = f"{path}.tools[{index}]" if space else path
         if one.type not in ("function", "custom"):
             inside = "" if space else ', or a "namespace" of them'
-            remedy = f'offer tools of the type "function" or "custom"{inside}'
-            refuse(f"{path}.type", one.type, remedy)
-        tool = Tool(one.name, space.name if space else None, one.type == "custom")
-        name = tool.flat_name
-        if name in self.known:
-            if again:
-                return {}
-            refuse(f"{path}.name", one.name, "give each tool a name of its own")
-        offered: dict[str, Any] = {"type": one.type, "name": one.name}
-        offered["description"] = one.description
-        if tool.custom:
-            format = one.format
-            offered["format"] = format.model_dump(exclude_unset=True)
-            function = {"description": one.description or "", "parameters": _text_schema(format)}
-        else:
-            offered |= {"parameters": one.parameters, "strict": one.strict}
-            given: dict[str, Any] = {"description": one.description, "parameters": one.parameters}
-            given["strict"] = one.strict
-            function = {key: value for key, value in given.items() if value is not None}
-        if space and space.description and one is space.tools[0]:
-            about = f"{space.description}\n\n{function.get('description', '')}"
-            function["description"] = about.rstrip()
-        self.known[name] = tool
-        self.places.append(f"{path}.parameters")
-        self.for_chat.append({"type": "function", "function": {"name": name, **function}})
-        return offered
-
-    def _choice(self, choice: str | _ToolBody) -> tuple[str, str | None]:
-        """The choice of a chat; tools that are not allowed are not offered."""
-        if isinstance(choice, str):
-            return choice, None
-        places: dict[tuple[str, str | None], str] = {}
-        for flat_name, tool in self.known.items():
-            for namespace in (None, tool.namespace):  # in any namespace, the first counts
-                places.setdefault((tool.name, namespace), flat_name)
-        if choice.type in ("function", "custom"):
-            return "function", _found(choice, places, "tool_choice")
-        if choice.type != "allowed_tools":
-            remedy = 'send "function", "custom" or "allowed_tools", or a string'
-            refuse("tool_choice.type", choice.type, remedy)
-        allowed = {
-            _found(tool, places, f"tool_choice.tools[{index}]")
-            for index, tool in enumerate(choice.tools)
-            if not tool.hosted
-        }
-        kept = [tool["function"]["name"] in allowed for tool in self.for_chat]
-        self.for_chat = [tool for tool, keep in zip(self.for_chat, kept, strict=True) if keep]
-        self.places = [place for place, keep in zip(self.places, kept, strict=True) if keep]
-        return choice.mode, None
+            refuse(
+                f"{place}.type", one.type, f'offer tools of the type "function" or "custom"{inside}'
+            )
+        about = one.description
+        if space and space.description and not index:
+            about = f"{space.description}\n\n{about or ''}".rstrip()
+        custom = one.type == "custom"
+        made = Tool(one.name, space.name if space else None, custom, f"{place}.parameters")
+        name = made.flat_name
+        if name not in known:
+            function: dict[str, Any] = {"name": name, "description": about, "strict": one.strict}
+            function["parameters"] = _text_schema(one.format) if custom else one.parameters
+            function = {key: value for key, value in function.items() if value is not None}
+            known[name] = made._replace(function={"type": "function", "function": function})
+        elif not again:
+            refuse(f"{place}.name", one.name, "give each tool a name of its own")
 
 
-def _found(named: _ToolBody, places: Mapping[tuple[str, str | None], str], path: str) -> str:
-    """The name by which the model knows the tool that a choice names."""
-    found = places.get((named.name, named.namespace))
-    if found is None:
-        refuse(f"{path}.name", named.name, "name one of the tools")
-    return found
+def _tool_choice(
+    choice: str | _ToolBody, known: Mapping[str, Tool]
+) -> tuple[str, str | None, list[Tool]]:
+    """The choice of a chat, the name of the function to call, and the tools that are allowed."""
+    if isinstance(choice, str):
+        return choice, None, [*known.values()]
+    names: dict[tuple[str, str | None], str] = {}
+    for flat_name, tool in known.items():
+        for namespace in (None, tool.namespace):  # in any namespace, the first counts
+            names.setdefault((tool.name, namespace), flat_name)
+
+    def found(named: _ToolBody, path: str) -> str:
+        flat_name = names.get((named.name, named.namespace))
+        if flat_name is None:
+            refuse(f"{path}.name", named.name, "name one of the tools")
+        return flat_name
+
+    if choice.type in ("function", "custom"):
+        return "function", found(choice, "tool_choice"), [*known.values()]
+    if choice.type != "allowed_tools":
+        remedy = 'send "function", "custom" or "allowed_tools", or a string'
+        refuse("tool_choice.type", choice.type, remedy)
+    allowed = {
+        found(tool, f"tool_choice.tools[{index}]")
+        for index, tool in enumerate(choice.tools)
+        if not tool.hosted
+    }
+    return choice.mode, None, [tool for name, tool in known.items() if name in allowed]
 
 
 def _text_schema(format: _ToolFormat) -> dict[str, Any]:
@@ -447,78 +434,59 @@ def _items(
                 remedy = "send the item itself, since the server has none of this id"
                 refuse(f"input[{index}].id", one.id, remedy)
             yield found
-        elif one.type in _MAKE_ITEM:
-            yield _MAKE_ITEM[one.type](one, f"input[{index}]")
+        elif one.type in _ITEM_FIELDS:
+            yield _item(one, f"input[{index}]")
 
 
-def _message(one: _InputItem, path: str) -> dict[str, Any]:
-    texts = [part.text for part in one.content]
-    item = _item_of(one, "msg", role=one.role)
-    if one.role != "assistant":
-        return item | {"content": [{"type": "input_text", "text": text} for text in texts]}
-    more: dict[str, Any] = {"annotations": [], "logprobs": []}
-    item["content"] = [{"type": "output_text", "text": text, **more} for text in texts]
-    return item | ({"phase": one.phase} if one.phase else {})
-
-
-def _item_of(one: _InputItem, prefix: str, **fields: Any) -> dict[str, Any]:
-    status = {"type": one.type, "status": "completed"}
-    return {"id": one.id or new_id(prefix), **status, **fields}
-
-
-def _call(one: _InputItem, path: str) -> dict[str, Any]:
-    custom = one.type == "custom_tool_call"
-    item = _item_of(one, "ctc" if custom else "fc", call_id=one.call_id, name=one.name)
-    if one.namespace is not None:
-        item["namespace"] = one.namespace
-    if custom:
-        return item | {"input": one.input}
-    arguments = one.arguments
-    return item | {"arguments": arguments if isinstance(arguments, str) else json.dumps(arguments)}
-
-
-def _call_output(one: _InputItem, path: str) -> dict[str, Any]:
-    output: Any = one.output
-    if not isinstance(one.output, str):
-        output = []
-        for index, part in enumerate(one.output):
-            kind, text = part.get("type"), part.get("text")
-            text = "" if text is None else text
-            if not isinstance(kind, str) or not kind:
-                refuse(f"{path}.output[{index}].type", kind, "send a string")
-            if kind not in ("input_text", "output_text", "text"):
-                text = left_out(kind.removeprefix("input_"))
-            if not isinstance(text, str):
-                refuse(f"{path}.output[{index}].text", text, "send a string")
-            output.append({"type": "input_text", "text": text})
-    prefix = "ctco" if one.type.startswith("custom") else "fco"
-    return _item_of(one, prefix, call_id=one.call_id, output=output)
-
-
-def _reasoning(one: _InputItem, path: str) -> dict[str, Any]:
-    """Reasoning: of this server with its text, of others perhaps with a summary alone."""
-    return _item_of(
-        one,
-        "rs",
-        summary=[{"type": "summary_text", "text": part.text} for part in one.summary],
-        content=[{"type": "reasoning_text", "text": part.text} for part in one.content],
-        encrypted_content=one.encrypted_content,
-    )
-
-
-def _additional_tools(one: _InputItem, path: str) -> dict[str, Any]:
-    """Tools within a conversation, as newer agents send them."""
-    item = {"id": one.id or new_id("at"), "type": "additional_tools", "role": "developer"}
-    return item | {"tools": [tool.model_dump(exclude_unset=True) for tool in one.tools]}
-
-
-_MAKE_ITEM: dict[str, Callable[[_InputItem, str], dict[str, Any]]] = {
-    "message": _message,
-    **dict.fromkeys(_CALLS, _call),
-    **dict.fromkeys(_OUTPUTS, _call_output),
-    "reasoning": _reasoning,
-    "additional_tools": _additional_tools,
+_ITEM_FIELDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "message": ("msg", ("role", "content", "phase")),
+    "function_call": ("fc", ("call_id", "name", "namespace", "arguments")),
+    "custom_tool_call": ("ctc", ("call_id", "name", "namespace", "input")),
+    "function_call_output": ("fco", ("call_id", "output")),
+    "custom_tool_call_output": ("ctco", ("call_id", "output")),
+    "reasoning": ("rs", ("summary", "content", "encrypted_content")),
+    "additional_tools": ("at", ("tools",)),
 }
+"""By the type of an item: the prefix of its id, and the fields that it has."""
+
+
+def _item(one: _InputItem, path: str) -> dict[str, Any]:
+    """An item as the server keeps and returns it."""
+    prefix, names = _ITEM_FIELDS[one.type]
+    item: dict[str, Any] = {"id": one.id or new_id(prefix), "type": one.type}
+    item |= {"status": "completed"}
+    item |= {name: value for name in names if (value := getattr(one, name)) is not None}
+    if one.type == "additional_tools":
+        tools = [tool.model_dump(exclude_unset=True) for tool in one.tools]
+        item |= {"role": "developer", "tools": tools}
+    elif one.type == "reasoning":
+        item["summary"] = [{"type": "summary_text", "text": part.text} for part in one.summary]
+        item["content"] = [{"type": "reasoning_text", "text": part.text} for part in one.content]
+    elif one.type == "message":
+        part: dict[str, Any] = {"type": "input_text"}
+        if one.role == "assistant":
+            part = {"type": "output_text", "annotations": [], "logprobs": []}
+        item["content"] = [{**part, "text": given.text} for given in one.content]
+    elif isinstance(item.get("arguments"), dict):
+        item["arguments"] = json.dumps(one.arguments)
+    elif "output" in item and not isinstance(one.output, str):
+        item["output"] = [
+            {"type": "input_text", "text": _output_text(part, f"{path}.output[{index}]")}
+            for index, part in enumerate(one.output)
+        ]
+    return item
+
+
+def _output_text(part: Mapping[str, Any], path: str) -> str:
+    """The text of a part of a tool's output, or a note in place of something else."""
+    kind, text = part.get("type"), part.get("text")
+    if not isinstance(kind, str) or not kind:
+        refuse(f"{path}.type", kind, "send a string")
+    if kind not in ("input_text", "output_text", "text"):
+        return left_out(kind.removeprefix("input_"))
+    if text is not None and not isinstance(text, str):
+        refuse(f"{path}.text", text, "send a string")
+    return text or ""
 
 
 def _messages(instructions: str | None, items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
