@@ -689,15 +689,14 @@ class ResponsesAnswer(ApiAnswer):
     def begin(self) -> list[dict[str, Any]]:
         if self._sent:
             return []
-        return [self._lifecycle("response.created"), self._lifecycle("response.in_progress")]
+        return [self._lifecycle("created"), self._lifecycle("in_progress")]
 
     def feed_choice(self, choice: Choice, runs: Sequence[Run]) -> list[dict[str, Any]]:
         events: list[dict[str, Any]] = []
         for run in runs:
             if run.begins:
                 events += [*self._end_item("completed"), *self._begin_item(run.part)]
-            logprobs = self._names.of_chat(run.pieces)
-            events += self._events(self._items[-1].add(run.text, logprobs))
+            events += self._add(run.text, self._names.of_chat(run.pieces))
         if choice.end:
             if not self._items:
                 events += self._begin_item(Part("text"))
@@ -710,7 +709,7 @@ class ResponsesAnswer(ApiAnswer):
     def close(self) -> list[dict[str, Any]]:
         if self._request.store:
             self._keep(StoredResponse(self.whole(), self._request.items))
-        return [self._lifecycle(f"response.{self._status}")]
+        return [self._lifecycle(self._status)]
 
     def whole(self) -> dict[str, Any]:
         cut_off, running = self._status == "incomplete", self._status == "in_progress"
@@ -732,49 +731,83 @@ class ResponsesAnswer(ApiAnswer):
         return f"event: {chunk['type']}\n{super().framed(chunk)}"
 
     def keep_alive(self) -> str:
-        events = self.begin() or [self._lifecycle("response.in_progress")]
-        return "".join(map(self.framed, events))
+        return "".join(map(self.framed, self.begin() or [self._lifecycle("in_progress")]))
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         self._status = "failed"
-        self._error = {"code": _error_code(error), "message": error.message}
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        code = "rate_limit_exceeded" if error.status == 429 else code
+        if error.code == "context_length_exceeded":
+            code = error.code
+        self._error = {"code": code, "message": error.message}
         if self._items and self._items[-1].status == "in_progress":
             self._items[-1].status = "incomplete"
-        return self._lifecycle("response.failed") if self._request.stream else self.whole()
+        return self._lifecycle("failed") if self._request.stream else self.whole()
+
+    # --- events ---
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        self._sent += 1
+        return {"type": f"response.{kind}", "sequence_number": self._sent - 1, **fields}
+
+    def _lifecycle(self, kind: str) -> dict[str, Any]:
+        return self._event(kind, response=self.whole())
+
+    def _of_item(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """An event of the last item; the one content that it may have is the first."""
+        item = self._items[-1]
+        index = {} if item.tool else {"content_index": 0}
+        place = {"item_id": item.id, "output_index": len(self._items) - 1, **index}
+        return self._event(kind, **place, **fields)
+
+    def _whole_item(self, kind: str) -> dict[str, Any]:
+        item = self._items[-1].as_json()
+        return self._event(kind, output_index=len(self._items) - 1, item=item)
 
     def _begin_item(self, part: Part) -> list[dict[str, Any]]:
         tool = None
         if part.kind == "call":
             tool = self._request.known_tools.get(part.name, Tool(part.name))
-        kind = "custom_tool_call" if tool and tool.custom else _TYPES[part.kind]
-        item = _Item(kind, part.id, tool)
+        item = _Item(part.kind, part.id, tool)
         self._items.append(item)
-        return [self._of_item("response.output_item.added"), *self._events(item.begun())]
+        events = [self._whole_item("output_item.added")]
+        return events if tool else [*events, self._of_item("content_part.added", part=item.part())]
+
+    def _add(self, text: str, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Add to the last item."""
+        item = self._items[-1]
+        if item.custom:
+            item.written += text
+            text = _input_so_far(item.written).removeprefix(item.text)
+        return self._delta(text, logprobs)
+
+    def _delta(self, text: str, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        item = self._items[-1]
+        item.texts.append(text)
+        if not text:
+            return []
+        if item.type != "message":
+            return [self._of_item(f"{item.event}.delta", delta=text)]
+        item.logprobs += logprobs
+        return [self._of_item(f"{item.event}.delta", delta=text, logprobs=logprobs)]
 
     def _end_item(self, status: str) -> list[dict[str, Any]]:
         """End the last item, if there is one."""
         if not self._items:
             return []
-        item = self._items[-1]
-        events = self._events(item.ended())
+        item, events = self._items[-1], []
+        if item.custom:
+            events = self._delta(_whole_input(item.written).removeprefix(item.text), [])
+        done: dict[str, Any] = {item.field: item.text}
+        if item.type == "message":
+            done["logprobs"] = item.logprobs
+        if item.tool and not item.custom:
+            done["name"] = item.tool.name
+        events.append(self._of_item(f"{item.event}.done", **done))
+        if not item.tool:
+            events.append(self._of_item("content_part.done", part=item.part()))
         item.status = status
-        return [*events, self._of_item("response.output_item.done")]
-
-    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
-        self._sent += 1
-        return {"type": kind, "sequence_number": self._sent - 1, **fields}
-
-    def _lifecycle(self, kind: str) -> dict[str, Any]:
-        return self._event(kind, response=self.whole())
-
-    def _of_item(self, kind: str) -> dict[str, Any]:
-        index = len(self._items) - 1
-        return self._event(kind, output_index=index, item=self._items[-1].as_json())
-
-    def _events(self, events: Sequence[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-        """Events of the last item."""
-        place = {"item_id": self._items[-1].id, "output_index": len(self._items) - 1}
-        return [self._event(f"response.{kind}", **place, **fields) for kind, fields in events]
+        return [*events, self._whole_item("output_item.done")]
 
     def _usage(self) -> dict[str, Any] | None:
         """None until the answer has ended."""
@@ -795,119 +828,63 @@ class ResponsesAnswer(ApiAnswer):
         }
 
 
-def _error_code(error: ApiError) -> str:
-    """The nearest of the codes that clients know."""
-    if error.code == "context_length_exceeded":
-        return error.code
-    if error.status == 429:
-        return "rate_limit_exceeded"
-    return "server_error" if error.status >= 500 else "invalid_prompt"
-
-
-# --- items ---
-
-_ItemEvents = list[tuple[str, dict[str, Any]]]
-"""Kinds of events and their fields, without those that name the item."""
-
-_TYPES = {"text": "message", "reasoning": "reasoning", "call": "function_call"}
-_PREFIXES = {
-    "message": "msg",
-    "reasoning": "rs",
-    "function_call": "fc",
-    "custom_tool_call": "ctc",
+_KINDS = {
+    "text": ("message", "msg", "output_text", "text"),
+    "reasoning": ("reasoning", "rs", "reasoning_text", "text"),
+    "call": ("function_call", "fc", "function_call_arguments", "arguments"),
+    "custom": ("custom_tool_call", "ctc", "custom_tool_call_input", "input"),
 }
+"""By the kind of a part: an item's type, the prefix of its id, its events, and the text's field."""
 
 
 class _Item:
     """An item of the output: a message, reasoning, or a call.
 
     Args:
-        kind: of the item, as the API names it.
+        kind: of the part of the answer that it is.
         call_id: by which the client returns a call's result.
         tool: that is called.
 
     Attributes:
         status: "in_progress", "completed" or "incomplete".
+        texts: what was sent of its text.
+        written: the arguments of a custom call, whose text is in one of them.
     """
 
     def __init__(self, kind: str, call_id: str = "", tool: Tool | None = None) -> None:
-        self.kind = kind
-        self.id = new_id(_PREFIXES[kind])
+        self.custom = tool is not None and tool.custom
+        self.type, prefix, self.event, self.field = _KINDS["custom" if self.custom else kind]
+        self.id = new_id(prefix)
+        self.tool = tool
         self.status = "in_progress"
+        self.texts: list[str] = []
+        self.logprobs: list[dict[str, Any]] = []
+        self.written = ""
         self._call_id = call_id
-        self._tool = tool
-        self._texts: list[str] = []
-        self._logprobs: list[dict[str, Any]] = []
-        self._written = ""
-        """The arguments of a custom call, whose text is in one of them."""
 
     @property
-    def _text(self) -> str:
-        return "".join(self._texts)
+    def text(self) -> str:
+        """What was sent of its text."""
+        return "".join(self.texts)
 
-    @property
-    def _field(self) -> str:
-        """The field with a call's text."""
-        return "input" if self.kind == "custom_tool_call" else "arguments"
+    def part(self) -> dict[str, Any]:
+        """The one part of the content."""
+        part: dict[str, Any] = {"type": self.event, "text": self.text}
+        if self.type == "message":
+            part |= {"annotations": [], "logprobs": [*self.logprobs]}
+        return part
 
     def as_json(self) -> dict[str, Any]:
         """The item as it is now."""
-        item: dict[str, Any] = {"id": self.id, "type": self.kind, "status": self.status}
-        if self._tool:
-            item |= {"call_id": self._call_id, "name": self._tool.name, self._field: self._text}
-            space = self._tool.namespace
+        item: dict[str, Any] = {"id": self.id, "type": self.type, "status": self.status}
+        if self.tool:
+            item |= {"call_id": self._call_id, "name": self.tool.name, self.field: self.text}
+            space = self.tool.namespace
             return item if space is None else item | {"namespace": space}
-        item["content"] = [] if self.status == "in_progress" else [self._part()]
-        if self.kind == "message":
+        item["content"] = [] if self.status == "in_progress" else [self.part()]
+        if self.type == "message":
             return item | {"role": "assistant"}
         return item | {"summary": [], "encrypted_content": None}
-
-    def _part(self) -> dict[str, Any]:
-        """The one part of the content."""
-        if self.kind == "reasoning":
-            return {"type": "reasoning_text", "text": self._text}
-        more: dict[str, Any] = {"annotations": [], "logprobs": [*self._logprobs]}
-        return {"type": "output_text", "text": self._text, **more}
-
-    def begun(self) -> _ItemEvents:
-        """The events after it was added."""
-        if self._tool:
-            return []
-        return [("content_part.added", {"content_index": 0, "part": self._part()})]
-
-    def add(self, text: str, logprobs: list[dict[str, Any]]) -> _ItemEvents:
-        """Take more of its text; returns the events for it."""
-        if self.kind == "custom_tool_call":
-            self._written += text
-            return self._add(_input_so_far(self._written).removeprefix(self._text), [])
-        return self._add(text, logprobs)
-
-    def _add(self, text: str, logprobs: list[dict[str, Any]]) -> _ItemEvents:
-        if self._tool and not text:
-            return []
-        self._texts.append(text)
-        self._logprobs += logprobs
-        if self._tool:
-            return [(f"{self.kind}_{self._field}.delta", {"delta": text})]
-        fields: dict[str, Any] = {"content_index": 0, "delta": text}
-        if self.kind == "message":
-            return [("output_text.delta", fields | {"logprobs": logprobs})]
-        return [("reasoning_text.delta", fields)]
-
-    def ended(self) -> _ItemEvents:
-        """The events before it is done."""
-        if not self._tool:
-            part = self._part()
-            fields = {name: value for name, value in part.items() if name in ("text", "logprobs")}
-            return [
-                (f"{part['type']}.done", {"content_index": 0, **fields}),
-                ("content_part.done", {"content_index": 0, "part": part}),
-            ]
-        events = []
-        if self.kind == "custom_tool_call":
-            events = self._add(_whole_input(self._written).removeprefix(self._text), [])
-        named = {"name": self._tool.name} if self.kind == "function_call" else {}
-        return [*events, (f"{self.kind}_{self._field}.done", {self._field: self._text, **named})]
 
 
 def _input_so_far(written: str) -> str:
