@@ -30,6 +30,7 @@ from .body import (
     TokenId,
     as_integer,
     refuse,
+    without_nulls,
 )
 
 MOST_CHOICES = 128  # of all prompts together
@@ -392,17 +393,23 @@ class _Prediction(Body):
     content: Texts
 
 
-class _StreamOptions(Body):
-    include_usage: bool = False
-    include_obfuscation: bool = False
-    continuous_usage_stats: bool = False
-
-
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class Options(Body):
+    """The nested objects with options, of all APIs."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    effort: Effort | None = None
+    verbosity: Literal["low", "medium", "high"] = "medium"
+    format: ResponseFormat | None = None
+
+
 _Stop = Annotated[str, Field(min_length=1, max_length=1000)]
-_Stops = Annotated[
-    Items[_Stop],
-    Field(max_length=32),
+Stops = Annotated[Items[_Stop], Field(max_length=32)]
+_OneOrMoreStops = Annotated[
+    Stops,
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
 ]
 
@@ -432,10 +439,10 @@ class CommonBody(SamplingBody):
     max_tokens: MaxTokens = None
     max_completion_tokens: MaxTokens = None
     n: Annotated[Integer, Field(ge=1, le=MOST_CHOICES)] = 1
-    stop: _Stops = []
+    stop: _OneOrMoreStops = []
     stop_token_ids: Annotated[Items[TokenId], Field(max_length=1024)] = []
     stream: bool = False
-    stream_options: _StreamOptions = _StreamOptions()
+    stream_options: Options = Options()
     prediction: _Prediction | None = None
     mlxspec: Dictionary[Literal["drafts"], bool] = {}
     chat_template_kwargs: dict[str, Any] = {}
@@ -449,6 +456,7 @@ class CommonBody(SamplingBody):
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
+    response_format: ResponseFormat | None = None
     grammar: str = ""
     json_schema: Any = None
     guided_json: Any = None
@@ -457,7 +465,7 @@ class CommonBody(SamplingBody):
     guided_grammar: str = ""
     structured_outputs: _StructuredOutputs = _StructuredOutputs()
 
-    unsupported: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {
+    unsupported = {
         "adapters": ((), "start a server with the adapter's model"),
         "allowed_token_ids": (([],), "leave it out, or use logit_bias"),
         "bad_words": (([],), "leave it out, or use logit_bias"),
@@ -484,13 +492,16 @@ class CommonBody(SamplingBody):
         """The attributes of an :class:`ApiRequest`.
 
         Args:
-            format: the field that gives the answer a JSON Schema, and the schema.
+            format: the field that gives the answer a JSON Schema, and the schema, if that is
+                not ``response_format``.
 
         Raises:
             ApiError: a constraint cannot be enforced, or comes with another one.
         """
         if self.stream_options.continuous_usage_stats:
             refuse("stream_options.continuous_usage_stats", True, "use include_usage")
+        if self.response_format:
+            format = self.response_format.schema_at("response_format", inner=True)
         # The newer of the two fields counts.
         max_tokens = self.max_completion_tokens or self.max_tokens
         constraint, constrained_by = self._constraint(format)
@@ -509,15 +520,9 @@ class CommonBody(SamplingBody):
             "drafts": self.mlxspec.get("drafts", False),
         }
 
-    def template_kwargs(self, effort: str | None) -> dict[str, Any]:
-        """Arguments of the chat template. Templates ignore those that they do not know."""
-        kwargs: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
-        if effort == "none":
-            kwargs["enable_thinking"] = False
-        if self.enable_thinking is not None:
-            kwargs["enable_thinking"] = self.enable_thinking
-        given = self.chat_template_kwargs
-        return kwargs | {name: value for name, value in given.items() if value is not None}
+    def template_kwargs(self, effort: Effort | None) -> dict[str, Any]:
+        """Arguments of the chat template."""
+        return template_kwargs(effort, self.enable_thinking, self.chat_template_kwargs)
 
     def _constraint(self, format: tuple[str, Any] | None) -> tuple[Constraint | None, str]:
         """The constraint, and the field that asks for it; empty fields ask for nothing."""
@@ -547,6 +552,16 @@ _MAKE_CONSTRAINT: dict[str, Callable[[Any], Constraint]] = {
     "json_object": lambda value: Constraint.json_object(),
 }
 _GUIDED = ("json", "regex", "choice", "grammar")
+
+
+def template_kwargs(
+    effort: Effort | None, thinking: bool | None, given: dict[str, Any]
+) -> dict[str, Any]:
+    """Arguments of the chat template. Templates ignore those that they do not know."""
+    if thinking is None and effort == "none":
+        thinking = False
+    kwargs = {"reasoning_effort": effort, "enable_thinking": thinking}
+    return without_nulls(kwargs) | without_nulls(given)
 
 
 def made_constraint(make: Callable[[Any], Constraint], value: Any, path: str) -> Constraint:

@@ -38,8 +38,7 @@ from .requests import (
     UNSUPPORTED_IN_CHATS,
     ChatRequest,
     CommonBody,
-    Effort,
-    ResponseFormat,
+    Options,
     Texts,
     chosen_tool,
     conversation,
@@ -97,16 +96,8 @@ class ResponsesRequest(ChatRequest):
     repeated: Mapping[str, Any] = field(default_factory=dict)
 
 
-class _ToolFormat(Body):
-    type: Literal["text", "grammar"] = "text"
-    syntax: Literal["lark", "regex"] = "lark"
-    definition: Name = "-"
-
-    needed = {"grammar": ("syntax", "definition")}
-
-
 class _ToolBody(Body):
-    """A tool that is offered, a namespace of tools, or a choice among them."""
+    """A tool that is offered, its format, a namespace of tools, or a choice among them."""
 
     type: str
     name: Name = "-"
@@ -114,11 +105,16 @@ class _ToolBody(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    format: _ToolFormat = _ToolFormat(type="text")
+    format: _ToolBody | None = None
+    syntax: Literal["lark", "regex"] = "lark"
+    definition: Name = "-"
     mode: Literal["auto", "required"] = "auto"
     tools: Items[_ToolBody] = []
 
-    needed = dict.fromkeys(("function", "custom", "namespace"), ("name",))
+    needed = {
+        **dict.fromkeys(("function", "custom", "namespace"), ("name",)),
+        "grammar": ("syntax", "definition"),
+    }
 
     @property
     def hosted(self) -> bool:
@@ -174,16 +170,6 @@ class _InputItem(Body):
         return value | {"type": "item_reference" if value.get("role") is None else "message"}
 
 
-class _OutputOptions(Body):
-    """The fields ``text`` and ``reasoning``."""
-
-    verbosity: Literal["low", "medium", "high"] = "medium"
-    format: ResponseFormat | None = None
-    effort: Effort | None = None
-    summary: str | None = None
-    generate_summary: str | None = None
-
-
 def _as_items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
@@ -205,12 +191,12 @@ class ResponsesBody(CommonBody):
     max_output_tokens: Annotated[Integer, Field(ge=1, le=2**31 - 1)] | None = None
     max_tool_calls: TokenId | None = None
     metadata: Annotated[Dictionary[str, str], Field(max_length=16)] = {}  # as at OpenAI
-    reasoning: _OutputOptions = _OutputOptions()
+    reasoning: Options = Options()
     store: bool = True
-    text: _OutputOptions = _OutputOptions()
+    text: Options = Options()
     truncation: Literal["auto", "disabled"] = "disabled"
 
-    unsupported: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {
+    unsupported = {
         **CommonBody.unsupported,
         **UNSUPPORTED_IN_CHATS,
         "background": ((False,), "leave it out, since a response is made while its client waits"),
@@ -382,13 +368,13 @@ def _tool_choice(
     return choice.mode, None, [tool for name, tool in known.items() if name in allowed]
 
 
-def _text_schema(format: _ToolFormat) -> dict[str, Any]:
+def _text_schema(format: _ToolBody | None) -> dict[str, Any]:
     """The parameters of a custom tool as a function: one text.
 
     A grammar is shown to the model but not enforced.
     """
     about = "The text that the tool takes, as it is."
-    if format.type == "grammar":
+    if format and format.type == "grammar":
         about += f" It follows this {format.syntax} grammar:\n{format.definition}"
     text = {"type": "string", "description": about}
     return {"type": "object", "properties": {_INPUT: text}, "required": [_INPUT]}
