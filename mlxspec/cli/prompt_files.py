@@ -318,8 +318,7 @@ def _prompt(value: Any) -> str | list[int]:
 
 
 def _messages(value: Any) -> Messages:
-    turns = conversation_of({"messages": value}).messages
-    return [{"role": turn.role, "content": turn.content} for turn in turns]
+    return conversation_of({"messages": value})[0]
 
 
 def _max_tokens(value: Any) -> int:

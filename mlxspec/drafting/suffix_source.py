@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..corpus.suffix_index import (
     EXCERPT_TOKENS,
@@ -14,7 +14,6 @@ from ..corpus.suffix_index import (
     SEPARATOR,
     ContextIndex,
     Continuation,
-    EarlierTexts,
     Excerpts,
     Occurrence,
     SuffixIndex,
@@ -24,6 +23,10 @@ from .acceptance import AcceptanceModel, Estimate, Experience
 from .combined import united
 from .drafter import DraftTree, Limits, Source, TreeBuilder, VerifiedStep
 from .policy import SHARE_OF_NOW
+
+if TYPE_CHECKING:
+    from ..corpus.memory import Memory
+    from ..corpus.store import Store
 
 CONTEXT = "context"
 """The origin of drafts from the context itself."""
@@ -53,7 +56,7 @@ class Earlier:
     """
 
     def __init__(
-        self, name: str, texts: EarlierTexts, on_used: Callable[[Any], None] | None = None
+        self, name: str, texts: Memory | Store, on_used: Callable[[Any], None] | None = None
     ) -> None:
         self.name = name
         self.texts = texts

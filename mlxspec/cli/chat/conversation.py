@@ -330,19 +330,15 @@ def _json_at(path: Path) -> Any:
 
 def _chat_of(record: Any) -> SavedChat:
     """Raises ValueError."""
-    turns = [*conversation_of(record).messages]
-    system_prompt = turns.pop(0).content if turns and turns[0].role in _SYSTEM else None
+    turns, _ = conversation_of(record)
+    system_prompt = turns.pop(0)["content"] if turns and turns[0]["role"] in _SYSTEM else None
     for turn in turns:
-        if turn.role not in ("user", "assistant"):
-            raise ValueError(f"a message of {turn.role!r} is not for a chat")
-    if turns and turns[0].role != "user":
+        if turn["role"] not in ("user", "assistant"):
+            raise ValueError(f"a message of {turn['role']!r} is not for a chat")
+    if turns and turns[0]["role"] != "user":
         raise ValueError("the first turn is not the user's")
     model = record.get("model")
-    return SavedChat(
-        model if isinstance(model, str) else "",
-        system_prompt or None,
-        [{"role": turn.role, "content": turn.content} for turn in turns],
-    )
+    return SavedChat(model if isinstance(model, str) else "", system_prompt or None, turns)
 
 
 class LocalModel:
