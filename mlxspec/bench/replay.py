@@ -624,39 +624,27 @@ def _name(size: int | None) -> str:
 
 
 def memory_verdict(policies: Mapping[str, ReplayPolicy], comparison: Comparison) -> list[str]:
-    """What remembering gains: a line for each size that is enough, with the chips where it is.
+    """What remembering gains, a line for each chip.
 
-    A size is enough if no larger one is faster by more than 1 %.
+    The size that is named is enough: no larger one is faster by more than 1 %.
 
     Args:
         policies: from :func:`memories`.
         comparison: of these, by chip and name.
     """
     sizes = [policy.memory_tokens for policy in policies.values()]
-    found: dict[int, list[str]] = {}
+    lines = []
     for chip, reports in comparison.items():
         speeds = [report["speedup"] for report in reports.values()]
         enough = next(
             index for index, speed in enumerate(speeds) if max(speeds[index:]) <= ENOUGH * speed
         )
         without, with_it = speeds[0], speeds[enough or -1]
-        change = f"{chip} ({without:.2f}× to {with_it:.2f}×)"
-        if len(sizes) == 1:
-            change = f"{without:.2f}× on {chip}"
-        elif enough:
-            change = f"{100 * (with_it / without - 1):.1f} % on {change}"
-        found.setdefault(enough, []).append(change)
-    return [_sentence(sizes, enough, ", ".join(found[enough])) for enough in sorted(found)]
-
-
-def _sentence(sizes: Sequence[int | None], enough: int, changes: str) -> str:
-    if len(sizes) == 1:
-        return f"Without a memory the speed is {changes}."
-    if enough == 0:
-        return f"Remembering gains at most 1 % on {changes}."
-    size = sizes[enough]
-    what = "everything" if size is None else f"{_name(size)} tokens"
-    others = "; no larger memory is more than 1 % faster"
-    if enough == len(sizes) - 1:
-        others = "; every smaller memory is more than 1 % slower" if enough > 1 else ""
-    return f"Remembering {what} gains {changes}{others}."
+        where = f"on {chip} ({without:.2f}× to {with_it:.2f}×)"
+        if enough == 0:
+            lines.append(f"Remembering gains at most 1 % {where}.")
+        else:
+            what = "everything" if sizes[enough] is None else f"{_name(sizes[enough])} tokens"
+            gain = 100 * (with_it / without - 1)
+            lines.append(f"Remembering {what} gains {gain:.1f} % {where}.")
+    return lines

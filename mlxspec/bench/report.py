@@ -9,7 +9,7 @@ from functools import cache
 from importlib.metadata import version
 from math import isfinite
 from pathlib import Path
-from statistics import geometric_mean, mean, median
+from statistics import geometric_mean, median
 from typing import Any
 
 import mlx.core as mx
@@ -67,7 +67,6 @@ def bench_report(
     prompts: Sequence[MeasuredPrompt],
     *,
     facts: Report,
-    with_references: bool = False,
     include_text: bool = False,
 ) -> Report:
     """Sum up a measurement.
@@ -75,7 +74,6 @@ def bench_report(
     Args:
         prompts: what was measured, at least one.
         facts: what the report says about model, machine and settings.
-        with_references: compare the outputs with the references too.
         include_text: show prompts and outputs. Otherwise the report has none of them.
 
     Returns:
@@ -96,7 +94,6 @@ def bench_report(
         category: {
             "prompts": len(members),
             "decoders": _by_backend(members, trusted),
-            **({"rouge": _rouge(members, names)} if with_references else {}),
         }
         for category, members in grouped.items()
     }
@@ -263,37 +260,6 @@ def _prompt(prompt: MeasuredPrompt, trusted: set[str], include_text: bool) -> Re
     return entry
 
 
-def require_rouge() -> None:
-    """Raise OptionError unless the library for ROUGE is installed."""
-    try:
-        import rouge_score  # noqa: F401
-    except ImportError as error:
-        raise OptionError(
-            "--references needs the library rouge-score: pip install 'mlxspec[rouge]'"
-        ) from error
-
-
-def _rouge(prompts: Sequence[MeasuredPrompt], names: Sequence[str]) -> Report | None:
-    """Each backend's mean F1 of ROUGE-1, ROUGE-2 and ROUGE-L, 0 to 1; None without references.
-
-    (Chin-Yew Lin, "ROUGE: A Package for Automatic Evaluation of Summaries", 2004; no stemming.)
-    """
-    from rouge_score.rouge_scorer import RougeScorer
-
-    known = [(prompt.reference, prompt.runs) for prompt in prompts if prompt.reference]
-    if not known:
-        return None
-    kinds = ("rouge1", "rouge2", "rougeL")
-    score = RougeScorer(kinds).score
-    scores = {
-        name: [score(reference, runs[name][0].text) for reference, runs in known] for name in names
-    }
-    return {
-        name: {kind: mean(one[kind].fmeasure for one in of) for kind in kinds}
-        for name, of in scores.items()
-    }
-
-
 def ratio_name(report: Report) -> str:
     """Which of the figures is the speed against the report's baseline."""
     return "vs_mlx_lm" if report["baseline"] == MLX_LM else "speedup"
@@ -366,7 +332,6 @@ def bench_page(report: Report) -> str:
         wrong=list(what_differs(report)),
         overall=bar_chart({"": bars(report, categories.values())}, _SLOW),
         by_category=bar_chart(by_category, _SLOW),
-        rouge={name: entry["rouge"] for name, entry in categories.items() if entry.get("rouge")},
         texts=[
             {**prompt, "answers": _answers(prompt["outputs"])}
             for prompt in report["prompts"]

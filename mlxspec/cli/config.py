@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import click
@@ -17,17 +16,16 @@ from .common.model_choice import default_model, known_names
 from .common.notes import reported, say
 from .common.options import SETTINGS, Group, argument
 from .common.output import output_console
-from .settings_file import SettingsFile
-from .user_config import (
+from .settings import (
     ALIAS,
     ALIAS_PREFIX,
     ENVIRONMENT_VARIABLE,
     KEYS,
     KNOWN,
     MODEL,
+    SettingsFile,
     UserConfig,
-    check_alias,
-    check_value,
+    check_settings,
     load_config,
 )
 
@@ -99,21 +97,21 @@ def config_command(ctx: click.Context) -> None:
 def set_command(key: str, value: str) -> None:
     """Set KEY to VALUE."""
     config, key = load_config(), _spelled(key)
-    if key.startswith(ALIAS_PREFIX):
-        name = key.removeprefix(ALIAS_PREFIX)
-        model = value if value in config.aliases else _model(value)
-        aliases = {name: model, **config.aliases} | {name: model}  # the new one is checked first
-        for one, stands_for in aliases.items():
-            check_alias(one, stands_for, aliases)
-        _write(config, {ALIAS: {name: model}})
-        say(f"{name} stands for {model}.")
-        return
-    read = _value(key, value)
-    if key == MODEL and read not in config.aliases:
-        read = _model(value)
-    check_value(key, read)
-    _write(config, {key: read})
-    say(f"{key} is {read}.")
+    table, _, name = key.partition(".")
+    try:
+        read = value if table == ALIAS else KEYS[key].kind(value)
+    except ValueError:
+        raise OptionError(f"{key} is {value!r}: give {KEYS[key].must_be}") from None
+    if table in (MODEL, ALIAS) and read not in config.aliases:
+        read = _model(read)
+    if table == ALIAS:
+        check_settings({**config.values, ALIAS: {**config.aliases, name: read}})
+        _write(config, {ALIAS: {name: read}})
+        say(f"{name} stands for {read}.")
+    else:
+        check_settings({**config.values, key: read})
+        _write(config, {key: read})
+        say(f"{key} is {read}.")
 
 
 @config_command.command("get", context_settings=SETTINGS)
@@ -154,7 +152,7 @@ def _show(config: UserConfig) -> None:
     if not entries:
         console.print("Nothing is set. 'mlxspec config --help' says what can be.")
     default = default_model()
-    named = f"{one_line(default.name)}, named by {default.source}" if default else "demo"
+    named = f"{one_line(default[0])}, named by {default[1]}" if default else "demo"
     console.print(f"The default model is {named}.")
 
 
@@ -172,13 +170,6 @@ def _spelled(key: str) -> str:
     return spelled
 
 
-def _value(key: str, text: str) -> Any:
-    try:
-        return KEYS[key].of_text(text)
-    except ValueError:
-        raise OptionError(f"{key} is {text!r}: give {KEYS[key].must_be}") from None
-
-
 def _model(name: str) -> str:
     """A model's name that is right in every directory.
 
@@ -189,11 +180,10 @@ def _model(name: str) -> str:
     if name != DEMO and directory.is_dir():
         return os.path.abspath(directory)
     if name != DEMO and not is_repository_name(hub_repository(name)[0]):
-        raise OptionError(f"{name}: {instead_of(name, 'directory')}")
+        raise OptionError(f"{name}: {instead_of(name)}")
     return name
 
 
 def _write(config: UserConfig, settings: dict[str, Any]) -> None:
-    file = SettingsFile(Path(config.path), settings)
-    text = file.read()
-    file.write(file.text() if text is None else file.merged(text))
+    file = SettingsFile(config.path, settings)
+    file.write(file.merged(file.read()))

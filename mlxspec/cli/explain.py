@@ -67,13 +67,12 @@ def explain_command(
         decoder = generation.load(console, memories)
         templated = prompt.uses_template(source, decoder.tokenizer)
         tokens = prompt.tokens(source, decoder.tokenizer, templated)
-        room = generation.room(decoder.model, len(tokens))
         recorded: list[RecordedStep] = []
         decoder.wrap_drafter = partial(RecordingDrafter, steps=recorded)
         with prefill_bar(console) as on_progress, ProgressBar("Generating", console=console) as bar:
             how: Any = {"begun": prompt.prefill_response, "on_progress": on_progress}
-            for last in generation.stream(decoder, tokens, room, templated=templated, **how):
-                bar(last.generation_tokens, room)
+            for last in generation.stream(decoder, tokens, templated=templated, **how):
+                bar(last.generation_tokens, generation.max_tokens)
         if skip is not None and skip >= len(recorded):
             raise OptionError(f"--skip is {skip}: the output has {len(recorded)} steps, skip fewer")
         explained = Explained(
@@ -89,5 +88,5 @@ def explain_command(
         )
         note_which_model(generation.model)
         shows.show(lambda: explained.print(output_console(color)), explained.page)
-        generation.note_if_full(decoder.model, room, last.finish_reason)
+        generation.note_if_full(decoder.model, last.finish_reason, last.generation_tokens)
         memories.tell_once()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich.box import SIMPLE
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -19,17 +18,14 @@ from ..errors import OptionError, PromptError
 from ..process import INTERRUPTED
 from ..terminal import TokenPrinter, colored
 from .common.generation import Generation
-from .common.model_choice import is_beyond_demo, model_or_default, note_which_model
+from .common.model_choice import model_or_default, note_which_model
 from .common.notes import silence_notes
 from .common.options import NAME, Command, check_least, color_option, command, option, options_of
 from .common.output import (
-    acceptance_row,
+    Figures,
     error_console,
-    figures_grid,
     prefill_bar,
-    rate,
     result_report,
-    speedup_rows,
     write_json,
 )
 from .common.prompt import PromptOptions, model_option, prompt_argument
@@ -37,7 +33,6 @@ from .memory import Memories
 
 if TYPE_CHECKING:
     from ..distributed.ranks import Leader
-    from ..generation.decoder import Decoder
     from ..generation.response import GenerationResult, StepTime
     from .cache_prompt import CachedPrompt
 
@@ -178,8 +173,7 @@ def answer(
     Raises:
         MlxspecError: an option, the prompt or the model is at fault.
     """
-    from ..engine.caches import cached_length
-    from ..generation.response import Transcript
+    from ..generation.response import GenerationResult
 
     source, cached = _checked(prompt, prompt_cache_file, logprobs, shows["as_json"], leader)
     if cached:
@@ -189,60 +183,36 @@ def answer(
     with Memories(not generation.drafting.no_memory) as memories:
         decoder = generation.load(console, memories, leader)
         templated = prompt.uses_template(source, decoder.tokenizer)
-        options: dict[str, Any] = {"templated": templated, "begun": prompt.prefill_response}
+        more: dict[str, Any] = {"templated": templated, "begun": prompt.prefill_response}
         if cached:
             tokens, where = cached.continued(source, prompt, decoder, templated)
-            options |= where
+            more |= where
         else:
             tokens = prompt.tokens(source, decoder.tokenizer, templated)
-        n_cached = cached_length(options.get("prompt_cache") or ())
-        room = generation.room(decoder.model, n_cached + len(tokens))
-        free = templated and generation.form.constraint is None  # a form does what the model cannot
-        beyond = free and isinstance(source, str) and is_beyond_demo(source)
-        transcript = Transcript(logprobs)
+        result = GenerationResult(logprobs=None if logprobs is None else [])
         with suppress(KeyboardInterrupt), prefill_bar(console) as progress:
-            for response in generation.stream(
-                decoder, tokens, room, on_progress=progress, **options
-            ):
+            for response in generation.stream(decoder, tokens, on_progress=progress, **more):
                 if response.generation_tokens == 1:
-                    note_which_model(generation.model, beyond)
-                transcript.add(response)
+                    note_which_model(generation.model)
+                result.add(response, logprobs or 0)
                 if printer:
                     printer.write(response.text, response.from_draft)
-        measured = decoder.step_times.table()
-        result = replace(transcript.result(measured), prompt_tokens=len(tokens))
-        _show(result, generation, decoder, console, printer)
-        generation.note_if_full(decoder.model, room, result.finish_reason)
+        result.step_times, result.prompt_tokens = decoder.step_times.table(), len(tokens)
+        if printer:
+            printer.finish()
+            console.print()
+            console.print(figures_panel(result, printer.color, decoder.predicted_cost))
+        else:
+            write_json(result_report(result, model_or_default(generation.model)))
+        generation.note_if_full(decoder.model, result.finish_reason, len(result.tokens))
         if shows["stats"]:
-            _show_step_times(result, generation, decoder, console)
+            console.print(step_times_table(result.step_times))
+            if decoder.plans:
+                console.print(machine_line(decoder.costs.slowdown))
         if printer:
             memories.tell_once()
     if result.finish_reason == "interrupted":
         sys.exit(INTERRUPTED)
-
-
-def _show(
-    result: GenerationResult,
-    generation: Generation,
-    decoder: Decoder,
-    console: Console,
-    printer: TokenPrinter | None,
-) -> None:
-    """Show the figures after the text, or the result as JSON where no text was printed."""
-    if printer:
-        printer.finish()
-        console.print()
-        console.print(figures_panel(result, printer.color, decoder.predicted_cost))
-    else:
-        write_json(result_report(result, model_or_default(generation.model)))
-
-
-def _show_step_times(
-    result: GenerationResult, generation: Generation, decoder: Decoder, console: Console
-) -> None:
-    console.print(step_times_table(result.step_times))
-    if generation.plans:
-        console.print(machine_line(decoder.costs.slowdown))
 
 
 def _checked(
@@ -275,25 +245,15 @@ def figures_panel(result: GenerationResult, legend: bool, predicted_cost: float 
     Args:
         result: what was generated.
         legend: whether the text was in colour.
-        predicted_cost: as for :func:`.common.output.speedup_rows`.
+        predicted_cost: the decoder's.
     """
-    stats, n_prompt = result.stats, str(result.prompt_tokens)
-    rows: list[tuple[str, ...]] = [("prompt tokens", n_prompt, rate(result.prompt_tps))]
-    if result.reused_tokens:
-        rows.append(("of them cached", str(result.reused_tokens)))
-    rows += [
-        ("generated tokens", str(len(result.tokens)), rate(result.generation_tps)),
-        ("steps", str(stats.steps)),
-        ("tokens per step", f"{stats.tokens_per_step:.2f}"),
-        acceptance_row(stats),
-        *speedup_rows(stats, predicted_cost),
-    ]
-    parts: list[RenderableType] = [figures_grid(rows)]
-    if legend:
-        meaning = f"{colored('■ accepted draft', True)}  {colored('■ target’s own', False)}"
-        parts += ["", Text.from_ansi(meaning)]
-    interrupted = "interrupted" if result.finish_reason == "interrupted" else None
-    return Panel(Group(*parts), expand=False, border_style="dim", subtitle=interrupted)
+    figures = Figures()
+    figures.add(result, len(result.tokens), predicted_cost)
+    meaning = f"{colored('■ accepted draft', True)}  {colored('■ target’s own', False)}"
+    return figures.panel(
+        subtitle="interrupted" if result.finish_reason == "interrupted" else None,
+        below=["", Text.from_ansi(meaning)] if legend else [],
+    )
 
 
 def step_times_table(step_times: list[StepTime]) -> Table:

@@ -16,7 +16,7 @@ from .common.model_choice import DIRECTORY, SMALL_MODEL, model_or_default
 from .common.notes import note
 from .common.options import command, option
 from .common.output import FoldingTable, print_tables, shown, size_in_words, write_json
-from .user_config import load_config
+from .settings import load_config
 
 if TYPE_CHECKING:
     pass

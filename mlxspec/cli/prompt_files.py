@@ -15,16 +15,16 @@ import stat
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import astuple, dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from itertools import chain
-from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
+from typing import Annotated, Any, BinaryIO
 
 import click
+from pydantic import BeforeValidator, ConfigDict, Field, Strict, ValidationError, create_model
 from rich.console import Console
-from rich.panel import Panel
 from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 from rich.text import Text
 
@@ -33,30 +33,17 @@ from ..errors import MlxspecError, OptionError, PromptError, printable
 from ..generation.decoder import Decoder
 from ..generation.engine import Engine
 from ..generation.request import Request
-from ..generation.response import GenerationResult, SpeculationStats, Transcript
+from ..generation.response import GenerationResult
 from ..jsonl import conversation_of, json_lines
+from ..models.chat_template import Messages, apply_template
 from ..process import INTERRUPTED
 from .common.generation import Generation
 from .common.model_choice import model_or_default, note_which_model
 from .common.notes import in_one_line
 from .common.options import check_least
-from .common.output import (
-    ProgressBar,
-    acceptance_row,
-    against_plain,
-    error_console,
-    figures_grid,
-    json_text,
-    rate,
-    result_report,
-)
+from .common.output import Figures, ProgressBar, error_console, json_text, result_report
 from .common.prompt import PromptOptions
 from .memory import Memories
-
-if TYPE_CHECKING:
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
-
-    from ..models.chat_template import Messages
 
 _CONCURRENCY = 8
 _MOST_HELD = 1000  # results that wait for one before them; a few kilobytes each
@@ -105,23 +92,32 @@ def answer_prompts(
         decoder = generation.load(quiet, kept)
         # What no prompt could be answered with is an error of the command.
         prompt.uses_template("", decoder.tokenizer)
-        decoder.checked(generation.max_tokens, generation.options(decoder))
+        decoder.new_request([0], generation.max_tokens, generation.options(decoder))
         note_which_model(generation.model)
         answers = PromptAnswers(generation, decoder, prompt, concurrency or _CONCURRENCY, logprobs)
         answers.console = console
-        # Where the results go to the terminal, or behind a pipe, they show the progress.
-        hidden = console.is_interactive and _is_watched(sys.stdout)
+        # Results on a terminal, or in a pipe to a program that writes there, show the progress.
+        hidden = console.is_interactive and (
+            sys.stdout.isatty() or stat.S_ISFIFO(os.fstat(sys.stdout.fileno()).st_mode)
+        )
         figures = MofNCompleteColumn(), TimeElapsedColumn()
-        bar_console = Console(quiet=True) if hidden else quiet
-        bar = ProgressBar("answers", *figures, console=bar_console)
+        bar = ProgressBar("answers", *figures, console=Console(quiet=True) if hidden else quiet)
         interrupted = answers.run(lines, count, bar)
         quiet.print()
-        quiet.print(totals_panel(answers.totals, interrupted))
+        counts = {"failed": answers.failed, "unfinished": answers.unfinished}
+        rows = [(name, f"{number:,}") for name, number in counts.items() if number]
+        quiet.print(
+            answers.figures.panel(
+                ("prompts answered", f"{answers.answered:,}"),
+                *rows,
+                subtitle="interrupted" if interrupted else None,
+            )
+        )
         if not shows["as_json"]:
             kept.tell_once()
     if interrupted:
         sys.exit(INTERRUPTED)
-    if answers.totals.failed:
+    if answers.failed:
         sys.exit(1)
 
 
@@ -176,81 +172,46 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
 # --- a line ---
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A line of the file: a prompt, and how to answer it.
-
-    Attributes:
-        prompt: a text or token ids; None where there are messages.
-        messages: a conversation; the model's turn comes next.
-        max_tokens: how many tokens to generate at most; None for the command's.
-        ends: the given fields of :class:`.common.generation.Ends`.
-        sampling: the given fields of :class:`mlxspec.SamplingParams`.
-    """
-
-    prompt: str | list[int] | None = None
-    messages: Messages | None = None
-    max_tokens: int | None = None
-    ends: dict[str, Any] = field(default_factory=dict)
-    sampling: dict[str, Any] = field(default_factory=dict)
-
-    def generation(self, default: Generation) -> Generation:
-        """The command's generation with the line's options.
-
-        Raises:
-            OptionError: the line gives a value that is out of range.
-        """
-        return replace(
-            default,
-            max_tokens=self.max_tokens or default.max_tokens,
-            ends=replace(default.ends, **self.ends),
-            sampling=replace(default.sampling, **self.sampling),
-        )
-
-    def tokens(self, tokenizer: TokenizerWrapper, options: PromptOptions) -> tuple[list[int], bool]:
-        """The prompt as token ids, and whether it went into the chat template.
-
-        Raises:
-            PromptError, OptionError: the template does not apply, or the model has none.
-        """
-        if self.messages is not None:
-            return _conversation_tokens(self.messages, tokenizer, options), True
-        assert self.prompt is not None
-        if not isinstance(self.prompt, str) and (given := options.for_template()):
-            raise PromptError(
-                f"token ids are taken as they are: leave out {given[0]}, or give a text"
-            )
-        templated = options.uses_template(self.prompt, tokenizer)
-        return options.tokens(self.prompt, tokenizer, templated), templated
+def _messages(value: Any) -> Messages:
+    return conversation_of({"messages": value})[0]
 
 
-def _conversation_tokens(
-    messages: Messages, tokenizer: TokenizerWrapper, options: PromptOptions
-) -> list[int]:
-    from ..models.chat_template import apply_template
+_TYPES = {
+    "float": float,
+    "int": int,
+    "Mapping[int, float]": dict[Annotated[int, Strict(False)], float],
+}
+# What the command has as options; processors and samplers are functions.
+_SAMPLING: dict[str, Any] = {
+    own.name: (_TYPES[str(own.type).partition(" | ")[0]] | None, None)
+    for own in fields(SamplingParams)
+    if "help" in own.metadata
+}
+_ENDS: dict[str, Any] = {
+    "stop": (str | list[str] | None, None),
+    "stop_tokens": (int | str | list[int | str] | None, None),
+}
+_Line = create_model(
+    "_Line",
+    __config__=ConfigDict(extra="forbid", strict=True),
+    id=(Any, None),
+    prompt=(str | list[int] | None, None),
+    messages=(Annotated[Any, BeforeValidator(_messages)], None),
+    max_tokens=(Annotated[int, Field(ge=1)] | None, None),
+    **_ENDS,
+    **_SAMPLING,
+)
+_REMEDIES = {
+    "prompt": "give a text, or a list of token ids",
+    "messages": 'write [{"role": "user", "content": "..."}]',
+    "stop": "give a text, or a list of texts",
+    "stop_tokens": "give ids, or texts of one token, in a list",
+    "logit_bias": 'write token ids and numbers, {"42": -5}',
+}
 
-    if options.chat is False:
-        raise PromptError('"messages" need the chat template: leave out --raw, or give a "prompt"')
-    if not tokenizer.has_chat_template:
-        raise PromptError(
-            '"messages" need a chat template, and this model has none: give a "prompt"'
-        )
-    try:
-        messages, how = options.turns(messages)
-        tokens: list[int] = apply_template(tokenizer, messages, **how)
-    except PromptError as error:
-        raise PromptError(f'{error}: change the "messages"') from error
-    return tokens
 
-
-def id_of(value: Any) -> Any:
-    """The "id" of a line's value, whatever else is wrong with the line; None without one."""
-    given = value.get("id") if isinstance(value, dict) else None
-    return given if _is_json(given) else None
-
-
-def read_line(value: Any) -> Asked:
-    """Read the value of a line; an option that is null counts as not given.
+def read_line(value: Any) -> dict[str, Any]:
+    """The given keys of a line; a key whose value is null counts as not given.
 
     Raises:
         PromptError: it is not a prompt, or has an unknown key or a value of the wrong kind. The
@@ -259,107 +220,42 @@ def read_line(value: Any) -> Asked:
     record = {"prompt": value} if isinstance(value, str) else value
     if not isinstance(record, dict):
         raise PromptError(f"not JSON with a prompt: {_FORM}")
-    for key in record:
-        if key not in _KEYS:
-            similar = get_close_matches(key, _KEYS, 1, cutoff=0.5)
-            remedy = (
-                f'did you mean "{similar[0]}"' if similar else 'leave it out, or keep it in "id"'
-            )
-            raise PromptError(f'"{printable(key)}" is not a key of a prompt: {remedy}')
     if not _is_json(record.get("id")):
         raise PromptError('"id" holds NaN or an infinity, or is nested too deeply: write a text')
-    read = {
-        key: _read(key, record[key])
-        for key in (*_KINDS, "prompt", "messages")
-        if record.get(key) is not None
-    }
+    given = {key: one for key, one in record.items() if one is not None and key != "id"}
+    try:
+        line = _Line.model_validate(given)
+    except ValidationError as error:
+        raise PromptError(_complaint(given, error)) from error
     kinds = [key for key in ("prompt", "messages") if key in record]
     if len(kinds) != 1:
         found = "both" if kinds else "neither"
         raise PromptError(f'it has {found} of "prompt" and "messages": {_FORM}')
-    if not read.get(kinds[0]):
+    if not given.get(kinds[0]):
         what = "null" if record[kinds[0]] is None else "empty"
         raise PromptError(f'"{kinds[0]}" is {what}: {_FORM}')
-    return Asked(
-        **{key: read[key] for key in (kinds[0], "max_tokens") if key in read},
-        ends={key: read[key] for key in ("stop", "stop_tokens") if key in read},
-        sampling={key: read[key] for key in _SAMPLING if key in read},
-    )
+    return {key: getattr(line, key) for key in given}
 
 
-def _read(key: str, value: Any) -> Any:
-    """The value of a key, in the type that the options have.
-
-    Raises:
-        PromptError: it is of another kind.
-    """
-    read, form = _KINDS.get(key) or _PROMPTS[key]
-    try:
-        return read(value)
-    except (AttributeError, OverflowError, TypeError):
-        shown = json.dumps(value) if _is_json(value) else type(value).__name__
-        raise PromptError(f'"{key}" is {printable(shown)}: {form}') from None
-    except ValueError as error:
-        raise PromptError(f'"{key}" cannot be read ({error}): {form}') from error
-
-
-def _of(value: Any, *types: type) -> Any:
-    if type(value) not in types:
-        raise TypeError(value)
-    return value
+def _complaint(given: dict[str, Any], error: ValidationError) -> str:
+    """What is wrong with a line, and the remedy."""
+    fault = error.errors(include_url=False)[0]
+    key = str(fault["loc"][0])
+    if fault["type"] == "extra_forbidden":
+        similar = get_close_matches(key, _Line.model_fields, 1, cutoff=0.5)
+        remedy = f'did you mean "{similar[0]}"' if similar else 'leave it out, or keep it in "id"'
+        return f'"{printable(key)}" is not a key of a prompt: {remedy}'
+    if key == "messages":
+        return f'"{key}" cannot be read ({fault["ctx"]["error"]}): {_REMEDIES[key]}'
+    value = given[key]
+    shown = printable(json.dumps(value) if _is_json(value) else type(value).__name__)
+    return f'"{key}" is {shown}: {_REMEDIES.get(key) or fault["msg"].replace("Input", "it")}'
 
 
-def _several(value: Any, *types: type) -> tuple[Any, ...]:
-    return tuple(_of(one, *types) for one in (value if isinstance(value, list) else [value]))
-
-
-def _prompt(value: Any) -> str | list[int]:
-    return value if isinstance(value, str) else [_of(one, int) for one in _of(value, list)]
-
-
-def _messages(value: Any) -> Messages:
-    return conversation_of({"messages": value})[0]
-
-
-def _max_tokens(value: Any) -> int:
-    if _of(value, int) < 1:
-        raise TypeError(value)
-    return int(value)
-
-
-def _biases(value: Any) -> dict[int, float]:
-    if not all(token.isdecimal() for token in value):
-        raise TypeError(value)
-    return {int(token): float(_of(bias, int, float)) for token, bias in value.items()}
-
-
-# What a key's value becomes, and what to write instead of a wrong one.
-_Kind = tuple[Callable[[Any], Any], str]
-_PROMPTS: dict[str, _Kind] = {
-    "prompt": (_prompt, "give a text, or a list of token ids"),
-    "messages": (_messages, 'write [{"role": "user", "content": "..."}]'),
-}
-_OF_TYPES: dict[str, _Kind] = {
-    "float": (lambda value: float(_of(value, int, float)), "give a number"),
-    "int": (lambda value: _of(value, int), "give a whole number"),
-    "Mapping[int, float]": (_biases, 'write token ids and numbers, {"42": -5}'),
-}
-# What the command has as options; processors and samplers are functions.
-_SAMPLING: dict[str, _Kind] = {
-    own.name: _OF_TYPES[str(own.type).partition(" | ")[0]]
-    for own in fields(SamplingParams)
-    if "help" in own.metadata
-}
-_KINDS: dict[str, _Kind] = {
-    "max_tokens": (_max_tokens, "give a whole number, 1 or more"),
-    "stop": (lambda value: _several(value, str), "give a text, or a list of texts"),
-    "stop_tokens": (
-        lambda value: _several(value, int, str),
-        "give ids, or texts of one token, in a list",
-    ),
-    **_SAMPLING,
-}
-_KEYS = ["id", *_PROMPTS, *_KINDS]
+def id_of(value: Any) -> Any:
+    """The "id" of a line's value, whatever else is wrong with the line; None without one."""
+    given = value.get("id") if isinstance(value, dict) else None
+    return given if _is_json(given) else None
 
 
 def _is_json(value: Any) -> bool:
@@ -376,44 +272,6 @@ def _is_json(value: Any) -> bool:
 # --- the answers ---
 
 
-@dataclass
-class Totals:
-    """Sums over all answers.
-
-    Attributes:
-        answered, failed, unfinished: prompts; the last ones were interrupted.
-        prompt_tokens, generated_tokens: of the answered and the unfinished ones.
-        prefill_seconds: the time that prompts took.
-        seconds: the time of everything.
-        stats: sums over the answers.
-        decode_seconds: the time of the answers' steps, added up over the answers.
-        plain_seconds: the same without drafts at the same concurrency, by the measured costs; 0 if
-            these are unknown.
-    """
-
-    answered: int = 0
-    failed: int = 0
-    unfinished: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    prefill_seconds: float = 0.0
-    seconds: float = 0.0
-    stats: SpeculationStats = field(default_factory=SpeculationStats)
-    decode_seconds: float = 0.0
-    plain_seconds: float = 0.0
-
-    def add(self, result: GenerationResult) -> None:
-        """Count an answer."""
-        if result.finish_reason == "interrupted":
-            self.unfinished += 1
-        else:
-            self.answered += 1
-        self.prompt_tokens += result.prompt_tokens
-        self.generated_tokens += len(result.tokens)
-        sums = zip(astuple(self.stats), astuple(result.stats), strict=True)
-        self.stats = SpeculationStats(*map(sum, sums))
-
-
 @dataclass(eq=False)
 class _PromptAnswer:
     """The answer to one line of the file.
@@ -421,23 +279,21 @@ class _PromptAnswer:
     Attributes:
         number: the line's, from 1.
         place: the beginning of its result: "index", counted from 0 without blank lines, and "id".
-        transcript: collects the responses.
+        result: collects the responses.
         request: what answers it, until there is a result.
-        prompt_tokens: how many tokens the prompt has.
         line: the result as it is written, once there is one.
     """
 
     number: int
     place: dict[str, Any]
-    transcript: Transcript
+    result: GenerationResult
     request: Request | None = None
-    prompt_tokens: int = 0
     line: str | None = None
 
     def end(self, report: dict[str, Any]) -> None:
         """Keep the result alone: responses hold log-probabilities of the whole vocabulary."""
         self.line = json_text({**self.place, **report})
-        self.request, self.transcript = None, Transcript()
+        self.request, self.result = None, GenerationResult()
 
 
 class PromptAnswers:
@@ -448,10 +304,12 @@ class PromptAnswers:
         decoder: its own.
         prompt: what goes into the chat template, and how, where a line says nothing.
         concurrency: how many prompts are answered at once at most.
-        logprobs: as for :class:`Transcript`.
+        logprobs: how many of the likeliest tokens have log-probabilities in the results, besides
+            each token's own; None for no log-probabilities.
 
     Attributes:
-        totals: of what has been answered so far.
+        answered, failed, unfinished: numbers of prompts; the last ones were interrupted.
+        figures: of the answered and the unfinished ones.
         console: gets a line for each prompt that cannot be answered.
     """
 
@@ -463,7 +321,8 @@ class PromptAnswers:
         concurrency: int,
         logprobs: int | None = None,
     ) -> None:
-        self.totals = Totals()
+        self.answered = self.failed = self.unfinished = 0
+        self.figures = Figures()
         self.console = error_console()
         self._generation = generation
         self._decoder = decoder
@@ -497,15 +356,15 @@ class PromptAnswers:
                         if answer.request and answer.request.done:
                             self._finish(answer)
                     self._write_finished()
-                    bar(self.totals.answered + self.totals.failed, count)
+                    bar(self.answered + self.failed, count)
         except KeyboardInterrupt:
             interrupted = True
             for answer in self._held:
                 if answer.line is None:
                     self._finish(answer)
             self._write_finished()
-        self.totals.seconds = time.perf_counter() - started
-        self.totals.prefill_seconds = self._engine.prefill_seconds
+        self.figures.seconds = time.perf_counter() - started
+        self.figures.prefill_seconds = self._engine.prefill_seconds
         return interrupted
 
     def _begin_more(self, lines: Lines) -> bool:
@@ -516,55 +375,93 @@ class PromptAnswers:
                 break
             number, value = line
             place = {"index": self._begun, "id": id_of(value)}
-            answer = _PromptAnswer(number, place, Transcript(self._logprobs))
+            result = GenerationResult(logprobs=None if self._logprobs is None else [])
+            answer = _PromptAnswer(number, place, result)
             self._held.append(answer)
             self._begun += 1
             try:
-                self._begin(answer, value)
+                answer.request = self._request(value, result)
+                self._engine.add(answer.request)
             except MlxspecError as error:
                 self._fail(answer, error)
         return bool(self._held)
 
-    def _begin(self, answer: _PromptAnswer, value: Any) -> None:
-        """Begin an answer.
+    def _request(self, value: Any, result: GenerationResult) -> Request:
+        """The request for a line.
 
         Raises:
-            MlxspecError: it cannot be given.
+            MlxspecError: it cannot be answered.
         """
-        decoder = self._decoder
-        asked = read_line(value)
-        generation = asked.generation(self._generation)
-        tokens, templated = asked.tokens(decoder.tokenizer, self._prompt)
-        room = generation.room(decoder.model, len(tokens))
-        answer.prompt_tokens = len(tokens)
-        request = generation.request(
-            *(decoder, tokens, room, answer.transcript.add, templated),
-            begun=self._prompt.prefill_response,
+        asked, default = read_line(value), self._generation
+        generation = replace(
+            default,
+            max_tokens=asked.get("max_tokens", default.max_tokens),
+            ends=replace(default.ends, **_those_of(asked, _ENDS)),
+            sampling=replace(default.sampling, **_those_of(asked, _SAMPLING)),
         )
-        self._engine.add(request)
-        answer.request = request
+        tokens, templated = self._tokens(asked)
+        request, as_shown = generation.request(
+            self._decoder, tokens, templated=templated, begun=self._prompt.prefill_response
+        )
+        likeliest = self._logprobs or 0
+        request.receive = lambda response: result.add(as_shown(response), likeliest)
+        return request
+
+    def _tokens(self, asked: dict[str, Any]) -> tuple[list[int], bool]:
+        """The token ids of a line's prompt, and whether it went into the chat template.
+
+        Raises:
+            PromptError, OptionError: the template does not apply, or the model has none.
+        """
+        options, tokenizer = self._prompt, self._decoder.tokenizer
+        if "messages" not in asked:
+            prompt = asked["prompt"]
+            if not isinstance(prompt, str) and (given := options.for_template()):
+                raise PromptError(
+                    f"token ids are taken as they are: leave out {given[0]}, or give a text"
+                )
+            templated = options.uses_template(prompt, tokenizer)
+            return options.tokens(prompt, tokenizer, templated), templated
+        if options.chat is False:
+            raise PromptError(
+                '"messages" need the chat template: leave out --raw, or give a "prompt"'
+            )
+        if not tokenizer.has_chat_template:
+            raise PromptError(
+                '"messages" need a chat template, and this model has none: give a "prompt"'
+            )
+        messages, how = options.turns(asked["messages"])
+        try:
+            tokens: list[int] = apply_template(tokenizer, messages, **how)
+        except PromptError as error:
+            raise PromptError(f'{error}: change the "messages"') from error
+        return tokens, True
 
     def _finish(self, answer: _PromptAnswer) -> None:
         """Make a result of what has been generated, or of the error that ended it."""
-        if request := answer.request:
-            self.totals.plain_seconds += request.plain_seconds
-            self.totals.decode_seconds += request.decode_seconds
+        request, result = answer.request, answer.result
+        if request:
+            self.figures.plain_cost += request.plain_seconds
+            self.figures.cost += request.decode_seconds
             if request.error:
                 self._fail(answer, request.error)
                 return
-        result = answer.transcript.result(step_times=[])
-        result = replace(result, prompt_tokens=answer.prompt_tokens)
+            result.prompt_tokens = len(request.prompt)
         report = result_report(result, model_or_default(self._generation.model))
         del report["step_times"]  # which are those of all answers
         answer.end(report)  # first: an interrupt does not count twice what it finds ended
-        self.totals.add(result)
+        self.figures.add(result, len(result.tokens))
+        if result.finish_reason == "interrupted":
+            self.unfinished += 1
+        else:
+            self.answered += 1
 
     def _fail(self, answer: _PromptAnswer, error: Exception) -> None:
         """Make a result of an error, and show it."""
         # A custom drafter may raise anything.
         kind = "" if isinstance(error, MlxspecError) else f"{type(error).__name__}: "
         message = f"line {answer.number}: {kind}{error}"
-        self.totals.failed += 1
+        self.failed += 1
         self.console.print(Text(f"Error: {in_one_line(message)}"), soft_wrap=True)
         answer.end({"error": message})
 
@@ -575,27 +472,5 @@ class PromptAnswers:
             click.echo(self._held.popleft().line)
 
 
-def _is_watched(stream: TextIO) -> bool:
-    """Whether a stream goes to a terminal, or to a program that may write to one (``| jq``)."""
-    return stream.isatty() or stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode)
-
-
-def totals_panel(totals: Totals, interrupted: bool) -> Panel:
-    """The figures of all answers together."""
-    rows: list[tuple[str, ...]] = [("prompts answered", str(totals.answered))]
-    if totals.failed:
-        rows.append(("failed", str(totals.failed)))
-    if totals.unfinished:
-        rows.append(("unfinished", str(totals.unfinished)))
-    for name, tokens, seconds in (
-        ("prompt tokens", totals.prompt_tokens, totals.prefill_seconds),
-        ("generated tokens", totals.generated_tokens, totals.seconds),
-    ):
-        rows.append((name, str(tokens), rate(tokens / seconds if seconds else 0.0)))
-    rows += [
-        ("tokens per step", f"{totals.stats.tokens_per_step:.2f}"),
-        acceptance_row(totals.stats),
-        *against_plain(totals.plain_seconds, totals.decode_seconds),
-    ]
-    subtitle = "interrupted" if interrupted else None
-    return Panel(figures_grid(rows), expand=False, border_style="dim", subtitle=subtitle)
+def _those_of(asked: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
+    return {name: asked[name] for name in names if name in asked}

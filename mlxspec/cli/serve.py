@@ -1,15 +1,19 @@
-"""``mlxspec serve``: models behind OpenAI's and Anthropic's APIs."""
+"""``mlxspec serve``: models behind OpenAI's and Anthropic's APIs, and the lines on requests."""
 
 from __future__ import annotations
 
 import fcntl
 import gc
+import json
 import math
 import os
+import queue
 import re
 import signal
 import socket
-from collections.abc import Iterator, Mapping
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +29,7 @@ from rich.text import Text
 
 from ..distributed.launch import launched_rank
 from ..engine.params import CacheOptions, SamplingParams
-from ..errors import OptionError
+from ..errors import OptionError, printable
 from ..files import is_ours_alone
 from ..process import give_back_large_blocks
 from .common.generation import API_KEY, DraftingOptions, Ends, Generation
@@ -44,30 +48,24 @@ from .common.options import (
 from .common.output import counted, error_console, shown
 from .common.prompt import template_option
 from .memory import Memories
-from .request_log import RequestLog
 
 if TYPE_CHECKING:
     from ..generation.options import GenerationOptions
+    from ..server.body import ApiError
     from ..server.served_model import ServedModel
-    from ..server.worker import Worker
+    from ..server.worker import ServedRequest, Worker
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _MOST_PORT = 65535
 
 
-class _Size(click.ParamType):
+def _size(text: str) -> int:
     """A number of bytes: 8G, 512M, 1.5 GiB."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> int:
-        if isinstance(value, int):
-            return value
-        found = _SIZE.fullmatch(value.strip())
-        if not found:
-            self.fail(f"{value!r} is not a size: write it as 512M or 8G", param, ctx)
-        number, unit = found.groups()
-        return int(float(number) * 1024 ** " KMGT".index(unit.upper() or " "))
+    found = _SIZE.fullmatch(text.strip())
+    if not found:
+        raise click.BadParameter(f"{text!r} is not a size: write it as 512M or 8G")
+    number, unit = found.groups()
+    return int(float(number) * 1024 ** " KMGT".index(unit.upper() or " "))
 
 
 _address_option = partial(option_field, group="Models and address")
@@ -113,7 +111,7 @@ class ServeOptions:
     cache_bytes: int | None = option_field(
         "--cache-bytes SIZE",
         "Keep so much of earlier prompts, as 8G.  [default: a share of the free memory]",
-        type=_Size(),
+        type=_size,
         group="Memory",
     )
     cache_dir: Path | None = option_field(  # noqa: RUF009
@@ -186,7 +184,6 @@ def serve_command(
     options.check(len(models))
     keys = _keys(options.api_key_file)
     hosts = _hosts(options.host, options.allowed_hosts, keys)
-
     asked = [
         Generation(
             *(name, options.max_tokens, drafting, Ends(), SamplingParams(), caches),
@@ -202,7 +199,7 @@ def _run(
     options: ServeOptions,
     hosts: set[str] | None,
     keys: list[str],
-    template_arguments: Mapping[str, Any],
+    template: Mapping[str, Any],
     console: Console,
 ) -> None:
     """Load the models and serve them until Ctrl-C or SIGTERM."""
@@ -214,12 +211,14 @@ def _run(
 
         keeps = _keeps_answers(asked[0].drafting, keys)
         memories = serving.enter_context(Memories(keeps, len(asked) > 1))
-        served = _load(asked, console, memories, options.cache_bytes, template_arguments, keys)
+        served = _load(asked, console, memories, options.cache_bytes, template, keys)
         log = RequestLog(console, options.log_json, options.quiet)
         serving.callback(log.close)
         limits = WorkerLimits(options.concurrency, options.queue, options.stall)
         worker = Worker(served, limits, log.ended)
-        serving.enter_context(_terminated_as_interrupted())
+        # SIGTERM does what Ctrl-C does.
+        usual = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        serving.callback(signal.signal, signal.SIGTERM, usual)
         if options.cache_dir and serving.enter_context(_ours_alone(options.cache_dir)):
             serving.enter_context(_kept(served, options.cache_dir))
         worker.start()
@@ -227,16 +226,12 @@ def _run(
         worker.wait_until_ready()
         note_which_model(asked[0].model)
         if not options.quiet:
-            address = _address(options.host, listening.getsockname()[1])
+            address = f"http://{_bracketed(options.host)}:{listening.getsockname()[1]}"
             console.print(_panel(address, worker, bool(keys)))
             if not options.log_json:
                 memories.tell_once()
         app = create_app(
-            worker,
-            max_tokens=options.max_tokens,
-            hosts=hosts,
-            keys=keys,
-            on_refusal=log.refused,
+            worker, max_tokens=options.max_tokens, hosts=hosts, keys=keys, on_refusal=log.refused
         )
         # Nothing that is loaded by now becomes garbage. Each full collection would look through it
         # all, and hold up every request for 100 ms.
@@ -299,10 +294,6 @@ def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _address(host: str, port: int) -> str:
-    return f"http://{_bracketed(host)}:{port}"
-
-
 def _listening(host: str, port: int) -> socket.socket:
     """A socket that listens, before anything takes time.
 
@@ -321,24 +312,6 @@ def _listening(host: str, port: int) -> socket.socket:
     return listening
 
 
-def _names(models: list[str]) -> list[str]:
-    """What requests call the models: a directory by its own name, unless another is called so.
-
-    Raises:
-        OptionError: one is there twice.
-    """
-    from ..models.model_files import given_name
-
-    for model in models:
-        if models.count(model) > 1:
-            raise OptionError(f"{model} is named twice: leave it out once")
-    names = [given_name(model) for model in models]
-    return [
-        name if name and names.count(name) == 1 else model
-        for name, model in zip(names, models, strict=True)
-    ]
-
-
 def _load(
     asked: list[Generation],
     console: Console,
@@ -347,14 +320,25 @@ def _load(
     template_arguments: Mapping[str, Any],
     keys: list[str],
 ) -> list[ServedModel]:
-    """Load the models; each gets its share of the memory that is left after all are loaded."""
+    """Load the models; each gets its share of the memory that is left after all are loaded.
+
+    Requests call a directory by its own name, unless another model is called so.
+
+    Raises:
+        OptionError: a model is named twice.
+    """
+    from ..models.model_files import given_name
     from ..server.prefix_cache import PrefixCache
     from ..server.served_model import CacheMemory, ServedModel
 
-    names = _names([model_or_default(one.model) for one in asked])
+    paths = [model_or_default(one.model) for one in asked]
+    for path in paths:
+        if paths.count(path) > 1:
+            raise OptionError(f"{path} is named twice: leave it out once")
+    names = [given_name(path) for path in paths]
     decoders = [one.load(console, memories) for one in asked]
     result = []
-    for name, one, decoder in zip(names, asked, decoders, strict=True):
+    for path, name, one, decoder in zip(paths, names, asked, decoders, strict=True):
         model, caches = decoder.model, one.caches
         whole = CacheMemory(model, caches)
         memory = CacheMemory(model, caches, whole.limit // len(asked))
@@ -362,62 +346,58 @@ def _load(
         prefixes = PrefixCache(model, kept, caches, warn=note, chunks_matter=decoder.chunks_matter)
         result.append(
             ServedModel(
-                *(name, decoder, prefixes, memory),
+                name if name and names.count(name) == 1 else path,
+                *(decoder, prefixes, memory),
                 cast("GenerationOptions", vars(caches)),
                 template_arguments,
                 owner=keys[0] if len(keys) == 1 else "",
-                path=model_or_default(one.model),
+                path=path,
             )
         )
     return result
 
 
-def _directory_of(served: ServedModel, directory: Path) -> Path:
-    """Where a model's prefixes are kept: in a directory of its own, also for the model "."."""
-    name = quote(served.path or served.name, safe="")
-    return directory / (name if name.strip(".") else name.replace(".", "%2E"))
-
-
 @contextmanager
 def _ours_alone(directory: Path) -> Iterator[bool]:
     """Keep other servers from a directory of prefixes; gives whether it is ours."""
+    trouble, held = "", None
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         held = os.open(directory, os.O_RDONLY)
-        ours = is_ours_alone(directory)
-    except OSError as error:
-        note(f"--cache-dir {directory}: {error.strerror}; no prefix is kept there")
-        yield False
-        return
-    try:
-        if not ours:
-            note(
-                f"--cache-dir {directory}: others may write to it, and no prefix is kept there; "
-                "make it yours alone (chown, chmod go-w), or name another one"
-            )
-            yield False
-            return
-        with suppress(BlockingIOError):
+        if is_ours_alone(directory):
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield True
-            return
-        note(f"--cache-dir {directory}: another server uses it; no prefix is kept there")
-        yield False
+        else:
+            trouble = (
+                "others may write to it; make it yours alone (chown, chmod go-w), or name another "
+                "one"
+            )
+    except BlockingIOError:
+        trouble = "another server uses it"
+    except OSError as error:
+        trouble = str(error.strerror)
+    if trouble:
+        note(f"--cache-dir {directory}: {trouble}; no prefix is kept there")
+    try:
+        yield not trouble
     finally:
-        os.close(held)
+        if held is not None:
+            os.close(held)
 
 
 @contextmanager
 def _kept(served: list[ServedModel], directory: Path) -> Iterator[None]:
     """Read the prefixes in a directory, and write those that are cached at the end.
 
-    After an interrupt nothing is written, since the worker may still use them.
+    Each model has a directory of its own, also one that is called ".". After an interrupt nothing
+    is written, since the worker may still use the prefixes.
     """
-    for one in served:
-        one.cache.load(_directory_of(one, directory))
+    names = [quote(one.path or one.name, safe="") for one in served]
+    places = [directory / (name if name.strip(".") else name.replace(".", "%2E")) for name in names]
+    for one, place in zip(served, places, strict=True):
+        one.cache.load(place)
     yield
-    for one in served:
-        one.cache.save(_directory_of(one, directory))
+    for one, place in zip(served, places, strict=True):
+        one.cache.save(place)
 
 
 def _panel(address: str, worker: Worker, with_key: bool) -> Panel:
@@ -440,25 +420,121 @@ def _panel(address: str, worker: Worker, with_key: bool) -> Panel:
     )
 
 
-@contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM does what Ctrl-C does."""
-    usual = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, usual)
-
-
 def _serve(app: Any, listening: socket.socket, worker: Worker, grace: float) -> None:
     """Answer requests until Ctrl-C or SIGTERM, and those that run then for some seconds more."""
     from ..server.connections import HttpServer
 
-    def tell() -> None:
+    def on_exit() -> None:
         if running := len({request.stream for request in worker.records.requests.copy()}):
             have = f"{counted(running, 'running request')} {'has' if running == 1 else 'have'}"
             seconds = "1 second" if grace == 1 else f"{grace:g} seconds"
             note(f"{have} {seconds} to end; Ctrl-C again ends at once")
 
     with suppress(KeyboardInterrupt):  # which uvicorn raises again once all has ended
-        HttpServer(app, grace=grace, on_exit=tell).run(sockets=[listening])
+        HttpServer(app, grace=grace, on_exit=on_exit).run(sockets=[listening])
+
+
+# --- the lines on requests ---
+
+_LAST_LINES = 1.0  # seconds that a terminal has at the end to take what is left
+
+
+class RequestLog:
+    """Prints a line for each request, in a thread of its own: a terminal may be held (Ctrl-S).
+
+    Neither prompts nor outputs are in it, and of what was refused no value.
+
+    Args:
+        console: for lines for people.
+        as_json: print JSON on standard output instead.
+        quiet: print nothing.
+    """
+
+    def __init__(self, console: Console, as_json: bool, quiet: bool) -> None:
+        self._console = console
+        self._as_json = as_json
+        self._quiet = quiet
+        self._records: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="mlxspec log", daemon=True)
+        self._thread.start()
+
+    def ended(self, requests: Sequence[ServedRequest]) -> None:
+        """Print the line of a request, whose generations have all ended."""
+        self._add(_record(requests))
+
+    def refused(self, path: str, error: ApiError) -> None:
+        """Print the line of a request that got an error instead of generations."""
+        record = {"outcome": "refused", "path": printable(path), "status": error.status}
+        self._add({**record, "param": error.param, "code": error.code})
+
+    def close(self) -> None:
+        """Print what is left, if the terminal takes it."""
+        self._records.put(None)
+        self._thread.join(_LAST_LINES)
+
+    def _add(self, record: dict[str, Any]) -> None:
+        if not self._quiet:
+            self._records.put({"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **record})
+
+    def _run(self) -> None:
+        while record := self._records.get():
+            try:
+                if self._as_json:
+                    click.echo(json.dumps(record))
+                else:
+                    self._console.print(_line(record), soft_wrap=True, highlight=False)
+            except OSError:  # its reader is gone
+                self._quiet = True
+
+
+def _record(requests: Sequence[ServedRequest]) -> dict[str, Any]:
+    """The figures of a client's requests: their sums, and times from the first on."""
+    now, first = time.perf_counter(), requests[0]
+    emitted = sum(request.stats.emitted for request in requests)
+    steps = sum(request.stats.steps for request in requests)
+    seconds = sum(request.decode_seconds for request in requests)
+    plain_seconds = sum(request.plain_seconds for request in requests)
+    begun = [request.first_token for request in requests if request.first_token]
+    errors = [(r.outcome, r.failure.message) for r in requests if r.failure]
+    errors.sort(key=lambda error: error[0] == "cancelled")  # as others are where one has failed
+    outcomes = dict.fromkeys(request.outcome or "" for request in requests)
+    # As in the answer's usage: once for all choices of a prompt, since one of them has run it.
+    prompts = {id(request.prompt): len(request.prompt) for request in requests}
+    cached: dict[int, int] = {}
+    for request in requests:
+        if (count := request.cached_tokens) is not None:
+            cached[id(request.prompt)] = min(count, cached.get(id(request.prompt), count))
+    return {
+        "model": first.served.name,
+        "outcome": errors[0][0] if errors else "/".join(outcomes),
+        "choices": len(requests),
+        "prompt_tokens": sum(prompts.values()),
+        "cached_tokens": sum(cached.values()) if cached else None,
+        "tokens": sum(request.generated for request in requests),
+        "seconds": round(now - first.asked, 3),
+        "first_token": round(min(begun) - first.asked, 3) if begun else None,
+        "tokens_per_step": round(emitted / steps, 2) if steps else None,
+        "gain": round(plain_seconds / seconds, 2) if plain_seconds and seconds else None,
+        "error": errors[0][1] if errors else None,
+    }
+
+
+def _line(record: dict[str, Any]) -> Text:
+    """A request's line, red where it was refused or failed."""
+    when = record["time"][11:19]
+    if record["outcome"] == "refused":
+        what = " ".join(shown(record[name]) for name in ("code", "param") if record[name])
+        return Text(f"{when}  {record['status']} {shown(record['path'])}  {what}".rstrip(), "red")
+    line = f"{when}  {record['prompt_tokens']:>6} + {record['tokens']:<5} tokens"
+    line += f"  {record['seconds']:6.2f} s"
+    if record["tokens_per_step"]:
+        line += f"  {record['tokens_per_step']:5.2f} tokens/step"
+    if record["gain"]:
+        line += f"  {record['gain']:.2f}x"
+    if record["choices"] > 1:
+        line += f"  {record['choices']} choices"
+    if record["cached_tokens"]:
+        line += f"  {record['cached_tokens']} cached"
+    if record["error"]:
+        line += f"  {shown(record['error'])}"
+    return Text(line, "red" if record["error"] else "")

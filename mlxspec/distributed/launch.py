@@ -10,12 +10,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
 _SUPERVISOR = "MLXSPEC_SUPERVISOR"
+_SECONDS_OF_GRACE = 0.5
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 
 _ending = threading.Lock()
@@ -69,7 +71,14 @@ def supervise() -> None:
         pass_fds=[alive],
     )
     os.close(alive)
-    signal.signal(signal.SIGTERM, lambda *_: worker.terminate())
+
+    def terminate(*_: object) -> None:
+        # When one rank has died, the launcher ends the rest with this signal. Users should see
+        # the first failure, which the worker may be about to report.
+        time.sleep(_SECONDS_OF_GRACE)
+        worker.terminate()
+
+    signal.signal(signal.SIGTERM, terminate)
     status = worker.wait()
     os.close(held)
     if status >= 0:

@@ -23,7 +23,6 @@ from ..engine.params import CacheOptions
 from ..engine.target import Capability, Target, vocabulary_size
 from ..errors import DistributedError, LoadError, MlxspecError, OptionError
 from ..models.model import load
-from ..process import INTERRUPTED
 from .channel import Channel, meet
 from .launch import end_with, uninterrupted
 
@@ -71,7 +70,12 @@ def split(model: nn.Module, group: mx.distributed.Group, name: str) -> None:
     whole = _numbers(model)
     try:
         model.shard(group)
-        _check_numbers(whole, _numbers(model), size)
+        for key, part in _numbers(model).items():
+            before = whole.get(key, part)
+            repeated = part == 1 and size % before == 0  # fewer heads than ranks, and copies
+            # With a remainder the model would run, with other results.
+            if part not in (before, before / size) and not repeated:
+                raise ValueError(f"{' '.join(key)}: {before} divided by {size}")
         vocabulary_size(model)  # builds a forward, whose shapes show what else does not divide
     except (AssertionError, ValueError, RuntimeError, ZeroDivisionError) as error:
         raise LoadError(
@@ -88,21 +92,6 @@ def _numbers(model: nn.Module) -> dict[tuple[str, str], int]:
         for name, value in vars(module).items()
         if type(value) is int
     }
-
-
-def _check_numbers(
-    whole: dict[tuple[str, str], int], part: dict[tuple[str, str], int], size: int
-) -> None:
-    """Refuse what mlx-lm has divided with a remainder: the model would run with other results.
-
-    Raises:
-        ValueError: there was a remainder.
-    """
-    for key in whole.keys() & part.keys():
-        before, after = whole[key], part[key]
-        repeated = after == 1 and size % before == 0  # fewer heads than ranks, and copies of them
-        if after not in (before, before / size) and not repeated:
-            raise ValueError(f"{' '.join(key)}: {before} divided by {size}")
 
 
 def is_known(tree: DraftTree) -> bool:
@@ -174,7 +163,7 @@ class Leader:
             )
         number = next(self._numbers)
         options = options or CacheOptions()
-        self.tell("open", number, capability.value, vocab_size, asdict(options))
+        self.send("open", number, capability.value, vocab_size, asdict(options))
         target = LeadingTarget(self, number, model, capability, vocab_size, options)
         weakref.finalize(target, self._closed.append, number)
         return target
@@ -182,10 +171,10 @@ class Leader:
     def run(self, function: Callable[..., Result], model: nn.Module, *args: Any) -> Result:
         """Call a function of :data:`.ranks.TOGETHER` with the model, at every rank."""
         with uninterrupted(), mx.stream(generation_stream):
-            self.tell("run", function.__name__, *args)
+            self.send("run", function.__name__, *args)
             return function(model, *args)
 
-    def tell(self, *message: Any) -> None:
+    def send(self, *message: Any) -> None:
         """Send the followers a command."""
         while self._closed:
             self._channel.send("close", self._closed.pop())
@@ -202,34 +191,34 @@ class LeadingTarget(Target):
         super().__init__(*args, **options)
         self._leader = leader
         self._number = number
-        self._told = False
+        self._sent = False
 
     @contextmanager
-    def _telling(self, method: str, *args: Any) -> Iterator[None]:
+    def _sending(self, method: str, *args: Any) -> Iterator[None]:
         """Send a call to the followers, unless it is part of one that they already repeat."""
-        if self._told:
+        if self._sent:
             yield
             return
         with uninterrupted(), mx.stream(generation_stream):
-            self._leader.tell(method, self._number, *args)
-            self._told = True
+            self._leader.send(method, self._number, *args)
+            self._sent = True
             try:
                 yield
             finally:
-                self._told = False
+                self._sent = False
 
     def prefill(self, tokens: Sequence[int], *args: Any, **options: Any) -> None:
         """As :meth:`Target.prefill`, sent to the followers chunk by chunk."""
         super().prefill(tokens, *args, **options)
-        self._leader.tell("prefill", self._number, [])  # caches change for steps at its end
+        self._leader.send("prefill", self._number, [])  # caches change for steps at its end
 
     def _prefill_chunk(self, tokens: Sequence[int], ends: bool = True) -> None:
-        with self._telling("_prefill_chunk", list(tokens), ends):
+        with self._sending("_prefill_chunk", list(tokens), ends):
             super()._prefill_chunk(tokens, ends)
 
     def forward(self, tokens: mx.array, tree: DraftTree) -> mx.array:
         """As :meth:`Target.forward`, and dispatched: the other ranks wait for its values."""
-        with self._telling("forward", tree.tokens, tree.parents):
+        with self._sending("forward", tree.tokens, tree.parents):
             if not is_known(tree):
                 tokens = share(tokens)
             logits = super().forward(tokens, tree)
@@ -238,17 +227,17 @@ class LeadingTarget(Target):
 
     def commit_moved(self, rows: Sequence[int]) -> None:
         """As :meth:`Target.commit_moved`; the followers move theirs, too."""
-        with self._telling("commit", list(rows)):
+        with self._sending("commit", list(rows)):
             super().commit_moved(rows)
 
     def truncate(self, length: int) -> None:
         """As :meth:`Target.truncate`."""
-        with self._telling("truncate", length):
+        with self._sending("truncate", length):
             super().truncate(length)
 
     def flush_pending(self) -> None:
         """As :meth:`Target.flush_pending`."""
-        with self._telling("flush_pending"):
+        with self._sending("flush_pending"):
             super().flush_pending()
 
 
@@ -267,7 +256,7 @@ def taking_part() -> Iterator[Leader | None]:
     """Form the group of the ranks that ``mlx.launch`` has started.
 
     Only rank 0 comes out of this; the others follow it until the process ends. When rank 0 ends
-    they end as well, with its exit status.
+    they end as well, with status 0 or 1.
 
     Yields:
         the leader, or None in a group of one.
@@ -289,12 +278,6 @@ def taking_part() -> Iterator[Leader | None]:
     try:
         yield Leader(group, channel)
         status = 0
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else 1
-        raise
-    except KeyboardInterrupt:
-        status = INTERRUPTED
-        raise
     except RuntimeError:
         time.sleep(_SECONDS_TO_NOTICE)
         raise

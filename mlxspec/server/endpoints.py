@@ -39,8 +39,14 @@ from .prompts import (
     is_constrained,
 )
 from .requests import ApiRequest, ChatRequest, check_ids
-from .responses import ResponsesRequest, ResponseStore, StoredResponse, parse_responses
-from .responses_answer import ResponsesAnswer, input_items_answer
+from .responses import (
+    ResponsesAnswer,
+    ResponsesRequest,
+    ResponseStore,
+    StoredResponse,
+    input_items_answer,
+    parse_responses,
+)
 from .served_model import ServedModel
 from .worker import ServedRequest, Worker
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import quote
 
 from pydantic import BeforeValidator, Field
 
 from ..engine.constraint import Constraint
-from .answer import ApiAnswer, ChatChoice
+from .answer import ApiAnswer, Choice, OutputFormat, Part, Run
 from .body import (
     NO_THREADS,
     ApiError,
@@ -29,7 +28,6 @@ from .body import (
     parse,
     refuse,
 )
-from .output import Delta, OutputFormat, OutputParser
 from .requests import (
     ChatRequest,
     ResponseFormat,
@@ -41,7 +39,7 @@ from .requests import (
     made_constraint,
     sampling_of,
 )
-from .worker import Begun, Ended, Piece
+from .worker import Begun, Ended
 
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 """The first line of Claude Code's system prompt, mostly in a block of its own. Some of it differs
@@ -305,47 +303,27 @@ def _answer(places: Sequence[tuple[_Block, str]]) -> dict[str, Any]:
     return message
 
 
+# --- answers ---
+
 _SIGNATURE = "mlxspec"
 """Of thinking. Clients expect one and send it back; nothing is read from it."""
 
-
-@dataclass
-class _AnswerBlock:
-    """A block of the answer's content.
-
-    Attributes:
-        start: the block as it begins.
-        delta: the kind of its deltas.
-        name: of a delta's field with its text.
-        texts: what it has so far.
-    """
-
-    start: dict[str, Any]
-    delta: str
-    name: str
-    texts: list[str] = field(default_factory=list)
-
-    def whole(self) -> dict[str, Any]:
-        """The block in one piece."""
-        text = "".join(self.texts)
-        if self.name == "partial_json":
-            return self.start | {"input": _read_input(text)}
-        signed = {"signature": _SIGNATURE} if self.name == "thinking" else {}
-        return self.start | {self.name: text} | signed
+_DELTAS = {
+    "text": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
+"""By the kind of a part: the type of its deltas, and their field with the text."""
 
 
-def _new_block(delta: Delta) -> _AnswerBlock:
-    if delta.kind == "text":
-        return _AnswerBlock({"type": "text", "text": ""}, "text_delta", "text")
-    if delta.kind == "reasoning":
-        start = {"type": "thinking", "thinking": "", "signature": ""}
-        return _AnswerBlock(start, "thinking_delta", "thinking")
+def _block(part: Part, text: str) -> dict[str, Any]:
+    """The block of a part that has this text so far."""
+    if part.kind == "text":
+        return {"type": "text", "text": text}
+    if part.kind == "reasoning":
+        return {"type": "thinking", "thinking": text, "signature": _SIGNATURE if text else ""}
     # The id stays the one that chat templates take when it comes back.
-    call = {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
-    return _AnswerBlock(call, "input_json_delta", "partial_json")
-
-
-_FIELDS = {"text": "text", "reasoning": "thinking", "arguments": "partial_json"}
+    return {"type": "tool_use", "id": part.id, "name": part.name, "input": _read_input(text)}
 
 
 def _read_input(text: str) -> dict[str, Any]:
@@ -372,53 +350,43 @@ class MessagesAnswer(ApiAnswer):
     """
 
     def __init__(self, request: ChatRequest, model: str, format: OutputFormat) -> None:
-        super().__init__(1)
+        super().__init__([Choice(0, format)])
         self.id = f"msg_{uuid.uuid4().hex}"
         self._request_id = new_request_id()
         self.headers = messages_headers(model, self._request_id)
         self._request = request
         self._model = model
-        self._choice = ChatChoice(OutputParser(format))
-        self._blocks: list[_AnswerBlock] = []
-
-    def finished(self, index: int) -> bool:
-        return self._choice.parser.finished
-
-    def begin(self) -> list[dict[str, Any]]:
-        return []
 
     def choice_begun(self, event: Begun) -> list[dict[str, Any]]:
         message = self._message([], _usage(event.prompt_tokens, event.cached_tokens))
         message |= {"stop_reason": None, "stop_sequence": None}
         return [{"type": "message_start", "message": message}]
 
-    def feed_choice(
-        self, index: int, pieces: Sequence[Piece], end: Ended | None
-    ) -> list[dict[str, Any]]:
+    def feed_choice(self, choice: Choice, runs: Sequence[Run]) -> list[dict[str, Any]]:
         chunks: list[dict[str, Any]] = []
-        for delta, _ in self._choice.read(pieces, end):
-            if not self._blocks or self._blocks[-1].name != _FIELDS.get(delta.kind):
-                chunks += self._stop_block()
-                block = _new_block(delta)
-                self._blocks.append(block)
-                chunks.append(self._of_block("content_block_start", content_block=block.start))
-            if delta.kind != "call":
-                block = self._blocks[-1]
-                block.texts.append(delta.text)
-                chunks.append(self._delta({"type": block.delta, block.name: delta.text}))
-        if end := self._choice.counted(end):
-            self.ends[index] = end
-            chunks += self._stop_block()
-            usage = self._usage(end)
-            chunks.append({"type": "message_delta", "delta": self._stop(end), "usage": usage})
+        index = len(choice.parts) - 1 - sum(run.begins for run in runs)
+        for run in runs:
+            if run.begins:
+                chunks += _block_end(choice, index)
+                index += 1
+                start = {"type": "content_block_start", "index": index}
+                chunks.append(start | {"content_block": _block(run.part, "")})
+            if text := run.text:
+                kind, name = _DELTAS[run.part.kind]
+                chunks.append(_block_delta(index, kind, name, text))
+        if choice.end:
+            chunks += _block_end(choice, index)
+            end = {"type": "message_delta", "delta": self._stop(choice, choice.end)}
+            chunks.append(end | {"usage": self._usage(choice, choice.end)})
             chunks.append({"type": "message_stop"})
         return chunks
 
     def whole(self) -> dict[str, Any]:
-        (end,) = self.ends
-        assert end
-        content = [block.whole() for block in self._blocks]
-        return self._message(content, self._usage(end)) | self._stop(end)
+        (choice,) = self.choices
+        assert choice.end
+        content = [_block(part, part.text) for part in choice.parts]
+        usage = self._usage(choice, choice.end)
+        return self._message(content, usage) | self._stop(choice, choice.end)
 
     def framed(self, chunk: dict[str, Any]) -> str:
         return f"event: {chunk['type']}\n{super().framed(chunk)}"
@@ -439,24 +407,9 @@ class MessagesAnswer(ApiAnswer):
             "usage": usage,
         }
 
-    def _stop_block(self) -> list[dict[str, Any]]:
-        """The chunks that end the last block."""
-        if not self._blocks:
-            return []
-        chunks = [self._of_block("content_block_stop")]
-        if self._blocks[-1].name == "thinking":
-            chunks.insert(0, self._delta({"type": "signature_delta", "signature": _SIGNATURE}))
-        return chunks
-
-    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
-        return self._of_block("content_block_delta", delta=delta)
-
-    def _of_block(self, kind: str, **fields: Any) -> dict[str, Any]:
-        return {"type": kind, "index": len(self._blocks) - 1, **fields}
-
-    def _stop(self, end: Ended) -> dict[str, Any]:
+    def _stop(self, choice: Choice, end: Ended) -> dict[str, Any]:
         """Why the message has ended."""
-        reason, sequence = self._choice.finish_reason(end), None
+        reason, sequence = choice.finish_reason, None
         if reason == "tool_calls":
             reason = "tool_use"
         elif reason == "length":
@@ -469,13 +422,25 @@ class MessagesAnswer(ApiAnswer):
             reason = "end_turn"
         return {"stop_reason": reason, "stop_sequence": sequence}
 
-    def _usage(self, end: Ended) -> dict[str, Any]:
-        usage = _usage(end.prompt_tokens, end.cached_tokens)
-        thinking = {"thinking_tokens": self._choice.reasoning_tokens}
-        return usage | {
+    def _usage(self, choice: Choice, end: Ended) -> dict[str, Any]:
+        return _usage(end.prompt_tokens, end.cached_tokens) | {
             "output_tokens": end.completion_tokens,
-            "output_tokens_details": thinking,
+            "output_tokens_details": {"thinking_tokens": choice.reasoning_tokens},
         }
+
+
+def _block_delta(index: int, kind: str, name: str, text: str) -> dict[str, Any]:
+    return {"type": "content_block_delta", "index": index, "delta": {"type": kind, name: text}}
+
+
+def _block_end(choice: Choice, index: int) -> list[dict[str, Any]]:
+    """The chunks that end a block; none for the index -1."""
+    if index < 0:
+        return []
+    chunks = [{"type": "content_block_stop", "index": index}]
+    if choice.parts[index].kind == "reasoning":
+        chunks.insert(0, _block_delta(index, "signature_delta", "signature", _SIGNATURE))
+    return chunks
 
 
 def _usage(prompt_tokens: int, cached_tokens: int) -> dict[str, Any]:

@@ -10,9 +10,7 @@ from __future__ import annotations
 import time
 import uuid
 from abc import abstractmethod
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal, cast
 
@@ -21,9 +19,8 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, WrapValidator
 
 from .. import __version__
 from ..models.detokenizer import token_bytes
-from .answer import ApiAnswer, ChatChoice
+from .answer import ApiAnswer, Choice, OutputFormat, Part, Run
 from .body import ApiError, Body, Integer, Items, Name, TokenId, parse, refuse
-from .output import Delta, OutputFormat, OutputParser
 from .requests import (
     MOST_CHOICES,
     UNSUPPORTED_IN_CHATS,
@@ -37,7 +34,7 @@ from .requests import (
     conversation,
     joined,
 )
-from .worker import Ended, Piece
+from .worker import Piece
 
 _Top = Annotated[Integer, Field(ge=0, le=20)]
 
@@ -273,7 +270,7 @@ class _OpenAIAnswer(ApiAnswer):
         request: what was asked.
         model: the name that the answer gives the model.
         tokenizer: the model's.
-        n_choices: of all prompts together.
+        choices: of all prompts together.
 
     Attributes:
         id: of the answer.
@@ -283,12 +280,15 @@ class _OpenAIAnswer(ApiAnswer):
     _prefix = _object = _chunk_object = ""
 
     def __init__(
-        self, request: ApiRequest, model: str, tokenizer: TokenizerWrapper, n_choices: int
+        self,
+        request: ApiRequest,
+        model: str,
+        tokenizer: TokenizerWrapper,
+        choices: Sequence[Choice],
     ) -> None:
-        super().__init__(n_choices)
+        super().__init__(choices)
         self.id = f"{self._prefix}-{uuid.uuid4().hex}"
         self._request = request
-        self._tokenizer = tokenizer
         self._names = TokenNames(tokenizer)
         self._begun = False
         self._head = {
@@ -305,13 +305,7 @@ class _OpenAIAnswer(ApiAnswer):
         if self._begun:
             return []
         self._begun = True
-        choices = [c for index in range(len(self.ends)) for c in self._begin_choice(index)]
-        return [self._chunk(choice) for choice in choices]
-
-    def feed_choice(
-        self, index: int, pieces: Sequence[Piece], end: Ended | None
-    ) -> list[dict[str, Any]]:
-        return [self._chunk(choice) for choice in self._feed_choice(index, pieces, end)]
+        return [chunk for choice in self.choices for chunk in self._begin_choice(choice)]
 
     def close(self) -> list[dict[str, Any]]:
         if not self._request.include_usage:
@@ -319,12 +313,12 @@ class _OpenAIAnswer(ApiAnswer):
         return [self._envelope(self._chunk_object, [], self.usage())]
 
     def whole(self) -> dict[str, Any]:
-        choices = [self._whole_choice(index) for index in range(len(self.ends))]
+        choices = [self._whole_choice(choice) for choice in self.choices]
         return self._envelope(self._object, choices, self.usage())
 
     def usage(self) -> dict[str, Any]:
         """The tokens of the choices that have ended; a prompt of ``n`` choices counts once."""
-        ends = [end for end in self.ends if end]
+        ends = [choice.end for choice in self.choices if choice.end]
         n = self._request.n
         prompts = [list(group) for _, group in groupby(ends, key=lambda end: end.index // n)]
         prompt_tokens = sum(group[0].prompt_tokens for group in prompts)
@@ -339,14 +333,25 @@ class _OpenAIAnswer(ApiAnswer):
                 "cached_tokens": sum(min(e.cached_tokens for e in group) for group in prompts),
             },
             "completion_tokens_details": {
-                "reasoning_tokens": self._reasoning_tokens(),
+                "reasoning_tokens": sum(choice.reasoning_tokens for choice in self.choices),
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": sum(end.drafted for end in ends) - accepted,
             },
         }
 
-    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        return self._envelope(self._chunk_object, [choice], None)
+    def _chunk(
+        self, choice: Choice, fields: dict[str, Any], drafts: Iterable[tuple[str, bool]] = ()
+    ) -> dict[str, Any]:
+        """A chunk for one choice, with its drafts where they were asked for."""
+        content = {"index": choice.index, "logprobs": None, "finish_reason": None, **fields}
+        runs = [
+            [text, accepted]
+            for accepted, group in groupby(drafts, key=lambda one: one[1])
+            if (text := "".join(text for text, _ in group))
+        ]
+        if self._request.drafts and runs:
+            content["mlxspec"] = {"drafts": runs}
+        return self._envelope(self._chunk_object, [content], None)
 
     def _envelope(
         self, kind: str, choices: list[dict[str, Any]], usage: dict[str, Any] | None
@@ -357,39 +362,12 @@ class _OpenAIAnswer(ApiAnswer):
         return envelope
 
     @abstractmethod
-    def _begin_choice(self, index: int) -> list[dict[str, Any]]:
-        """The choices of the chunks before any token of a choice."""
+    def _begin_choice(self, choice: Choice) -> list[dict[str, Any]]:
+        """The chunks before any token of a choice."""
 
     @abstractmethod
-    def _feed_choice(
-        self, index: int, pieces: Sequence[Piece], end: Ended | None
-    ) -> list[dict[str, Any]]:
-        """The choices of the chunks for some tokens of a choice, and its end."""
-
-    @abstractmethod
-    def _whole_choice(self, index: int) -> dict[str, Any]:
+    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
         """A choice of the answer in one piece."""
-
-    def _reasoning_tokens(self) -> int:
-        return 0
-
-    def _marked(self, choice: dict[str, Any], texts: Iterable[tuple[str, bool]]) -> dict[str, Any]:
-        """The choice, with its drafts where they were asked for and it has text."""
-        if self._request.drafts and (runs := _runs(texts)):
-            choice["mlxspec"] = {"drafts": runs}
-        return choice
-
-
-def _runs(texts: Iterable[tuple[str, bool]]) -> list[list[Any]]:
-    """Texts and whether they were accepted drafts, with neighbours of one kind made one."""
-    return [
-        [text, accepted]
-        for accepted, group in groupby(texts, key=lambda one: one[1])
-        if (text := "".join(text for text, _ in group))
-    ]
-
-
-# --- chat ---
 
 
 class ChatAnswer(_OpenAIAnswer):
@@ -407,96 +385,62 @@ class ChatAnswer(_OpenAIAnswer):
     def __init__(
         self, request: ChatRequest, model: str, tokenizer: TokenizerWrapper, format: OutputFormat
     ) -> None:
-        super().__init__(request, model, tokenizer, request.n)
-        self._choices = [ChatChoice(OutputParser(format)) for _ in range(request.n)]
+        choices = [Choice(index, format) for index in range(request.n)]
+        super().__init__(request, model, tokenizer, choices)
 
-    def finished(self, index: int) -> bool:
-        return self._choices[index].parser.finished
+    def _begin_choice(self, choice: Choice) -> list[dict[str, Any]]:
+        return [self._chunk(choice, {"delta": {"role": "assistant", "content": ""}})]
 
-    def _begin_choice(self, index: int) -> list[dict[str, Any]]:
-        return [_chat_chunk(index, {"role": "assistant", "content": ""})]
-
-    def _feed_choice(
-        self, index: int, pieces: Sequence[Piece], end: Ended | None
-    ) -> list[dict[str, Any]]:
-        choice = self._choices[index]
+    def feed_choice(self, choice: Choice, runs: Sequence[Run]) -> list[dict[str, Any]]:
         chunks: list[dict[str, Any]] = []
-        before = choice.tokens
-        said = choice.read(pieces, end)
-        pieces = pieces[: choice.tokens - before]
-        for _, group in groupby(said, key=lambda one: (one[0].kind, one[0].index)):
-            deltas = list(group)
-            for delta, _ in deltas:
-                choice.add(delta)
-            texts = ((d.text, a) for d, a in deltas if d.kind in ("text", "reasoning"))
-            chunk = _chat_chunk(index, _chunk_delta([delta for delta, _ in deltas]))
-            chunks.append(self._marked(chunk, texts))
-        if self._request.logprobs is not None and (logprobs := self._names.of_chat(pieces)):
-            choice.logprobs += logprobs
+        for run in runs:
+            part, text = run.part, run.text
+            if part.kind != "call":
+                delta = {"content" if part.kind == "text" else "reasoning_content": text}
+                chunks.append(self._chunk(choice, {"delta": delta}, run.drafts))
+                continue
+            if run.begins:
+                call = {"index": part.index, **_call(part, "")}
+                chunks.append(self._chunk(choice, {"delta": {"tool_calls": [call]}}))
+            if text:
+                call = {"index": part.index, "function": {"arguments": text}}
+                chunks.append(self._chunk(choice, {"delta": {"tool_calls": [call]}}))
+        if logprobs := self._names.of_chat(choice.latest):
             if not chunks:
-                chunks.append(_chat_chunk(index, {}))
-            chunks[-1]["logprobs"] = {"content": logprobs, "refusal": None}
-        if end := choice.counted(end):
-            self.ends[index] = end
-            chunks.append(_chat_chunk(index, {}, choice.finish_reason(end)))
+                chunks.append(self._chunk(choice, {"delta": {}}))
+            chunks[-1]["choices"][0]["logprobs"] = {"content": logprobs, "refusal": None}
+        if choice.end:
+            end = {"delta": {}, "finish_reason": choice.finish_reason}
+            chunks.append(self._chunk(choice, end))
         return chunks
 
-    def _whole_choice(self, index: int) -> dict[str, Any]:
-        choice = self._choices[index]
-        content = "".join(choice.content)
+    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+        content = choice.text
+        reasoning = "".join(part.text for part in choice.parts if part.kind == "reasoning")
+        calls = [_call(part, part.text) for part in choice.parts if part.kind == "call"]
         message: dict[str, Any] = {
             "role": "assistant",
-            "content": content if content or not choice.calls else None,
+            "content": content if content or not calls else None,
             "refusal": None,
         }
-        if choice.reasoning:
-            message["reasoning_content"] = "".join(choice.reasoning)
-        if choice.calls:
-            message["tool_calls"] = choice.calls
-        asked = self._request.logprobs is not None
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        logprobs = None
+        if self._request.logprobs is not None:
+            logprobs = {"content": self._names.of_chat(choice.pieces), "refusal": None}
         return {
-            "index": index,
+            "index": choice.index,
             "message": message,
-            "logprobs": {"content": choice.logprobs, "refusal": None} if asked else None,
-            "finish_reason": choice.finish_reason(self.ends[index]),
+            "logprobs": logprobs,
+            "finish_reason": choice.finish_reason,
         }
 
-    def _reasoning_tokens(self) -> int:
-        return sum(choice.reasoning_tokens for choice in self._choices)
 
-
-def _chunk_delta(deltas: Sequence[Delta]) -> dict[str, Any]:
-    """Deltas of one kind in OpenAI's form."""
-    first, text = deltas[0], "".join(delta.text for delta in deltas)
-    if first.kind == "call":
-        function = {"name": first.name, "arguments": ""}
-        call = {"index": first.index, "id": first.id, "type": "function", "function": function}
-        return {"tool_calls": [call]}
-    if first.kind == "arguments":
-        return {"tool_calls": [{"index": first.index, "function": {"arguments": text}}]}
-    return {"content" if first.kind == "text" else "reasoning_content": text}
-
-
-def _chat_chunk(
-    index: int, delta: dict[str, Any], finish_reason: str | None = None
-) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-
-
-# --- completions ---
-
-
-@dataclass
-class _TextChoice:
-    """What a choice of a completion has so far: its texts, an echoed prompt first."""
-
-    texts: list[str] = field(default_factory=list)
-    length: int = 0
-    logprobs: dict[str, list[Any]] = field(default_factory=dict)
-
-    def add(self, text: str) -> None:
-        self.texts.append(text)
-        self.length += len(text)
+def _call(part: Part, arguments: str) -> dict[str, Any]:
+    function = {"name": part.name, "arguments": arguments}
+    return {"id": part.id, "type": "function", "function": function}
 
 
 class CompletionAnswer(_OpenAIAnswer):
@@ -505,57 +449,42 @@ class CompletionAnswer(_OpenAIAnswer):
     _prefix, _object, _chunk_object = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, request: CompletionRequest, model: str, tokenizer: TokenizerWrapper) -> None:
-        super().__init__(request, model, tokenizer, len(request.prompts) * request.n)
-        self._echoes = [self._text_of(prompt) if request.echo else "" for prompt in request.prompts]
-        self._choices = [_TextChoice() for _ in self.ends]
+        choices = [Choice(index) for index in range(len(request.prompts) * request.n)]
+        super().__init__(request, model, tokenizer, choices)
+        self._echoes = [
+            prompt if isinstance(prompt, str) else detokenized(tokenizer, prompt)
+            for prompt in request.prompts
+            if request.echo
+        ]
 
-    def _text_of(self, prompt: str | Sequence[int]) -> str:
-        return prompt if isinstance(prompt, str) else detokenized(self._tokenizer, prompt)
+    def _echo(self, choice: Choice) -> str:
+        return self._echoes[choice.index // self._request.n] if self._echoes else ""
 
-    def _begin_choice(self, index: int) -> list[dict[str, Any]]:
-        echo = self._echoes[index // self._request.n]
-        self._choices[index].add(echo)
-        choice = _text_choice(index, echo, None, None)
-        return [self._marked(choice, [(echo, False)])] if echo else []
+    def _begin_choice(self, choice: Choice) -> list[dict[str, Any]]:
+        echo = self._echo(choice)
+        return [self._chunk(choice, {"text": echo}, [(echo, False)])] if echo else []
 
-    def _feed_choice(
-        self, index: int, pieces: Sequence[Piece], end: Ended | None
-    ) -> list[dict[str, Any]]:
-        choice, top = self._choices[index], self._request.logprobs
-        logprobs = None
-        if top is not None and (found := self._names.of_completion(pieces, choice.length, top)):
-            logprobs = _legacy(found)
-            for name, values in found.items():
-                choice.logprobs.setdefault(name, []).extend(values)
-        for piece in pieces:
-            choice.add(piece.text)
+    def feed_choice(self, choice: Choice, runs: Sequence[Run]) -> list[dict[str, Any]]:
         chunks = []
-        text = "".join(piece.text for piece in pieces)
-        if text or logprobs:
-            chunk = _text_choice(index, text, logprobs, None)
-            chunks.append(self._marked(chunk, ((p.text, p.accepted) for p in pieces)))
-        if end:
-            chunks.append(_text_choice(index, "", None, end.finish_reason))
+        for run in runs:  # one, if there were tokens
+            offset = len(self._echo(choice)) + choice.length - len(run.text)
+            logprobs = self._names.of_completion(choice.latest, offset, self._request.logprobs)
+            if run.text or logprobs:
+                fields = {"text": run.text, "logprobs": logprobs}
+                chunks.append(self._chunk(choice, fields, run.drafts))
+        if choice.end:
+            chunks.append(self._chunk(choice, {"text": "", "finish_reason": choice.finish_reason}))
         return chunks
 
-    def _whole_choice(self, index: int) -> dict[str, Any]:
-        choice, end = self._choices[index], self.ends[index]
-        logprobs = None if self._request.logprobs is None else _legacy(choice.logprobs)
-        reason = end.finish_reason if end else "stop"
-        return _text_choice(index, "".join(choice.texts), logprobs, reason)
-
-
-def _text_choice(
-    index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None
-) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
-
-
-def _legacy(found: dict[str, list[Any]]) -> dict[str, Any]:
-    """The lists of a completion's log-probabilities; null where no likeliest were asked for."""
-    names = ("tokens", "token_logprobs", "text_offset")
-    lists: dict[str, Any] = {name: found.get(name, []) for name in names}
-    return lists | {"top_logprobs": found.get("top_logprobs")}
+    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+        echo, top = self._echo(choice), self._request.logprobs
+        logprobs = self._names.of_completion(choice.pieces, len(echo), top)
+        return {
+            "index": choice.index,
+            "text": echo + choice.text,
+            "logprobs": logprobs,
+            "finish_reason": choice.finish_reason,
+        }
 
 
 # --- log-probabilities ---
@@ -583,27 +512,36 @@ class TokenNames:
             if self._is_shown(piece)
         ]
 
-    def of_completion(self, pieces: Iterable[Piece], offset: int, top: int) -> dict[str, list[Any]]:
-        """The lists of a completion's ``logprobs``; empty where all tokens are left out.
+    def of_completion(
+        self, pieces: Iterable[Piece], offset: int, top: int | None
+    ) -> dict[str, Any] | None:
+        """The lists of a completion's ``logprobs``; None where all tokens are left out.
 
         Args:
             pieces: the tokens.
             offset: where the first of them begins in the choice's text.
             top: how many of the likeliest tokens were asked for.
         """
-        found: dict[str, list[Any]] = defaultdict(list)
+        names: list[str] = []
+        logprobs: list[float] = []
+        offsets: list[int] = []
+        likeliest: list[dict[str, float]] = []
         for piece in pieces:
             if self._is_shown(piece):
-                found["tokens"].append(self._name(piece.token)[0])
-                found["token_logprobs"].append(_finite(piece.logprob))
-                found["text_offset"].append(offset)
-                if top:
-                    likeliest = (*piece.top, (piece.token, piece.logprob))
-                    found["top_logprobs"].append(
-                        {self._name(token)[0]: _finite(logprob) for token, logprob in likeliest}
-                    )
+                names.append(self._name(piece.token)[0])
+                logprobs.append(_finite(piece.logprob))
+                offsets.append(offset)
+                best = (*piece.top, (piece.token, piece.logprob))
+                likeliest.append({self._name(token)[0]: _finite(one) for token, one in best})
             offset += len(piece.text)
-        return found
+        if not names:
+            return None
+        return {
+            "tokens": names,
+            "token_logprobs": logprobs,
+            "text_offset": offsets,
+            "top_logprobs": likeliest if top else None,
+        }
 
     def _is_shown(self, piece: Piece) -> bool:
         return piece.logprob is not None and piece.token not in self._tokenizer.eos_token_ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,22 +10,15 @@ from typing import Any, cast
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..engine.constraint import Constraint, Phases
+from ..engine.constraint import ONE_LINE, Constraint, Phases
 from ..engine.grammar import Grammar, Vocabulary, token_of
 from ..errors import OptionError, PromptError
 from ..generation.options import in_answer, leaves_reasoning_open
 from ..models.chat_template import apply_template, reserved_arguments
 from ..models.detokenizer import detokenizer_of
 from ..models.model import encode_prompt
+from .answer import OutputFormat, output_format, parser_name
 from .body import ApiError
-from .output import (
-    OutputFormat,
-    call_opening,
-    calls_constraint,
-    is_strict,
-    output_format,
-    parameters_of,
-)
 from .requests import ApiRequest, ChatRequest, CompletionRequest, check_ids
 
 
@@ -189,6 +183,32 @@ def _call_opening(request: ChatRequest, tokenizer: TokenizerWrapper) -> str:
     return opening
 
 
+def call_opening(tokenizer: TokenizerWrapper, name: str | None) -> str | None:
+    """How a call begins, after the marker, so that the model has to continue it.
+
+    Args:
+        tokenizer: the model's.
+        name: the function's; None for whichever the model takes.
+
+    Returns:
+        None where it is not known.
+    """
+    if not tokenizer.has_tool_calling or tokenizer.response_initial_state:
+        return None
+    if name is None:
+        return ""
+    # Without the space before the arguments, which is part of the token that begins them.
+    as_json = f'{{"name": {json.dumps(name)}, "arguments":'
+    parser = parser_name(tokenizer)
+    if parser == "json_tools":
+        return f"\n{as_json}"
+    if parser == "qwen3_coder":
+        return f"\n<function={name}>\n"
+    if parser == "mistral":
+        return f"{name}[ARGS]" if "[ARGS]" in tokenizer.get_vocab() else f"[{as_json}"
+    return None
+
+
 _SPEAKERS = {"user": "User", "assistant": "Assistant", "tool": "Tool"}
 
 
@@ -306,6 +326,91 @@ def _compiled(
         return None if constraint is None else Grammar(constraint, vocabulary)
     except OptionError as error:
         raise ApiError(f"{param}: {error}.", param=param) from error
+
+
+def is_strict(tool: dict[str, Any]) -> bool:
+    """Whether a tool asks for arguments that are valid under its schema."""
+    return bool(tool["function"].get("strict"))
+
+
+def parameters_of(tool: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a tool's arguments."""
+    schema: dict[str, Any] = tool["function"].get("parameters") or {}
+    return {"type": "object", **schema}
+
+
+def calls_constraint(
+    tokenizer: TokenizerWrapper,
+    tools: Sequence[dict[str, Any]],
+    *,
+    forced: str | None = None,
+    several: bool = True,
+) -> Constraint | None:
+    """What follows the marker of a call, to the end of the output.
+
+    Args:
+        tokenizer: the model's.
+        tools: those that may be called.
+        forced: the function whose call the prompt has begun, as
+            :func:`call_opening` writes it.
+        several: whether there may be more than one call.
+
+    Returns:
+        None where the arguments of a call are not JSON.
+    """
+    parser, has_args = parser_name(tokenizer), "[ARGS]" in tokenizer.get_vocab()
+    start = _literal(tokenizer, tokenizer.tool_call_start)
+    names = [tool["function"]["name"] for tool in tools]
+    as_json = [
+        f'{_quoted(head)} args_{number} "}}"'
+        for number, name in enumerate(names)
+        for head in [f'{{"name": {json.dumps(name)}, "arguments": ']
+    ]
+    if parser == "json_tools":
+        calls, separator = as_json, f"WS? {start} WS?"
+        before, after = "WS? ", f" WS? {_literal(tokenizer, tokenizer.tool_call_end)}"
+        begun = 'SPACE? {args} "}}"' + after
+    elif parser == "mistral" and has_args:
+        args = _literal(tokenizer, "[ARGS]")
+        calls = [f"{_quoted(name)} {args} args_{number}" for number, name in enumerate(names)]
+        before, separator, after, begun = "", start, "", "{args}"
+    elif parser == "mistral":
+        calls, before, separator, after = as_json, '"[" ', '", "', ' "]"'
+        begun = 'SPACE? {args} "}}" "]"'
+    else:
+        return None
+    if forced is not None:
+        rule = begun.format(args=f"args_{names.index(forced)}")
+    elif parser == "mistral" and not has_args:  # one list of all calls
+        rule = f"{before}call{f' ({separator} call)*' if several else ''}{after}"
+    else:
+        one = f"{before}call{after}"
+        rule = f"{one}{f' ({separator} call{after})*' if several else ''}"
+    schemas = [parameters_of(tool) if is_strict(tool) else {"type": "object"} for tool in tools]
+    lark = [
+        f"start: {rule}",
+        *(["call: " + " | ".join(calls)] if forced is None else []),
+        *(
+            f"args_{number}: %json {json.dumps({'x-guidance': ONE_LINE, **schema})}"
+            for number, schema in enumerate(schemas)
+            if forced in (None, names[number])
+        ),
+        *(["WS: /[ \\n]{1,2}/"] if "WS" in rule else []),
+        *(['SPACE: " "'] if "SPACE" in rule else []),
+    ]
+    return Constraint("lark", "\n".join(lark))
+
+
+def _literal(tokenizer: TokenizerWrapper, marker: str) -> str:
+    """A marker in a grammar: the token that it is, or its text."""
+    token = token_of(tokenizer, marker)
+    if not marker:
+        return ""
+    return _quoted(marker) if token is None else f"<[{token}]>"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
 # --- completions ---

@@ -143,11 +143,8 @@ class ServedRequest(Request):
         partition: str = "",
     ) -> None:
         decoder = served.decoder
-        checked = decoder.checked(
-            max_tokens, cast(GenerationOptions, {**served.options, **options})
-        )
         super().__init__(
-            *(decoder, prompt, max_tokens, checked),
+            *(decoder, prompt, max_tokens, cast(GenerationOptions, {**served.options, **options})),
             lambda session: served.make_drafter(prediction, partition)(session),
         )
         self.number = next(_numbers)
@@ -185,8 +182,7 @@ class ServedRequest(Request):
         }
 
     def start(self) -> steps.Sequence:
-        session = self.served.cache.lend(self.prompt, self.partition)
-        self.options = self.options._replace(session=session)
+        self.session = self.served.cache.lend(self.prompt, self.partition)
         return super().start()
 
     def on_step(self, step: steps.DecodedStep, seconds: float, plain_seconds: float | None) -> None:
@@ -218,12 +214,12 @@ class ServedRequest(Request):
         ended = _failure(self.error) if self.error and failed else self._end()
         self.stream.records.end(self, ended)
         try:
-            if session := self.options.session:
-                self.served.cache.give_back(session)
+            if self.session:
+                self.served.cache.give_back(self.session)
         except Exception:
             _log.exception("a prompt could not be kept")
         # The stream leads here: the caches would wait for the garbage collector.
-        self.options = self.options._replace(session=None)
+        self.session = None
 
     def _end(self) -> Ended:
         """The last event; a request that was cancelled without an error ends with "stop"."""

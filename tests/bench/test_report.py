@@ -34,7 +34,6 @@ def measured(
     return MeasuredPrompt(
         category=category,
         messages=[{"role": "user", "content": str(options.get("question", "What?"))}],
-        reference=options.get("reference"),  # type: ignore[arg-type]
         prompt_tokens=7,
         runs={
             name: [run(r, str(options.get("text", "text")), options.get("predicted")) for r in of]  # type: ignore[arg-type]
@@ -147,20 +146,6 @@ def test_a_report_holds_texts_only_when_asked_to() -> None:
     for page in (json.dumps(full), bench_page(full)):
         assert "secret one" in page
         assert "secret two" in page
-
-
-def test_rouge_is_given_where_there_are_references() -> None:
-    pytest.importorskip("rouge_score")
-    # "the cat sat" and "the cat ran": 2 of 3 words, 1 of 2 pairs, longest common part of 2.
-    result = report(
-        measured({"plain": [10]}, text="the cat sat", reference="the cat ran"),
-        measured({"plain": [10]}, "talk"),
-        with_references=True,
-    )
-    expected = {"rouge1": 2 / 3, "rouge2": 1 / 2, "rougeL": 2 / 3}
-    assert result["categories"]["code"]["rouge"]["plain"] == pytest.approx(expected)
-    assert result["categories"]["talk"]["rouge"] is None
-    assert "0.6667" in bench_page(result)
 
 
 def test_figures_of_short_or_restless_runs_are_called_rough() -> None:

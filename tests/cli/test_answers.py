@@ -14,9 +14,9 @@ from click.testing import Result
 from rich.console import Console
 
 from mlxspec.cli import prompt_files
-from mlxspec.cli.prompt_files import Totals, totals_panel
+from mlxspec.cli.common.output import Figures
 from mlxspec.engine.step import Batch
-from mlxspec.generation.response import GenerationResponse, SpeculationStats, Transcript
+from mlxspec.generation.response import GenerationResponse, GenerationResult, SpeculationStats
 from tests.cli.test_generate import LINE, assert_one_line_error, generate, report
 
 IDS: list[Any] = [{"prompt": [last]} for last in (3, 4, 5, 6, 7)]
@@ -205,14 +205,14 @@ def test_log_probabilities_stand_in_the_results(endless: Path, prompts: Path) ->
 def test_ctrl_c_writes_what_there_is(
     endless: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add = Transcript.add
+    add = GenerationResult.add
 
-    def add_some(self: Transcript, response: GenerationResponse) -> None:
+    def add_some(self: GenerationResult, response: GenerationResponse, likeliest: int) -> None:
         if response.generation_tokens > 8:
             raise KeyboardInterrupt
-        add(self, response)
+        add(self, response, likeliest)
 
-    monkeypatch.setattr(Transcript, "add", add_some)
+    monkeypatch.setattr(GenerationResult, "add", add_some)
     lines = [{"prompt": [7], "max_tokens": n} for n in (30, 5, 30, 5, 5)]
     options = ("--concurrency", 3, "--decoder", "plain")
     result = generate("--model", endless, "--prompts", write(prompts, lines), *options)
@@ -230,14 +230,14 @@ def test_ctrl_c_writes_what_there_is(
 def test_a_fault_in_one_generation_costs_no_other(
     endless: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add = Transcript.add
+    add = GenerationResult.add
 
-    def fail(self: Transcript, response: GenerationResponse) -> None:
+    def fail(self: GenerationResult, response: GenerationResponse, likeliest: int) -> None:
         if response.token == 5:
             raise RuntimeError("no luck")
-        add(self, response)
+        add(self, response, likeliest)
 
-    monkeypatch.setattr(Transcript, "add", fail)
+    monkeypatch.setattr(GenerationResult, "add", fail)
     lines = [{"prompt": [5], "max_tokens": 2}, {"prompt": [4], "max_tokens": 2}]
     result = generate("--model", endless, "--prompts", write(prompts, lines))
     assert result.exit_code == 1
@@ -308,9 +308,10 @@ def test_the_panel_fits_a_terminal(width: int) -> None:
     stats = SpeculationStats(
         steps=100000, rows=300000, drafted=200000, accepted=150000, emitted=250000
     )
-    totals = Totals(1000, 20, 8, 1_000_000, 250_000, 61.5, 1234.5, stats, 800.0, 1400.0)
+    figures = Figures(0, 1_000_000, 0, 250_000, 61.5, 1234.5, stats, 1400.0, 800.0)
     stream = io.StringIO()
-    Console(file=stream, width=width).print(totals_panel(totals, interrupted=True))
+    first = ("prompts answered", "1,000"), ("failed", "20"), ("unfinished", "8")
+    Console(file=stream, width=width).print(figures.panel(*first, subtitle="interrupted"))
     shown = stream.getvalue().splitlines()
     assert {len(line) for line in shown} == {len(shown[0])}
     assert "2.50" in stream.getvalue()
@@ -323,15 +324,13 @@ def test_the_time_without_drafts_follows_from_each_step_s_time_and_cost(
     endless: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Batch, "cost", lambda self, sequence, step: 2 * len(step.tokens))
-    written: list[Totals] = []
-    monkeypatch.setattr(
-        prompt_files, "totals_panel", lambda totals, _: written.append(totals) or ""
-    )
+    written: list[Figures] = []
+    monkeypatch.setattr(Figures, "panel", lambda figures, *_, **__: written.append(figures) or "")
     options = ("--model", endless, "--max-tokens", 12, "--decoder", "prompt-lookup")
     for concurrency in (1, 4):
         write(prompts, IDS[:4])
         result = generate(*options, "--prompts", prompts, "--concurrency", concurrency)
         assert result.exit_code == 0, result.stderr
-    for totals in written:
-        assert totals.decode_seconds > 0
-        assert totals.plain_seconds == pytest.approx(totals.decode_seconds / 2)
+    for figures in written:
+        assert figures.cost > 0
+        assert figures.plain_cost == pytest.approx(figures.cost / 2)

@@ -16,8 +16,8 @@ import yaml
 from click.testing import CliRunner, Result
 
 from mlxspec.cli import connect as command
-from mlxspec.cli.clients import CLIENTS
 from mlxspec.cli.common.generation import API_KEY
+from mlxspec.cli.connect import CLIENTS
 from mlxspec.cli.main import main
 from tests.support.at_terminal import at_terminal
 from tests.support.serving import running_server

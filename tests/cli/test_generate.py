@@ -23,7 +23,6 @@ from mlxspec.generation.response import (
     GenerationResult,
     SpeculationStats,
     StepTime,
-    Transcript,
 )
 from tests.cli.conftest import HOSTILE
 from tests.support.scripted_model import BOS
@@ -276,14 +275,14 @@ def test_ctrl_c_in_the_prefill_shows_the_panel(endless: Path, monkeypatch: pytes
 
 
 def test_ctrl_c_with_json_writes_what_there_is(endless: Path, monkeypatch: pytest.MonkeyPatch):
-    add = Transcript.add
+    add = GenerationResult.add
 
-    def add_three(self: Transcript, response: GenerationResponse) -> None:
+    def add_three(self: GenerationResult, response: GenerationResponse, likeliest: int) -> None:
         if response.generation_tokens > 3:
             raise KeyboardInterrupt
-        add(self, response)
+        add(self, response, likeliest)
 
-    monkeypatch.setattr(Transcript, "add", add_three)
+    monkeypatch.setattr(GenerationResult, "add", add_three)
     result = generate("--model", endless, "--prompt", "a b", "--json")
     assert result.exit_code == 130
     data = json.loads(result.stdout)
@@ -348,9 +347,9 @@ def test_every_figure_stands_on_one_line_beside_its_name(width: int):
     panel = [line.strip("│ ") for line in lines(figures_panel(RESULT, legend=True), width)]
     figures = [re.sub(" +", " ", line) for line in panel]
     for expected in (
-        "prompt tokens 12000 1,235/s",
-        "generated tokens 3000 56.8/s",
-        "steps 1500",
+        "prompt tokens 12,000 1,235/s",
+        "generated tokens 3,000 56.8/s",
+        "steps 1,500",
         "tokens per step 2.00",
         "acceptance rate 71% 1500/2100",
     ):

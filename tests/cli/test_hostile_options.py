@@ -13,8 +13,7 @@ from click.testing import CliRunner, Result
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from mlxspec.cli.clients import CLIENTS
-from mlxspec.cli.connect import connect_command
+from mlxspec.cli.connect import CLIENTS, connect_command
 from mlxspec.cli.convert import convert_command
 from mlxspec.cli.explain import explain_command
 from mlxspec.cli.generate import generate_command

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from rich.console import Console
 
-from mlxspec.cli.request_log import RequestLog
+from mlxspec.cli.serve import RequestLog
 from mlxspec.server.body import ApiError
 from tests.support.brake import braked, until
 from tests.support.serving import Running, running_server

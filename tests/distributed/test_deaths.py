@@ -29,7 +29,7 @@ SURVIVOR = (
             signal.SIGTERM,
             [
                 SURVIVOR.replace("rank 1", "rank X").replace("rank 0", "rank 1").replace("X", "0"),
-                r"Error: rank 0 was terminated \(SIGTERM\)",
+                "Error: rank 0 was ended by SIGTERM",
             ],
         ),
     ],

@@ -20,7 +20,7 @@ from rich.console import Console
 from starlette.requests import ClientDisconnect
 
 import mlxspec
-from mlxspec.cli.request_log import RequestLog
+from mlxspec.cli.serve import RequestLog
 from mlxspec.drafting.costs import LiveCosts
 from mlxspec.generation.request import State
 from mlxspec.server import endpoints
@@ -748,7 +748,7 @@ def test_a_fault_in_an_answer_is_told_in_its_stream(
         raise RuntimeError("a secret")
 
     with monkeypatch.context() as patch:
-        patch.setattr(CompletionAnswer, "_feed_choice", broken)
+        patch.setattr(CompletionAnswer, "feed_choice", broken)
         streamed = post(server, TEXT, {"prompt": "Once", "stream": True})
         assert streamed.text.endswith("}\n\ndata: [DONE]\n\n")
         whole = post(server, TEXT, {"prompt": "Once"})

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
+from mlxspec.server.answer import output_format
 from mlxspec.server.body import ApiError
 from mlxspec.server.messages import MessagesAnswer, parse_messages
-from mlxspec.server.output import output_format
 from mlxspec.server.worker import Begun, Event
 from tests.server.test_openai import CALLS, TOKENIZER, ended, extras, pieces
 from tests.support.examples import examples

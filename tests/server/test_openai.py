@@ -15,6 +15,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
 
+from mlxspec.server.answer import output_format
 from mlxspec.server.openai import (
     ChatAnswer,
     CompletionAnswer,
@@ -22,7 +23,6 @@ from mlxspec.server.openai import (
     parse_chat,
     parse_completion,
 )
-from mlxspec.server.output import output_format
 from mlxspec.server.worker import Ended, Event, Piece
 from tests.support.chat_tokenizer import chat_tokenizer
 

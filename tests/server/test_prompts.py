@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec.models.tokenizer import load_tokenizer_of
+from mlxspec.server.answer import Delta, OutputParser
 from mlxspec.server.body import ApiError
 from mlxspec.server.openai import parse_chat, parse_completion
-from mlxspec.server.output import Delta, OutputParser
 from mlxspec.server.prompts import ChatPrompt, Prompt, chat_prompt, completion_prompts
 from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.demo import demo
@@ -104,7 +104,7 @@ def test_tools_are_shown_unless_none_may_be_called() -> None:
     assert '"name": "f"' in text_of(chat(tools=[TOOL]))
     hidden = chat(tools=[TOOL], tool_choice="none")
     assert hidden.tokens == chat().tokens
-    assert hidden.format.calls is None
+    assert hidden.format.parse is None
 
 
 def test_calls_and_results_are_in_the_template() -> None:

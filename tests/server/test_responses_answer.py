@@ -18,10 +18,9 @@ from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from mlxspec.server.answer import output_format
 from mlxspec.server.body import ApiError
-from mlxspec.server.output import output_format
-from mlxspec.server.responses import ResponseStore, StoredResponse, parse_responses
-from mlxspec.server.responses_answer import ResponsesAnswer
+from mlxspec.server.responses import ResponsesAnswer, ResponseStore, StoredResponse, parse_responses
 from mlxspec.server.worker import Event, Piece
 from tests.server.test_openai import TOKENIZER, ended, extras, pieces
 from tests.server.test_responses_requests import CODEX

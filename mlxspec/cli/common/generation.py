@@ -1,7 +1,7 @@
 """What the commands that generate share: their options, and the way from these to an output.
 
-A command with the options of a :class:`Generation` is called with one: it has been checked as
-far as that goes without a model, loads the model, and generates with it.
+A command with the options of a :class:`Generation` gets one. It has been checked as far as
+that goes without a model, loads the model, and generates with it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
@@ -50,22 +50,14 @@ if TYPE_CHECKING:
     from ...generation.response import GenerationResponse
     from ..memory import Memories
 
-# What the options set that only some decoders take.
 API_KEY = "MLXSPEC_API_KEY"
-"""The variable of the environment with a server's key, for the server and for who talks to it."""
+"""The environment variable with a server's key, for the server and its clients."""
 
-LOOKUP, LOOKAHEAD, STORE, OWN = "prompt lookup", "lookahead", "store", "own drafter"
-
-
-# The decoders, and which of these options each takes. Without --decoder, the first one that takes
-# the given options is used.
-_TAKEN = {
-    "auto": (STORE, OWN),
-    "prompt-lookup": (LOOKUP,),
-    "lookahead": (LOOKAHEAD,),
-    "combined": (STORE, LOOKUP, LOOKAHEAD),
-    "plain": (),
-}
+_DECODERS = ("auto", "prompt-lookup", "lookahead", "combined", "plain")
+# The decoders that take an option. Without --decoder, the first one that takes all given options.
+_PLANNED = ("auto", "combined")
+_LOOKUP = ("prompt-lookup", "combined")
+_LOOKAHEAD = ("lookahead", "combined")
 
 
 @dataclass(frozen=True)
@@ -81,24 +73,24 @@ class DraftingOptions:
         "auto chooses each draft by its measured cost; prompt-lookup has fixed parameters; "
         "lookahead drafts from the model's own guesses; combined is auto with lookahead.  "
         "[default: auto, or the one whose option is given]",
-        type=click.Choice(list(_TAKEN)),
+        type=click.Choice(_DECODERS),
     )
     store: str | None = option_field(
         "--store FILE",
         "With auto and combined: draft from a file of 'mlxspec store' too.",
         type=NAME,
-        of=STORE,
+        of=_PLANNED,
     )
     drafter: str | None = option_field(
         DRAFTER,
         "With auto: draft with a class of your own, too, wherever that pays.",
-        of=OWN,
+        of=("auto",),
     )
     draft_model: str | None = option_field(
         "--draft-model MODEL",
         "With auto: draft with a small model of the same tokenizer, too, where no text repeats.",
         type=MODEL,
-        of=OWN,
+        of=("auto",),
     )
     num_draft_tokens: int | None = option_field(
         "--num-draft-tokens N", "Tokens that --draft-model drafts at most.  [default: 2]"
@@ -107,50 +99,49 @@ class DraftingOptions:
     n_draft: int | None = option_field(
         "--n-draft --prompt-lookup-num-tokens N",
         "Draft tokens per step at most; 0 is plain decoding.  [default: 10]",
-        of=LOOKUP,
+        of=_LOOKUP,
     )
     ngram_max: int | None = option_field(
         "--ngram-max --max-matching-ngram-size N",
         "Longest n-gram that is looked up in prompt and output.  [default: 3]",
-        of=LOOKUP,
+        of=_LOOKUP,
     )
     ngram_min: int | None = option_field(
-        "--ngram-min N", "Shortest n-gram.  [default: 1]", of=LOOKUP
+        "--ngram-min N", "Shortest n-gram.  [default: 1]", of=_LOOKUP
     )
     prompt_lookup_config: str | None = option_field(
         "--prompt-lookup-config [N,N,[0]]",
         "TensorRT-LLM's form of --n-draft and --ngram-max, in their place.",
-        of=LOOKUP,
+        of=_LOOKUP,
     )
     window_size: str | None = option_field(
         "-W --window-size --WINDOW_SIZE W",
         "Lookahead: columns of the window, or auto: look-ups instead, as many as pay.  "
         "[default: auto]",
-        of=LOOKAHEAD,
+        of=_LOOKAHEAD,
     )
     ngram_size: int | None = option_field(
         "-N --ngram-size --LEVEL N",
         "Lookahead: length of the n-grams; with auto, at most.  [default: 5]",
-        of=LOOKAHEAD,
+        of=_LOOKAHEAD,
     )
     guess_set_size: int | None = option_field(
         "-G --guess-set-size --GUESS_SET_SIZE G",
         "Lookahead: n-grams kept for a token, -1 for 64.  [default: W, or 16 with auto]",
-        of=LOOKAHEAD,
+        of=_LOOKAHEAD,
     )
     pool_from_prompt: bool | None = option_field(
         "--pool-from-prompt/--no-pool-from-prompt --POOL_FROM_PROMPT",
         "Lookahead: start with the prompt's n-grams.  [default: yes]",
-        of=LOOKAHEAD,
+        of=_LOOKAHEAD,
     )
 
     def __post_init__(self) -> None:
-        for of in (STORE, OWN, LOOKUP, LOOKAHEAD):
-            takers = [kind for kind, taken in _TAKEN.items() if of in taken]
-            if (given := self._given(of)) and self.kind not in takers:
-                option = "--" + next(iter(given)).replace("_", "-")
+        for name, decoders in self._for_some_decoders().items():
+            if self.kind not in decoders:
                 raise OptionError(
-                    f"{option} is for --decoder {' and '.join(takers)}, not {self.kind}"
+                    f"--{name.replace('_', '-')} is for --decoder {' and '.join(decoders)}, not "
+                    f"{self.kind}"
                 )
         check_least(1, num_draft_tokens=self.num_draft_tokens)
         if self.num_draft_tokens is not None and self.draft_model is None:
@@ -159,17 +150,24 @@ class DraftingOptions:
             raise OptionError("--drafter and --draft-model are given together: choose one")
         _ = self.lookup, self.lookahead  # which are checked
 
-    def _given(self, of: str) -> dict[str, Any]:
-        """The given options that only some decoders take, by the argument they set."""
-        names = [own.name for own in fields(self) if own.metadata.get("of") == of]
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+    def _for_some_decoders(self) -> dict[str, tuple[str, ...]]:
+        """The given options that only some decoders take, and these."""
+        return {
+            own.name: own.metadata["of"]
+            for own in fields(self)
+            if "of" in own.metadata and getattr(self, own.name) is not None
+        }
+
+    def _given(self, *names: str) -> dict[str, Any]:
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     @cached_property
     def kind(self) -> str:
         """The decoder's name: the one that was asked for, or one that takes the given options."""
-        given = {of for of in (OWN, LOOKUP, LOOKAHEAD) if self._given(of)}
-        fitting = (kind for kind, taken in _TAKEN.items() if given <= {*taken})
-        return self.decoder or next(fitting, "auto")
+        if self.decoder:
+            return self.decoder
+        taking = [of for name, of in self._for_some_decoders().items() if name != "store"]
+        return next((kind for kind in _DECODERS if all(kind in of for of in taking)), "auto")
 
     @cached_property
     def lookup(self) -> PromptLookup:
@@ -177,10 +175,9 @@ class DraftingOptions:
         from ...drafting.sources import parse_lookup_config
         from ...generation.drafting import PromptLookup
 
-        given = self._given(LOOKUP)
-        config = given.pop("prompt_lookup_config", None)
-        if config is not None:
-            given["n_draft"], given["ngram_max"], _ = parse_lookup_config(config)
+        given = self._given("n_draft", "ngram_max", "ngram_min")
+        if self.prompt_lookup_config is not None:
+            given["n_draft"], given["ngram_max"], _ = parse_lookup_config(self.prompt_lookup_config)
         return PromptLookup(**given)
 
     @cached_property
@@ -188,15 +185,15 @@ class DraftingOptions:
         """Lookahead with its sizes."""
         from ...generation.drafting import Lookahead
 
-        columns: int | Literal["auto"] = "auto"
-        if self.window_size not in (None, "auto"):
+        given = self._given("window_size", "ngram_size", "guess_set_size", "pool_from_prompt")
+        if given.get("window_size", "auto") != "auto":
             try:
-                columns = int(self.window_size)
+                given["window_size"] = int(given["window_size"])
             except ValueError:
                 raise OptionError(
                     f"--window-size is {self.window_size!r}: give a number, or auto"
                 ) from None
-        return Lookahead(**self._given(LOOKAHEAD) | {"window_size": columns})
+        return Lookahead(**given)
 
     def of_model(
         self,
@@ -224,12 +221,11 @@ class DraftingOptions:
             return self.lookup
         if self.kind == "lookahead":
             return self.lookahead
-        store = lookahead = None
-        if self.store is not None:
-            store = open_store(self.store, tokenizer)
+        store = None if self.store is None else open_store(self.store, tokenizer)
+        lookahead = None
         if self.kind == "combined":
-            first = self.lookup.new if self._given(LOOKUP) else None
-            lookahead = replace(self.lookahead, first=first)
+            looks_up = any(of is _LOOKUP for of in self._for_some_decoders().values())
+            lookahead = replace(self.lookahead, first=self.lookup.new if looks_up else None)
         return Auto(memory or Memory(), store, extra, lookahead)
 
 
@@ -262,59 +258,8 @@ def _ids_or_texts(tokens: Sequence[str]) -> tuple[int | str, ...]:
     return tuple(int(token) if token.isdecimal() else token for token in tokens)
 
 
-@dataclass(frozen=True)
-class Form:
-    """What the output has to be; None where an option is not given.
-
-    Raises:
-        OptionError: several are given, or a file cannot be read.
-    """
-
-    json_schema: str | None = option_field(
-        "--json-schema FILE",
-        "Let the output be JSON that is valid under the JSON Schema in FILE.",
-        type=NAME,
-    )
-    regex: str | None = option_field(
-        "--regex PATTERN", "Let the output match PATTERN as a whole, in the syntax of Rust's regex."
-    )
-    grammar: str | None = option_field(
-        "--grammar FILE",
-        "Let the output be of the grammar in FILE: Lark, in llguidance's variant, or llama.cpp's "
-        "GBNF.",
-        type=NAME,
-    )
-
-    def __post_init__(self) -> None:
-        given = [own.name for own in fields(self) if getattr(self, own.name) is not None]
-        if len(given) > 1:
-            named = " and ".join(f"--{name.replace('_', '-')}" for name in given)
-            raise OptionError(f"{named} are given together: choose one")
-        _ = self.constraint
-
-    @cached_property
-    def constraint(self) -> Constraint | None:
-        """What was asked for, read."""
-        if self.json_schema is not None:
-            return _read_from(f"--json-schema {self.json_schema}", Constraint.json_schema)
-        if self.grammar is not None:
-            return _read_from(f"--grammar {self.grammar}", Constraint.grammar)
-        return None if self.regex is None else Constraint.regex(self.regex)
-
-
-def _read_from(option: str, read: Callable[[str], Constraint]) -> Constraint:
-    """The constraint in the file of an option.
-
-    Raises:
-        OptionError: there is no such file, or none of this kind.
-    """
-    try:
-        return read(read_text(option.partition(" ")[2], option))
-    except MlxspecError as error:
-        message = str(error)
-        raise OptionError(
-            message if message.startswith(option) else f"{option}: {message}"
-        ) from error
+_FORMS = ("json_schema", "regex", "grammar")
+_form = partial(option_field, group="Form of the output")
 
 
 @dataclass(frozen=True)
@@ -328,7 +273,7 @@ class Generation:
         max_tokens: how many tokens to generate at most.
 
     Raises:
-        OptionError: ``max_tokens`` is below 1.
+        OptionError: ``max_tokens`` is below 1, or the form of the output cannot be read.
     """
 
     model: str | None
@@ -339,18 +284,39 @@ class Generation:
         metadata=nested(SamplingParams, "Sampling", logit_bias=_biases)
     )
     caches: CacheOptions = field(metadata=nested(CacheOptions, "Memory"))
-    form: Form = field(default=Form(), metadata=nested(Form, "Form of the output"))
+    json_schema: str | None = _form(
+        "--json-schema FILE",
+        "Let the output be JSON that is valid under the JSON Schema in FILE.",
+        type=NAME,
+    )
+    regex: str | None = _form(
+        "--regex PATTERN", "Let the output match PATTERN as a whole, in the syntax of Rust's regex."
+    )
+    grammar: str | None = _form(
+        "--grammar FILE",
+        "Let the output be of the grammar in FILE: Lark, in llguidance's variant, or llama.cpp's "
+        "GBNF.",
+        type=NAME,
+    )
     adapter_path: str | None = option_field(
         ADAPTERS, ADAPTERS_HELP, type=NAME, group="Model and prompt"
     )
 
     def __post_init__(self) -> None:
         check_least(1, max_tokens=self.max_tokens)
+        _ = self.constraint  # which is checked
 
-    @property
-    def plans(self) -> bool:
-        """Whether each draft is chosen by its cost."""
-        return STORE in _TAKEN[self.drafting.kind]
+    @cached_property
+    def constraint(self) -> Constraint | None:
+        """The form of the output, read; None for any."""
+        if len(given := [name for name in _FORMS if getattr(self, name) is not None]) > 1:
+            named = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise OptionError(f"{named} are given together: choose one")
+        if self.json_schema is not None:
+            return _read_form("--json-schema", self.json_schema, Constraint.json_schema)
+        if self.grammar is not None:
+            return _read_form("--grammar", self.grammar, Constraint.grammar)
+        return None if self.regex is None else Constraint.regex(self.regex)
 
     def load(self, console: Console, memories: Memories, leader: Leader | None = None) -> Decoder:
         """Load the model, and measure what its steps cost if that matters and is not known.
@@ -370,20 +336,11 @@ class Generation:
                 "--adapter-path: adapters are not split over several machines; put them into the "
                 "model with mlx_lm.fuse, or run without mlx.launch"
             )
-
         drafting = self.drafting
-        if drafting.prompt_lookup_config is not None:
-            *_, ignored = parse_lookup_config(drafting.prompt_lookup_config)
+        if config := drafting.prompt_lookup_config:
+            *_, ignored = parse_lookup_config(config)
             if ignored:
                 note(ignored)
-        # The first step of lookahead's window reaches W + N - 3 tokens beyond the context.
-        columns = drafting.lookahead.window_size
-        widest = max(0, self.max_tokens + 2 - drafting.lookahead.ngram_size)
-        if LOOKAHEAD in _TAKEN[drafting.kind] and columns != "auto" and columns > widest:
-            note(
-                f"--window-size is {columns}: the window looks beyond the output's end and does "
-                f"not run; with --max-tokens {self.max_tokens} choose {widest} at most"
-            )
         name = model_or_default(self.model)
         extra: Callable[[], Drafter] | None = None
         draft_model = None
@@ -397,67 +354,60 @@ class Generation:
                 model, tokenizer = leader.load(name)
             else:
                 model, tokenizer = load(name, adapter_path=self.adapter_path)
-            memory = memories.of(tokenizer, name) if self.plans else None
+            memory = memories.of(tokenizer, name) if drafting.kind in _PLANNED else None
             drafts_from = drafting.of_model(tokenizer, memory, extra)
             decoder = mlxspec.Decoder(model, tokenizer, drafts_from, on_measuring=bar)
-            if not memories.keeps:
-                decoder.keeps_experience = False
+            decoder.keeps_experience = memories.keeps
             if draft_model is not None:
                 check_vocabularies(draft_model, decoder.vocab_size, len(decoder.tokenizer))
             if decoder.plans:
                 _ = decoder.costs
         return decoder
 
-    def stream(
-        self,
-        decoder: Decoder,
-        tokens: Sequence[int],
-        max_tokens: int,
-        *,
-        templated: bool = False,
-        begun: str | None = None,
-        **more: Any,
-    ) -> Generator[GenerationResponse, None, None]:
-        """Generate with the decoder of :meth:`load`.
-
-        Args:
-            decoder: the decoder.
-            tokens: the prompt.
-            max_tokens: how many tokens there is room for; see :meth:`room`.
-            templated: the output is a chat's answer.
-            begun: the beginning of that answer, with which the prompt ends.
-            more: what :meth:`mlxspec.Decoder.decode` takes besides.
-        """
-        options = {**self.options(decoder, tokens if templated else None, begun), **more}
-        trimmed = without_first_space(decoder, templated and begun is None)
-        with closing(decoder.stream(tokens, max_tokens, **options)) as responses:
-            yield from map(trimmed, responses)
-
     def request(
         self,
         decoder: Decoder,
         tokens: Sequence[int],
-        max_tokens: int,
-        on_response: Callable[[GenerationResponse], object],
+        *,
         templated: bool = False,
         begun: str | None = None,
-    ) -> Request:
+        **more: Any,
+    ) -> tuple[Request, Callable[[GenerationResponse], GenerationResponse]]:
         """A request to the decoder of :meth:`load`, for its engine.
 
         Args:
-            decoder, tokens, max_tokens, templated, begun: as for :meth:`stream`.
-            on_response: called with each response.
+            decoder: the decoder.
+            tokens: the prompt.
+            templated: the output is a chat's answer.
+            begun: the beginning of that answer, with which the prompt ends.
+            more: what :meth:`mlxspec.Decoder.decode` takes besides.
+
+        Returns:
+            the request, and a function that takes its responses in order and returns them as
+            they are shown: without the space that the tokenizer puts before a chat's answer.
 
         Raises:
             PromptError, OptionError: as :meth:`mlxspec.Decoder.decode`.
         """
-        options = self.options(decoder, tokens if templated else None, begun)
-        trimmed = without_first_space(decoder, templated and begun is None)
+        from ...engine.caches import cached_length
+        from ...engine.model_sizes import context_length
 
-        def receive(response: GenerationResponse) -> None:
-            on_response(trimmed(response))
+        options = {**self.options(decoder, tokens if templated else None, begun), **more}
+        n_prompt = len(tokens) + cached_length(more.get("prompt_cache") or ())
+        room = room_for(context_length(decoder.model), n_prompt, self.max_tokens)
+        request = decoder.new_request(tokens, room, cast("GenerationOptions", options))
+        trims = templated and begun is None and puts_space_first(decoder)
+        return request, without_first_space(trims)
 
-        return decoder.new_request(tokens, max_tokens, options, receive=receive)
+    def stream(
+        self, decoder: Decoder, tokens: Sequence[int], **more: Any
+    ) -> Generator[GenerationResponse, None, None]:
+        """Generate alone; the arguments and errors are those of :meth:`request`."""
+        from ...generation.engine import responses
+
+        request, as_shown = self.request(decoder, tokens, **more)
+        with closing(responses(request)) as generated:
+            yield from map(as_shown, generated)
 
     def options(
         self,
@@ -473,51 +423,66 @@ class Generation:
             begun: the beginning of that answer; the form applies to the rest.
         """
         from ...generation.options import ends_in_reasoning, in_answer, leaves_reasoning_open
-        from ...models.detokenizer import detokenizer_of
 
+        tokenizer, constraint = decoder.tokenizer, self.constraint
         # XTC keeps line breaks and end tokens, as on mlx-lm's command line.
-        kept = [*decoder.tokenizer.encode("\n"), *decoder.tokenizer.eos_token_ids]
-        sampling = replace(self.sampling, xtc_special_tokens=kept)
-        constraint: Any = self.form.constraint
+        kept = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
+        options: dict[str, Any] = {
+            **vars(self.ends),
+            **vars(self.caches),
+            "sampling": replace(self.sampling, xtc_special_tokens=kept),
+            "constraint": constraint,
+        }
         if constraint is not None and conversation is not None:
-            tokenizer = decoder.tokenizer
             if begun is None:
                 reasons = ends_in_reasoning([*conversation], tokenizer)
-                trims = detokenizer_of(tokenizer).prefix_space
             else:
-                reasons, trims = leaves_reasoning_open(begun, tokenizer), False
-            constraint = in_answer(constraint, tokenizer, reasons=reasons, trims_space=trims)
-        shape = {"sampling": sampling, "constraint": constraint}
-        options = {**vars(self.ends), **vars(self.caches), **shape}
+                reasons = leaves_reasoning_open(begun, tokenizer)
+            trims = begun is None and puts_space_first(decoder)
+            options["constraint"] = in_answer(
+                constraint, tokenizer, reasons=reasons, trims_space=trims
+            )
         return cast("GenerationOptions", options)
 
-    def room(self, model: nn.Module, n_prompt: int) -> int:
-        """How many tokens the output may have, at least one, after a prompt of ``n_prompt``."""
+    def note_if_full(self, model: nn.Module, finish_reason: str | None, generated: int) -> None:
+        """Print a note if the output ended because the model's context is full."""
         from ...engine.model_sizes import context_length
 
-        return room_for(context_length(model), n_prompt, self.max_tokens)
-
-    def note_if_full(self, model: nn.Module, room: int, finish_reason: str | None) -> None:
-        """Say so where the output ends because the model's context is full."""
-        from ...engine.model_sizes import context_length
-
-        if finish_reason == "length" and room < self.max_tokens:
+        if finish_reason == "length" and generated < self.max_tokens:
             length = context_length(model)
             note(f"the model's context of {length:,} tokens is full: the output ends there")
 
 
-def without_first_space(
-    decoder: Decoder, applies: bool
-) -> Callable[[GenerationResponse], GenerationResponse]:
-    """What drops the first space of an answer, if the tokenizer has put it there.
+def _read_form(option: str, file: str, read: Callable[[str], Constraint]) -> Constraint:
+    """The constraint in the file of an option.
 
-    Args:
-        decoder: generates the answer.
-        applies: the output is a whole answer of a chat; False keeps it as it is.
+    Raises:
+        OptionError: there is no such file, or it is not of this kind.
     """
+    source = f"{option} {file}"
+    try:
+        return read(read_text(file, source))
+    except MlxspecError as error:
+        message = str(error)
+        if not message.startswith(source):
+            message = f"{source}: {message}"
+        raise OptionError(message) from error
+
+
+def puts_space_first(decoder: Decoder) -> bool:
+    """Whether the tokenizer puts a space before every text, also before a chat's answer."""
     from ...models.detokenizer import detokenizer_of
 
-    left = applies and detokenizer_of(decoder.tokenizer).prefix_space
+    return bool(detokenizer_of(decoder.tokenizer).prefix_space)
+
+
+def without_first_space(applies: bool) -> Callable[[GenerationResponse], GenerationResponse]:
+    """A function that drops the space before an answer's text from its responses, in order.
+
+    Args:
+        applies: whether the tokenizer has put a space there; else responses stay as they are.
+    """
+    left = applies
 
     def trimmed(response: GenerationResponse) -> GenerationResponse:
         nonlocal left

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
 from ...errors import MlxspecError, OptionError
 from ...models.model_files import DEMO, hub_repository, is_repository_name, local_path
-from ..user_config import MODEL as SETTING
-from ..user_config import MODEL_VARIABLE, load_config
+from ..settings import MODEL as SETTING
+from ..settings import MODEL_VARIABLE, load_config
 from .notes import note
 from .options import ARGUMENTS, Decorator, Name, argument, option
 
 DIRECTORY = "mlx_model"
-"""What ``mlxspec convert`` writes, and what answers where no model is named."""
+"""What ``mlxspec convert`` writes, and the model where none is named."""
 
 SMALL_MODEL = "mlx-community/Mistral-7B-Instruct-v0.3-4bit"
-"""A model that is named to who has none yet."""
+"""The model that is suggested to users who have none yet."""
 
 DEMO_CAN = 'Repeat this 3 times: "The red fox sees the river."'
-"""A prompt that the bundled model answers with sense."""
+"""A prompt that the bundled model can answer."""
 
 ABOUT = "A model directory, a Hub repository, an alias of 'mlxspec config', or 'demo'."
 
@@ -87,29 +86,14 @@ def known_names() -> Iterator[str]:
             yield name
 
 
-class DefaultModel(NamedTuple):
-    """The model that is taken where none is named.
-
-    Attributes:
-        name: its name.
-        source: what names it, in words.
-        passes_over: a model here that would be taken, if it was not for that.
-    """
-
-    name: str
-    source: str
-    passes_over: str | None = None
-
-
-def default_model() -> DefaultModel | None:
-    """The model that the user has named for this, or the one in ``mlx_model``; None without.
+def default_model() -> tuple[str, str] | None:
+    """The model that is used where none is named, and what names it; None if nothing does.
 
     Raises:
         OptionError: the user has named something that is not a model.
         SettingsError: the file of ``mlxspec config`` is at fault.
     """
     config = load_config()
-    own = DIRECTORY if Path(DIRECTORY).is_dir() else None
     for source, name in (
         (MODEL_VARIABLE, os.environ.get(MODEL_VARIABLE)),
         ("'mlxspec config'", config.values.get(SETTING)),
@@ -125,12 +109,12 @@ def default_model() -> DefaultModel | None:
                     f"{source} names the model {model}: there is no such directory, and no Hub "
                     "repository is called so; set it to another one"
                 )
-            return DefaultModel(model, source, own)
-    return DefaultModel(own, f"./{own}") if own else None
+            return model, source
+    return (DIRECTORY, f"./{DIRECTORY}") if Path(DIRECTORY).is_dir() else None
 
 
 def model_or_default(model: str | None) -> str:
-    """The model that was asked for, or the one that answers where none was.
+    """The model that was asked for, or the default one, or else the demo model.
 
     Raises:
         SettingsError: the file of ``mlxspec config`` is at fault.
@@ -138,50 +122,29 @@ def model_or_default(model: str | None) -> str:
     if model:
         return model
     default = default_model()
-    return default.name if default else DEMO
+    return default[0] if default else DEMO
 
 
-def note_which_model(asked: str | None, beyond_demo: bool = False) -> None:
-    """Note which model answers, where the user may expect another one.
+def note_which_model(asked: str | None) -> None:
+    """Note which model answers, if none was named and the user may expect another one.
 
-    That is the demo model if none was named, and a default that overrides ``mlx_model``. Call it
-    once no error can come before the answer.
+    That is the demo model, and a default that overrides ``mlx_model``. Call it once no error can
+    come before the answer.
 
     Args:
         asked: the model that was named for this command.
-        beyond_demo: the prompt asks for more than the demo model can do, so the note is
-            due even if that was named.
     """
-    default = None if asked else default_model()
-    if default and default.passes_over and not _is_same(default.name, default.passes_over):
-        note(
-            f"{default.name} answers, named by {default.source}; the model here is --model "
-            f"{default.passes_over}"
-        )
+    if asked:
         return
-    answers = asked or (default.name if default else DEMO)
-    if answers == DEMO and (beyond_demo or not (asked or default)):
-        unnamed = "" if asked or default else "no model is named, so "
+    default = default_model()
+    if default is None:
         note(
-            f"{unnamed}the demo model answers: a toy that repeats, copies, edits and quotes what "
-            f"it is given, such as '{DEMO_CAN}'; for more try --model {SMALL_MODEL}"
+            "no model is named, so the demo model answers: a toy that repeats, copies, edits and "
+            f"quotes what it is given, such as '{DEMO_CAN}'; for more try --model {SMALL_MODEL}"
         )
-
-
-_GIVEN = re.compile(r"\n|(?<!\w)[\"'`“].+[\"'`”](?!\w)")
-_TASK = re.compile(
-    r"^(please )?(repeat|say|copy|quote|rename|edit|set)\b|\b(who|what|where|which|how)\b.*\?", re.I
-)
-
-
-def is_beyond_demo(prompt: str) -> bool:
-    """Whether a prompt asks for more than the demo model can do, judged by its form.
-
-    The demo model does a few tasks, with a text that the prompt gives: in quotation marks, or
-    before or after the line that says what to do.
-    """
-    lines = prompt.strip().splitlines() or [""]
-    return not (_GIVEN.search(prompt.strip()) and any(map(_TASK.search, (lines[0], lines[-1]))))
+    elif Path(DIRECTORY).is_dir() and not _is_same(default[0], DIRECTORY):
+        name, source = default
+        note(f"{name} answers, named by {source}; the model here is --model {DIRECTORY}")
 
 
 def _is_same(first: str, second: str) -> bool:
@@ -259,4 +222,4 @@ def needed_model(model: str | None) -> str:
             "name a MODEL: a directory, a Hub repository, an alias, or demo; 'mlxspec models' "
             "lists those on this machine"
         )
-    return default.name
+    return default[0]

@@ -6,14 +6,15 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Lock, Timer
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich.box import SIMPLE
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.panel import Panel
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -31,7 +32,7 @@ from ...terminal import visible, wants_color
 from .options import option_field
 
 if TYPE_CHECKING:
-    from ...generation.response import GenerationResult, SpeculationStats
+    from ...generation.response import GenerationResponse, GenerationResult, SpeculationStats
 
 _UNLIMITED = 10_000  # columns
 
@@ -179,17 +180,6 @@ class FoldingTable(Table):
             yield Text(f"{self._below}\n", style="dim")
 
 
-def figures_grid(rows: Iterable[tuple[str, ...]]) -> Table:
-    """Names, their figures aligned to the right, and a remark on each."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column()
-    grid.add_column(justify="right")
-    grid.add_column()
-    for row in rows:
-        grid.add_row(*row)
-    return grid
-
-
 def print_tables(parts: Iterable[RenderableType]) -> None:
     """Write tables and lines of text to standard output."""
     console = output_console()
@@ -310,36 +300,104 @@ def result_report(result: GenerationResult, model: str) -> dict[str, Any]:
     return report
 
 
-def acceptance_row(stats: SpeculationStats) -> tuple[str, ...]:
-    """The acceptance rate as a row of figures."""
-    if not stats.drafted:
-        return "acceptance rate", "–", "no drafts"
-    return "acceptance rate", f"{stats.acceptance_rate:.0%}", f"{stats.accepted}/{stats.drafted}"
+@dataclass
+class Figures:
+    """Sums over answers, and their panel.
 
-
-def speedup_rows(stats: SpeculationStats, predicted_cost: float) -> list[tuple[str, ...]]:
-    """The speed against plain decoding as a row of figures; no row if unknown.
-
-    Args:
-        stats: what was generated.
-        predicted_cost: what its steps take by the measured costs of rows, in plain steps, so
-            that what else the machine did meanwhile does not count; 0 where it is not known.
+    Attributes:
+        context: tokens of the last answer and its prompt.
+        prompt_tokens, reused_tokens, generated_tokens: of all answers.
+        prefill_seconds, seconds: the time of prompts and of what followed them.
+        stats: sums of the answers'; None without an answer.
+        plain_cost, cost: what the generated tokens cost without drafts and what their steps cost,
+            in one unit, by the measured costs of rows: other work of the machine does not count.
+            0 where it is not known.
     """
-    return against_plain(stats.emitted, predicted_cost)
+
+    context: int = 0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    generated_tokens: int = 0
+    prefill_seconds: float = 0.0
+    seconds: float = 0.0
+    stats: SpeculationStats | None = None
+    plain_cost: float = 0.0
+    cost: float = 0.0
+
+    def add(
+        self, answer: GenerationResponse | GenerationResult, generated: int, cost: float = 0.0
+    ) -> None:
+        """Count an answer.
+
+        Args:
+            answer: its last response, or its result.
+            generated: the number of its tokens.
+            cost: of its steps, in plain steps; 0 if not known.
+        """
+        self.context = answer.prompt_tokens + generated
+        self.prompt_tokens += answer.prompt_tokens
+        self.reused_tokens += answer.reused_tokens
+        self.generated_tokens += generated
+        if answer.prompt_tps:
+            run = answer.prompt_tokens - answer.reused_tokens
+            self.prefill_seconds += run / answer.prompt_tps
+        if answer.generation_tps:
+            self.seconds += generated / answer.generation_tps
+        self.plain_cost += answer.stats.emitted if cost else 0.0
+        self.cost += cost
+        sums = {
+            name: value + getattr(self.stats, name, 0) for name, value in vars(answer.stats).items()
+        }
+        self.stats = replace(answer.stats, **sums)
+
+    def panel(
+        self,
+        *first: tuple[str, ...],
+        subtitle: str | None = None,
+        below: Iterable[RenderableType] = (),
+    ) -> Panel:
+        """The figures, aligned to the right behind their names, each with a remark.
+
+        Args:
+            first: rows before them.
+            subtitle: in the frame.
+            below: what follows in the panel.
+        """
+        run, stats = self.prompt_tokens - self.reused_tokens, self.stats
+        rows = [
+            *first,
+            ("prompt tokens", f"{self.prompt_tokens:,}", rate(run, self.prefill_seconds)),
+        ]
+        if self.reused_tokens:
+            rows.append(("of them reused", f"{self.reused_tokens:,}"))
+        rows.append(
+            (
+                "generated tokens",
+                f"{self.generated_tokens:,}",
+                rate(self.generated_tokens, self.seconds),
+            )
+        )
+        if stats:
+            share = f"{stats.acceptance_rate:.0%}" if stats.drafted else "–"
+            accepted = f"{stats.accepted}/{stats.drafted}" if stats.drafted else "no drafts"
+            rows += [
+                ("steps", f"{stats.steps:,}"),
+                ("tokens per step", f"{stats.tokens_per_step:.2f}"),
+                ("acceptance rate", share, accepted),
+            ]
+        if self.cost and self.plain_cost:
+            rows.append(("against plain", ratio(self.plain_cost / self.cost), "estimated"))
+        grid = Table.grid(padding=(0, 2))
+        for justify in ("left", "right", "left"):
+            grid.add_column(justify=justify)
+        for row in rows:
+            grid.add_row(*row)
+        return Panel(Group(grid, *below), expand=False, border_style="dim", subtitle=subtitle)
 
 
-def against_plain(plain: float, taken: float) -> list[tuple[str, ...]]:
-    """The speed against plain decoding as a row of figures; no row if unknown.
-
-    Args:
-        plain: the time that plain decoding would take, 0 where it is not known.
-        taken: the time that it took, in the same unit; 0 where it is not known.
-    """
-    return [("against plain", ratio(plain / taken), "estimated")] if plain and taken else []
-
-
-def rate(tokens_per_second: float) -> str:
-    """A speed to print after a number of tokens; empty for 0, which means unknown."""
-    if not tokens_per_second:
+def rate(number: float, seconds: float) -> str:
+    """A speed to print behind a number of tokens; empty where the time is not known."""
+    if not (number and seconds):
         return ""
-    return f"{tokens_per_second:,.{0 if tokens_per_second >= 100 else 1}f}/s"
+    speed = number / seconds
+    return f"{speed:,.{0 if speed >= 100 else 1}f}/s"

@@ -1,21 +1,191 @@
-"""Settings files of other programs: settings are merged in, and all else stays.
+"""Settings files: what the user has set for all commands, and how files are edited.
 
-The file's name says whether it is JSON, TOML or YAML. Comments stay in TOML, where tomlkit keeps
-them; JSON and YAML with comments are refused, since the comments would be lost.
+``mlxspec config`` writes the user's own, and ``mlxspec connect`` those of other programs. Both can
+be edited by hand: settings are merged in, and all else stays.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
 import stat
-from collections.abc import MutableMapping
+import tomllib
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..errors import SettingsError
+import platformdirs
+
+from ..errors import OptionError, SettingsError
 from ..files import SHARED, check_writable, replaced
+from ..models.model_files import DEMO
+
+# --- what the user has set ---
+
+ENVIRONMENT_VARIABLE = "MLXSPEC_CONFIG_DIR"
+"""Names another directory for the file than the user's configuration directory."""
+
+MODEL_VARIABLE = "MLXSPEC_MODEL"
+"""Names the default model, before the file does."""
+
+MODEL, ALIAS = "model", "alias"
+ALIAS_PREFIX = f"{ALIAS}."
+_ALIAS_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
+
+
+class Setting(NamedTuple):
+    """Something that can be set.
+
+    Attributes:
+        about: what it is.
+        kind: ``str``, not blank; ``int``, from 1 on; or ``float``, from 0 on.
+        must_be: what values it takes, in words.
+        commands: those whose option of this name gets it for a default.
+    """
+
+    about: str
+    kind: type
+    must_be: str
+    commands: tuple[str, ...] = ()
+
+    def takes(self, value: Any) -> bool:
+        """Whether it can be set to a value."""
+        if self.kind is str:
+            return isinstance(value, str) and bool(value.strip()) and "\0" not in value
+        if self.kind is int:
+            return type(value) is int and value >= 1
+        return type(value) in (int, float) and 0 <= value < math.inf
+
+
+_GENERATING = ("generate", "explain", "chat")
+_OF = "of generate, explain and chat"
+
+KEYS = {
+    MODEL: Setting("the default model", str, "a model"),
+    "max-tokens": Setting(f"--max-tokens {_OF}", int, "a whole number from 1 on", _GENERATING),
+    "temp": Setting(f"--temp {_OF}", float, "a number from 0 on", _GENERATING),
+    "system-prompt": Setting("--system-prompt of chat", str, "a text", ("chat",)),
+}
+"""All settings except aliases."""
+
+KNOWN = f"{', '.join(KEYS)} and {ALIAS_PREFIX}NAME"
+
+
+@dataclass(frozen=True)
+class UserConfig:
+    """What is set.
+
+    Attributes:
+        path: the file, which need not be there.
+        values: by the name of the setting.
+        aliases: models by the user's names for them.
+    """
+
+    path: Path
+    values: Mapping[str, Any] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    def entries(self) -> dict[str, Any]:
+        """All of it, with the aliases under names such as ``alias.fast``."""
+        aliases = {ALIAS_PREFIX + name: model for name, model in self.aliases.items()}
+        return {**self.values, **aliases}
+
+    def resolved(self, name: str) -> str:
+        """The model that a name stands for: an alias's model, otherwise the name itself."""
+        return self.aliases.get(name, name)
+
+    def defaults_of(self, command: str) -> dict[str, Any]:
+        """What is set of a command's options, by the names of its parameters."""
+        return {
+            name.replace("-", "_"): value
+            for name, value in self.values.items()
+            if command in KEYS[name].commands
+        }
+
+
+def config_path() -> Path:
+    """Where the file is.
+
+    Raises:
+        OptionError: the environment variable names no directory that there can be.
+    """
+    chosen = os.environ.get(ENVIRONMENT_VARIABLE)
+    if not chosen:
+        return platformdirs.user_config_path("mlxspec") / "config.toml"
+    try:
+        return Path(chosen).expanduser() / "config.toml"
+    except RuntimeError:
+        raise OptionError(
+            f"{ENVIRONMENT_VARIABLE} is {chosen!r}: that user's home directory is not known; "
+            "name another directory"
+        ) from None
+
+
+def load_config() -> UserConfig:
+    """What the user has set; nothing where there is no file.
+
+    Raises:
+        OptionError: as :func:`config_path`.
+        SettingsError: the file cannot be read, or holds what cannot be set.
+    """
+    path = config_path()
+    try:
+        if path.exists() and not path.is_file():
+            raise SettingsError(f"{path}: no regular file; remove it")
+        return _parsed(path, tomllib.loads(path.read_bytes().decode()))
+    except FileNotFoundError:
+        return UserConfig(path)
+    except OSError as error:
+        raise SettingsError(
+            f"{path}: cannot be read ({error.strerror}); make it a file that you can read"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise SettingsError(
+            f"{path}: is not valid TOML ({error}); correct it, or remove it"
+        ) from error
+
+
+def _parsed(path: Path, document: Mapping[str, Any]) -> UserConfig:
+    try:
+        check_settings(document)
+    except OptionError as error:
+        raise SettingsError(f"{path}: {error}; correct the file") from error
+    values = {name: value for name, value in document.items() if name != ALIAS}
+    return UserConfig(path, values, document.get(ALIAS, {}))
+
+
+def check_settings(document: Mapping[str, Any]) -> None:
+    """Check all that is set, as it stands in the file.
+
+    Raises:
+        OptionError: there is no such setting, or it does not take its value; an alias cannot be
+            one, or stands for no model.
+    """
+    for name, value in document.items():
+        if name not in (*KEYS, ALIAS):
+            raise OptionError(f"there is no setting {name!r}: there are {KNOWN}")
+        if name in KEYS and not KEYS[name].takes(value):
+            raise OptionError(f"{name} is {value!r}: give {KEYS[name].must_be}")
+    aliases = document.get(ALIAS, {})
+    if not isinstance(aliases, Mapping):
+        raise OptionError(f"{ALIAS} is {aliases!r}: it is a table of models by their aliases")
+    for name in aliases:
+        if not _ALIAS_NAME.fullmatch(name) or name == DEMO:
+            raise OptionError(
+                f"{ALIAS_PREFIX}{name}: an alias has letters, digits, '.', '-' and '_', and is not "
+                f"{DEMO!r}"
+            )
+    for name, model in aliases.items():
+        if not KEYS[MODEL].takes(model):
+            raise OptionError(f"{ALIAS_PREFIX}{name} is {model!r}: give a model")
+        if model in aliases:
+            raise OptionError(f"{ALIAS_PREFIX}{name} is {model!r}, an alias itself: give its model")
+
+
+# --- files that are edited ---
 
 Settings = dict[str, Any]
 """Settings by name, nested. None means: remove it. A list of settings that have
@@ -38,12 +208,8 @@ class SettingsFile:
     settings: Settings
     defaults: Settings = field(default_factory=dict)
 
-    def text(self) -> str:
-        """A new file with the settings alone."""
-        return self.merged("")
-
-    def read(self) -> str | None:
-        """The file's text; None without a file.
+    def read(self) -> str:
+        """The file's text; empty without a file.
 
         Raises:
             SettingsError: it cannot be read or written, or is not UTF-8.
@@ -53,17 +219,14 @@ class SettingsFile:
                 check_writable(self._place, SettingsError)
             return self._place.read_bytes().decode()
         except FileNotFoundError:
-            return None
+            return ""
         except OSError as error:
             raise SettingsError(f"{self.path}: {error.strerror}; make it readable") from error
         except ValueError as error:
             raise SettingsError(f"{self.path}: is not UTF-8 text; convert it") from error
 
     def merged(self, text: str) -> str:
-        """The file's text with the settings in it.
-
-        Args:
-            text: what it holds.
+        """A text of the file with the settings in it; an empty one becomes a new file's.
 
         Raises:
             SettingsError: something in it would be lost.
@@ -78,7 +241,8 @@ class SettingsFile:
             if expected == before:
                 return text
             new = _render(kind, document if kind == "TOML" else expected, text)
-            kept = _plain(_parse(kind, new)) == expected
+            if _plain(_parse(kind, new)) != expected:
+                raise SettingsError("not all in it would stay as it is")
         except SettingsError as error:
             raise SettingsError(f"{self.path}: {error}; change it by hand") from error
         except (ValueError, RecursionError) as error:
@@ -86,10 +250,6 @@ class SettingsFile:
             raise SettingsError(
                 f"{self.path}: cannot be edited as {kind} ({reason}); change it by hand"
             ) from error
-        if not kept:
-            raise SettingsError(
-                f"{self.path}: not all in it would stay as it is; change it by hand"
-            )
         return new
 
     def write(self, text: str) -> None:
@@ -186,7 +346,10 @@ def _parse(kind: str, text: str) -> Any:
             return tomlkit.parse(text)
         except TOMLKitError as error:
             raise ValueError(error) from error
-    document = _parse_yaml(text) if kind == "YAML" else json.loads(text or "{}", **_STRICT)
+    if kind == "YAML":
+        document = _parse_yaml(text)
+    else:
+        document = json.loads(text or "{}", object_pairs_hook=_without_repetition)
     if not isinstance(document, dict):
         raise ValueError("no object")
     return document
@@ -221,16 +384,6 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> Settings:
     return settings
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-_STRICT: dict[str, Any] = {
-    "object_pairs_hook": _without_repetition,
-    "parse_constant": _refuse_constant,
-}
-
-
 def _render(kind: str, document: Any, text: str) -> str:
     """A document as text; JSON with the indentation and the escapes of the earlier ``text``."""
     if kind == "TOML":
@@ -241,7 +394,8 @@ def _render(kind: str, document: Any, text: str) -> str:
         import yaml
 
         return str(yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=1 << 20))
-    indent = _INDENT.search(text)
-    written = json.dumps(document, indent=indent[1] if indent else 2, ensure_ascii=text.isascii())
+    found = _INDENT.search(text)
+    indent = found[1] if found else 2
+    written = json.dumps(document, indent=indent, ensure_ascii=text.isascii(), allow_nan=False)
     written.encode()  # raises for a lone surrogate, which UTF-8 cannot encode
     return written + "\n"
