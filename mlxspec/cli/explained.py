@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from ..drafting.sources import RecordedStep
 from ..generation.response import SpeculationStats
 from ..models.detokenizer import detokenizer_of
 from ..terminal import one_line, visible
+from .common.output import html_page
 
 
 class Fate(Enum):
@@ -178,22 +178,6 @@ _ASCII = str.maketrans(  # one for one, so that columns stay aligned
         **{_SPACE: "_", _NEWLINE: "$", _TAB: "^", "─": "-"},
     }
 )
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="generator" content="mlxspec">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>mlxspec explain</title>
-<style>
-body {{ margin: 1.5rem; color: {foreground}; background: {background}; }}
-pre {{ font: 14px/1.4 ui-monospace, Menlo, "DejaVu Sans Mono", monospace; overflow-x: auto; }}
-</style>
-</head>
-<body><pre>{code}</pre></body>
-</html>
-"""
 
 
 @dataclass(frozen=True)
@@ -230,11 +214,8 @@ class Explained:
 
     def page(self) -> str:
         """The same as an HTML page, with all text escaped."""
-        console = Console(file=io.StringIO(), record=True, width=120, force_terminal=True)
-        console.print(Text(f"Prompt: {self.pieces.text(self.prompt)}", "dim"))
-        for part in self._parts():
-            console.print(part)
-        return console.export_html(code_format=_PAGE, inline_styles=True)
+        prompt = Text(f"Prompt: {self.pieces.text(self.prompt)}", "dim")
+        return html_page([prompt, *self._parts()], "mlxspec explain")
 
     def _parts(self) -> Iterator[RenderableType]:
         stats = self.stats
