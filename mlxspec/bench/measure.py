@@ -378,13 +378,14 @@ class Measurement:
             if longest is not None and len(tokens) > longest:
                 self.skipped += 1
                 return
-            measured = self._measure(prompt.category, messages, tokens)
-            yield measured
+            runs = self._take_turns(tokens)
+            differences = {name: self._compare(name, tokens, runs) for name in runs}
+            yield MeasuredPrompt(prompt.category, messages, len(tokens), runs, differences)
             if question is not None:
-                answer = measured.runs[PLAIN][0].text.strip()
+                answer = runs[PLAIN][0].text.strip()
                 messages = [*messages, message("assistant", answer), message("user", question)]
 
-    def _measure(self, category: str, messages: Messages, tokens: list[int]) -> MeasuredPrompt:
+    def _take_turns(self, tokens: list[int]) -> dict[str, list[Run]]:
         names = list(self._backends)
         order = [] if self._warm else names.copy()
         for repeat in range(self._repeats):
@@ -396,10 +397,8 @@ class Measurement:
         for name in order:
             runs[name].append(self._run(self._backends[name], tokens))
             self._on_run()
-        runs = {name: warm[-self._repeats :] for name, warm in runs.items()}
         self._warm = True
-        differences = {name: self._compare(name, tokens, runs) for name in names}
-        return MeasuredPrompt(category, messages, len(tokens), runs, differences)
+        return {name: warm[-self._repeats :] for name, warm in runs.items()}
 
     def _compare(
         self, name: str, prompt: list[int], runs: dict[str, list[Run]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import unicodedata
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,14 @@ from ..terminal import one_line, visible
 from .common.generation import Generation
 from .common.model_choice import model_or_default, note_which_model
 from .common.options import check_least, color_option, command, option, options_of
-from .common.output import ProgressBar, ReportOptions, error_console, output_console, prefill_bar
+from .common.output import (
+    ProgressBar,
+    ReportOptions,
+    error_console,
+    html_page,
+    output_console,
+    prefill_bar,
+)
 from .common.prompt import PromptOptions, model_option, prompt_argument
 from .memory import Memories
 
@@ -260,22 +266,6 @@ def _readable(text: str) -> str:
 
 
 _CONTEXT = 30  # tokens shown before a step
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="generator" content="mlxspec">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>mlxspec explain</title>
-<style>
-body {{ margin: 1.5rem; color: {foreground}; background: {background}; }}
-pre {{ font: 14px/1.4 ui-monospace, Menlo, "DejaVu Sans Mono", monospace; overflow-x: auto; }}
-</style>
-</head>
-<body><pre>{code}</pre></body>
-</html>
-"""
 
 
 @dataclass(frozen=True)
@@ -309,10 +299,8 @@ class Explained:
 
     def page(self) -> str:
         """The same as an HTML page, with all text escaped."""
-        console = Console(file=io.StringIO(), record=True, width=120, force_terminal=True)
-        console.print(Text(f"Prompt: {self.pieces.text(self.prompt)}", "dim"))
-        self.print(console)
-        return console.export_html(code_format=_PAGE, inline_styles=True)
+        prompt = Text(f"Prompt: {self.pieces.text(self.prompt)}", "dim")
+        return html_page([prompt, *self._parts()], "mlxspec explain")
 
     def _parts(self) -> Iterator[RenderableType]:
         stats = self.stats

@@ -12,7 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ..distributed.launch import launched_rank, supervise
+from ..distributed.launch import launched_rank
 from ..errors import OptionError, PromptError
 from ..process import INTERRUPTED
 from ..terminal import TokenPrinter, colored
@@ -125,7 +125,6 @@ def generate_command(*, prompts: str | None, concurrency: int | None, **options:
     elif launched_rank() is None:
         answer(**options)
     else:
-        supervise()
         answer_together(**options)
 
 

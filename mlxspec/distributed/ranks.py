@@ -181,6 +181,16 @@ class Leader:
         self._channel.send(*message)
 
 
+def _repeated(name: str, at_followers: str = "") -> Any:
+    """A method of :class:`Target` that the followers repeat; its arguments are JSON's."""
+
+    def method(self: LeadingTarget, *args: Any) -> None:
+        with self._sending(at_followers or name, *args):
+            getattr(Target, name)(self, *args)
+
+    return method
+
+
 class LeadingTarget(Target):
     """A target whose every forward and change of the cache the followers repeat.
 
@@ -212,10 +222,6 @@ class LeadingTarget(Target):
         super().prefill(tokens, *args, **options)
         self._leader.send("prefill", self._number, [])  # caches change for steps at its end
 
-    def _prefill_chunk(self, tokens: Sequence[int], ends: bool = True) -> None:
-        with self._sending("_prefill_chunk", list(tokens), ends):
-            super()._prefill_chunk(tokens, ends)
-
     def forward(self, tokens: mx.array, tree: DraftTree) -> mx.array:
         """As :meth:`Target.forward`, and dispatched: the other ranks wait for its values."""
         with self._sending("forward", tree.tokens, tree.parents):
@@ -225,20 +231,10 @@ class LeadingTarget(Target):
             mx.async_eval(logits)
         return logits
 
-    def commit_moved(self, rows: Sequence[int]) -> None:
-        """As :meth:`Target.commit_moved`; the followers move theirs, too."""
-        with self._sending("commit", list(rows)):
-            super().commit_moved(rows)
-
-    def truncate(self, length: int) -> None:
-        """As :meth:`Target.truncate`."""
-        with self._sending("truncate", length):
-            super().truncate(length)
-
-    def flush_pending(self) -> None:
-        """As :meth:`Target.flush_pending`."""
-        with self._sending("flush_pending"):
-            super().flush_pending()
+    _prefill_chunk = _repeated("_prefill_chunk")
+    commit_moved = _repeated("commit_moved", "commit")  # the leader has moved its rows already
+    truncate = _repeated("truncate")
+    flush_pending = _repeated("flush_pending")
 
 
 TOGETHER: dict[str, Callable[..., Any]] = {
@@ -256,7 +252,7 @@ def taking_part() -> Iterator[Leader | None]:
     """Form the group of the ranks that ``mlx.launch`` has started.
 
     Only rank 0 comes out of this; the others follow it until the process ends. When rank 0 ends
-    they end as well, with status 0 or 1.
+    they end as well.
 
     Yields:
         the leader, or None in a group of one.
@@ -274,17 +270,15 @@ def taking_part() -> Iterator[Leader | None]:
     if group.rank() > 0:
         _follow_to_the_end(group)
     channel = meet(group)
-    status = 1
     try:
         yield Leader(group, channel)
-        status = 0
     except RuntimeError:
         time.sleep(_SECONDS_TO_NOTICE)
         raise
     finally:
         # A forward may still be under way in which the followers take part.
         mx.synchronize(generation_stream)
-        channel.close(status)
+        channel.close()
 
 
 def _follow_to_the_end(group: mx.distributed.Group) -> None:
