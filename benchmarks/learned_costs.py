@@ -18,10 +18,10 @@ from statistics import geometric_mean
 
 from mlxspec.bench.prompts import Completion, load_trace_tokenizer, read_completions
 from mlxspec.bench.replay import replay
-from mlxspec.drafting.acceptance import Experience
 from mlxspec.drafting.chips import chip_curve
 from mlxspec.drafting.costs import CostCurve, Costs, FixedCosts, KnownTime, LiveCosts
 from mlxspec.drafting.drafter import Drafter, DraftTree, VerifiedStep
+from mlxspec.drafting.kept import Experience
 from mlxspec.drafting.measurement import QUICK
 from mlxspec.drafting.planner import Planner
 from mlxspec.drafting.policy import trees_pay

@@ -45,7 +45,7 @@ from servers import MLXSPEC, Server, copy_with_tools, event_in, server
 import mlxspec
 from mlxspec.bench.prompts import bundled_prompts
 from mlxspec.engine.grammar import Vocabulary
-from mlxspec.generation.response import GenerationResult, Transcript
+from mlxspec.generation.response import GenerationResult
 from mlxspec.models.model_files import DEMO_DIRECTORY
 from mlxspec.server.openai import parse_chat, parse_completion
 from mlxspec.server.prompts import (
@@ -588,10 +588,10 @@ def alone(decoder: mlxspec.Decoder, body: Body) -> tuple[tuple[Choice, ...], int
 def _generated(
     decoder: mlxspec.Decoder, prompt: list[int], max_tokens: int, **options: Any
 ) -> GenerationResult:
-    transcript = Transcript()
+    result = GenerationResult()
     for response in decoder.stream(prompt, max_tokens, **options):
-        transcript.add(response)
-    return transcript.result([])
+        result.add(response)
+    return result
 
 
 def compare(soak: Soak, model: str, seconds: float) -> int:

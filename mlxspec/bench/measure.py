@@ -299,7 +299,6 @@ class MeasuredPrompt:
     Attributes:
         category: the prompt's.
         messages: the conversation that was answered.
-        reference: what a good answer looks like, if that is known.
         prompt_tokens: how many tokens the conversation has.
         runs: by backend, one per repeat.
         differences: by backend, how its distinct outputs differ from plain decoding's first
@@ -309,7 +308,6 @@ class MeasuredPrompt:
 
     category: str
     messages: Messages
-    reference: str | None
     prompt_tokens: int
     runs: dict[str, list[Run]]
     differences: dict[str, list[Difference] | None]
@@ -373,22 +371,21 @@ class Measurement:
 
     def _converse(self, prompt: BenchPrompt) -> Iterator[MeasuredPrompt]:
         """Measure the first answer, then each follow-up after plain decoding's answer."""
-        messages, references = list(prompt.messages), iter(prompt.references)
+        messages = list(prompt.messages)
         longest = context_length(self._model)
         for question in (*prompt.follow_ups, None):
             tokens = self._encode(prompt, messages)
             if longest is not None and len(tokens) > longest:
                 self.skipped += 1
                 return
-            measured = self._measure(prompt.category, messages, next(references, None), tokens)
-            yield measured
+            runs = self._take_turns(tokens)
+            differences = {name: self._compare(name, tokens, runs) for name in runs}
+            yield MeasuredPrompt(prompt.category, messages, len(tokens), runs, differences)
             if question is not None:
-                answer = measured.runs[PLAIN][0].text.strip()
+                answer = runs[PLAIN][0].text.strip()
                 messages = [*messages, message("assistant", answer), message("user", question)]
 
-    def _measure(
-        self, category: str, messages: Messages, reference: str | None, tokens: list[int]
-    ) -> MeasuredPrompt:
+    def _take_turns(self, tokens: list[int]) -> dict[str, list[Run]]:
         names = list(self._backends)
         order = [] if self._warm else names.copy()
         for repeat in range(self._repeats):
@@ -400,10 +397,8 @@ class Measurement:
         for name in order:
             runs[name].append(self._run(self._backends[name], tokens))
             self._on_run()
-        runs = {name: warm[-self._repeats :] for name, warm in runs.items()}
         self._warm = True
-        differences = {name: self._compare(name, tokens, runs) for name in names}
-        return MeasuredPrompt(category, messages, reference, len(tokens), runs, differences)
+        return {name: warm[-self._repeats :] for name, warm in runs.items()}
 
     def _compare(
         self, name: str, prompt: list[int], runs: dict[str, list[Run]]

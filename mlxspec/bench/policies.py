@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush
 
 from ..corpus.memory import MAX_TOKENS, Memory
 from ..corpus.suffix_index import SuffixIndex
-from ..drafting.acceptance import AcceptanceModel, Experience
+from ..drafting.acceptance import AcceptanceModel
 from ..drafting.costs import CostCurve, FixedCosts
 from ..drafting.drafter import Drafter, DraftTree, Limits, TreeBuilder, VerifiedStep, accept
+from ..drafting.kept import Experience
 from ..drafting.planner import Planner
 from ..drafting.policy import trees_pay
 from ..drafting.sources import NgramIndex, PromptLookupDrafter
 from ..drafting.suffix_source import (
     CONTEXT,
-    Earlier,
-    Evidence,
-    OnOutput,
     SuffixSource,
     SuffixTree,
 )
@@ -261,11 +259,11 @@ class Hindsight(Drafter):
     def propose(self, max_depth: int) -> DraftTree:
         following = self.output[self._done : self._done + self.curve.widest]
         text = self._text
-        evidence = Evidence(CONTEXT, text.tokens, text.occurrences(), self._acceptance)
         # What is improbable may turn out to be right.
         least_p, depth = [0.0] * self.curve.widest, min(max_depth, len(following))
         limits = Limits(depth, self.curve.widest - 1, self.branching, least_p)
-        self._candidates = SuffixTree(text.tokens[-1], evidence, limits)
+        found = text.tokens, text.occurrences(), self._acceptance
+        self._candidates = SuffixTree(text.tokens[-1], CONTEXT, *found, limits)
         everything = self._candidates.tree()
         return everything.first(self._best_n_draft(verify(everything, following).accepted))
 
@@ -326,27 +324,14 @@ def planned(
 
     def drafters(curve: CostCurve, classes: bytes) -> NewDrafter:
         experience = Experience()
-        earlier: list[Earlier] = []
-        on_output: OnOutput | None = None
+        memory: Memory | None = None
         if memory_tokens != 0:
             memory = Memory(sys.maxsize if memory_tokens is None else memory_tokens)
-            earlier = [Earlier("memory", memory, memory.used)]
-
-            def on_output(
-                output: Sequence[int], earned: Mapping[str, int], prompt: Sequence[int]
-            ) -> None:
-                memory.add(output, earned, prompt)
-                memory.settle(tidy=True)  # the next one finds the same, however fast this goes
 
         def new(output: Sequence[int]) -> Drafter:
-            sources: list[SuffixSource | Drafter] = [
-                SuffixSource(
-                    earlier=earlier,
-                    on_output=on_output,
-                    token_classes=classes,
-                    experience=experience,
-                )
-            ]
+            if memory:
+                memory.settle(tidy=True)  # it finds all outputs so far, however fast this goes
+            sources: list[Drafter] = [SuffixSource(classes, experience, memory=memory)]
             if other is not None:
                 sources.append(other())
             costs, branching = FixedCosts(curve), trees_pay(curve)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import LoadError, OptionError, PromptError
-from ..jsonl import Conversation, conversation_of, load_json
+from ..jsonl import conversation_of, load_json
 from ..models.tokenizer import load_tokenizer_of, vocabulary_classes
 
 Messages = list[dict[str, str]]
@@ -32,14 +32,12 @@ class BenchPrompt:
         messages: what precedes the first answer, each with "role" and "content".
         follow_ups: what the user says after each answer.
         raw: the only message is a text to continue, not a question.
-        references: what good answers look like, one per answer; may be fewer.
     """
 
     category: str
     messages: tuple[dict[str, str], ...]
     follow_ups: tuple[str, ...] = ()
     raw: bool = False
-    references: tuple[str, ...] = ()
 
 
 def bundled_prompts() -> list[BenchPrompt]:
@@ -54,12 +52,10 @@ def read_prompts(path: str | Path) -> list[BenchPrompt]:
     A ``.jsonl`` or ``.ndjson`` file has one JSON object a line with one of
 
     - ``"prompt"``: what the user says, or with ``"raw": true`` a text to continue,
-    - ``"messages"``: a conversation; answers at its end are cut off, and the first of them is
-      the reference where no other is given,
+    - ``"messages"``: a conversation; answers at its end are cut off,
     - ``"turns"``: what the user says, one after the other,
 
-    and optionally ``"category"`` and ``"reference"`` (a text, or a list of one per answer).
-    Any other file is one prompt, as it stands.
+    and optionally ``"category"``. Any other file is one prompt, as it stands.
 
     Raises:
         PromptError: the file cannot be read, or a line of it is not a prompt.
@@ -164,42 +160,24 @@ def _from_record(record: Any) -> BenchPrompt:
     given = [key for key in ("prompt", "messages", "turns") if key in record]
     if len(given) != 1:
         raise ValueError(f"it has {' and '.join(given) or 'no prompt'}")
-    # Spec-Bench also lists short answers that are not texts.
-    reference = record.get("reference")
-    listed = reference if isinstance(reference, list) else [reference]
-    references, follow_ups = tuple(filter(_is_text, listed)), ()
+    follow_ups: tuple[str, ...] = ()
     if given == ["messages"]:
-        messages, answers = _split_conversation(record)
-        references = references or answers
+        conversation, _ = conversation_of(record)
+        while conversation and conversation[-1]["role"] == "assistant":
+            conversation.pop()
+        if not any(one["content"] for one in conversation):
+            raise ValueError('"messages" hold no question')
+        messages = tuple(conversation)
     else:
         turns = [record["prompt"]] if given == ["prompt"] else record["turns"]
-        if not isinstance(turns, list) or not turns or not all(map(_is_text, turns)):
+        if not (isinstance(turns, list) and turns and all(isinstance(t, str) and t for t in turns)):
             raise ValueError(f'"{given[0]}" is empty or no text')
         messages, follow_ups = (message("user", turns[0]),), tuple(turns[1:])
     raw = record.get("raw", False)
     if raw is not False and (raw is not True or given != ["prompt"]):
         raise ValueError('"raw" is true or false and goes with "prompt"')
     category = str(record.get("category", "prompts"))
-    return BenchPrompt(category, messages, follow_ups, raw, references)
-
-
-def _split_conversation(
-    record: dict[str, Any],
-) -> tuple[tuple[dict[str, str], ...], tuple[str, ...]]:
-    """What comes before the answers at the end, and the first of those answers."""
-    conversation = list(conversation_of(record).messages)
-    answer = ""
-    while conversation and conversation[-1].role == "assistant":
-        answer = conversation.pop().content
-    if not any(one.content for one in conversation):
-        raise ValueError('"messages" hold no question')
-    return tuple(message(one.role, one.content) for one in conversation), (
-        answer,
-    ) if answer else ()
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and bool(value)
+    return BenchPrompt(category, messages, follow_ups, raw)
 
 
 @dataclass(frozen=True)
@@ -209,12 +187,14 @@ class Trace:
     Attributes:
         category: the set that it is counted in.
         model: who answered, if known.
-        conversation: what was said.
+        messages: what was said, each with a "role" and a "content".
+        completions: the indices of the messages that the model wrote.
     """
 
     category: str
     model: str
-    conversation: Conversation
+    messages: list[dict[str, str]]
+    completions: list[int]
 
 
 def read_traces(path: Path) -> list[Trace]:
@@ -229,17 +209,17 @@ def read_traces(path: Path) -> list[Trace]:
     """
     form = 'expected a JSON object with "messages", each with "role" and "content"'
     traces = parse_json_lines(read_text(path), path, partial(_trace, path.stem), form)
-    if not any(trace.conversation.completions for trace in traces):
+    if not any(trace.completions for trace in traces):
         raise PromptError(f"{path}: holds no assistant message to replay")
     return traces
 
 
 def _trace(default_category: str, record: Any) -> Trace:
-    conversation = conversation_of(record)
+    messages, completions = conversation_of(record)
     category = str(record.get("category", default_category))
     if str(record.get("id", "")).startswith("specbench-") and category in MT_BENCH:
         category = "mt_bench"
-    return Trace(category, str(record.get("model", "")), conversation)
+    return Trace(category, str(record.get("model", "")), messages, completions)
 
 
 Encode = Callable[[str], list[int]]
@@ -280,18 +260,16 @@ def render(trace: Trace, encode: Encode, bos_id: int, eos_id: int) -> Iterator[C
     Vicuna's conversations are rendered in Vicuna's template, others with a header line per
     turn. Each part is stripped and encoded on its own; the end token counts as output.
     """
-    conversation = trace.conversation
-    completions = set(conversation.completions)
     vicuna = trace.model.startswith("vicuna")
     header = cache(lambda role: encode(_header(role, vicuna)))
     context = [bos_id, *(encode(_VICUNA_SYSTEM) if vicuna else ())]
-    for index, message in enumerate(conversation.messages):
-        context += header(message.role)
-        body = encode(message.content.strip())
-        if index in completions:
+    for index, message in enumerate(trace.messages):
+        context += header(message["role"])
+        body = encode(message["content"].strip())
+        if index in trace.completions:
             yield Completion(trace.category, context, len(context), [*body, eos_id])
         context += body
-        if message.role == "assistant":
+        if message["role"] == "assistant":
             context.append(eos_id)
 
 

@@ -23,7 +23,7 @@ from ..errors import OptionError
 from ..jsonl import load_json
 from .policies import HINDSIGHT, POLICIES, NewDrafter, ReplayPolicy, planned, verify
 from .prompts import Completion
-from .report import Report, bar_chart, render
+from .report import Report
 
 SLOW = 0.98
 """A speed below this counts as slower than plain decoding, but for a few plain steps."""
@@ -463,7 +463,7 @@ def compare(
     return reports
 
 
-# --- verdicts and the page ---
+# --- verdicts ---
 
 
 def _winner(policies: Mapping[str, ReplayPolicy], reports: Mapping[str, Report]) -> tuple[str, str]:
@@ -519,48 +519,6 @@ def joint_verdict(policies: Mapping[str, ReplayPolicy], comparison: Comparison) 
             f"batching alone {batching:.2f}×, one at a time {alone:.2f}×)."
         )
     return lines
-
-
-def replay_page(
-    comparison: Comparison,
-    policies: Mapping[str, ReplayPolicy],
-    chips: Mapping[str, Chip],
-    verdict: Sequence[str],
-) -> str:
-    """The HTML page: speeds by policy and chip.
-
-    Args:
-        comparison: from :func:`compare`.
-        policies: what was compared.
-        chips: by name, the chips of the comparison.
-        verdict: the lines at the top.
-    """
-    groups = {
-        chips[chip].label: [
-            {
-                "label": policies[name].label,
-                "value": report["speedup"],
-                "ticks": (),
-                "missing": "",
-                "unreachable": name == HINDSIGHT,
-            }
-            for name, report in reports.items()
-        ]
-        for chip, reports in comparison.items()
-    }
-    sets = next(iter(next(iter(comparison.values())).values()))["sets"].values()
-    return render(
-        "replay.html",
-        verdict=verdict,
-        table=comparison,
-        chips={chip: chips[chip] for chip in comparison},
-        estimated=ESTIMATED if any(chips[chip].estimated for chip in comparison) else "",
-        decoders=policies,
-        hindsight=HINDSIGHT,
-        chart=bar_chart(groups, SLOW),
-        completions=sum(one["completions"] for one in sets),
-        tokens=sum(one["tokens"] for one in sets),
-    )
 
 
 # --- memories of several sizes ---
@@ -624,39 +582,27 @@ def _name(size: int | None) -> str:
 
 
 def memory_verdict(policies: Mapping[str, ReplayPolicy], comparison: Comparison) -> list[str]:
-    """What remembering gains: a line for each size that is enough, with the chips where it is.
+    """What remembering gains, a line for each chip.
 
-    A size is enough if no larger one is faster by more than 1 %.
+    The size that is named is enough: no larger one is faster by more than 1 %.
 
     Args:
         policies: from :func:`memories`.
         comparison: of these, by chip and name.
     """
     sizes = [policy.memory_tokens for policy in policies.values()]
-    found: dict[int, list[str]] = {}
+    lines = []
     for chip, reports in comparison.items():
         speeds = [report["speedup"] for report in reports.values()]
         enough = next(
             index for index, speed in enumerate(speeds) if max(speeds[index:]) <= ENOUGH * speed
         )
         without, with_it = speeds[0], speeds[enough or -1]
-        change = f"{chip} ({without:.2f}× to {with_it:.2f}×)"
-        if len(sizes) == 1:
-            change = f"{without:.2f}× on {chip}"
-        elif enough:
-            change = f"{100 * (with_it / without - 1):.1f} % on {change}"
-        found.setdefault(enough, []).append(change)
-    return [_sentence(sizes, enough, ", ".join(found[enough])) for enough in sorted(found)]
-
-
-def _sentence(sizes: Sequence[int | None], enough: int, changes: str) -> str:
-    if len(sizes) == 1:
-        return f"Without a memory the speed is {changes}."
-    if enough == 0:
-        return f"Remembering gains at most 1 % on {changes}."
-    size = sizes[enough]
-    what = "everything" if size is None else f"{_name(size)} tokens"
-    others = "; no larger memory is more than 1 % faster"
-    if enough == len(sizes) - 1:
-        others = "; every smaller memory is more than 1 % slower" if enough > 1 else ""
-    return f"Remembering {what} gains {changes}{others}."
+        where = f"on {chip} ({without:.2f}× to {with_it:.2f}×)"
+        if enough == 0:
+            lines.append(f"Remembering gains at most 1 % {where}.")
+        else:
+            what = "everything" if sizes[enough] is None else f"{_name(sizes[enough])} tokens"
+            gain = 100 * (with_it / without - 1)
+            lines.append(f"Remembering {what} gains {gain:.1f} % {where}.")
+    return lines

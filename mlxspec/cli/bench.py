@@ -17,6 +17,7 @@ from rich.text import Text
 from ..engine.params import SamplingParams
 from ..errors import OptionError, PromptError
 from ..process import INTERRUPTED
+from ..terminal import visible
 from .common.model_choice import ABOUT, DEFAULT, model_argument, needed_model
 from .common.notes import note
 from .common.options import (
@@ -36,14 +37,16 @@ from .common.output import (
     FoldingTable,
     ProgressBar,
     ReportOptions,
+    html_page,
     print_tables,
     ratio,
     shown,
+    speed_bars,
     write_json,
 )
 
 if TYPE_CHECKING:
-    from ..bench.measure import MakeBackend, MeasuredPrompt, Measurement
+    from ..bench.measure import MakeBackend, MeasuredPrompt
     from ..bench.prompts import BenchPrompt
     from ..bench.report import Report
 
@@ -67,9 +70,6 @@ class BenchOptions:
         "--spec-bench FILE", "Spec-Bench's question.jsonl as prompts."
     )
     limit: int | None = _prompts("--limit N", "At most N prompts of each category.")
-    references: bool = _prompts(
-        "--references", "Compare outputs with the prompts' references (ROUGE).", default=False
-    )
     decoders: str | None = _measurement(
         "--decoder A,B",
         f"Compare with plain decoding, of {', '.join(_DECODERS)}.  [default: all]",
@@ -103,12 +103,12 @@ def bench_command(
       mlxspec bench demo --decoder prompt-lookup,mlx-lm --html bench.html
       mlxspec bench MODEL --spec-bench question.jsonl --limit 10
 
-    A file of prompts is JSONL with "prompt", "messages" or "turns" and optionally "category" and
-    "reference" in each line; any other file is one prompt as it stands. Reports hold no prompts,
+    A file of prompts is JSONL with "prompt", "messages" or "turns" and optionally "category" in
+    each line; any other file is one prompt as it stands. Reports hold no prompts,
     no outputs and no paths unless you ask for them.
     """
     from ..bench.measure import backends_with, chosen_backends
-    from ..bench.report import bench_page, what_differs
+    from ..bench.report import what_differs
     from ..drafting.drafter import load_drafter
 
     # All that needs no model is checked before one is loaded, or even downloaded.
@@ -128,7 +128,7 @@ def bench_command(
         if shows.as_json:
             write_json(report)
         else:
-            print_tables(bench_tables(report))
+            print_tables(_tables(report))
         for line in wrong:
             click.echo(f"Error: {shown(line)}", err=True)
 
@@ -139,6 +139,21 @@ def bench_command(
         sys.exit(INTERRUPTED)
 
 
+def _questions(asked: BenchOptions) -> list[BenchPrompt]:
+    """The prompts to answer."""
+    from ..bench.prompts import bundled_prompts, limited, read_prompts, read_spec_bench
+
+    if asked.prompts and asked.spec_bench:
+        raise OptionError("--prompts and --spec-bench are given together: choose one")
+    if asked.spec_bench:
+        prompts = read_spec_bench(asked.spec_bench)
+    elif asked.prompts:
+        prompts = [prompt for file in asked.prompts for prompt in read_prompts(file)]
+    else:
+        prompts = bundled_prompts()
+    return prompts if asked.limit is None else limited(prompts, asked.limit)
+
+
 def _report(
     model: str,
     asked: BenchOptions,
@@ -147,24 +162,33 @@ def _report(
     questions: list[BenchPrompt],
     include_text: bool,
 ) -> Report:
-    """Load the model, measure, and sum up."""
+    """Load the model, measure until the end or Ctrl-C, and sum up."""
     from ..bench.measure import Measurement
     from ..bench.report import bench_report, machine_facts, model_facts
     from ..models.model import load
 
     loaded, tokenizer = load(model, adapter_path=asked.adapter_path)
+    max_tokens, repeats = asked.max_tokens, asked.repeats
     measurement = Measurement(
-        *(loaded, tokenizer, backends),
-        max_tokens=asked.max_tokens,
-        repeats=asked.repeats,
-        sampling=sampling,
+        *(loaded, tokenizer, backends), max_tokens=max_tokens, repeats=repeats, sampling=sampling
     )
-    measured, interrupted = _measure(measurement, questions)
+    measured: list[MeasuredPrompt] = []
+    interrupted = True
+    with suppress(KeyboardInterrupt), ProgressBar("Taking turns") as on_progress:
+        for prompt in measurement.measure(questions, on_progress):
+            measured.append(prompt)
+        interrupted = False
+    if measurement.skipped:
+        note(f"left out, being longer than the model's context: {measurement.skipped} prompts")
+    if not measured and interrupted:
+        raise KeyboardInterrupt
+    if not measured:
+        raise PromptError("every prompt is longer than the model's context: use shorter ones")
     settings = {
         "prompts": len(measured),
         "prompts_too_long": measurement.skipped,
-        "max_tokens": asked.max_tokens,
-        "repeats": asked.repeats,
+        "max_tokens": max_tokens,
+        "repeats": repeats,
         "temperature": asked.temp,
         "seed": asked.seed,
         "interrupted": interrupted,
@@ -175,53 +199,43 @@ def _report(
     return bench_report(
         measured,
         facts={"model": about, "machine": machine_facts(), "settings": settings},
-        with_references=asked.references,
         include_text=include_text,
     )
 
 
-def _questions(asked: BenchOptions) -> list[BenchPrompt]:
-    """The prompts to answer."""
-    from ..bench.prompts import bundled_prompts, limited, read_prompts, read_spec_bench
-    from ..bench.report import require_rouge
-
-    if asked.prompts and asked.spec_bench:
-        raise OptionError("--prompts and --spec-bench are given together: choose one")
-    if asked.spec_bench:
-        prompts = read_spec_bench(asked.spec_bench)
-    elif asked.prompts:
-        prompts = [prompt for file in asked.prompts for prompt in read_prompts(file)]
-    else:
-        prompts = bundled_prompts()
-    if asked.references:
-        require_rouge()
-        if not any(prompt.references for prompt in prompts):
-            raise PromptError('--references: no prompt has a "reference" to compare outputs with')
-    return prompts if asked.limit is None else limited(prompts, asked.limit)
+# --- tables and the page ---
 
 
-def _measure(
-    measurement: Measurement, prompts: list[BenchPrompt]
-) -> tuple[list[MeasuredPrompt], bool]:
-    """What was measured, and whether Ctrl-C ended the measurement."""
-    measured: list[MeasuredPrompt] = []
-    interrupted = True
-    with suppress(KeyboardInterrupt), ProgressBar("Taking turns") as on_progress:
-        for prompt in measurement.measure(prompts, on_progress):
-            measured.append(prompt)
-        interrupted = False
-    if measurement.skipped:
-        note(f"left out, being longer than the model's context: {measurement.skipped} prompts")
-    if not measured and interrupted:
-        raise KeyboardInterrupt
-    if not measured:
-        raise PromptError("every prompt is longer than the model's context: use shorter ones")
-    return measured, interrupted
+def bench_page(report: Report) -> str:
+    """The tables of a report with bars of speeds, the settings, and texts if it has them."""
+    return html_page(_page(report), "mlxspec bench", 160)
 
 
-def bench_tables(report: Report) -> Iterator[RenderableType]:
-    """The tables of a report made by :func:`mlxspec.bench.report.bench_report`."""
-    from ..bench.report import verdict
+def _page(report: Report) -> Iterator[RenderableType]:
+    from ..bench.report import SLOW, ratio_name, what_differs
+
+    yield from _tables(report)
+    yield from (Text(shown(line), "red") for line in what_differs(report))
+    for title, entry in {"all": report, **report["categories"]}.items():
+        speeds = {name: of[ratio_name(report)] for name, of in entry["decoders"].items()}
+        yield Text(f"\n{shown(title)}: tokens/s against {report['baseline']}\n", "bold")
+        yield speed_bars(speeds, SLOW)
+    settings = (f"{name.replace('_', ' ')} {value}" for name, value in report["settings"].items())
+    yield f"\n{', '.join(settings)}"
+    for number, prompt in enumerate(report["prompts"], start=1):
+        for one in prompt.get("messages", ()):
+            yield Text(f"\n{number}. {shown(prompt['category'])}, {one['role']}", "bold")
+            yield Text(visible(one["content"]))
+        writers: dict[str, list[str]] = {}
+        for name, output in prompt.get("outputs", {}).items():
+            writers.setdefault(output, []).append(name)
+        for output, names in writers.items():
+            yield Text(f"\n{number}. {', '.join(names)}", "bold")
+            yield Text(visible(output))
+
+
+def _tables(report: Report) -> Iterator[RenderableType]:
+    from ..bench.report import ratio_name, verdict
 
     model, machine = report["model"], report["machine"]
     yield shown(
@@ -234,46 +248,36 @@ def bench_tables(report: Report) -> Iterator[RenderableType]:
         f"mlxspec {machine['mlxspec']}, mlx {machine['mlx']}, mlx-lm {machine['mlx_lm']}, "
         f"Python {machine['python']}"
     )
-    yield _by_category(report)
-    yield _over_all(report)
-    if any("rouge" in entry for entry in report["categories"].values()):
-        yield _rouge(report)
+    decoders = report["decoders"]
+    table = FoldingTable(
+        *("category", "prompts", *decoders),
+        caption=f"tokens/s, prefill not counted, and the ratio to {report['baseline']}, turn by "
+        "turn",
+    )
+    for category, entry in report["categories"].items():
+        cells = []
+        for name, figures in entry["decoders"].items():
+            rate = f"{figures['tokens_per_second']:.1f}"
+            if name != report["baseline"]:
+                differs = figures["outputs"]["different"]
+                rate += f"  {'differs' if differs else ratio(figures[ratio_name(report)])}"
+            cells.append(rate)
+        table.add_row(shown(category), str(entry["prompts"]), *cells)
+    yield table
+    yield _over_all(decoders)
     if report["rough"]:
         yield report["rough"]
     yield Text(shown(verdict(report)), style="bold")
 
 
-def _by_category(report: Report) -> RenderableType:
-    """Tokens per second, and against the baseline."""
-    from ..bench.report import ratio_name
-
-    names, which = list(report["decoders"]), ratio_name(report)
-    result = FoldingTable(
-        *("category", "prompts", *names),
-        caption=f"tokens/s, prefill not counted, and the ratio to {report['baseline']}, turn by "
-        "turn",
-    )
-    for category, entry in report["categories"].items():
-        cells = [_speed(entry["decoders"][name], which, name, report) for name in names]
-        result.add_row(shown(category), str(entry["prompts"]), *cells)
-    return result
-
-
-def _speed(figures: dict[str, Any], which: str, name: str, report: Report) -> str:
-    rate = f"{figures['tokens_per_second']:.1f}"
-    if name == report["baseline"]:
-        return rate
-    return f"{rate}  {'differs' if figures['outputs']['different'] else ratio(figures[which])}"
-
-
-def _over_all(report: Report) -> RenderableType:
+def _over_all(decoders: Report) -> RenderableType:
     result = FoldingTable(
         "all",
         *("vs plain", "vs mlx-lm", "worst vs plain", "predicted", "error"),
         *("tokens/step", "rows/step", "accepted", "outputs"),
         caption="geometric means of the categories; outputs compared with plain's",
     )
-    for name, figures in report["decoders"].items():
+    for name, figures in decoders.items():
         worst = "–"
         if figures["worst"] is not None:
             worst = f"{shown(figures['worst_category'])} {ratio(figures['worst'])}"
@@ -283,10 +287,10 @@ def _over_all(report: Report) -> RenderableType:
             ratio(figures["vs_mlx_lm"]),
             worst,
             ratio(figures["predicted_speed"]),
-            _share(figures["prediction_error"], "+.0%"),
-            _number(figures["tokens_per_step"]),
-            _number(figures["rows_per_step"]),
-            _share(figures["acceptance_rate"], ".0%"),
+            _formatted(figures["prediction_error"], "+.0%"),
+            _formatted(figures["tokens_per_step"], ".2f"),
+            _formatted(figures["rows_per_step"], ".2f"),
+            _formatted(figures["acceptance_rate"], ".0%"),
             _outputs(figures["outputs"]),
         )
     return result
@@ -303,18 +307,5 @@ def _outputs(outputs: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _rouge(report: Report) -> RenderableType:
-    result = FoldingTable("references", "decoder", "ROUGE-1", "ROUGE-2", "ROUGE-L")
-    for category, entry in report["categories"].items():
-        for name, scores in (entry["rouge"] or {}).items():
-            values = [f"{scores[kind]:.4f}" for kind in ("rouge1", "rouge2", "rougeL")]
-            result.add_row(shown(category), name, *values)
-    return result
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
-
-
-def _share(value: float | None, form: str) -> str:
+def _formatted(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)

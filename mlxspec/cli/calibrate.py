@@ -5,12 +5,10 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
 from rich.bar import Bar
 from rich.box import SIMPLE
 from rich.console import Console
@@ -21,12 +19,17 @@ from ..terminal import visible
 from .common.model_choice import ABOUT, DEFAULT, model_argument, needed_model
 from .common.notes import note
 from .common.options import ADAPTERS, ADAPTERS_HELP, FILE, NAME, check_least, command, option
-from .common.output import FORCE_HELP, ProgressBar, at_terminal, output_console, write_json
+from .common.output import (
+    FORCE_HELP,
+    ProgressBar,
+    check_report,
+    output_console,
+    write_json,
+    write_report,
+)
 
 if TYPE_CHECKING:
     from ..drafting.kept import CostCache, CostKey, KnownRange
-    from ..engine.capability import Capability
-
 _MOST_SEQUENCES = 64  # whose steps are shown
 _DIGEST = 8  # characters, enough to distinguish models of one kind and size
 
@@ -70,7 +73,6 @@ def calibrate_command(
     much, nothing is kept, and the exit status is 1. The times are kept in the
     user's cache directory, or in the one that MLXSPEC_CACHE_DIR names.
     """
-    from ..bench.report import check_report, write_report
     from ..drafting.kept import CostCache
 
     if svg:
@@ -80,45 +82,52 @@ def calibrate_command(
         raise OptionError("--adapter-path is given without its MODEL: name that, too")
     cache = CostCache()
     if show:
-        curves = _kept(cache, model, adapter_path, context)
+        curves, plain = _kept(cache, model, adapter_path, context)
     else:
-        curves = [_measured(cache, needed_model(model), adapter_path, context, sequences)]
+        curves, plain = _measured(cache, needed_model(model), adapter_path, context, sequences)
     if svg and len(curves) != 1:
         raise OptionError(
             f"a picture shows one curve, and there are {len(curves)}: name the model, and a "
             "--context where several ranges are known"
         )
+    console = output_console()
     if as_json:
-        reports = [curve.report() for curve in curves]
-        write_json({"curves": reports} if show else reports[0])
+        write_json({"curves": curves} if show else curves[0])
+    elif not curves:
+        of_what = f" of {visible(model)} on this machine" if model else ""
+        console.print(
+            f"No step times{of_what} are known yet: mlxspec calibrate MODEL measures them."
+        )
     else:
-        _print(curves, model)
+        for curve in curves:
+            _print(curve, plain, console)
     if svg:
-        write_report(svg, _picture(curves[0]), "--svg", force=force)
+        write_report(svg, _picture(curves[0], plain), "--svg", force=force)
 
 
-@dataclass(frozen=True)
-class _Curve:
-    """One curve to show.
+# --- the curves: measured, or kept from before ---
 
-    Attributes:
-        key: the machine and the model.
-        range_end: it holds for contexts shorter than this.
-        known: when and how it was measured.
-        capability: what the model verifies; None where it is not at hand.
+Curve = dict[str, Any]
+"""What ``--json`` reports of a curve: machine, model and times by rows."""
+
+
+def _curve(key: CostKey, range_end: int, known: KnownRange, name: str) -> Curve:
+    """A curve for contexts shorter than ``range_end``.
+
+    Its times have by ``rows`` the ``seconds``, ``cost`` T(rows)/T(1), and the ``error``: half of
+    the cost's relative 95 % interval.
     """
+    from ..drafting.measurement import cost_errors
 
-    key: CostKey
-    range_end: int
-    known: KnownRange
-    capability: Capability | None
-
-    def points(self) -> list[dict[str, float]]:
-        """T(rows) by rows: seconds, cost T(rows)/T(1), and half of its relative 95 % interval."""
-        from ..drafting.measurement import cost_errors
-
-        times = self.known.times
-        return [
+    times = known.times
+    return {
+        "name": known.name or name or None,
+        "machine": key.machine,
+        "model": key.model,
+        "context_below": range_end,
+        "source": known.source,
+        "updated": known.updated,
+        "times": [
             {
                 "rows": time.rows,
                 "seconds": time.seconds,
@@ -127,84 +136,42 @@ class _Curve:
                 "seconds_per_row": time.seconds / time.rows,
             }
             for time, error in zip(times, cost_errors(times), strict=True)
-        ]
-
-    @property
-    def title(self) -> str:
-        """What the user called the model, or else what kind it is."""
-        return visible(self.known.name or str(self.key.model.get("type")))
-
-    @property
-    def about(self) -> list[str]:
-        """What identifies it: the model's size and digest; machine, context and date."""
-        model, machine = self.key.model, self.key.machine
-        millions = float(model.get("parameters") or 0) / 1e6
-        size = f"{millions / 1000:.2f} B" if millions >= 1000 else f"{millions:.1f} M"
-        kind = [
-            f"{model.get('type')}, {size} parameters, {model.get('bits_per_weight')} bits each in "
-            f"memory, digest {str(model.get('digest'))[:_DIGEST]}"
-        ]
-        if self.sequences > 1:
-            kind.append(f"{self.sequences} sequences")
-        measured = [machine.get("chip"), machine.get("device")]
-        if machine.get("blas") not in (None, "own"):
-            measured.append(machine["blas"])
-        measured += [f"MLX {machine.get('mlx')}", f"context below {self.range_end:,}"]
-        measured += [self.known.source, self.known.updated[:10]]
-        return [visible(", ".join(map(str, facts))) for facts in (kind, measured)]
-
-    @property
-    def sequences(self) -> int:
-        """How many sequences share each step."""
-        return int(self.key.model.get("sequences") or 1)
-
-    def report(self) -> dict[str, Any]:
-        return {
-            "name": self.known.name or None,
-            "machine": self.key.machine,
-            "model": self.key.model,
-            "context_below": self.range_end,
-            "source": self.known.source,
-            "updated": self.known.updated,
-            "times": self.points(),
-        }
+        ],
+    }
 
 
 def _measured(
     cache: CostCache, name: str, adapter_path: str | None, context: int | None, sequences: int
-) -> _Curve:
+) -> tuple[list[Curve], bool]:
     """Measure carefully, and keep it. An interrupt before the end leaves the cache as it was.
+
+    Returns:
+        the curve, and whether the model verifies no drafts.
 
     Raises:
         MlxspecError: the times are noise; nothing is kept.
     """
     from ..drafting.costs import context_range
     from ..drafting.measurement import CAREFUL, noise
-    from ..engine.capability import chain_capability
+    from ..engine.capability import Capability, chain_capability
     from ..engine.costs import calibrate, cost_key, known_range
     from ..models.model import load
     from ..models.model_files import given_name
 
     model, _ = load(name, adapter_path=adapter_path)
-    while True:
-        with ProgressBar("Prefill") as prefill, ProgressBar("Measuring step times") as measuring:
-            times = calibrate(
-                model,
-                CAREFUL,
-                context=context,
-                sequences=sequences,
-                on_prefill=prefill,
-                on_progress=measuring,
-            )
-        problem = noise(times)
-        if problem is None:
-            break
-        asked = at_terminal()
-        if asked and click.confirm(f"{problem[0].upper()}{problem[1:]}. Measure again?", err=True):
-            continue
+    with ProgressBar("Prefill") as prefill, ProgressBar("Measuring step times") as measuring:
+        times = calibrate(
+            model,
+            CAREFUL,
+            context=context,
+            sequences=sequences,
+            on_prefill=prefill,
+            on_progress=measuring,
+        )
+    if problem := noise(times):
         raise MlxspecError(
-            f"{given_name(name)}: {'' if asked else problem + '; '}nothing is kept, and what was "
-            "known stays: close other programs and measure again"
+            f"{given_name(name)}: {problem}; nothing is kept, and what was known stays: close "
+            "other programs and measure again"
         )
     key = cost_key(model).of_sequences(sequences)
     known = known_range(times, CAREFUL, "careful", given_name(name))
@@ -216,67 +183,78 @@ def _measured(
             f"the step times of {len(kept.times)} numbers of rows that were known are kept, since "
             f"this measurement has {len(known.times)}"
         )
-    return _Curve(key, range_end, known, chain_capability(model))
+    curve = _curve(key, range_end, known, given_name(name))
+    return [curve], chain_capability(model) is Capability.PLAIN
 
 
 def _kept(
     cache: CostCache, name: str | None, adapter_path: str | None, context: int | None
-) -> list[_Curve]:
-    """What the cache has: of one model on this machine, or of all."""
+) -> tuple[list[Curve], bool]:
+    """What the cache has: of one model on this machine, or of all.
+
+    Returns:
+        the curves, and whether that model is known to verify no drafts.
+    """
     from ..drafting.costs import context_range
-    from ..engine.capability import chain_capability
+    from ..engine.capability import Capability, chain_capability
     from ..engine.costs import cost_key
     from ..models.model import load
     from ..models.model_files import given_name
 
-    capability = None
+    plain, called = False, ""
     if name is None:
         entries = list(cache.entries())
     else:
         model = load(name, adapter_path=adapter_path, lazy=True)[0]
-        capability = chain_capability(model)
+        plain = chain_capability(model) is Capability.PLAIN
+        called = given_name(name)  # of times that decoding has measured by itself
         key = cost_key(model)
         keys = [key.of_sequences(count) for count in range(1, _MOST_SEQUENCES + 1)]
         entries = [(key, cache.read(key)) for key in keys]
-    curves = []
-    for key, ranges in entries:
-        for end, known in sorted(ranges.items()):
-            if context is None or context_range(context) == end:
-                # Steps that decoding has measured by itself have no name yet.
-                called = known.name or (given_name(name) if name else "")
-                curves.append(_Curve(key, end, replace(known, name=called), capability))
-    return curves
+    curves = [
+        _curve(key, end, known, called)
+        for key, ranges in entries
+        for end, known in sorted(ranges.items())
+        if context is None or context_range(context) == end
+    ]
+    return curves, plain
 
 
-def _print(curves: list[_Curve], model: str | None) -> None:
-    console = output_console()
-    if not curves:
-        of_what = f" of {visible(model)} on this machine" if model else ""
-        console.print(
-            f"No step times{of_what} are known yet: mlxspec calibrate MODEL measures them."
-        )
-    for curve in curves:
-        _print_curve(curve, console)
+# --- tables and pictures ---
 
 
-def _print_curve(curve: _Curve, console: Console) -> None:
-    console.print(curve.title, style="bold")
-    for line in curve.about:
-        console.print(line)
-    points = curve.points()
-    console.print(_table(points, bars=len(points) > 1 and not console.options.ascii_only))
-    if len(points) == 1:
-        none = curve.capability and curve.capability.value == "plain"
-        reason = "This model verifies no drafts, so only" if none else "Only"
+def _print(curve: Curve, plain: bool, console: Console) -> None:
+    """Print a curve; ``plain`` says that its model is known to verify no drafts."""
+    model, machine, times = curve["model"], curve["machine"], curve["times"]
+    console.print(visible(curve["name"] or str(model.get("type"))), style="bold")
+    millions = float(model.get("parameters") or 0) / 1e6
+    size = f"{millions / 1000:.2f} B" if millions >= 1000 else f"{millions:.1f} M"
+    sequences = int(model.get("sequences") or 1)
+    about = [
+        f"{model.get('type')}, {size} parameters, {model.get('bits_per_weight')} bits each in "
+        f"memory, digest {str(model.get('digest'))[:_DIGEST]}"
+    ]
+    if sequences > 1:
+        about.append(f"{sequences} sequences")
+    measured = [machine.get("chip"), machine.get("device")]
+    if machine.get("blas") not in (None, "own"):
+        measured.append(machine["blas"])
+    measured += [f"MLX {machine.get('mlx')}", f"context below {curve['context_below']:,}"]
+    measured += [curve["source"], curve["updated"][:10]]
+    for facts in (about, measured):
+        console.print(visible(", ".join(map(str, facts))))
+    console.print(_table(times, bars=len(times) > 1 and not console.options.ascii_only))
+    if len(times) == 1:
+        reason = "This model verifies no drafts, so only" if plain else "Only"
         console.print(f"{reason} plain steps were measured.")
-    elif curve.sequences > 1:
+    elif sequences > 1:
         console.print(
-            f"T(1) is a plain step of all {curve.sequences} sequences; each further row is one of "
-            "a draft."
+            f"T(1) is a plain step of all {sequences} sequences; each further row is one of a "
+            "draft."
         )
     else:
         console.print("A draft pays when its step emits more than T(M)/T(1) tokens.")
-    if len(points) > 1:
+    if len(times) > 1:
         console.print(
             "± is half the width of a 95 % confidence interval of T(M)/T(1).", style="dim"
         )
@@ -308,10 +286,10 @@ def _milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:.2f}" if seconds < 1 else f"{1000 * seconds:.0f}"
 
 
-def _picture(curve: _Curve) -> str:
+def _picture(curve: Curve, plain: bool) -> str:
     """What is printed of a curve, as an SVG that needs no network."""
     console = Console(file=io.StringIO(), record=True, width=100, force_terminal=True)
-    _print_curve(curve, console)
+    _print(curve, plain, console)
     svg = console.export_svg(title="mlxspec calibrate")
     svg = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)
     return re.sub(r"<!-- Generated with Rich .*? -->", "<!-- mlxspec -->", svg)

@@ -25,8 +25,7 @@ from .settings import (
     MODEL,
     SettingsFile,
     UserConfig,
-    check_alias,
-    check_value,
+    check_settings,
     load_config,
 )
 
@@ -98,21 +97,21 @@ def config_command(ctx: click.Context) -> None:
 def set_command(key: str, value: str) -> None:
     """Set KEY to VALUE."""
     config, key = load_config(), _spelled(key)
-    if key.startswith(ALIAS_PREFIX):
-        name = key.removeprefix(ALIAS_PREFIX)
-        model = value if value in config.aliases else _model(value)
-        aliases = {name: model, **config.aliases} | {name: model}  # the new one is checked first
-        for one, stands_for in aliases.items():
-            check_alias(one, stands_for, aliases)
-        _write(config, {ALIAS: {name: model}})
-        say(f"{name} stands for {model}.")
-        return
-    read = _value(key, value)
-    if key == MODEL and read not in config.aliases:
-        read = _model(value)
-    check_value(key, read)
-    _write(config, {key: read})
-    say(f"{key} is {read}.")
+    table, _, name = key.partition(".")
+    try:
+        read = value if table == ALIAS else KEYS[key].kind(value)
+    except ValueError:
+        raise OptionError(f"{key} is {value!r}: give {KEYS[key].must_be}") from None
+    if table in (MODEL, ALIAS) and read not in config.aliases:
+        read = _model(read)
+    if table == ALIAS:
+        check_settings({**config.values, ALIAS: {**config.aliases, name: read}})
+        _write(config, {ALIAS: {name: read}})
+        say(f"{name} stands for {read}.")
+    else:
+        check_settings({**config.values, key: read})
+        _write(config, {key: read})
+        say(f"{key} is {read}.")
 
 
 @config_command.command("get", context_settings=SETTINGS)
@@ -171,13 +170,6 @@ def _spelled(key: str) -> str:
     return spelled
 
 
-def _value(key: str, text: str) -> Any:
-    try:
-        return KEYS[key].kind(text)
-    except ValueError:
-        raise OptionError(f"{key} is {text!r}: give {KEYS[key].must_be}") from None
-
-
 def _model(name: str) -> str:
     """A model's name that is right in every directory.
 
@@ -188,7 +180,7 @@ def _model(name: str) -> str:
     if name != DEMO and directory.is_dir():
         return os.path.abspath(directory)
     if name != DEMO and not is_repository_name(hub_repository(name)[0]):
-        raise OptionError(f"{name}: {instead_of(name, 'directory')}")
+        raise OptionError(f"{name}: {instead_of(name)}")
     return name
 
 

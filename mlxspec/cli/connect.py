@@ -61,6 +61,10 @@ class Server:
         """The name of the model to begin with."""
         return self.models[0].name
 
+    def key(self, named: str = f'"${API_KEY}"') -> str:
+        """The key as a client is given it, by its name; as commands name it by default."""
+        return named if self.needs_key else _NO_KEY
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -105,30 +109,18 @@ def _in_shell(path: Path) -> str:
     return shlex.quote(str(path))
 
 
-def _key_in_shell(server: Server) -> str:
-    """The key as a command names it."""
-    return f'"${API_KEY}"' if server.needs_key else _NO_KEY
-
-
-def _key_to_fill_in(server: Server) -> str:
-    """The key as a field of a window wants it."""
-    return "the server's key" if server.needs_key else _NO_KEY
-
-
 def _opencode(server: Server) -> Setup:
     """https://opencode.ai/docs/providers (custom provider) and https://opencode.ai/config.json."""
     models: Settings = {}
     for model in server.models:
-        models[model.name] = {"name": model.name}
-        if length := model.context_length:
-            models[model.name]["limit"] = {"context": length, "output": _output(length)}
-    options = {"baseURL": server.api}
-    if server.needs_key:
-        options["apiKey"] = f"{{env:{API_KEY}}}"
+        length = model.context_length
+        limit = {"context": length, "output": _output(length)} if length else None
+        models[model.name] = {"name": model.name, "limit": limit}
+    key = f"{{env:{API_KEY}}}" if server.needs_key else None
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": _US,
-        "options": options,
+        "options": {"baseURL": server.api, "apiKey": key},
         "models": models,
     }
     path = _folder("XDG_CONFIG_HOME", ".config", "opencode", "opencode.json")
@@ -192,20 +184,20 @@ def _zed(server: Server) -> Setup:
     Raises:
         OptionError: a model's context length is unknown, without which Zed takes no model.
     """
-    models = []
     for model in server.models:
         if not model.context_length:
             raise OptionError(
                 f"Zed needs to know the context length of {model.name}, which the server does not "
                 "know: give it with --context-length"
             )
-        models.append(
-            {
-                "name": model.name,
-                "max_tokens": model.context_length,
-                "max_output_tokens": _output(model.context_length),
-            }
-        )
+    models = [
+        {
+            "name": model.name,
+            "max_tokens": model.context_length,
+            "max_output_tokens": _output(model.context_length or 0),
+        }
+        for model in server.models
+    ]
     provider = {"api_url": server.api, "available_models": models}
     settings = "zed", "settings.json"
     if sys.platform == "darwin":  # where it does not look for the variable
@@ -225,21 +217,19 @@ def _zed(server: Server) -> Setup:
 
 def _continue(server: Server) -> Setup:
     """https://docs.continue.dev/reference (config.yaml)."""
-    models = []
+    models: list[Settings] = []
     for model in server.models:
-        entry: Settings = {
+        length = model.context_length
+        limits = {"contextLength": length, "maxTokens": _output(length)} if length else None
+        entry = {
             "name": f"{model.name} ({_US})",
             "provider": "openai",
             "model": model.name,
             "apiBase": server.api,
-            "apiKey": f"${{{{ secrets.{API_KEY} }}}}" if server.needs_key else _NO_KEY,
+            "apiKey": server.key(f"${{{{ secrets.{API_KEY} }}}}"),
             "roles": ["chat", "edit", "apply"],
+            "defaultCompletionOptions": limits,
         }
-        if length := model.context_length:
-            entry["defaultCompletionOptions"] = {
-                "contextLength": length,
-                "maxTokens": _output(length),
-            }
         models.append(entry)
     folder = _folder("CONTINUE_GLOBAL_DIR", ".continue")
     notes = ["Then choose the model below Continue's input."]
@@ -274,7 +264,7 @@ def _aider(server: Server) -> Setup:
     files = [SettingsFile(path, settings)]
     if lengths:  # aider looks for this name by itself
         files.append(SettingsFile(Path.home() / ".aider.model.metadata.json", lengths))
-    key = f"OPENAI_API_KEY={_key_in_shell(server)} " if server.needs_key else ""
+    key = f"OPENAI_API_KEY={server.key()} " if server.needs_key else ""
     return Setup(
         files=files,
         commands=[f"{key}aider --config {_in_shell(path)}"],
@@ -288,7 +278,7 @@ def _cline(server: Server) -> Setup:
     fields = {
         "API Provider": "OpenAI Compatible",
         "Base URL": server.api,
-        "API Key": _key_to_fill_in(server),
+        "API Key": server.key("the server's key"),
         "Model ID": server.model,
     }
     if length:
@@ -296,7 +286,7 @@ def _cline(server: Server) -> Setup:
         fields["Max Output Tokens"] = str(_output(length))
     command = (
         f"cline auth --provider openai-compatible --baseurl {shlex.quote(server.api)} "
-        f"--modelid {shlex.quote(server.model)} --apikey {_key_in_shell(server)}"
+        f"--modelid {shlex.quote(server.model)} --apikey {server.key()}"
     )
     return Setup(
         fields=fields,
@@ -308,11 +298,11 @@ def _cline(server: Server) -> Setup:
 def _open_webui(server: Server) -> Setup:
     """https://docs.openwebui.com/reference/env-configuration (OpenAI), and its quick starts."""
     command = (
-        f"OPENAI_API_BASE_URL={shlex.quote(server.api)} OPENAI_API_KEY={_key_in_shell(server)} "
+        f"OPENAI_API_BASE_URL={shlex.quote(server.api)} OPENAI_API_KEY={server.key()} "
         "open-webui serve --port 3000"
     )
     return Setup(
-        fields={"URL": server.api, "Key": _key_to_fill_in(server)},
+        fields={"URL": server.api, "Key": server.key("the server's key")},
         commands=[command],
         notes=[
             "The fields are in Admin Settings, Connections, OpenAI, Add Connection. Open WebUI "
@@ -404,7 +394,13 @@ def connect_command(
             _print(console, f"{name:<{width}}  {known.title}: {known.way}")
         return
     chosen = CLIENTS[client]
-    setup = chosen.setup(_ask(server or f"{_SERVER}:{port or _PORT}", model, context_length))
+    asked = ApiClient(server or f"{_SERVER}:{port or _PORT}")
+    first, *others = asked.models(model)
+    models = [
+        replace(first, context_length=context_length or first.context_length),
+        *(replace(one, context_length=one.context_length or context_length) for one in others),
+    ]
+    setup = chosen.setup(Server(asked.address, models, bool(os.environ.get(API_KEY))))
     if not write:
         _show(console, setup)
         return
@@ -430,7 +426,9 @@ def _write(console: Console, setup: Setup, title: str, yes: bool) -> None:
         raise
     changes = [(file, old, new) for file, old, new in texts if new != old]
     for file, old, new in changes:
-        _print_difference(console, file, old, new)
+        names = (str(file.path) if old else os.devnull, str(file.path))
+        for line in unified_diff(old.splitlines(), new.splitlines(), *names, lineterm=""):
+            _print(console, line, {"+": "green", "-": "red", "@": "dim"}.get(line[0], ""))
     if changes and not (yes or _may_write(changes)):
         say("Nothing was written.")
         sys.exit(1)
@@ -443,24 +441,8 @@ def _write(console: Console, setup: Setup, title: str, yes: bool) -> None:
         say(f"{title} is set up so already: nothing was written.")
 
 
-def _ask(address: str, model: str | None, context_length: int | None) -> Server:
-    """What the server says of itself.
-
-    Raises:
-        OptionError: it does not answer, or has no such model.
-        PromptError: it refuses to.
-    """
-    client = ApiClient(address)
-    first, *others = client.models(model)
-    models = [
-        replace(first, context_length=context_length or first.context_length),
-        *(replace(one, context_length=one.context_length or context_length) for one in others),
-    ]
-    return Server(client.address, models, bool(os.environ.get(API_KEY)))
-
-
 def _show(console: Console, setup: Setup) -> None:
-    """All that points a client at a server, to be copied."""
+    """Print all that points a client at a server, to be copied."""
     for file in setup.files:
         _print(console, f"{file.path}:", "bold")
         _print(console, f"\n{file.merged('')}")
@@ -477,14 +459,6 @@ def _show_start(console: Console, setup: Setup) -> None:
         _print(console, line, "bold")
     for line in setup.notes:
         _print(console, line)
-
-
-def _print_difference(console: Console, file: SettingsFile, old: str, new: str) -> None:
-    before = str(file.path) if old else os.devnull
-    for line in unified_diff(
-        old.splitlines(), new.splitlines(), before, str(file.path), lineterm=""
-    ):
-        _print(console, line, {"+": "green", "-": "red", "@": "dim"}.get(line[0], ""))
 
 
 def _may_write(changes: list[tuple[SettingsFile, str, str]]) -> bool:

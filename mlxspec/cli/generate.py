@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import click
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ..distributed.launch import launched_rank, let_rank_0_speak, supervise
+from ..distributed.launch import launched_rank
 from ..errors import OptionError, PromptError
 from ..process import INTERRUPTED
 from ..terminal import TokenPrinter, colored
 from .common.generation import Generation
 from .common.model_choice import model_or_default, note_which_model
 from .common.notes import silence_notes
-from .common.options import NAME, Command, check_least, color_option, command, option, options_of
+from .common.options import NAME, check_least, color_option, command, option, options_of
 from .common.output import (
     Figures,
     error_console,
@@ -38,15 +36,7 @@ if TYPE_CHECKING:
     from .cache_prompt import CachedPrompt
 
 
-class _GenerateCommand(Command):
-    """Lets rank 0 alone complain of wrong options, where several are launched."""
-
-    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        let_rank_0_speak()
-        return super().make_context(*args, **kwargs)
-
-
-@command("generate", cls=_GenerateCommand)
+@command("generate")
 @prompt_argument
 @model_option
 @options_of(PromptOptions, "prompt", "Model and prompt")
@@ -135,7 +125,6 @@ def generate_command(*, prompts: str | None, concurrency: int | None, **options:
     elif launched_rank() is None:
         answer(**options)
     else:
-        supervise()
         answer_together(**options)
 
 
@@ -174,7 +163,7 @@ def answer(
     Raises:
         MlxspecError: an option, the prompt or the model is at fault.
     """
-    from ..generation.response import Transcript
+    from ..generation.response import GenerationResult
 
     source, cached = _checked(prompt, prompt_cache_file, logprobs, shows["as_json"], leader)
     if cached:
@@ -190,15 +179,15 @@ def answer(
             more |= where
         else:
             tokens = prompt.tokens(source, decoder.tokenizer, templated)
-        transcript = Transcript(logprobs)
+        result = GenerationResult(logprobs=None if logprobs is None else [])
         with suppress(KeyboardInterrupt), prefill_bar(console) as progress:
             for response in generation.stream(decoder, tokens, on_progress=progress, **more):
                 if response.generation_tokens == 1:
                     note_which_model(generation.model)
-                transcript.add(response)
+                result.add(response, logprobs or 0)
                 if printer:
                     printer.write(response.text, response.from_draft)
-        result = replace(transcript.result(decoder.step_times.table()), prompt_tokens=len(tokens))
+        result.step_times, result.prompt_tokens = decoder.step_times.table(), len(tokens)
         if printer:
             printer.finish()
             console.print()

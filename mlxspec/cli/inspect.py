@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _DRAFTS = {
     "tree": "trees: several continuations are verified in one forward",
     "chain": "chains: one continuation is verified in one forward",
+    "tape": "chains; after a rejection the states of recurrent layers are computed again",
     "replay": "chains; after a rejection accepted tokens run again with the next step",
     "plain": "none: it is decoded token by token",
 }

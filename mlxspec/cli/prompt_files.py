@@ -33,7 +33,7 @@ from ..errors import MlxspecError, OptionError, PromptError, printable
 from ..generation.decoder import Decoder
 from ..generation.engine import Engine
 from ..generation.request import Request
-from ..generation.response import Transcript
+from ..generation.response import GenerationResult
 from ..jsonl import conversation_of, json_lines
 from ..models.chat_template import Messages, apply_template
 from ..process import INTERRUPTED
@@ -92,7 +92,7 @@ def answer_prompts(
         decoder = generation.load(quiet, kept)
         # What no prompt could be answered with is an error of the command.
         prompt.uses_template("", decoder.tokenizer)
-        decoder.checked(generation.max_tokens, generation.options(decoder))
+        decoder.new_request([0], generation.max_tokens, generation.options(decoder))
         note_which_model(generation.model)
         answers = PromptAnswers(generation, decoder, prompt, concurrency or _CONCURRENCY, logprobs)
         answers.console = console
@@ -173,8 +173,7 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _messages(value: Any) -> Messages:
-    turns = conversation_of({"messages": value}).messages
-    return [{"role": turn.role, "content": turn.content} for turn in turns]
+    return conversation_of({"messages": value})[0]
 
 
 _TYPES = {
@@ -280,21 +279,21 @@ class _PromptAnswer:
     Attributes:
         number: the line's, from 1.
         place: the beginning of its result: "index", counted from 0 without blank lines, and "id".
-        transcript: collects the responses.
+        result: collects the responses.
         request: what answers it, until there is a result.
         line: the result as it is written, once there is one.
     """
 
     number: int
     place: dict[str, Any]
-    transcript: Transcript
+    result: GenerationResult
     request: Request | None = None
     line: str | None = None
 
     def end(self, report: dict[str, Any]) -> None:
         """Keep the result alone: responses hold log-probabilities of the whole vocabulary."""
         self.line = json_text({**self.place, **report})
-        self.request, self.transcript = None, Transcript()
+        self.request, self.result = None, GenerationResult()
 
 
 class PromptAnswers:
@@ -305,7 +304,8 @@ class PromptAnswers:
         decoder: its own.
         prompt: what goes into the chat template, and how, where a line says nothing.
         concurrency: how many prompts are answered at once at most.
-        logprobs: as for :class:`Transcript`.
+        logprobs: how many of the likeliest tokens have log-probabilities in the results, besides
+            each token's own; None for no log-probabilities.
 
     Attributes:
         answered, failed, unfinished: numbers of prompts; the last ones were interrupted.
@@ -375,17 +375,18 @@ class PromptAnswers:
                 break
             number, value = line
             place = {"index": self._begun, "id": id_of(value)}
-            answer = _PromptAnswer(number, place, Transcript(self._logprobs))
+            result = GenerationResult(logprobs=None if self._logprobs is None else [])
+            answer = _PromptAnswer(number, place, result)
             self._held.append(answer)
             self._begun += 1
             try:
-                answer.request = self._request(value, answer.transcript)
+                answer.request = self._request(value, result)
                 self._engine.add(answer.request)
             except MlxspecError as error:
                 self._fail(answer, error)
         return bool(self._held)
 
-    def _request(self, value: Any, transcript: Transcript) -> Request:
+    def _request(self, value: Any, result: GenerationResult) -> Request:
         """The request for a line.
 
         Raises:
@@ -402,7 +403,8 @@ class PromptAnswers:
         request, as_shown = generation.request(
             self._decoder, tokens, templated=templated, begun=self._prompt.prefill_response
         )
-        request.receive = lambda response: transcript.add(as_shown(response))
+        likeliest = self._logprobs or 0
+        request.receive = lambda response: result.add(as_shown(response), likeliest)
         return request
 
     def _tokens(self, asked: dict[str, Any]) -> tuple[list[int], bool]:
@@ -437,14 +439,14 @@ class PromptAnswers:
 
     def _finish(self, answer: _PromptAnswer) -> None:
         """Make a result of what has been generated, or of the error that ended it."""
-        request, result = answer.request, answer.transcript.result(step_times=[])
+        request, result = answer.request, answer.result
         if request:
             self.figures.plain_cost += request.plain_seconds
             self.figures.cost += request.decode_seconds
             if request.error:
                 self._fail(answer, request.error)
                 return
-            result = replace(result, prompt_tokens=len(request.prompt))
+            result.prompt_tokens = len(request.prompt)
         report = result_report(result, model_or_default(self._generation.model))
         del report["step_times"]  # which are those of all answers
         answer.end(report)  # first: an interrupt does not count twice what it finds ended

@@ -459,20 +459,13 @@ class RequestLog:
         self._thread.start()
 
     def ended(self, requests: Sequence[ServedRequest]) -> None:
-        """All generations of a request have ended."""
+        """Print the line of a request, whose generations have all ended."""
         self._add(_record(requests))
 
     def refused(self, path: str, error: ApiError) -> None:
-        """A request got an error instead of generations."""
-        self._add(
-            {
-                "outcome": "refused",
-                "path": printable(path),
-                "status": error.status,
-                "param": error.param,
-                "code": error.code,
-            }
-        )
+        """Print the line of a request that got an error instead of generations."""
+        record = {"outcome": "refused", "path": printable(path), "status": error.status}
+        self._add({**record, "param": error.param, "code": error.code})
 
     def close(self) -> None:
         """Print what is left, if the terminal takes it."""
@@ -527,25 +520,21 @@ def _record(requests: Sequence[ServedRequest]) -> dict[str, Any]:
 
 
 def _line(record: dict[str, Any]) -> Text:
-    """A request's line."""
-    when = f"{record['time'][11:19]}  "
+    """A request's line, red where it was refused or failed."""
+    when = record["time"][11:19]
     if record["outcome"] == "refused":
         what = " ".join(shown(record[name]) for name in ("code", "param") if record[name])
-        where = f"{record['status']} {shown(record['path'])}"
-        return Text.assemble((when, "dim"), (f"{where}  {what}".rstrip(), "red"))
-    parts: list[str | tuple[str, str]] = [
-        (when, "dim"),
-        f"{record['prompt_tokens']:>6} + {record['tokens']:<5} tokens",
-        f"  {record['seconds']:6.2f} s",
-    ]
+        return Text(f"{when}  {record['status']} {shown(record['path'])}  {what}".rstrip(), "red")
+    line = f"{when}  {record['prompt_tokens']:>6} + {record['tokens']:<5} tokens"
+    line += f"  {record['seconds']:6.2f} s"
     if record["tokens_per_step"]:
-        parts.append(f"  {record['tokens_per_step']:5.2f} tokens/step")
+        line += f"  {record['tokens_per_step']:5.2f} tokens/step"
     if record["gain"]:
-        parts.append((f"  {record['gain']:.2f}x", "green" if record["gain"] >= 1 else ""))
+        line += f"  {record['gain']:.2f}x"
     if record["choices"] > 1:
-        parts.append((f"  {record['choices']} choices", "dim"))
+        line += f"  {record['choices']} choices"
     if record["cached_tokens"]:
-        parts.append((f"  {record['cached_tokens']} cached", "dim"))
+        line += f"  {record['cached_tokens']} cached"
     if record["error"]:
-        parts.append((f"  {shown(record['error'])}", "red"))
-    return Text.assemble(*parts)
+        line += f"  {shown(record['error'])}"
+    return Text(line, "red" if record["error"] else "")

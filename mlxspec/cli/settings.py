@@ -62,10 +62,9 @@ class Setting(NamedTuple):
 
 _GENERATING = ("generate", "explain", "chat")
 _OF = "of generate, explain and chat"
-_A_MODEL = Setting("the default model", str, "a model")
 
 KEYS = {
-    MODEL: _A_MODEL,
+    MODEL: Setting("the default model", str, "a model"),
     "max-tokens": Setting(f"--max-tokens {_OF}", int, "a whole number from 1 on", _GENERATING),
     "temp": Setting(f"--temp {_OF}", float, "a number from 0 on", _GENERATING),
     "system-prompt": Setting("--system-prompt of chat", str, "a text", ("chat",)),
@@ -150,52 +149,40 @@ def load_config() -> UserConfig:
 
 
 def _parsed(path: Path, document: Mapping[str, Any]) -> UserConfig:
-    aliases = document.get(ALIAS, {})
-    values = {name: value for name, value in document.items() if name != ALIAS}
     try:
-        for name, value in values.items():
-            check_value(name, value)
-        if not isinstance(aliases, Mapping):
-            raise OptionError(f"{ALIAS} is {aliases!r}: it is a table of models by their aliases")
-        for name, model in aliases.items():
-            check_alias(name, model, aliases)
+        check_settings(document)
     except OptionError as error:
         raise SettingsError(f"{path}: {error}; correct the file") from error
-    return UserConfig(path, values, aliases)
+    values = {name: value for name, value in document.items() if name != ALIAS}
+    return UserConfig(path, values, document.get(ALIAS, {}))
 
 
-def check_value(name: str, value: Any) -> None:
-    """Refuse a setting that there is not, or a value that it does not take.
-
-    Raises:
-        OptionError: it is one.
-    """
-    if name not in KEYS:
-        raise OptionError(f"there is no setting {name!r}: there are {KNOWN}")
-    if not KEYS[name].takes(value):
-        raise OptionError(f"{name} is {value!r}: give {KEYS[name].must_be}")
-
-
-def check_alias(name: str, model: Any, aliases: Mapping[str, Any]) -> None:
-    """Refuse an alias that cannot be one, or that stands for no model.
-
-    Args:
-        name: the alias.
-        model: what it stands for.
-        aliases: all of them.
+def check_settings(document: Mapping[str, Any]) -> None:
+    """Check all that is set, as it stands in the file.
 
     Raises:
-        OptionError: it is one.
+        OptionError: there is no such setting, or it does not take its value; an alias cannot be
+            one, or stands for no model.
     """
-    if not _ALIAS_NAME.fullmatch(name) or name == DEMO:
-        raise OptionError(
-            f"{ALIAS_PREFIX}{name}: an alias has letters, digits, '.', '-' and '_', and is not "
-            f"{DEMO!r}"
-        )
-    if not _A_MODEL.takes(model):
-        raise OptionError(f"{ALIAS_PREFIX}{name} is {model!r}: give a model")
-    if model in aliases:
-        raise OptionError(f"{ALIAS_PREFIX}{name} is {model!r}, an alias itself: give its model")
+    for name, value in document.items():
+        if name not in (*KEYS, ALIAS):
+            raise OptionError(f"there is no setting {name!r}: there are {KNOWN}")
+        if name in KEYS and not KEYS[name].takes(value):
+            raise OptionError(f"{name} is {value!r}: give {KEYS[name].must_be}")
+    aliases = document.get(ALIAS, {})
+    if not isinstance(aliases, Mapping):
+        raise OptionError(f"{ALIAS} is {aliases!r}: it is a table of models by their aliases")
+    for name in aliases:
+        if not _ALIAS_NAME.fullmatch(name) or name == DEMO:
+            raise OptionError(
+                f"{ALIAS_PREFIX}{name}: an alias has letters, digits, '.', '-' and '_', and is not "
+                f"{DEMO!r}"
+            )
+    for name, model in aliases.items():
+        if not KEYS[MODEL].takes(model):
+            raise OptionError(f"{ALIAS_PREFIX}{name} is {model!r}: give a model")
+        if model in aliases:
+            raise OptionError(f"{ALIAS_PREFIX}{name} is {model!r}, an alias itself: give its model")
 
 
 # --- files that are edited ---

@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any, cast
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+from mlx_lm.generate import BatchResponse, generate_step
 from mlx_lm.generate import batch_generate as generate_in_batch
-from mlx_lm.generate import generate_step
 from mlx_lm.generate import stream_generate as stream_generate_plainly
 from mlx_lm.generate_utils import BatchStats
 from mlx_lm.models.cache import make_prompt_cache
@@ -30,20 +30,13 @@ from ..engine.caches import parts
 from ..engine.draft_model import DraftModelDrafter, check_vocabularies
 from ..engine.joint import JointMode
 from ..engine.params import LogitsProcessor, Sampler
-from ..engine.prompt_cache import lent_caches
 from ..engine.target import Capability, Progress
 from ..errors import OptionError
 from ..generation.decoder import AutoDecoder
-from ..generation.engine import Engine
+from ..generation.engine import Engine, responses
 from ..generation.options import GenerationOptions, Prompt
-from ..generation.request import RecordTime, Request, hold_at_exit, responses
-from ..generation.response import (
-    GenerationResponse,
-    GenerationResult,
-    SpeculationStats,
-    Transcript,
-)
-from ..generation.session import DraftCaches
+from ..generation.request import RecordTime, Request, hold_at_exit
+from ..generation.response import GenerationResponse, GenerationResult, SpeculationStats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -191,9 +184,7 @@ def stream_with_draft_model(
     drafter = DraftModelDrafter(draft_model, num_draft_tokens, drafts_cache)
     drafting = replace(decoder.drafting, extra=lambda: drafter)
     request = decoder.new_request(prompt, max_tokens, options, partial(drafting.make, decoder))
-    if drafter.loan:
-        tokens = [*request.prompt]
-        request.lease_more = lambda lease: DraftCaches(lease, drafter, tokens)
+    request.draft_model = drafter
     return responses(request, record_time)
 
 
@@ -297,22 +288,6 @@ def _figures(last: GenerationResponse) -> str:
     )
 
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    @dataclass
-    class BatchResponse:
-        """mlx-lm's, whose types a checker does not find."""
-
-        texts: list[str]
-        stats: BatchStats
-        caches: list[list[Any] | None] | None
-        token_ids: list[list[int]] | None = None
-        logprobs: list[list[float]] | None = None
-
-else:
-    from mlx_lm.generate import BatchResponse
-
 _LABEL = "[batch_generate]"
 _DECODING = ("sampler", "logits_processors", "prefill_step_size", "max_kv_size")
 
@@ -392,17 +367,9 @@ def prepared(
     for name, given in (("max_tokens", budgets), ("prompt_caches", caches)):
         if len(given) != len(prompts):
             raise OptionError(f"{name} are {len(given)} for {len(prompts)} prompts: give one each")
-    template = {"chat_template_kwargs": chat_template_kwargs}
+    bound, keeps = options.get("max_kv_size"), options.get("return_prompt_caches", False)
     decoding = {name: options[name] for name in _DECODING if name in options}
-    requests = [
-        decoder.new_request(
-            *(prompt, budget),
-            cast(GenerationOptions, {**decoding, **template, "prompt_cache": cache}),
-        )
-        for prompt, budget, cache in zip(prompts, budgets, caches, strict=True)
-    ]
-    lengths = [len(request.prompt) for request in requests]
-    done = [0] * len(requests)
+    lengths, done = list[int](), [0] * len(prompts)
 
     def report(index: int, tokens: int, total: int) -> None:
         # A prompt's last token, which comes after the prefill, is not counted separately.
@@ -410,53 +377,74 @@ def prepared(
         if prompt_progress_callback:
             prompt_progress_callback(sum(done), sum(lengths))
 
-    stateful = any(not request.options.sampling.allows_drafts for request in requests)
-    own = make_prompt_cache(model, options.get("max_kv_size"))
-    held = [own if cache is None else cache for cache in caches]
-    in_turn = len(prompts) > 1 and decoder.joint_mode is JointMode.ALONE
-    batched = _can_be_batched(model, held) and (stateful or _keeps_start(held) or in_turn)
+    held: list[list[Any] | None] = []
+    answers: dict[Request, GenerationResult] = {}
+    for index, (prompt, budget, cache) in enumerate(zip(prompts, budgets, caches, strict=True)):
+        fresh = make_prompt_cache(model, bound) if keeps else None
+        held.append(fresh if cache is None else copy.deepcopy(cache))
+        answer = GenerationResult(logprobs=[] if options.get("return_logprobs") else None)
+        own = {
+            "chat_template_kwargs": chat_template_kwargs,
+            "prompt_cache": held[index],
+            "on_progress": partial(report, index),
+        }
+        every = cast(GenerationOptions, {**decoding, **own})
+        request = decoder.new_request(prompt, budget, every, receive=answer.add)
+        answers[request] = answer
+        lengths.append(len(request.prompt))
+    if not _goes_to_mlx_lm(decoder, [*answers], caches, bound):
+        return partial(_at_once, decoder, answers, held, **options)
+    tokens = [[*request.prompt] for request in answers]
+    args = model, decoder.tokenizer, tokens, prompt_caches, budgets
+    run = partial(generate_in_batch, *args, **options)
+    return partial(_in_mlx_lms_batches, run, prompt_progress_callback, sum(lengths))
+
+
+def _goes_to_mlx_lm(
+    decoder: AutoDecoder,
+    requests: Sequence[Request],
+    caches: Sequence[list[Any] | None],
+    max_kv_size: int | None,
+) -> bool:
+    """Whether mlx-lm's batches answer, since requests should not share drafted forwards."""
+    own = make_prompt_cache(decoder.model, max_kv_size)
+    layers = [layer for cache in caches for layer in (own if cache is None else cache)]
+    if hasattr(decoder.model, "leader") or not all(hasattr(layer, "merge") for layer in layers):
+        return False  # they do not take it
+    stateful = any(not request.sampling.allows_drafts for request in requests)
+    # In a batch mlx-lm drops the first positions as well, and so gives other answers than one by
+    # one.
+    keeps_start = any(getattr(part, "keep", 0) for part in parts(layers))
+    in_turn = len(requests) > 1 and decoder.joint_mode is JointMode.ALONE
+    if not (stateful or keeps_start or in_turn):
+        return False
     # A RoPE that depends on a context's length takes no batch, nor do rows that change each other.
-    plain = decoder.chain_capability is Capability.PLAIN
-    if batched and not plain and decoder.draft_end is None:
-        tokens = [[*request.prompt] for request in requests]
-        args = model, decoder.tokenizer, tokens, prompt_caches, budgets
-        run = partial(generate_in_batch, *args, **options)
-        return partial(_in_mlx_lms_batches, run, prompt_progress_callback, sum(lengths))
-    for name in ("prefill_batch_size", "stream"):
-        options.pop(name, None)
-    return partial(_at_once, decoder, requests, caches, report, **options)
+    return decoder.chain_capability is not Capability.PLAIN and decoder.draft_end is None
 
 
 def _at_once(
     decoder: AutoDecoder,
-    requests: Sequence[Request],
-    prompt_caches: Sequence[list[Any] | None],
-    report: Callable[[int, int, int], None],
+    answers: Mapping[Request, GenerationResult],
+    caches: list[list[Any] | None],
+    *,
     verbose: bool = False,
-    return_prompt_caches: bool = False,
-    return_token_ids: bool = False,
-    return_logprobs: bool = False,
     completion_batch_size: int = 32,
-    **options: Any,
+    **returns: Any,
 ) -> BatchResponse:
-    """Answer the prompts with speculation; ``options`` are those of ``decoder.stream``."""
+    """Answer the prompts with speculation.
+
+    Args:
+        decoder: their model's.
+        answers: the requests, and what collects their responses.
+        caches: of each prompt, which the request continues.
+        verbose, completion_batch_size: as for :func:`batch_generate`.
+        returns: its other options, of which those that say what to return are used.
+    """
     engine = Engine(decoder, max_active=completion_batch_size, stall=math.inf)
-    kept: list[list[Any] | None] = []
-    answers = [Transcript(0 if return_logprobs else None) for _ in requests]
-    for index, (request, answer) in enumerate(zip(requests, answers, strict=True)):
-        cache = copy.deepcopy(prompt_caches[index])
-        if cache is None and return_prompt_caches:
-            cache = make_prompt_cache(decoder.model, options.get("max_kv_size"))
-        kept.append(cache)
-        request.options = request.options._replace(
-            prompt_cache=cache and lent_caches(cache, decoder.model),
-            on_progress=partial(report, index),
-        )
-        request.receive = answer.add
-        engine.add(request)
+    engine.add(*answers)
     started = time.perf_counter()
-    _run(engine, requests, verbose)
-    results = [answer.result([]) for answer in answers]
+    _run(engine, [*answers], verbose)
+    results = list(answers.values())
     stats = BatchStats(
         prompt_tokens=sum(result.prompt_tokens for result in results),
         prompt_time=engine.prefill_seconds,
@@ -470,18 +458,18 @@ def _at_once(
         _show_figures(stats, results)
     # mlx-lm returns no token that ended an answer.
     ends = decoder.tokenizer.eos_token_ids
-    counts = [len(r.tokens) - (r.tokens[-1] in ends) for r in results]
-    tokens = [r.tokens[:count] for r, count in zip(results, counts, strict=True)]
+    counts = [len(one.tokens) - (one.tokens[-1] in ends) for one in results]
+    tokens = [one.tokens[:count] for one, count in zip(results, counts, strict=True)]
     logprobs = [
-        [found.logprob for found in (r.logprobs or [])[:count]]
-        for r, count in zip(results, counts, strict=True)
+        [found.logprob for found in (one.logprobs or [])[:count]]
+        for one, count in zip(results, counts, strict=True)
     ]
     return BatchResponse(
         texts=[decoder.tokenizer.decode(answer) for answer in tokens],
         stats=stats,
-        caches=kept if return_prompt_caches else None,
-        token_ids=tokens if return_token_ids else None,
-        logprobs=logprobs if return_logprobs else None,
+        caches=caches if returns.get("return_prompt_caches") else None,
+        token_ids=tokens if returns.get("return_token_ids") else None,
+        logprobs=logprobs if returns.get("return_logprobs") else None,
     )
 
 
@@ -526,17 +514,3 @@ def _show_figures(stats: BatchStats, ended: Sequence[GenerationResult]) -> None:
         f"{_LABEL} Speculation: {accepted} of {drafted} draft tokens accepted\n"
         f"{_LABEL} Peak memory: {stats.peak_memory:.3f} GB"
     )
-
-
-def _can_be_batched(model: nn.Module, caches: Sequence[list[Any]]) -> bool:
-    """Whether mlx-lm's batches take a model and the caches of its prompts."""
-    split = hasattr(model, "leader")
-    return not split and all(hasattr(layer, "merge") for cache in caches for layer in cache)
-
-
-def _keeps_start(caches: Sequence[list[Any]]) -> bool:
-    """Whether a cache of bounded size keeps the first positions.
-
-    In a batch mlx-lm drops these as well, and so gives other answers than one by one.
-    """
-    return any(getattr(part, "keep", 0) for cache in caches for part in parts(cache))

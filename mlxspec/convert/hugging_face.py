@@ -7,8 +7,8 @@ from typing import Any
 import mlx.nn as nn
 
 from ..errors import ConversionError
-from ..models.model import load_lazily, read_config
-from ..models.model_files import find_directory, local_path
+from ..models.model import load_lazily
+from ..models.model_files import find_directory, local_path, read_config
 
 # Never *.py: what a repository's code does is its author's choice.
 _COPIED = (

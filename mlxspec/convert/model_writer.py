@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from ..errors import ConversionError
 from ..models.model_files import one_line
 
-MAX_SHARD_BYTES = 1 << 30
+MAX_SHARD_BYTES = 1 << 30  # of a safetensors file, and of the tensors in memory
 
 Progress = Callable[[int, int], None]
 """Called with the bytes converted so far and their total."""

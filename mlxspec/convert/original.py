@@ -5,6 +5,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,13 @@ def load_original(directory: Path, scratch: Path) -> tuple[nn.Module, dict[str, 
     halves.pop(None, None)
     config["torch_dtype"] = halves.most_common(1)[0][0] if halves else "float16"
     try:
-        weights = _renamed(tensors, config["head_dim"])
+        weights = {}
+        for name, array in tensors.items():
+            if (mlx_name := original_to_mlx_name(name)) is None:
+                raise ValueError(f"the tensor {printable(name)} is not known")
+            if name.endswith(("attention.wq.weight", "attention.wk.weight")):
+                array = half_split_rows(array, config["head_dim"])
+            weights[mlx_name] = array
         check_layers(config, len(weights))
         model_class, args_class = _get_classes(config)
         model = model_class(args_class.from_dict(config))
@@ -134,23 +141,6 @@ def _join(name: str, pieces: list[mx.array], dim: int | None) -> mx.array:
         raise ConversionError(f"{name}: its pieces {shapes} do not fit together") from None
 
 
-def _renamed(tensors: Mapping[str, mx.array], head_dim: int) -> dict[str, mx.array]:
-    """The tensors under mlx-lm's names, with rows in Hugging Face's order.
-
-    Raises:
-        ValueError: a tensor is unknown or has a wrong shape.
-    """
-    weights = {}
-    for name, array in tensors.items():
-        mlx_name = original_to_mlx_name(name)
-        if mlx_name is None:
-            raise ValueError(f"the tensor {printable(name)} is not known")
-        if name.endswith(("attention.wq.weight", "attention.wk.weight")):
-            array = half_split_rows(array, head_dim)
-        weights[mlx_name] = array
-    return weights
-
-
 # --- names and settings ---
 
 _MODULES = {
@@ -168,6 +158,12 @@ _MODULES = {
     "ffn_norm": "post_attention_layernorm",
 }
 _NAME = re.compile(r"(?:layers\.(0|[1-9][0-9]*)\.)?(.+)\.weight")
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 _KNOWN_PARAMS = {
     *("dim", "n_layers", "head_dim", "hidden_dim", "n_heads", "n_kv_heads", "vocab_size"),
     *("norm_eps", "rope_theta", "use_scaled_rope", "sliding_window", "tied_embeddings"),
@@ -187,66 +183,6 @@ def original_to_mlx_name(name: str) -> str | None:
     return f"{module}.weight" if layer is None else f"model.layers.{layer}.{module}.weight"
 
 
-def complete_params(
-    params: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]
-) -> dict[str, Any]:
-    """The settings of ``params.json`` with everything filled in that Llama leaves open.
-
-    ``hidden_dim`` and a ``vocab_size`` of -1 come from ``shapes``, those of the joined tensors by
-    original name; ``n_kv_heads``, ``head_dim`` and ``rope_theta`` have Llama's defaults.
-
-    Raises:
-        LoadError: a key is missing, has an impossible value, or is not known, so that the
-            model would compute something else.
-    """
-    unknown = [k for k, v in params.items() if k not in _KNOWN_PARAMS and v not in (None, False)]
-    if "moe" in unknown:
-        raise LoadError("mixture-of-experts models in Mistral's layout (key 'moe') are not known")
-    if unknown:
-        raise LoadError(f"the key {sorted(unknown)[0]!r} belongs to no known Llama or Mistral")
-    full = {key: value for key, value in params.items() if value is not None}
-    for key in ("dim", "n_layers", "n_heads", "norm_eps"):
-        if key not in full:
-            raise LoadError(f"the key {key!r} is missing")
-    full.setdefault("n_kv_heads", full["n_heads"])
-    full.setdefault("rope_theta", 10000.0)
-    for key in ("dim", "n_heads"):
-        _check_positive(full, key, int)
-    full.setdefault("head_dim", full["dim"] // full["n_heads"])
-    if "hidden_dim" not in full:
-        full["hidden_dim"] = _rows(shapes, "layers.0.feed_forward.w1.weight")
-    if full.get("vocab_size", -1) == -1:
-        full["vocab_size"] = _rows(shapes, "tok_embeddings.weight")
-    for key in ("n_layers", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size"):
-        _check_positive(full, key, int)
-    for key in ("max_position_embeddings", "max_seq_len"):
-        if key in full:
-            _check_positive(full, key, int)
-    for key in ("norm_eps", "rope_theta"):
-        _check_positive(full, key, int | float)
-    if full["head_dim"] % 2 or full["n_heads"] % full["n_kv_heads"]:
-        raise LoadError(
-            f"head_dim {full['head_dim']} must be even and n_heads {full['n_heads']} "
-            f"a multiple of n_kv_heads {full['n_kv_heads']}"
-        )
-    if not isinstance(full.get("sliding_window", 0), int):
-        raise LoadError("a sliding_window that differs per layer is not known")
-    return full
-
-
-def _check_positive(params: Mapping[str, Any], key: str, kind: Any) -> None:
-    value = params[key]
-    if isinstance(value, bool) or not isinstance(value, kind) or not value > 0:
-        what = "whole number" if kind is int else "number"
-        raise LoadError(f"the key {key!r} is {value!r}, not a positive {what}")
-
-
-def _rows(shapes: Mapping[str, Sequence[int]], name: str) -> int:
-    if name not in shapes:
-        raise LoadError(f"the tensor {name} is missing")
-    return shapes[name][0]
-
-
 def config_from_params(
     params: Mapping[str, Any],
     shapes: Mapping[str, Sequence[int]],
@@ -256,52 +192,79 @@ def config_from_params(
     """``config.json`` in Hugging Face's keys, as mlx-lm reads it, from ``params.json``.
 
     Args:
-        params: the content of ``params.json``.
-        shapes: shape of each tensor by original name, see :func:`complete_params`.
+        params: the content of ``params.json``. What it leaves open has Llama's defaults.
+        shapes: shape of each joined tensor by original name, for the sizes that it leaves open.
         tie_word_embeddings: whether the embedding serves as the output layer, too.
 
     Raises:
-        LoadError: see :func:`complete_params`.
+        LoadError: a key is missing, has an impossible value, or is not known, so that the
+            model would compute something else.
     """
-    full = complete_params(params, shapes)
-    is_llama = "multiple_of" in full
+    given = {key: value for key, value in params.items() if value is not None}
+    if unknown := sorted(k for k in given.keys() - _KNOWN_PARAMS if given[k] is not False):
+        raise LoadError(f"the key {unknown[0]!r} belongs to no known Llama or Mistral")
+
+    positive = partial(_positive, given)
+    if "hidden_dim" not in given:
+        given["hidden_dim"] = _rows(shapes, "layers.0.feed_forward.w1.weight")
+    if given.get("vocab_size", -1) == -1:
+        given["vocab_size"] = _rows(shapes, "tok_embeddings.weight")
+    dim, heads = positive("dim"), positive("n_heads")
+    is_llama = "multiple_of" in given
     config = {
         "architectures": ["LlamaForCausalLM" if is_llama else "MistralForCausalLM"],
         "model_type": "llama" if is_llama else "mistral",
         "hidden_act": "silu",
-        "hidden_size": full["dim"],
-        "intermediate_size": full["hidden_dim"],
-        "num_hidden_layers": full["n_layers"],
-        "num_attention_heads": full["n_heads"],
-        "num_key_value_heads": full["n_kv_heads"],
-        "head_dim": full["head_dim"],
-        "rms_norm_eps": full["norm_eps"],
-        "rope_theta": full["rope_theta"],
-        "vocab_size": full["vocab_size"],
+        "hidden_size": dim,
+        "intermediate_size": positive("hidden_dim"),
+        "num_hidden_layers": positive("n_layers"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": positive("n_kv_heads", heads),
+        "head_dim": positive("head_dim", dim // heads),
+        "rms_norm_eps": positive("norm_eps", kind=int | float),
+        "rope_theta": positive("rope_theta", 10000.0, int | float),
+        "vocab_size": positive("vocab_size"),
         "tie_word_embeddings": tie_word_embeddings,
     }
+    if config["head_dim"] % 2 or heads % config["num_key_value_heads"]:
+        raise LoadError(
+            f"head_dim {config['head_dim']} must be even and n_heads {heads} "
+            f"a multiple of n_kv_heads {config['num_key_value_heads']}"
+        )
     if not is_llama:
-        config["sliding_window"] = full.get("sliding_window")
-    context = full.get("max_position_embeddings") or full.get("max_seq_len")
-    if full.get("use_scaled_rope"):
-        config["rope_scaling"] = _llama3_rope_scaling(full["dim"])
-        context = context or 131072
+        window = config["sliding_window"] = given.get("sliding_window")
+        if not isinstance(window, int | None):
+            raise LoadError("a sliding_window that differs per layer is not known")
+    context = 131072 if given.get("use_scaled_rope") else 0
+    for key in ("max_seq_len", "max_position_embeddings"):
+        if key in given:
+            context = positive(key)
     if context:
         config["max_position_embeddings"] = context
+    if given.get("use_scaled_rope"):
+        # params.json does not distinguish Llama 3.1 and 3.2: the small text models of 3.2
+        # (widths 2048 and 3072) were published with 32, everything from width 4096 on with 8.
+        config["rope_scaling"] = _LLAMA3_ROPE | {"factor": 32.0 if dim < 4096 else 8.0}
     return config
 
 
-def _llama3_rope_scaling(dim: int) -> dict[str, Any]:
-    """What ``use_scaled_rope`` stands for in Llama 3.1 and 3.2."""
-    return {
-        "rope_type": "llama3",
-        # params.json does not distinguish the two: the small text models of Llama 3.2 (widths
-        # 2048 and 3072) were published with 32, everything from width 4096 on with 8.
-        "factor": 32.0 if dim < 4096 else 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
+def _positive(
+    params: Mapping[str, Any], key: str, default: float | None = None, kind: Any = int
+) -> Any:
+    """A setting that must be a positive number."""
+    value = params.get(key, default)
+    if value is None:
+        raise LoadError(f"the key {key!r} is missing")
+    if isinstance(value, bool) or not isinstance(value, kind) or not value > 0:
+        what = "whole number" if kind is int else "number"
+        raise LoadError(f"the key {key!r} is {value!r}, not a positive {what}")
+    return value
+
+
+def _rows(shapes: Mapping[str, Sequence[int]], name: str) -> int:
+    if name not in shapes:
+        raise LoadError(f"the tensor {name} is missing")
+    return shapes[name][0]
 
 
 def half_split_rows(weight: mx.array, head_dim: int) -> mx.array:

@@ -6,28 +6,24 @@ import hmac
 import json
 import os
 import secrets
-import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
-from signal import SIGTERM
 from typing import Any, cast
 
 import mlx.core as mx
 
 from ..errors import DistributedError
-from .launch import end_with, supervisor_descriptor
+from .launch import end_with
 
 Message = list[Any]
 """A name and its arguments; anything that JSON holds."""
 
 _END = "end"
-_RECEIVED_AT_ONCE = 1 << 16  # bytes
-_SECONDS_OF_GRACE = 0.5
 _SECONDS_SILENT, _SECONDS_BETWEEN_PROBES, _PROBES = 5, 2, 3
 
 _SECONDS_TO_MEET = 60.0
@@ -111,8 +107,8 @@ def _greeted(connection: socket.socket, secret: str) -> int | None:
     connection.settimeout(_SECONDS_TO_GREET)
     try:
         with connection.makefile("rb") as stream:
-            told, rank = json.loads(stream.readline(_MAX_INVITATION))
-        known = hmac.compare_digest(str(told).encode(), secret.encode())
+            greeting, rank = json.loads(stream.readline(_MAX_INVITATION))
+        known = hmac.compare_digest(str(greeting).encode(), secret.encode())
         return int(rank) if known else None
     except (OSError, ValueError, TypeError, RecursionError):
         return None
@@ -132,9 +128,8 @@ def _connect(addresses: Sequence[str], port: int) -> socket.socket:
 class Channel:
     """Connections to other ranks, one JSON line a message.
 
-    Threads listen all the time. When a rank is gone without a farewell, when this process receives
-    SIGTERM, or when its supervisor is gone, one of them writes a line and ends the
-    process. To be made in the main thread.
+    Threads listen all the time. When a rank is gone without a farewell, one of them writes a line
+    and ends the process.
 
     Args:
         rank: of this process.
@@ -147,23 +142,18 @@ class Channel:
         self._messages: SimpleQueue[Message] = SimpleQueue()
         self._sending = threading.RLock()
         self._closing = False
-        self._status: int | None = None
-        """The exit status that the farewell named."""
-        _in_thread(self._end_when_told, _sigterm_descriptor())
-        supervisor = supervisor_descriptor()
-        if supervisor is not None:
-            _in_thread(self._end_as_orphan, supervisor)
+        self._may_end = False
         for peer, connection in self._peers.items():
             connection.setblocking(True)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             _probe_when_silent(connection)
-            _in_thread(self._listen, peer, connection)
+            threading.Thread(target=self._listen, args=(peer, connection), daemon=True).start()
 
     def send(self, *message: Any) -> None:
         """Send a message to all peers; nothing is sent after the farewell."""
         if self._closing:
             return
-        line = json.dumps(message).encode() + b"\n"
+        line = json.dumps(message, default=list).encode() + b"\n"  # a range is not JSON
         # An unclosed generation ends wherever it is garbage-collected: in the middle
         # of another message, or in another thread.
         with self._sending:
@@ -177,70 +167,37 @@ class Channel:
         """Wait for the next message."""
         return self._messages.get()
 
-    def close(self, status: int) -> None:
-        """Bid farewell: when this process has ended, so do the peers, with this exit status.
+    def close(self) -> None:
+        """Bid farewell: when this process has ended, so do the peers, with status 0.
 
         Until then they take part in what is still under way.
         """
-        self.send(_END, status)
+        self.send(_END)
         self._closing = True
 
     def _listen(self, rank: int, connection: socket.socket) -> None:
-        """Take what a rank sends, until it is gone."""
-        unfinished = b""
-        with suppress(OSError):
-            while received := connection.recv(_RECEIVED_AT_ONCE):
-                *lines, unfinished = (unfinished + received).split(b"\n")
-                for line in lines:
-                    message = json.loads(line)
-                    if message[0] == _END:
-                        self._status = message[1]
-                    else:
-                        self._messages.put(message)
+        """Take the messages of a rank, until it is gone."""
+        with suppress(OSError), connection.makefile("rb") as lines:
+            for line in lines:
+                message = json.loads(line)
+                if message[0] == _END:
+                    self._may_end = True
+                else:
+                    self._messages.put(message)
         self._lose(rank)
 
     def _lose(self, rank: int) -> None:
         """End this process because another one is gone."""
-        if self._status is not None:
-            os._exit(self._status)  # wherever the main thread is: it has nothing to finish
+        if self._may_end:
+            os._exit(0)  # wherever the main thread is: it has nothing to finish
         if not self._closing:
             end_with(f"Error: rank {rank} is gone, so rank {self._rank} ends, too")
-
-    def _end_when_told(self, signals: int) -> None:
-        while SIGTERM not in os.read(signals, 64):
-            pass
-        # When one rank has died, the launcher ends the rest with this signal. Users should
-        # see the first failure, which the other threads report.
-        time.sleep(_SECONDS_OF_GRACE)
-        end_with(f"Error: rank {self._rank} was terminated (SIGTERM)", 128 + SIGTERM)
-
-    def _end_as_orphan(self, supervisor: int) -> None:
-        os.read(supervisor, 1)
-        end_with(f"Error: the process that started rank {self._rank} is gone")
-
-
-def _in_thread(function: Callable[..., None], *args: Any) -> None:
-    threading.Thread(target=function, args=args, name="mlxspec-ranks", daemon=True).start()
 
 
 def _probe_when_silent(connection: socket.socket) -> None:
     """Notice within seconds that a host has lost power or network, which closes nothing."""
+    idle = getattr(socket, "TCP_KEEPALIVE" if sys.platform == "darwin" else "TCP_KEEPIDLE")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if sys.platform == "darwin":
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPALIVE, _SECONDS_SILENT)
-    else:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SECONDS_SILENT)
+    connection.setsockopt(socket.IPPROTO_TCP, idle, _SECONDS_SILENT)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _SECONDS_BETWEEN_PROBES)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
-
-
-def _sigterm_descriptor() -> int:
-    """A descriptor that gets a byte at SIGTERM, even while the main thread waits inside MLX.
-
-    Python's own handlers do not run there.
-    """
-    signals, wakeup = os.pipe()
-    os.set_blocking(wakeup, False)
-    signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
-    signal.signal(SIGTERM, lambda *_: None)
-    return signals

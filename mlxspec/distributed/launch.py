@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
-
-_SUPERVISOR = "MLXSPEC_SUPERVISOR"
-_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 
 _ending = threading.Lock()
 
@@ -45,38 +41,6 @@ def end_with(line: str, status: int = 1) -> NoReturn:
     _ending.acquire()
     os.write(2, f"{' '.join(line.split())}\n".encode(errors="replace"))
     os._exit(status)
-
-
-def supervisor_descriptor() -> int | None:
-    """The descriptor that comes to its end when this worker's supervisor dies; None without one."""
-    descriptor = os.environ.get(_SUPERVISOR)
-    return int(descriptor) if descriptor else None
-
-
-def supervise() -> None:
-    """Run this process's command in a worker and end as it ends; in the worker, do nothing.
-
-    MLX can crash when another rank is gone: the supervisor then says what has happened.
-    """
-    if supervisor_descriptor() is not None:
-        return
-    alive, held = os.pipe()
-    # Ctrl-C reaches the worker as well. Rank 0's says what it means; the others' ignore it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN if launched_rank() else lambda *_: None)
-    worker = subprocess.Popen(
-        [sys.executable, *sys.orig_argv[1:]],
-        env={**os.environ, _SUPERVISOR: str(alive)},
-        pass_fds=[alive],
-    )
-    os.close(alive)
-    signal.signal(signal.SIGTERM, lambda *_: worker.terminate())
-    status = worker.wait()
-    os.close(held)
-    if status >= 0:
-        os._exit(status)
-    death = signal.Signals(-status)
-    reason = ", as MLX can be when another rank is gone" if death in _CRASHES else ""
-    end_with(f"Error: rank {launched_rank()} was ended by {death.name}{reason}", 128 - status)
 
 
 @contextmanager

@@ -23,7 +23,6 @@ from ..engine.params import CacheOptions
 from ..engine.target import Capability, Target, vocabulary_size
 from ..errors import DistributedError, LoadError, MlxspecError, OptionError
 from ..models.model import load
-from ..process import INTERRUPTED
 from .channel import Channel, meet
 from .launch import end_with, uninterrupted
 
@@ -71,7 +70,12 @@ def split(model: nn.Module, group: mx.distributed.Group, name: str) -> None:
     whole = _numbers(model)
     try:
         model.shard(group)
-        _check_numbers(whole, _numbers(model), size)
+        for key, part in _numbers(model).items():
+            before = whole.get(key, part)
+            repeated = part == 1 and size % before == 0  # fewer heads than ranks, and copies
+            # With a remainder the model would run, with other results.
+            if part not in (before, before / size) and not repeated:
+                raise ValueError(f"{' '.join(key)}: {before} divided by {size}")
         vocabulary_size(model)  # builds a forward, whose shapes show what else does not divide
     except (AssertionError, ValueError, RuntimeError, ZeroDivisionError) as error:
         raise LoadError(
@@ -88,21 +92,6 @@ def _numbers(model: nn.Module) -> dict[tuple[str, str], int]:
         for name, value in vars(module).items()
         if type(value) is int
     }
-
-
-def _check_numbers(
-    whole: dict[tuple[str, str], int], part: dict[tuple[str, str], int], size: int
-) -> None:
-    """Refuse what mlx-lm has divided with a remainder: the model would run with other results.
-
-    Raises:
-        ValueError: there was a remainder.
-    """
-    for key in whole.keys() & part.keys():
-        before, after = whole[key], part[key]
-        repeated = after == 1 and size % before == 0  # fewer heads than ranks, and copies of them
-        if after not in (before, before / size) and not repeated:
-            raise ValueError(f"{' '.join(key)}: {before} divided by {size}")
 
 
 def is_known(tree: DraftTree) -> bool:
@@ -174,7 +163,7 @@ class Leader:
             )
         number = next(self._numbers)
         options = options or CacheOptions()
-        self.tell("open", number, capability.value, vocab_size, asdict(options))
+        self.send("open", number, capability.value, vocab_size, asdict(options))
         target = LeadingTarget(self, number, model, capability, vocab_size, options)
         weakref.finalize(target, self._closed.append, number)
         return target
@@ -182,14 +171,24 @@ class Leader:
     def run(self, function: Callable[..., Result], model: nn.Module, *args: Any) -> Result:
         """Call a function of :data:`.ranks.TOGETHER` with the model, at every rank."""
         with uninterrupted(), mx.stream(generation_stream):
-            self.tell("run", function.__name__, *args)
+            self.send("run", function.__name__, *args)
             return function(model, *args)
 
-    def tell(self, *message: Any) -> None:
+    def send(self, *message: Any) -> None:
         """Send the followers a command."""
         while self._closed:
             self._channel.send("close", self._closed.pop())
         self._channel.send(*message)
+
+
+def _repeated(name: str, at_followers: str = "") -> Any:
+    """A method of :class:`Target` that the followers repeat; its arguments are JSON's."""
+
+    def method(self: LeadingTarget, *args: Any) -> None:
+        with self._sending(at_followers or name, *args):
+            getattr(Target, name)(self, *args)
+
+    return method
 
 
 class LeadingTarget(Target):
@@ -202,54 +201,40 @@ class LeadingTarget(Target):
         super().__init__(*args, **options)
         self._leader = leader
         self._number = number
-        self._told = False
+        self._sent = False
 
     @contextmanager
-    def _telling(self, method: str, *args: Any) -> Iterator[None]:
+    def _sending(self, method: str, *args: Any) -> Iterator[None]:
         """Send a call to the followers, unless it is part of one that they already repeat."""
-        if self._told:
+        if self._sent:
             yield
             return
         with uninterrupted(), mx.stream(generation_stream):
-            self._leader.tell(method, self._number, *args)
-            self._told = True
+            self._leader.send(method, self._number, *args)
+            self._sent = True
             try:
                 yield
             finally:
-                self._told = False
+                self._sent = False
 
     def prefill(self, tokens: Sequence[int], *args: Any, **options: Any) -> None:
         """As :meth:`Target.prefill`, sent to the followers chunk by chunk."""
         super().prefill(tokens, *args, **options)
-        self._leader.tell("prefill", self._number, [])  # caches change for steps at its end
-
-    def _prefill_chunk(self, tokens: Sequence[int], ends: bool = True) -> None:
-        with self._telling("_prefill_chunk", list(tokens), ends):
-            super()._prefill_chunk(tokens, ends)
+        self._leader.send("prefill", self._number, [])  # caches change for steps at its end
 
     def forward(self, tokens: mx.array, tree: DraftTree) -> mx.array:
         """As :meth:`Target.forward`, and dispatched: the other ranks wait for its values."""
-        with self._telling("forward", tree.tokens, tree.parents):
+        with self._sending("forward", tree.tokens, tree.parents):
             if not is_known(tree):
                 tokens = share(tokens)
             logits = super().forward(tokens, tree)
             mx.async_eval(logits)
         return logits
 
-    def commit_moved(self, rows: Sequence[int]) -> None:
-        """As :meth:`Target.commit_moved`; the followers move theirs, too."""
-        with self._telling("commit", list(rows)):
-            super().commit_moved(rows)
-
-    def truncate(self, length: int) -> None:
-        """As :meth:`Target.truncate`."""
-        with self._telling("truncate", length):
-            super().truncate(length)
-
-    def flush_pending(self) -> None:
-        """As :meth:`Target.flush_pending`."""
-        with self._telling("flush_pending"):
-            super().flush_pending()
+    _prefill_chunk = _repeated("_prefill_chunk")
+    commit_moved = _repeated("commit_moved", "commit")  # the leader has moved its rows already
+    truncate = _repeated("truncate")
+    flush_pending = _repeated("flush_pending")
 
 
 TOGETHER: dict[str, Callable[..., Any]] = {
@@ -267,7 +252,7 @@ def taking_part() -> Iterator[Leader | None]:
     """Form the group of the ranks that ``mlx.launch`` has started.
 
     Only rank 0 comes out of this; the others follow it until the process ends. When rank 0 ends
-    they end as well, with its exit status.
+    they end as well.
 
     Yields:
         the leader, or None in a group of one.
@@ -285,23 +270,15 @@ def taking_part() -> Iterator[Leader | None]:
     if group.rank() > 0:
         _follow_to_the_end(group)
     channel = meet(group)
-    status = 1
     try:
         yield Leader(group, channel)
-        status = 0
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else 1
-        raise
-    except KeyboardInterrupt:
-        status = INTERRUPTED
-        raise
     except RuntimeError:
         time.sleep(_SECONDS_TO_NOTICE)
         raise
     finally:
         # A forward may still be under way in which the followers take part.
         mx.synchronize(generation_stream)
-        channel.close(status)
+        channel.close()
 
 
 def _follow_to_the_end(group: mx.distributed.Group) -> None:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from array import array
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from functools import cache
-from hashlib import blake2b
 from importlib.resources import files
 from itertools import repeat
 from math import exp, sqrt
@@ -23,9 +20,6 @@ _RATE, _LOWEST_RATE = 0.2, 0.01
 _SLOWS_AFTER = 10  # times that a feature was seen
 MOST_SEEN = round(_SLOWS_AFTER * ((_RATE / _LOWEST_RATE) ** 2 - 1))  # until the rate is the lowest
 _RATES = [_RATE / sqrt(1 + times / _SLOWS_AFTER) for times in range(MOST_SEEN + 1)]
-_KIND_TOKENS = (8, 32)
-MOST_KINDS = 16
-SALT_BYTES = 16
 
 
 class Corrections:
@@ -74,61 +68,6 @@ class Corrections:
     def copy(self) -> Corrections:
         """The same weights, with fresh rates."""
         return Corrections(self._weights)
-
-
-class Experience:
-    """What the generations of a decoder have taught: corrections by kind of request.
-
-    Requests whose prompts begin alike, with one system prompt or one template, are of one kind.
-    Salted hashes of the first tokens distinguish kinds, so that no text is kept. A kind has
-    corrections of its own from its second request on. They begin as a copy of those that its
-    requests followed until then. A request of no known kind follows those of all generations.
-
-    Args:
-        salt: of the hashes; random by default.
-
-    Attributes:
-        salt: of the hashes.
-        everything: the corrections that all requests follow or teach.
-        kinds: by hash, the last used last; None after a kind's first request.
-        probe_step: where in its round of probes the next generation continues; see
-            :class:`mlxspec.drafting.policy.Policy`.
-    """
-
-    def __init__(self, salt: bytes | None = None) -> None:
-        self.salt = salt or os.urandom(SALT_BYTES)
-        self.probe_step = 0
-        self.everything = Corrections()
-        self.kinds: OrderedDict[str, Corrections | None] = OrderedDict()
-
-    def of_kind(self, prompt: Sequence[int]) -> list[Corrections]:
-        """The corrections that a request follows, and the others that learn from it.
-
-        Args:
-            prompt: token ids.
-
-        Returns:
-            first the corrections of its kind; then those of the kinds that this one belongs to,
-            and of all requests.
-        """
-        found = [self.everything]
-        for length in _KIND_TOKENS:
-            if len(prompt) < length:
-                break
-            tokens = array("q", prompt[:length]).tobytes()
-            kind = blake2b(tokens, digest_size=8, key=self.salt).hexdigest()
-            known = kind in self.kinds
-            own = self.kinds.pop(kind, None)
-            if known:
-                own = own or found[-1].copy()
-                found.append(own)
-            self.kinds[kind] = own
-        while len(self.kinds) > MOST_KINDS:
-            self.kinds.popitem(last=False)
-        return found[::-1]
-
-    def end(self) -> None:
-        """A generation has ended: nothing to do."""
 
 
 def probability(logit: float) -> float:

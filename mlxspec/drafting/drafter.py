@@ -384,22 +384,6 @@ class NoDraft(Drafter):
         self._last = step.tokens[-1]
 
 
-class Source(Drafter):
-    """A drafter that a planner asks for candidates with probabilities.
-
-    Attributes:
-        spent: seconds of the current step that a user's drafter took.
-        fault: what a user's drafter has raised, which is not a fault of planning.
-    """
-
-    spent = 0.0
-    fault: Exception | None = None
-
-    def search(self, limits: Limits) -> DraftTree:
-        """What may follow the current token, the likeliest first, with ``p_reached``."""
-        raise NotImplementedError
-
-
 class TreeBuilder:
     """Builds a draft tree node by node.
 

@@ -7,7 +7,9 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -19,7 +21,7 @@ import platformdirs
 
 from ..errors import MlxspecError, OptionError
 from ..files import replaced
-from .acceptance import MOST_KINDS, MOST_SEEN, SALT_BYTES, TOKEN_FEATURES, Corrections, Experience
+from .acceptance import MOST_SEEN, TOKEN_FEATURES, Corrections
 from .costs import MOST_UNCERTAINTY, STEP_SECONDS, WIDEST, KnownTime, context_range
 from .measurement import COST_PER_ROW, is_whole
 
@@ -289,6 +291,9 @@ def _check(times: tuple[KnownTime, ...]) -> None:
             raise ValueError(f"an implausible time of {known.rows} rows")
 
 
+_KIND_TOKENS = (8, 32)
+_MOST_KINDS = 16
+_SALT_BYTES = 16
 _MOST_FILES = 64
 _MOST_WEIGHT = 30.0
 _SECONDS_BETWEEN_SAVES = 30.0
@@ -314,45 +319,95 @@ def experience_path(model: Identity) -> Path:
     return experience_directory() / f"{digest}.json"
 
 
-class KeptExperience(Experience):
-    """Experience that outlives the process.
+class Experience:
+    """What the generations of a decoder have taught: corrections by kind of request.
 
-    It is saved after a generation, at most every 30 seconds; of several processes, the last to
-    save stays. Weights of single tokens are not saved, since they reveal texts. If the file has
-    been removed, this process forgets what it knew, too. A damaged file is ignored with a
-    warning.
+    Requests whose prompts begin alike, with one system prompt or one template, are of one kind.
+    Salted hashes of the first tokens distinguish kinds, so that no text is kept. A kind has
+    corrections of its own from its second request on. They begin as a copy of those that its
+    requests followed until then. A request of no known kind follows those of all generations.
+
+    With a path, it outlives the process. It is saved after a generation, at most every 30 seconds;
+    of several processes, the last to save stays. Weights of single tokens are not saved, since they
+    reveal texts. If the file has been removed, this process forgets what it knew, too. A damaged
+    file is ignored with a warning.
 
     Args:
-        path: the file.
+        path: the file; None keeps nothing.
         clock: returns the time in seconds.
+
+    Attributes:
+        salt: of the hashes.
+        everything: the corrections that all requests follow or teach.
+        kinds: by hash, the last used last; None after a kind's first request.
+        probe_step: where in its round of probes the next generation continues; see
+            :class:`mlxspec.drafting.policy.Policy`.
     """
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__()
+    def __init__(
+        self, path: Path | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.probe_step = 0
+        self._of_texts: dict[object, Experience] = {}
         self._path, self._clock = path, clock
         self._next_save = clock()
-        kept = _usable("experience", path, _read_experience)
+        kept = _usable("experience", path, _read_experience) if path else None
         self._has_file = kept is not None
-        self._take(kept or self)
+        self.salt, self.everything, self.kinds = kept or _nothing()
 
-    def _take(self, other: Experience) -> None:
-        self.salt, self.everything, self.kinds = other.salt, other.everything, other.kinds
+    def of_kind(self, prompt: Sequence[int]) -> list[Corrections]:
+        """The corrections that a request follows, and the others that learn from it.
+
+        Args:
+            prompt: token ids.
+
+        Returns:
+            first the corrections of its kind; then those of the kinds that this one belongs to,
+            and of all requests.
+        """
+        found = [self.everything]
+        for length in _KIND_TOKENS:
+            if len(prompt) < length:
+                break
+            tokens = array("q", prompt[:length]).tobytes()
+            kind = hashlib.blake2b(tokens, digest_size=8, key=self.salt).hexdigest()
+            known = kind in self.kinds
+            own = self.kinds.pop(kind, None)
+            if known:
+                own = own or found[-1].copy()
+                found.append(own)
+            self.kinds[kind] = own
+        while len(self.kinds) > _MOST_KINDS:
+            self.kinds.popitem(last=False)
+        return found[::-1]
+
+    def of_texts(self, texts: object) -> Experience:
+        """What was taught of earlier texts, such as a memory; it ends with the process."""
+        return self._of_texts.setdefault(texts, Experience())
 
     def end(self) -> None:
-        """Save what was learned, if the last save is not recent."""
-        if self._clock() < self._next_save:
+        """Save what was learned, if there is a path and the last save is not recent."""
+        if not self._path or self._clock() < self._next_save:
             return
         self._next_save = self._clock() + _SECONDS_BETWEEN_SAVES
         there = None
         with suppress(*_UNUSABLE):
             there = _read_experience(self._path)
-        if self._has_file and (there is None or there.salt != self.salt):
-            self._take(there or Experience())  # the user removed it
+        if self._has_file and (there is None or there[0] != self.salt):  # the user removed it
+            self.salt, self.everything, self.kinds = there or _nothing()
         kinds = {kind: own and _figures(own) for kind, own in [*self.kinds.items()]}
         content = {"salt": self.salt.hex(), "everything": _figures(self.everything), "kinds": kinds}
         self._has_file = _write_json("corrections", self._path, _EXPERIENCE | content)
         for path in kept_experience()[:-_MOST_FILES] if self._has_file else ():
             path.unlink(missing_ok=True)
+
+
+_Taught = tuple[bytes, Corrections, OrderedDict[str, Corrections | None]]
+"""The salt, the corrections of everything, and those of kinds."""
+
+
+def _nothing() -> _Taught:
+    return os.urandom(_SALT_BYTES), Corrections(), OrderedDict()
 
 
 def _figures(corrections: Corrections) -> list[list[float]]:
@@ -363,17 +418,17 @@ def _figures(corrections: Corrections) -> list[list[float]]:
     ]
 
 
-def _read_experience(path: Path) -> Experience:
+def _read_experience(path: Path) -> _Taught:
     """What a file holds; raises as :func:`_read_json`."""
     match _read_json(path, _EXPERIENCE):
         case {"salt": str(salt), "everything": everything, "kinds": dict(kinds)} if (
-            len(salt) == 2 * SALT_BYTES and len(kinds) <= MOST_KINDS
+            len(salt) == 2 * _SALT_BYTES and len(kinds) <= _MOST_KINDS
         ):
-            experience = Experience(bytes.fromhex(salt))
-            experience.everything = _corrections(everything)
-            for kind, figures in kinds.items():
-                experience.kinds[kind] = None if figures is None else _corrections(figures)
-            return experience
+            of_kinds = OrderedDict(
+                (kind, None if figures is None else _corrections(figures))
+                for kind, figures in kinds.items()
+            )
+            return bytes.fromhex(salt), _corrections(everything), of_kinds
     raise ValueError("it lacks its salt or kinds")
 
 

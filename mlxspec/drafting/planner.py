@@ -10,10 +10,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from .acceptance import Experience
 from .combined import Guide, guided, united
 from .costs import CostCurve, Costs
-from .drafter import Drafter, DraftTree, Limits, Source, VerifiedStep
+from .drafter import Drafter, DraftTree, Limits, VerifiedStep
+from .kept import Experience
 from .policy import (
     Policy,
     allowed_shortfall,
@@ -24,6 +24,7 @@ from .policy import (
     replayed_costs,
 )
 from .sources import DrafterSource
+from .suffix_source import SuffixSource
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class Planner(Drafter):
     Args:
         costs: what steps cost; every step is recorded there.
         drafters: what it drafts from; where several propose siblings, the first one's come first.
-            A drafter that is not a :class:`Source` is wrapped in a :class:`DrafterSource`.
+            Each one but a :class:`SuffixSource` is wrapped in a :class:`DrafterSource`.
         branching: whether drafts may be trees; otherwise they are chains.
         replays: whether accepted tokens of a partly rejected draft run again (REPLAY).
         experience: of earlier generations; None where there are none.
@@ -99,7 +100,10 @@ class Planner(Drafter):
         self.costs = costs
         self.branching = branching
         self.replays = replays
-        self._sources = [one if isinstance(one, Source) else DrafterSource(one) for one in drafters]
+        self._sources = [
+            one if isinstance(one, SuffixSource | DrafterSource) else DrafterSource(one)
+            for one in drafters
+        ]
         self._experience = experience or Experience()
 
     def begin(self, prompt: Sequence[int]) -> None:

@@ -17,7 +17,6 @@ from .drafter import (
     Drafter,
     DraftTree,
     Limits,
-    Source,
     VerifiedStep,
     checked_draft,
     checked_drafter,
@@ -201,7 +200,7 @@ _RATE = 0.1
 _LEAST, _MOST = 0.01, 0.99  # nothing is certain, however often it was right or wrong
 
 
-class DrafterSource(Source):
+class DrafterSource(Drafter):
     """Gives the drafts of any drafter probabilities, as if it drafted alone.
 
     Where a draft has no probabilities, they are learned from what followed, by depth and by rank
@@ -211,7 +210,14 @@ class DrafterSource(Source):
     Args:
         drafter: proposes the drafts; it serves one generation at a time.
         name: the origin of its drafts; by default the drafter's class.
+
+    Attributes:
+        spent: seconds of the current step that the drafter took.
+        fault: what the drafter has raised, which is not a fault of planning.
     """
+
+    spent = 0.0
+    fault: Exception | None = None
 
     def __init__(self, drafter: Drafter, name: str | None = None) -> None:
         self._drafter = checked_drafter(drafter)
@@ -227,6 +233,7 @@ class DrafterSource(Source):
         self.spent = 0.0
 
     def search(self, limits: Limits) -> DraftTree:
+        """As :meth:`mlxspec.drafting.suffix_source.SuffixSource.search`."""
         with self._asking():
             proposed = self._drafter.propose(limits.max_depth)
             proposed = checked_draft(proposed, self._drafter, self._last)

@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from heapq import heappop, heappush
 from operator import itemgetter
-from typing import Any, NamedTuple
 
+from ..corpus.memory import Memory
+from ..corpus.store import Store
 from ..corpus.suffix_index import (
     EXCERPT_TOKENS,
     MAX_LENGTH,
     SEPARATOR,
     ContextIndex,
     Continuation,
-    EarlierTexts,
     Excerpts,
     Occurrence,
     SuffixIndex,
     continuations,
 )
-from .acceptance import AcceptanceModel, Estimate, Experience
+from .acceptance import AcceptanceModel, Estimate
 from .combined import united
-from .drafter import DraftTree, Limits, Source, TreeBuilder, VerifiedStep
+from .drafter import Drafter, DraftTree, Limits, TreeBuilder, VerifiedStep
+from .kept import Experience
 from .policy import SHARE_OF_NOW
 
 CONTEXT = "context"
 """The origin of drafts from the context itself."""
+MEMORY, STORE = "memory", "store"
+"""The origins of drafts from earlier texts."""
 OTHERS = "other"
 """Where accepted drafts came from that are not of a :class:`SuffixSource`."""
 
@@ -36,64 +39,49 @@ _CHILDREN = 6  # per node of a tree; more are never likely enough
 _EARLIER_OCCURRENCES = 8  # that earlier texts are asked for
 _LEAST_P_REACHED = 0.01  # nodes that are reached more rarely gain nothing on any machine
 
-OnOutput = Callable[[Sequence[int], Mapping[str, int], Sequence[int]], None]
-"""Called with an output, its figures as :attr:`SuffixSource.earned` has them, and its prompt."""
 
-
-class Earlier:
-    """Earlier texts that all generations of a decoder draft from.
-
-    Args:
-        name: the origin of their drafts.
-        texts: where they are looked up.
-        on_used: called with the one of ``Excerpts.sources`` that an accepted draft came from.
-
-    Attributes:
-        experience: what the generations so far have taught of them.
-    """
-
-    def __init__(
-        self, name: str, texts: EarlierTexts, on_used: Callable[[Any], None] | None = None
-    ) -> None:
-        self.name = name
-        self.texts = texts
-        self.on_used = on_used
-        self.experience = Experience()
-
-
-class SuffixSource(Source):
+class SuffixSource(Drafter):
     """Drafts continuations of the earlier occurrences of the text's end.
 
-    They are looked up in the context, and in earlier texts such as a memory of outputs or a store.
+    They are looked up in the context, and in earlier texts: a memory of outputs, and a store.
     How likely each of these is right is learned from every emitted token, drafted or not.
 
     Args:
-        earlier: earlier texts to draft from.
-        on_output: takes each output at its end, to be drafted from later.
         token_classes: see :func:`mlxspec.drafting.acceptance.token_classes`.
+        experience: what earlier generations have taught; this one adds to it.
+        memory: of earlier outputs.
+        store: of texts.
+        remembers: whether the memory takes the output at its end.
         context: the index of the conversation so far, which is extended; by default each
             generation has a new one.
-        experience: what earlier generations have taught of contexts; this one adds to it.
 
     Attributes:
         earned: the generation's figures: its "steps" and "tokens", and how many accepted drafts
             came from the context, from each of the earlier texts, and from others.
     """
 
+    spent = 0.0
+    fault: Exception | None = None
+
     def __init__(
         self,
-        *,
-        earlier: Sequence[Earlier] = (),
-        on_output: OnOutput | None = None,
         token_classes: bytes = b"",
-        context: ContextIndex | None = None,
         experience: Experience | None = None,
+        *,
+        memory: Memory | None = None,
+        store: Store | None = None,
+        remembers: bool = True,
+        context: ContextIndex | None = None,
     ) -> None:
-        self._on_output = on_output
-        self._kept_context = context
         self._experience = experience or Experience()
+        self._memory, self._remembers = memory, remembers
+        self._kept_context = context
         self._acceptance = AcceptanceModel(token_classes)
-        self._earlier = [(one, AcceptanceModel(token_classes, earlier=True)) for one in earlier]
+        self._earlier: dict[str, tuple[Memory | Store, AcceptanceModel]] = {
+            name: (texts, AcceptanceModel(token_classes, earlier=True))
+            for name, texts in ((MEMORY, memory), (STORE, store))
+            if texts is not None
+        }
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a generation; a thread builds the index during the prefill."""
@@ -101,25 +89,25 @@ class SuffixSource(Source):
         self._context.begin(prompt)
         self._index: SuffixIndex | None = None
         self._trees: list[SuffixTree] = []
+        self._excerpts: dict[str, Excerpts] = {}
         self._acceptance.begin(self._experience.of_kind(prompt), self._context.output_start)
-        for one, acceptance in self._earlier:
-            acceptance.begin(one.experience.of_kind(prompt))
+        for texts, acceptance in self._earlier.values():
+            acceptance.begin(self._experience.of_texts(texts).of_kind(prompt))
         self.earned: Counter[str] = Counter()
 
     def search(self, limits: Limits) -> DraftTree:
+        """What may follow the current token, the likeliest first, with ``p_reached``."""
         index = self._text()
-        evidence = [Evidence(CONTEXT, index.tokens, index.occurrences(), self._acceptance)]
-        self._excerpts: dict[str, tuple[Earlier, Excerpts]] = {}
-        tail = index.tokens[-MAX_LENGTH:] if self._earlier else ()
+        last, tail = index.tokens[-1], index.tokens[-MAX_LENGTH:] if self._earlier else ()
         depth = min(limits.max_depth, limits.nodes, EXCERPT_TOKENS)
-        for one, acceptance in self._earlier:
-            excerpts = one.texts.look_up(tail, _EARLIER_OCCURRENCES, depth)
-            if excerpts.occurrences:
-                self._excerpts[one.name] = one, excerpts
-                evidence.append(
-                    Evidence(one.name, excerpts.tokens, excerpts.occurrences, acceptance)
-                )
-        self._trees = [SuffixTree(index.tokens[-1], one, limits) for one in evidence]
+        own = CONTEXT, index.tokens, index.occurrences(), self._acceptance
+        self._trees = [SuffixTree(last, *own, limits)]
+        for name, (texts, acceptance) in self._earlier.items():
+            found = texts.look_up(tail, _EARLIER_OCCURRENCES, depth)
+            self._excerpts[name] = found
+            if found.occurrences:
+                tree = SuffixTree(last, name, found.tokens, found.occurrences, acceptance, limits)
+                self._trees.append(tree)
         return united([tree.tree() for tree in self._trees], limits)
 
     def observe(self, step: VerifiedStep) -> None:
@@ -130,8 +118,8 @@ class SuffixSource(Source):
         self._text().extend(step.tokens)
 
     def end(self) -> None:
-        if self._on_output:
-            self._on_output(self._context.output, self.earned, self._context.prompt)
+        if self._memory and self._remembers:
+            self._memory.add(self._context.output, self.earned, self._context.prompt)
         self._index = None
 
     def _text(self) -> SuffixIndex:
@@ -148,30 +136,12 @@ class SuffixSource(Source):
             token = step.tree.tokens[accepted]
             below = [(tree, tree.find(node, token)) for tree, node in reached]
             reached = [(tree, node) for tree, node in below if node]
-            name = reached[0][0].evidence.name if reached else OTHERS
+            name = reached[0][0].name if reached else OTHERS
             self.earned[name] += 1
-            if name in self._excerpts:
-                earlier, excerpts = self._excerpts[name]
-                if earlier.on_used:
-                    tree, node = reached[0]
-                    first = excerpts.occurrences.index(tree.firsts[node - 1])
-                    earlier.on_used(excerpts.sources[first])
-
-
-class Evidence(NamedTuple):
-    """Where a text's end occurred before.
-
-    Attributes:
-        name: the origin of drafts.
-        tokens: the text that was searched.
-        occurrences: the longest match first.
-        acceptance: estimates the probabilities of what followed.
-    """
-
-    name: str
-    tokens: Sequence[int]
-    occurrences: list[Occurrence]
-    acceptance: AcceptanceModel
+            if name == MEMORY and self._memory:
+                (tree, node), excerpts = reached[0], self._excerpts[MEMORY]
+                first = excerpts.occurrences.index(tree.firsts[node - 1])
+                self._memory.used(excerpts.sources[first])
 
 
 # Negative p_reached, serial number, parent, occurrences, path.
@@ -191,13 +161,24 @@ class SuffixTree(TreeBuilder):
 
     Args:
         root: the current token.
-        evidence: where it occurred before.
+        name: the origin of its nodes.
+        text: that was searched.
+        occurrences: where the context's end occurred in it before, the longest match first.
+        acceptance: estimates the probabilities of what followed.
         limits: of the tree.
     """
 
-    def __init__(self, root: int, evidence: Evidence, limits: Limits) -> None:
+    def __init__(
+        self,
+        root: int,
+        name: str,
+        text: Sequence[int],
+        occurrences: list[Occurrence],
+        acceptance: AcceptanceModel,
+        limits: Limits,
+    ) -> None:
         super().__init__(root)
-        self.evidence = evidence
+        self.name, self._text, self._acceptance = name, text, acceptance
         self._max_nodes, self._max_depth = limits.nodes, limits.max_depth
         self._least_p, self._costs = limits.least_p, limits.costs
         self._most_children = _CHILDREN if limits.branching else 1
@@ -206,7 +187,7 @@ class SuffixTree(TreeBuilder):
         self.firsts: list[Occurrence] = []  # per node but the root, the best occurrence
         self._frontier: list[_Frontier] = []
         self._serial = 0  # decides between equals: the older entry comes first
-        self._grow()
+        self._grow(occurrences)
 
     def learn(self, emitted: Sequence[int]) -> None:
         """Learn from the tokens that followed, whether they had been verified as drafts or not."""
@@ -217,12 +198,12 @@ class SuffixTree(TreeBuilder):
             if said := self._sayings[node]:
                 tokens, estimates = said
                 right = tokens.index(token) if token in tokens else None
-                self.evidence.acceptance.learn(estimates, right)
+                self._acceptance.learn(estimates, right)
             node = self.find(node, token)
 
-    def _grow(self) -> None:
+    def _grow(self, occurrences: list[Occurrence]) -> None:
         """Best-first search from the root."""
-        self._expand(0, 1.0, self.evidence.occurrences, [])
+        self._expand(0, 1.0, occurrences, [])
         while self._frontier and self._max_depth > 0:
             negative_p, _, parent, occurrences, path = heappop(self._frontier)
             if not self._is_wanted(-negative_p):
@@ -246,7 +227,7 @@ class SuffixTree(TreeBuilder):
 
     def _append(self, token: int, parent: int, p_reached: float, occurrence: Occurrence) -> int:
         """Add a node that the text proposes."""
-        node = self.child(parent, token, p_reached, self.evidence.name)
+        node = self.child(parent, token, p_reached, self.name)
         self.firsts.append(occurrence)
         self._expected += p_reached
         rows = node + 1
@@ -265,10 +246,9 @@ class SuffixTree(TreeBuilder):
         """
         length, position = occurrences[0]
         others = [position for _, position in occurrences[1:]]
-        _, tokens, _, acceptance = self.evidence
-        end = len(tokens)
+        tokens, end = self._text, len(self._text)
         together = Continuation(path[-1], length, max(map(_POSITION, occurrences)), occurrences)
-        estimate = acceptance.along([together], 0, len(occurrences), end)
+        estimate = self._acceptance.along([together], 0, len(occurrences), end)
         likeliest_other = -self._frontier[0][0] if self._frontier else 0.0
         while (depth := len(path)) < self._max_depth:
             at = position + depth
@@ -294,15 +274,14 @@ class SuffixTree(TreeBuilder):
         self, node: int, p_node: float, occurrences: list[Occurrence], path: list[int]
     ) -> None:
         """Rank a node's continuations and put them on the frontier."""
-        _, text, _, acceptance = self.evidence
-        found = continuations(text, occurrences, path)
+        found = continuations(self._text, occurrences, path)
         if not found:
             self._sayings.append(None)
             return
         # Of the current token all are worth learning from.
         least_left = self._least_wanted() / p_node if node else 0.0
-        estimates = acceptance.estimate(
-            found, len(text), len(path), self.tokens[node], self._most_children, least_left
+        estimates = self._acceptance.estimate(
+            found, len(self._text), len(path), self.tokens[node], self._most_children, least_left
         )
         self._sayings.append(([one.token for one in found[: len(estimates)]], estimates))
         left = p_node  # the probability that no child so far is right

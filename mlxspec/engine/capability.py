@@ -75,9 +75,10 @@ def find_capability(model: nn.Module, end: int | None) -> Finding:
     if capability is Capability.PLAIN:
         return Finding(capability, _ROWS_DIFFER)
     caches = parts(map(for_steps, make_prompt_cache(model)))
-    if capability is Capability.REPLAY:
+    if capability in (Capability.TAPE, Capability.REPLAY):
         names = _names(cache for cache in caches if not is_trimmable(cache))
-        reason = f"{names} cannot be cut back: restored after a rejection"
+        after = "computed again" if capability is Capability.TAPE else "restored"
+        reason = f"{names} cannot be cut back: {after} after a rejection"
     elif cache_capability(caches) is Capability.CHAIN:
         names = _names(cache for cache in caches if not isinstance(cache, TREE_CACHES))
         reason = f"{names} can be cut back, but takes no tree's mask"
@@ -98,14 +99,16 @@ def _names(caches: Iterable[Any]) -> str:
 
 
 def cache_capability(caches: Iterable[Any]) -> Capability:
-    """What caches allow, without running a model; TREE means that trees may work.
+    """What caches allow, without running a model; TREE and TAPE mean that these may work.
 
     Args:
         caches: mlx-lm's, as its ``make_prompt_cache`` makes them for a model.
     """
     found = parts(map(for_steps, caches))
-    if not all(map(is_trimmable, found)):
-        return Capability.REPLAY
+    untrimmable = [cache for cache in found if not is_trimmable(cache)]
+    if untrimmable:
+        states = all(type(cache) is ArraysCache for cache in untrimmable)
+        return Capability.TAPE if states else Capability.REPLAY
     trees = all(isinstance(cache, TREE_CACHES) for cache in found)
     return Capability.TREE if trees else Capability.CHAIN
 
@@ -154,6 +157,8 @@ def check_quantization(model: nn.Module, options: CacheOptions) -> None:
 def chain_capability(model: nn.Module) -> Capability:
     """What the model verifies of drafts that never branch, found out with a few forwards."""
     capability = capability_with(make_prompt_cache(model), Capability.CHAIN)
+    if capability is Capability.TAPE and not _verifies_chains(model, capability):
+        capability = Capability.REPLAY
     return capability if _verifies_chains(model, capability) else Capability.PLAIN
 
 
@@ -171,7 +176,10 @@ def _verifies_chains(model: nn.Module, capability: Capability) -> bool:
     drafted, single = (target_for(model, capability, vocab_size) for _ in range(2))
     drafted.prefill(_PREFIX)
     single.prefill(_PREFIX)
-    several = mx.concatenate([run(drafted, draft, kept), run(drafted, after, len(after))])
+    first = run(drafted, draft, kept)
+    if capability is Capability.TAPE and drafted.pending:
+        return False  # the states of a layer do not come from what a tape notes
+    several = mx.concatenate([first, run(drafted, after, len(after))])
     one_by_one = mx.concatenate([run(single, (token,), 1) for token in (*draft[:kept], *after)])
 
     difference = mx.abs(several - one_by_one).astype(mx.float32)

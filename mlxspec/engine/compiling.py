@@ -7,18 +7,16 @@ survives is compiled here, on a stack that is twice as large.
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
-from subprocess import DEVNULL, PIPE, Popen
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import llguidance
 
@@ -44,7 +42,7 @@ _STACK = 8 << 20  # bytes: enough for a thousand references in a chain
 
 _MOST_REPETITIONS = 50_000  # each takes a state of the automaton: max_lexer_states
 _LONGEST_TEXT = 20_000  # fixed characters; with this many, each mask before them takes 12 ms
-_LEAST = re.compile(r'"(min(?:Length|Items|Properties))"\s*:\s*(\d+)')
+_LEAST = re.compile(r'"(?:min(?:Length|Items|Properties))"\s*:\s*(\d+)')
 _IN_REGEX = re.compile(r"\\.|\[(?:[^]\\]|\\.)*\]?|\{(\d+)", re.DOTALL)
 _IN_GRAMMAR = re.compile(r'"(?:[^"\\\n]|\\.)*"?|(?:#|//)[^\n]*|\\.|[{~]\s*(\d+)')
 
@@ -54,14 +52,12 @@ _CAUSES: dict[int, str] = {
     signal.SIGKILL: "it takes too much memory to compile; make it simpler",
 }
 
-Result = TypeVar("Result")
-
-_idle: list[Popen[bytes]] = []
-"""The process that waits for the next constraint, if there is one."""
+Outline = dict[str, Any]
+"""What the other process needs of a tokenizer, as JSON holds it."""
 
 
-def outline_of(size: int, ends: Sequence[int], special: Mapping[int, bytes]) -> str:
-    """What the other process needs of a tokenizer, as JSON.
+def outline_of(size: int, ends: Sequence[int], special: Mapping[int, bytes]) -> Outline:
+    """The outline of a tokenizer.
 
     Args:
         size: the number of its ids.
@@ -69,24 +65,25 @@ def outline_of(size: int, ends: Sequence[int], special: Mapping[int, bytes]) -> 
         special: by id, the tokens without text, which grammars may name.
     """
     texts = {token: text.decode("latin-1") for token, text in special.items()}
-    return json.dumps({"size": size, "ends": ends, "special": texts})
+    return {"size": size, "ends": ends, "special": texts}
 
 
 def compiled(
-    constraint: Constraint, tokens: llguidance.LLTokenizer, outline: str
+    constraint: Constraint, tokens: llguidance.LLTokenizer, outline: Outline
 ) -> llguidance.LLMatcher:
     """A matcher at the constraint's beginning, whose first mask has been computed.
 
     Args:
         constraint: what the output has to be.
         tokens: the model's.
-        outline: of these tokens, from :func:`outline_of`.
+        outline: of these tokens.
 
     Raises:
-        OptionError: the constraint is not sound, or cannot be kept, or is too large.
+        OptionError: the constraint is invalid, takes too much to compile or follow, or nothing
+            satisfies it.
     """
-    definition = definition_of(constraint)
-    _tried("llguidance", definition, outline, constraint.noun)
+    check_bounds(constraint)
+    definition = tried(constraint, outline)
 
     def compile() -> llguidance.LLMatcher:
         limits = llguidance.LLParserLimits(**_LIMITS)
@@ -95,10 +92,22 @@ def compiled(
             matcher.compute_bitmask()
         return matcher
 
-    matcher = _on_large_stack(compile)
+    with _changing_stack_size:
+        # That of all threads to come: another's that begins now has a larger one than it needs.
+        usual = threading.stack_size(2 * _STACK)
+        try:
+            thread = ThreadPoolExecutor(1)
+            made = thread.submit(compile)
+        finally:
+            threading.stack_size(usual)
+    thread.shutdown()
+    matcher = made.result()
     if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
-        raise _refusal(constraint.noun, matcher.get_error() or "nothing satisfies it")
+        raise _refusal(constraint, matcher.get_error() or "nothing satisfies it")
     return matcher
+
+
+_changing_stack_size = threading.Lock()
 
 
 def check_bounds(constraint: Constraint) -> None:
@@ -114,7 +123,10 @@ def check_bounds(constraint: Constraint) -> None:
         longest = max(map(len, text.split("|")))
         numbers = _IN_REGEX.findall(text)
     elif constraint.kind == "json_schema":
-        longest, patterns = _texts_of(json.loads(text))
+        try:
+            longest, patterns = _texts_of(json.loads(text))
+        except (ValueError, RecursionError) as error:
+            raise _refusal(constraint, error) from error
         numbers = [number for pattern in patterns for number in _IN_REGEX.findall(pattern)]
     else:  # whose schemas may be written with escapes
         text = re.sub(r"\\u00([2-7][0-9a-fA-F])", lambda code: chr(int(code[1], 16)), text)
@@ -125,7 +137,7 @@ def check_bounds(constraint: Constraint) -> None:
             f"the {constraint.noun} cannot be used: it fixes a text of {longest:,} characters, or "
             f"has a part as long without an alternative; {_LONGEST_TEXT:,} are the most"
         )
-    for number in [*numbers, *(number for _, number in _LEAST.findall(text))]:
+    for number in numbers + _LEAST.findall(text):
         if len(number) > 18 or int(number or 0) > _MOST_REPETITIONS:
             raise OptionError(
                 f"the {constraint.noun} cannot be used: {number[:18]} is the least number of "
@@ -135,182 +147,89 @@ def check_bounds(constraint: Constraint) -> None:
 
 def _texts_of(schema: Any) -> tuple[int, list[str]]:
     """The characters of the longest text that a schema fixes, and its regular expressions."""
-    texts: list[str] = []
-    patterns: list[str] = []
-    constants = 0  # one may follow the other, and all that is between them may be fixed, too
-    waiting = [schema]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, list):
-            waiting += value
-        if not isinstance(value, dict):
-            continue
-        waiting += value.values()
-        if "const" in value:
-            constants += len(json.dumps(value["const"]))
-        if isinstance(value.get("enum"), list):
-            texts += map(json.dumps, value["enum"])
-        if isinstance(value.get("properties"), dict):
-            texts += value["properties"]
-        if isinstance(value.get("patternProperties"), dict):
-            patterns += value["patternProperties"]
-        if isinstance(value.get("pattern"), str):
-            patterns.append(value["pattern"])
+    objects = list(_objects_in(schema))
+
+    def members(key: str, kind: type) -> list[Any]:
+        found = [one[key] for one in objects if isinstance(one.get(key), kind)]
+        return [member for value in found for member in value]
+
+    patterns = [one["pattern"] for one in objects if isinstance(one.get("pattern"), str)]
+    patterns += members("patternProperties", dict)
+    texts = [*map(json.dumps, members("enum", list)), *members("properties", dict)]
     texts += [branch for pattern in patterns for branch in pattern.split("|")]
+    # One constant may follow the other, and all that is between them may be fixed, too.
+    constants = sum(len(json.dumps(one["const"])) for one in objects if "const" in one)
     return max(constants, max(map(len, texts), default=0)), patterns
 
 
-def definition_of(constraint: Constraint) -> str:
-    """The constraint as llguidance takes it; whether it is a sound one is found out later.
-
-    Raises:
-        OptionError: it is not even in the language that it is said to be, or is too large.
-    """
-    kind, text = constraint.kind, constraint.text
-    try:
-        check_bounds(constraint)
-        if kind == "json_schema":
-            definition = llguidance.LLMatcher.grammar_from_json_schema(
-                json.loads(text), defaults=ONE_LINE, overrides={"lenient": False}
-            )
-        elif kind == "regex":
-            definition = llguidance.LLMatcher.grammar_from_regex(text)
-        elif kind == "lark":
-            definition = llguidance.LLMatcher.grammar_from_lark(text)
-        else:  # llguidance's conversion of GBNF takes minutes for some
-            definition = _tried("grammar", text, None, constraint.noun)
-    except OptionError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise OptionError(f"the {constraint.noun} cannot be used: {in_one_line(error)}") from error
-    if not constraint.lead:
-        return definition
-    own = {"lark_grammar": definition}
-    if kind in ("json_schema", "regex"):
-        (own,) = json.loads(definition)["grammars"]
-    lark = f"start: LEAD? @output\nLEAD: /{constraint.lead}/"
-    return json.dumps({"grammars": [{"lark_grammar": lark}, {**own, "name": "output"}]})
+def _objects_in(value: Any) -> Iterator[dict[str, Any]]:
+    """All JSON objects in a value, at any depth."""
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            yield value
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
 
 
-def in_one_line(message: object) -> str:
-    """What llguidance says, without its pictures of the place."""
-    lines = [" ".join(line.split()) for line in str(message).splitlines()] or [""]
-    reasons = [line for line in lines[1:] if line.startswith("error:")]
-    return " ".join([lines[0], *reasons[:1]])
-
-
-def _refusal(noun: str, problem: str) -> OptionError:
-    return OptionError(
-        f"the {noun} cannot be used: {in_one_line(problem)}; leave that out or write it differently"
-    )
-
-
-def _tried(format: str, text: str, outline: str | None, noun: str) -> str:
-    """Convert a constraint in another process, and compile it there.
-
-    Args:
-        format, text: as for llguidance's ``grammar_from``.
-        outline: of the model's tokens; None to convert it only.
-        noun: what messages call the constraint.
+def tried(constraint: Constraint, outline: Outline) -> str:
+    """Compile a constraint in another process.
 
     Returns:
-        its definition.
+        its definition in llguidance's form.
 
     Raises:
         OptionError: llguidance refuses it, or crashes or takes too much while it compiles it.
     """
     if getattr(sys, "frozen", False):  # the executable is not a Python that could run a file
         raise OptionError("constraints are compiled by another Python process: install mlxspec")
-    process = _waiting() or _started()
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        with suppress(BrokenPipeError):  # it has been killed meanwhile
-            process.stdin.write(json.dumps([format, text, outline]).encode() + b"\n")
-            process.stdin.flush()
-        answer = process.stdout.readline()
-    except BaseException:
-        _end(process)
-        raise
-    if not answer.endswith(b"\n"):
-        status = process.wait()
-        _end(process)
-        crash = f"compiling it crashes (status {status}), as it does where references or nesting "
-        cause = _CAUSES.get(-status, crash + "are too deep; make it flatter")
-        raise OptionError(f"the {noun} cannot be used: {cause}")
-    if _idle:
-        _end(process)
-    else:
-        _idle.append(process)
-    definition, error = json.loads(answer)
-    if error:
-        raise _refusal(noun, error)
-    return str(definition)
-
-
-def _waiting() -> Popen[bytes] | None:
-    """A process that has been started before, unless something has ended it."""
-    with suppress(IndexError):
-        while True:
-            process = _idle.pop()
-            if process.poll() is None:
-                return process
-            _end(process)
-    return None
-
-
-def _started() -> Popen[bytes]:
-    settings = {
+    request = {
         "path": os.path.dirname(os.path.dirname(llguidance.__file__)),
+        "kind": constraint.kind,
+        "text": constraint.text,
+        "lead": constraint.lead,
+        "json_format": ONE_LINE,
+        "outline": outline,
         "limits": _LIMITS,
         "seconds": _SECONDS,
         "memory": _MEMORY,
         "stack": _STACK,
     }
-    command = [sys.executable, "-I", "-S", compiling_process.__file__, json.dumps(settings)]
     try:
-        # In a session of its own, since an interrupt at the terminal is not meant for it.
-        return Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True)
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", compiling_process.__file__],
+            input=json.dumps(request).encode(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # an interrupt at the terminal is not meant for it
+            check=False,
+        )
     except OSError as error:
         raise OptionError(
             f"constraints are compiled in another process, but {sys.executable} cannot be started "
             f"({error.strerror}): end other programs, or use no constraint"
         ) from error
+    if done.returncode:
+        crash = f"compiling it crashes (status {done.returncode}), as it does where references or "
+        cause = _CAUSES.get(-done.returncode, crash + "nesting are too deep; make it flatter")
+        raise OptionError(f"the {constraint.noun} cannot be used: {cause}")
+    definition, problem = json.loads(done.stdout)
+    if problem:
+        raise _refusal(constraint, problem)
+    return str(definition)
 
 
-def _end(process: Popen[bytes]) -> None:
-    process.kill()
-    with suppress(BrokenPipeError), process:  # which closes its pipes and waits
-        pass
+def in_one_line(message: object) -> str:
+    """An error of llguidance, without its pictures of the place."""
+    lines = [" ".join(line.split()) for line in str(message).splitlines()] or [""]
+    reasons = [line for line in lines[1:] if line.startswith("error:")]
+    return " ".join([lines[0], *reasons[:1]])
 
 
-@atexit.register
-def _end_idle() -> None:
-    while process := _waiting():
-        _end(process)
-
-
-os.register_at_fork(after_in_child=_idle.clear)  # the other side of its pipes is the parent's
-
-
-_changing_size = threading.Lock()
-
-
-def _on_large_stack(make: Callable[[], Result]) -> Result:
-    """Call a function in a thread with twice the stack of the other process."""
-    made: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            made.set_result(make())
-        except BaseException as error:
-            made.set_exception(error)
-
-    with _changing_size:
-        # That of all threads to come: another's that begins now has a larger one than it needs.
-        usual = threading.stack_size(2 * _STACK)
-        try:
-            threading.Thread(target=run).start()
-        finally:
-            threading.stack_size(usual)
-    return made.result()
+def _refusal(constraint: Constraint, problem: object) -> OptionError:
+    return OptionError(
+        f"the {constraint.noun} cannot be used: {in_one_line(problem)}; leave that out or write it "
+        "differently"
+    )

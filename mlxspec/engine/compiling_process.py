@@ -1,10 +1,8 @@
-"""The process in which constraints are tried out; :mod:`mlxspec.engine.compiling` starts it.
+"""The process in which a constraint is tried out; :mod:`mlxspec.engine.compiling` starts it.
 
-It is run as a file and imports nothing of mlxspec, so that it starts soon. Each line of its input
-is JSON: a format and a text for llguidance's ``grammar_from``, and the outline of a tokenizer, or
-null where the text is only to be converted. Its answer is a line with the definition and what
-llguidance has against it. It ends with its input, and so with the process that started it. A
-constraint that crashes or takes too much kills it.
+It is run as a file and imports nothing of mlxspec, so that it starts soon. Its input is JSON, the
+arguments of :func:`main`; its output is a JSON list of the constraint's definition and llguidance's
+error. A constraint that crashes or takes too much kills it.
 """
 
 from __future__ import annotations
@@ -16,21 +14,22 @@ import signal
 import sys
 import threading
 import time
-from functools import lru_cache
 from typing import Any
 
 
-def main(path: str, limits: dict[str, Any], seconds: float, memory: int, stack: int) -> None:
-    """Answer until the input ends.
+def main(path: str, seconds: float, memory: int, stack: int, **constraint: Any) -> None:
+    """Try a constraint within limits, and end this process.
 
     Args:
         path: the directory that has llguidance.
-        limits: llguidance's.
-        seconds: of CPU time that a constraint may take.
+        seconds: of CPU time that compiling may take.
         memory: bytes that the process may take.
         stack: bytes of the stack on which it compiles.
+        constraint: arguments of :func:`tried`.
     """
     sys.path.append(path)
+    import llguidance  # noqa: F401 (not within the limit of time)
+
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform == "linux":  # other systems ignore it
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -38,64 +37,72 @@ def main(path: str, limits: dict[str, Any], seconds: float, memory: int, stack: 
         resource.setrlimit(resource.RLIMIT_AS, (most, hard))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which the parent may have ignored,
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # or blocked
-    threading.stack_size(stack)
-    busy = threading.Event()
+    signal.setitimer(signal.ITIMER_PROF, seconds)
 
     def answer() -> None:
+        definition = error = ""
         try:
-            _answer(limits, seconds, busy)
-        finally:
-            os._exit(0)
+            definition, error = tried(**constraint)
+        except MemoryError:
+            os.abort()
+        except Exception as raised:
+            error = str(raised) or type(raised).__name__
+        print(json.dumps([definition, error]), flush=True)
+        os._exit(0)
 
+    threading.stack_size(stack)
     threading.Thread(target=answer).start()
     least = _peak()
     while True:  # for systems without that limit; the other thread ends the process
-        busy.wait()
         if _peak() - least > memory:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.02)
 
 
-def _answer(limits: dict[str, Any], seconds: float, busy: threading.Event) -> None:
+def tried(
+    kind: str, text: str, lead: str, json_format: Any, outline: Any, limits: Any
+) -> tuple[str, str]:
+    """Convert a constraint, and compile it up to the first choice that it leaves.
+
+    Args:
+        kind, text, lead: as in :class:`mlxspec.engine.constraint.Constraint`.
+        json_format: llguidance's options for the white space of JSON.
+        outline: arguments of :class:`OutlinedTokenizer`.
+        limits: llguidance's.
+
+    Returns:
+        the definition, and llguidance's error, which is empty if there is none.
+    """
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
-    @lru_cache(maxsize=4)
-    def tokens_of(outline: str) -> LLTokenizer:
-        tokenizer = _Outlined(**json.loads(outline))
-        size = len(tokenizer.tokens)
-        return LLTokenizer(TokenizerWrapper(tokenizer), n_vocab=size, eos_token=tokenizer.ends)
-
-    def tried(format: Any, text: str, outline: str | None) -> tuple[str, str]:
-        definition = grammar_from(format, text)
-        if outline is None:
-            return definition, ""
-        parsing = LLParserLimits(**limits)
-        matcher = LLMatcher(tokens_of(outline), definition, log_level=0, limits=parsing)
-        if not matcher.is_error():
-            matcher.compute_bitmask()
-        if not matcher.is_error():  # as far as there is no choice, which generating gets to anyway
-            matcher.try_consume_tokens(matcher.compute_ff_tokens())
-        return definition, matcher.get_error()
-
-    for line in sys.stdin.buffer:
-        busy.set()
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-        try:
-            definition, error = tried(*json.loads(line))
-        except MemoryError:
-            os.abort()
-        except Exception as raised:
-            definition, error = "", str(raised) or type(raised).__name__
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        busy.clear()
-        sys.stdout.write(json.dumps([definition, error]) + "\n")
-        sys.stdout.flush()
+    if kind == "json_schema":
+        definition = LLMatcher.grammar_from_json_schema(
+            json.loads(text), defaults=json_format, overrides={"lenient": False}
+        )
+    else:
+        definition = grammar_from(kind, text)  # type: ignore[arg-type]
+    if lead:
+        own = {"lark_grammar": definition}
+        if kind in ("json_schema", "regex"):
+            (own,) = json.loads(definition)["grammars"]
+        lark = f"start: LEAD? @output\nLEAD: /{lead}/"
+        definition = json.dumps({"grammars": [{"lark_grammar": lark}, {**own, "name": "output"}]})
+    tokenizer = OutlinedTokenizer(**outline)
+    tokens = LLTokenizer(
+        TokenizerWrapper(tokenizer), n_vocab=len(tokenizer.tokens), eos_token=tokenizer.ends
+    )
+    matcher = LLMatcher(tokens, definition, log_level=0, limits=LLParserLimits(**limits))
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if not matcher.is_error():  # as far as there is no choice, which generating gets to anyway
+        matcher.try_consume_tokens(matcher.compute_ff_tokens())
+    return definition, matcher.get_error()
 
 
-class _Outlined:
+class OutlinedTokenizer:
     """A tokenizer with only the special tokens of another, which grammars may name, and all bytes.
 
-    What compiling takes hardly depends on the others.
+    The other tokens hardly matter for the time and memory of compiling.
 
     Args:
         size: the number of the other's ids; those of the bytes come after them.
@@ -125,4 +132,4 @@ def _peak() -> int:
 
 
 if __name__ == "__main__":
-    main(**json.loads(sys.argv[1]))
+    main(**json.load(sys.stdin))

@@ -30,7 +30,8 @@ from mlx_lm.models.cache import ArraysCache, CacheList
 from ..drafting.drafter import DraftTree
 from .caches import SlotKVCache, Slots, TreeKVCache, TreeRows, masked_for
 from .patches import forward_at, install
-from .target import Target
+from .tape import Tape
+from .target import Capability, Target
 
 # Contexts in slots are padded to the longest. Attention may then read at most _MOST_PADDING times
 # what it needs, plus _SHORT positions.
@@ -128,7 +129,12 @@ class Joint:
                 if self.mode is JointMode.BLOCK or not tree.is_chain:
                     mask = TreeRows(tree)
                     masked.enter_context(masked_for(mask, target.trimmable))
-            logits, spans = self.logits(rows, positions, [t.cache for t, *_ in ordered], in_slots)
+            tape = None
+            for target, *_, tree in ordered:
+                if target.capability is Capability.TAPE and len(tree) > 1:
+                    target.tape = tape = tape or Tape()
+            caches = [target.cache for target, *_ in ordered]
+            logits, spans = self.logits(rows, positions, caches, in_slots, tape)
         own = {
             target: slice(span.start + len(target.pending), span.stop)
             for (target, *_), span in zip(ordered, spans, strict=True)
@@ -141,6 +147,7 @@ class Joint:
         positions: Sequence[int],
         caches: Sequence[Sequence[Any]],
         in_slots: SlotRows | None = None,
+        tape: Tape | None = None,
     ) -> tuple[mx.array, list[slice]]:
         """One forward.
 
@@ -149,16 +156,21 @@ class Joint:
             positions: of all rows.
             caches: per sequence its caches, one a layer.
             in_slots: the rows of the first sequences, whose caches stand in slots in this order.
+            tape: notes the calls that lead to states.
 
         Returns:
             lazy logits, (rows of all, vocabulary), and per sequence its rows.
         """
         ends = list(itertools.accumulate(map(len, tokens)))
         spans = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-        layers = [_of_layer(each, spans, self.mode, in_slots) for each in zip(*caches, strict=True)]
+        of_layer = functools.partial(
+            _of_layer, spans=spans, mode=self.mode, in_slots=in_slots, tape=tape
+        )
+        layers = [*map(of_layer, zip(*caches, strict=True))]
         rows = mx.concatenate(list(tokens))
         batch = rows[:, None] if in_slots and in_slots.are_batch else rows[None]
-        logits = forward_at(self.model, batch, layers, mx.array(list(positions), dtype=mx.int32))
+        at = mx.array(list(positions), dtype=mx.int32)
+        logits = forward_at(self.model, batch, layers, at, tape)
         return logits.reshape(len(rows), -1), spans
 
     def join(self, target: Target) -> None:
@@ -247,14 +259,18 @@ def _unseated(cache: Any) -> Any:
 
 
 def _of_layer(
-    members: Sequence[Any], spans: Sequence[slice], mode: JointMode, in_slots: SlotRows | None
+    members: Sequence[Any],
+    spans: Sequence[slice],
+    mode: JointMode,
+    in_slots: SlotRows | None,
+    tape: Tape | None,
 ) -> Any:
     """The stand-in for the caches of one layer; the arguments are those of JointCache."""
     if isinstance(members[0], CacheList):
         lists = zip(*(member.caches for member in members), strict=True)
-        return CacheList(*(_of_layer(each, spans, mode, in_slots) for each in lists))
+        return CacheList(*(_of_layer(each, spans, mode, in_slots, tape) for each in lists))
     if isinstance(members[0], ArraysCache):
-        return JointStates(members, spans)
+        return JointStates(members, spans, tape)
     seated = isinstance(members[0], SlotKVCache)
     return JointCache(members, spans, mode, in_slots if seated else None)
 
@@ -381,9 +397,13 @@ class JointStates:
     Args:
         members: per sequence its cache.
         spans: per sequence its rows; together they are all rows of the forward, in order.
+        tape: of the forward, if it has one.
     """
 
-    def __init__(self, members: Sequence[ArraysCache], spans: Sequence[slice]) -> None:
+    def __init__(
+        self, members: Sequence[ArraysCache], spans: Sequence[slice], tape: Tape | None = None
+    ) -> None:
+        self._tape = tape
         batches: dict[Any, list[tuple[ArraysCache, range]]] = {}
         for member, span in zip(members, spans, strict=True):
             begun = tuple(array is not None for array in member.cache)
@@ -428,6 +448,8 @@ class JointStates:
             states = _joined(members)
             own = functools.partial(self._of_batch, states, rows)
             outputs.append(block(*map(own, args), **{name: own(named[name]) for name in named}))
+            if self._tape:
+                self._tape.assign(states.cache, members, rows.shape[1])
             for place, member in enumerate(members):
                 member.cache = [
                     None if array is None else array[place : place + 1] for array in states.cache

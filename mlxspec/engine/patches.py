@@ -1,14 +1,16 @@
 """The one place where mlx-lm is patched; also hidden states, from patched copies of a model.
 
 mlx-lm's layers take the rows of a forward for consecutive positions of one sequence. The rows of a
-tree are not consecutive, and a joint forward has rows of several sequences. Three kinds of
+tree are not consecutive, and a joint forward has rows of several sequences. Four kinds of
 functions are wrapped for them:
 
 - ``__call__`` of RoPE modules, to rotate each row by a position of its own;
 - ``scaled_dot_product_attention`` in the modules that define layers, to call ``keys.attend`` if
   the keys have such a method (:class:`~mlxspec.engine.joint.JointCache`);
 - ``__call__`` of the modules that take a cache, in models with recurrent states, to call
-  ``run_block`` of an argument that defines it (:class:`~mlxspec.engine.joint.JointStates`).
+  ``run_block`` of an argument that defines it (:class:`~mlxspec.engine.joint.JointStates`);
+- convolutions and recurrences of such models, to note their calls on a
+  :class:`~mlxspec.engine.tape.Tape`.
 
 :func:`install` wraps them once for the whole process; nothing unwraps them. The wrappers act only
 inside :func:`forward_at`. Elsewhere they call the wrapped function, at the cost of reading one
@@ -33,10 +35,15 @@ import mlx.nn as nn
 from mlx_lm.models import base
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
+from .tape import RECURRENCES, Convolution, Tape
+
 Function = Callable[..., Any]
 
 _positions: ContextVar[mx.array | None] = ContextVar("positions", default=None)
 """Of the rows of the forward that is being run, (rows,)."""
+
+_tape: ContextVar[Tape | None] = ContextVar("tape", default=None)
+"""Of the forward that is being run, if its calls are to be noted."""
 
 _ATTENTION = "scaled_dot_product_attention"
 
@@ -45,15 +52,21 @@ _wrappers: set[Function] = set()
 
 
 def forward_at(
-    model: Callable[..., mx.array], tokens: mx.array, caches: Sequence[Any], positions: mx.array
+    model: Callable[..., mx.array],
+    tokens: mx.array,
+    caches: Sequence[Any],
+    positions: mx.array | None,
+    tape: Tape | None = None,
 ) -> mx.array:
-    """Run a forward whose rows have positions of their own.
+    """Run a forward whose rows have positions of their own, or whose calls are noted.
 
     Args:
         model: an mlx-lm model for which :func:`install` was called.
         tokens: (1, rows), or (rows, 1).
         caches: one a layer.
-        positions: of each row, (rows,), relative to the caches' ``offset``.
+        positions: of each row, (rows,), relative to the caches' ``offset``; None if they are
+            consecutive.
+        tape: notes calls.
 
     Returns:
         lazy logits, (1, rows, vocabulary) or (rows, 1, vocabulary).
@@ -62,6 +75,7 @@ def forward_at(
     # interrupt between two lines leaves them to the next forward.
     context = copy_context()
     context.run(_positions.set, positions)
+    context.run(_tape.set, tape)
     return context.run(model, tokens, cache=caches)
 
 
@@ -81,6 +95,10 @@ def install(model: nn.Module) -> None:
         for kind in layers:
             if _has_parameter(kind.__call__, "cache"):
                 kind.__call__ = _wrapped(kind.__call__, _running)
+            names = inspect.unwrap(kind.__call__).__globals__
+            for name in RECURRENCES.keys() & names.keys():
+                names[name] = _wrapped(names[name], _recurring)
+        nn.Conv1d.__call__ = _wrapped(nn.Conv1d.__call__, _convolving)
     _installed[id(model)] = model
 
 
@@ -152,6 +170,27 @@ def _running(block: Function) -> Function:
         return block(*args, **kwargs)
 
     return run
+
+
+def _convolving(convolution: Function) -> Function:
+    def convolve(module: nn.Module, x: mx.array) -> mx.array:
+        """Note the inputs of a convolution, (batch, length, channels)."""
+        if tape := _tape.get():
+            tape.calls.append(Convolution(x))
+        return convolution(module, x)
+
+    return convolve
+
+
+def _recurring(recurrence: Function) -> Function:
+    def recur(*args: Any, **kwargs: Any) -> Any:
+        """Note the arguments of a recurrence, and the state that it returns."""
+        outputs, state = recurrence(*args, **kwargs)
+        if tape := _tape.get():
+            tape.heard(recurrence, args, kwargs, state)
+        return outputs, state
+
+    return recur
 
 
 # --- hidden states ---

@@ -40,6 +40,7 @@ from .caches import (
 )
 from .params import CacheOptions
 from .patches import forward_at, install
+from .tape import Tape
 
 _AFTER_MARK = 16  # tokens of a prompt; what opens an answer in chat templates is shorter
 
@@ -52,9 +53,9 @@ class ContextCache:
     was committed.
 
     If it ``replays``, some state cannot be cut back. After a partial rejection it is restored to
-    what it was before the step, and the accepted tokens become **pending**: they run again in front
-    of the next step's rows. So a rejection costs rows, not a forward. A step that keeps all its
-    rows leaves nothing pending.
+    what it was before the step, and computed for the accepted rows from the forward's tape. Without
+    a tape, the accepted tokens become **pending**: they run again in front of the next step's rows.
+    So a rejection costs rows, not a forward. A step that keeps all its rows leaves nothing pending.
 
     Args:
         cache: mlx-lm's caches, with what they hold.
@@ -71,6 +72,7 @@ class ContextCache:
         pending: accepted tokens that the caches do not hold.
         mark_at: a length at which the next prefill makes a mark, too; 0 for none.
         chunks_from: the length from which mlx-lm would have counted its chunks.
+        tape: of the last forward; None if its calls were not noted.
     """
 
     cache: list[Any]
@@ -94,6 +96,7 @@ class ContextCache:
         self.chunks_from = self.length
         self._tree: DraftTree
         """The rows of the last forward."""
+        self.tape: Tape | None = None
         self._unfinished = False
         """Whether a state is not that of ``length`` and ``pending``, if it replays."""
         # One plain step may be dispatched ahead, so a generation undoes two forwards at most.
@@ -157,7 +160,7 @@ class ContextCache:
 
         The arguments are those of :meth:`mlxspec.engine.target.Target.forward`.
         """
-        self._tree = tree
+        self._tree, self.tape = tree, None
         if not self._replays:
             return tokens
         self._checkpoints.append(Snapshot(self._untrimmable, self.length, self.pending))
@@ -179,7 +182,9 @@ class ContextCache:
         """As :meth:`commit`, for rows that :func:`move_rows` has already moved."""
         pending: tuple[int, ...] = ()
         if len(rows) < len(self._tree):
-            if self._replays:
+            if self._recomputes(len(self.pending) + len(rows)):
+                cut(self.trimmable, self.length + len(rows))
+            elif self._replays:
                 self._undo_forward()
                 pending = (*self.pending, *(self._tree.tokens[row] for row in rows))
             else:
@@ -187,8 +192,20 @@ class ContextCache:
         # All at once and last: at any interrupt, the length says what is committed.
         length = self.length + len(rows)
         self.pending, self.length, self._unfinished = pending, length, False
+        self.tape = None
         if self._quantizes_later:
             self._quantize_if_due()
+
+    def _recomputes(self, rows: int) -> bool:
+        """Whether states were computed again for the first rows of the last forward."""
+        states = self.tape.states_after(rows, self._untrimmable) if self.tape else None
+        if states is None:
+            return False
+        for cache, arrays in zip(self._untrimmable, states, strict=True):
+            cache.cache = arrays
+        # Otherwise they would be lazy until the next step, and could not be read in its thread.
+        mx.async_eval(states)
+        return True
 
     def truncate(self, length: int) -> None:
         """Return to the first ``length`` positions, also from a forward that was not committed.
@@ -328,9 +345,13 @@ class Capability(enum.Enum):
     CHAIN = "chain"
     """Drafts in a row: every cache can be cut back."""
 
+    TAPE = "tape"
+    """Drafts in a row: some state cannot be cut back (state-space and linear attention, short
+    convolutions). It is computed again for the accepted rows, from what the step has computed."""
+
     REPLAY = "replay"
-    """Drafts in a row, at a price: some state cannot be cut back (state-space and linear
-    attention). It is restored after a rejection, and accepted tokens run once more."""
+    """Drafts in a row, at a price: some state can neither be cut back nor be computed again. It is
+    restored after a rejection, and accepted tokens run once more."""
 
     PLAIN = "plain"
     """No drafts: several rows in one forward do not give what they give one by one."""
@@ -389,8 +410,10 @@ class Target(ContextCache):
         options = options or CacheOptions()
         if cache is None:
             cache = make_prompt_cache(model, options.max_kv_size)
-        replays = capability in (Capability.REPLAY, Capability.PLAIN)
+        replays = capability in (Capability.TAPE, Capability.REPLAY, Capability.PLAIN)
         super().__init__(cache, options, replays, undoable, marks)
+        if capability is Capability.TAPE:
+            install(model)
         self.model = model
         self.capability = capability
         self.vocab_size = vocab_size
@@ -506,6 +529,12 @@ class Target(ContextCache):
             lazy logits, (rows, vocabulary).
         """
         rows = self.begin_forward(tokens, tree)
+        if self.capability is Capability.TAPE and len(tree) > 1:
+            self.tape = Tape()
+            logits = forward_at(self.model, rows[None], self.cache, None, self.tape)
+            for cache in self._untrimmable:
+                self.tape.assign(cache.cache, [cache], len(rows))
+            return logits[0, len(self.pending) :]
         if tree.is_chain:
             return self.model(rows[None], cache=self.cache)[0, len(self.pending) :]
         masked = TreeRows(tree)

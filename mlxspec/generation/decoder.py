@@ -6,9 +6,7 @@ Those with a name differ only in what they draft from.
 from __future__ import annotations
 
 import copy
-import logging
 import os
-import threading
 import warnings
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
 from dataclasses import replace
@@ -17,53 +15,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import mlx.nn as nn
-from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..corpus.memory import MAX_TOKENS, Memory
-from ..corpus.settings import SWITCH
 from ..corpus.store import open_store
 from ..corpus.tokenizer_identity import identify
-from ..drafting.combined import with_forced
-from ..drafting.drafter import Drafter, NoDraft, checked_drafter
-from ..drafting.kept import KeptExperience, experience_path
-from ..drafting.planner import Planner
+from ..drafting.drafter import Drafter, checked_drafter
+from ..drafting.kept import Experience
 from ..drafting.sources import parse_lookup_config
-from ..engine.caches import smallest_window
-from ..engine.capability import (
-    capability_with,
-    chain_capability,
-    draft_end,
-    examine_chunks,
-    examine_joint,
-    find_capability,
-    first_crossing,
-)
-from ..engine.costs import KeptCosts, costs_for, model_identity
-from ..engine.joint import JointMode
 from ..engine.model_sizes import context_length
-from ..engine.prompt_cache import Loan
-from ..engine.sampling import Chooser
-from ..engine.step import PositionLimits
-from ..engine.step import Sequence as EngineSequence
-from ..engine.target import Capability, Target, evaluate_constants, target_for, vocabulary_size
 from ..errors import OptionError, StoreError
-from ..models.detokenizer import detokenizer_of
 from ..models.model import load
-from ..models.tokenizer import vocabulary_classes
 from ..terminal import TokenPrinter
-from .drafting import Auto, Drafting, Lessons, Lookahead, PromptLookup, drafter_maker
-from .engine import EngineThread
-from .options import (
-    CheckedOptions,
-    GenerationOptions,
-    MakeDrafter,
-    Prompt,
-    check_options,
-    prompt_ids,
-)
-from .request import RecordTime, Request, responses
-from .response import GenerationResponse, GenerationResult, StepTimes, Transcript
-from .session import CacheLease, LentCaches, SessionTurn
+from .drafting import Auto, Drafting, Lookahead, PromptLookup, drafter_maker
+from .engine import EngineThread, responses
+from .loaded import LoadedModel
+from .options import GenerationOptions, MakeDrafter, Prompt, prompt_ids
+from .request import RecordTime, Request
+from .response import GenerationResponse, GenerationResult
 
 if TYPE_CHECKING:
     from typing import Self
@@ -71,10 +40,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-_log = logging.getLogger(__name__)
-
-
-class Decoder:
+class Decoder(LoadedModel):
     """Decodes with any drafter. Each generation has a cache of its own.
 
     A model's weights may change at any time. After replacing its layers, to quantise or adapt
@@ -98,13 +64,6 @@ class Decoder:
     drafting = Drafting()
     """What it drafts from by default."""
 
-    remembers = True
-    """Whether outputs are remembered, where there is a memory, and teach later generations."""
-
-    keeps_experience = True
-    """Whether what the generations of :class:`.drafting.Auto` teach is kept on disk; see
-    :mod:`mlxspec.drafting.kept`."""
-
     def __init__(
         self,
         model: str | Path | nn.Module = "mlx_model",
@@ -121,112 +80,12 @@ class Decoder:
             model, tokenizer = load(model)
         elif tokenizer is None:
             raise OptionError("tokenizer is None: pass the loaded model's tokenizer with it")
-        self.model = model
-        self.tokenizer = tokenizer
-        evaluate_constants(model)
-        self.step_times = StepTimes()
-        """Wall time of this decoder's steps by their number of rows."""
-        self.wrap_drafter: Callable[[Drafter], Drafter] | None = None
-        """Wraps the drafter of each generation, to watch what it does; None wraps nothing."""
-        self._costs: KeptCosts | None = None
-        self._measuring = threading.Lock()
-        self._on_measuring = on_measuring
+        super().__init__(model, tokenizer, on_measuring)
 
     @property
     def plans(self) -> bool:
         """Whether drafts are planned by what steps cost."""
         return self.drafting.plans
-
-    @cached_property
-    def capability(self) -> Capability:
-        """What drafts the model can verify; found out on first use, with a few forwards."""
-        finding = find_capability(self.model, self.draft_end)
-        _log.info("what the model verifies: %s (%s)", finding.capability.value, finding.reason)
-        return finding.capability
-
-    @cached_property
-    def chain_capability(self) -> Capability:
-        """What the model can verify of chains; found out with fewer forwards."""
-        return chain_capability(self.model)
-
-    @cached_property
-    def joint_mode(self) -> JointMode:
-        """How several sequences share one forward; found out with small forwards."""
-        mode, _ = examine_joint(self.model, self.chain_capability)
-        _log.info("how several sequences share forwards: %s", mode.value)
-        return mode
-
-    @cached_property
-    def draft_end(self) -> int | None:
-        """The position from which on nothing is drafted, since the model verifies no draft there.
-
-        None for all models but those whose RoPE changes with the context's length (dynamic NTK).
-        Found out with a few forwards, once a context comes near such a change.
-        """
-        return draft_end(self.model)
-
-    @cached_property
-    def _chunk_end(self) -> int | None:
-        """The length up to which a prompt gives the same in any chunks; None if all do."""
-        return examine_chunks(self.model, self.chain_capability, self.draft_end)[0]
-
-    def chunks_matter(self, length: int, caches: Sequence[Any]) -> bool:
-        """Whether a prompt gives something else in other chunks than mlx-lm's.
-
-        Such a prompt runs in mlx-lm's chunks, whatever else runs, and shares no prefix. Most models
-        have none.
-
-        Args:
-            length: in positions, those that the caches hold already included.
-            caches: mlx-lm's, or a target's, for the prompt.
-        """
-        if self.chain_capability is Capability.PLAIN:
-            return True
-        # mlx-lm's mask hides the first positions, which such a cache keeps, from rows of a chunk.
-        bound = smallest_window(caches, keeping=True)
-        if bound is not None and length > bound:
-            return True
-        if length <= min(self._first_crossing, smallest_window(caches) or length):
-            return False  # so nothing has to be tried
-        return self._chunk_end is not None and length > self._chunk_end
-
-    @cached_property
-    def vocab_size(self) -> int:
-        """The number of token ids that the model knows."""
-        return vocabulary_size(self.model)
-
-    @property
-    def predicted_cost(self) -> float:
-        """How long the steps of the last generation should have taken, in plain steps.
-
-        By the measured costs of rows; 0 where these are not known.
-        """
-        return self._costs.predicted if self._costs else 0.0
-
-    @property
-    def costs(self) -> KeptCosts:
-        """What steps cost: read from the cost file, or measured now in a few seconds."""
-        with self._measuring:  # else threads would disturb each other's measurements
-            if self._costs is None:
-                self._costs = costs_for(self.model, on_progress=self._on_measuring)
-            return self._costs
-
-    @costs.setter
-    def costs(self, costs: KeptCosts | None) -> None:
-        self._costs = costs
-
-    @cached_property
-    def lessons(self) -> Lessons:
-        """What its generations have taught."""
-        kept = isinstance(self.drafting, Auto) and self.keeps_experience
-        if not kept or os.environ.get(SWITCH) == "off":
-            return Lessons()
-        return Lessons(KeptExperience(experience_path(model_identity(self.model))))
-
-    @cached_property
-    def token_classes(self) -> bytes:
-        """Of each token; see :func:`mlxspec.drafting.acceptance.token_classes`."""
-        return vocabulary_classes(self.tokenizer)
 
     def stream(
         self,
@@ -274,7 +133,8 @@ class Decoder:
             PromptError, OptionError, DrafterError: as :meth:`decode`, with the first response.
             OptionError: ``prompt_cache`` is given, which could not hold just what was taken.
         """
-        return self._engine_thread.stream(self, prompt, max_tokens, make_drafter, options)
+        new_request = partial(self.new_request, prompt, max_tokens, make_drafter=make_drafter)
+        return self._engine_thread.stream(self, new_request, options)
 
     @cached_property
     def _engine_thread(self) -> EngineThread:
@@ -381,12 +241,13 @@ class Decoder:
             color: colour accepted draft tokens and the model's own, at a terminal.
         """
         printer = TokenPrinter(color=None if color else False)
-        transcript = Transcript()
+        result = GenerationResult()
         for response in responses:
             printer.write(response.text, response.from_draft)
-            transcript.add(response)
+            result.add(response)
         printer.finish()
-        return transcript.result(self.step_times.table())
+        result.step_times = self.step_times.table()
+        return result
 
     def drafting_with(self) -> MakeDrafter:
         """What makes the drafter of one generation with :meth:`stream`.
@@ -406,7 +267,7 @@ class Decoder:
                 this one remembers any.
         """
         other = copy.copy(self)
-        other.drafting, other.lessons = self.drafting.apart(memory_tokens), Lessons()
+        other.drafting, other.experience = self.drafting.apart(memory_tokens), Experience()
         return other
 
     def new_request(
@@ -417,7 +278,7 @@ class Decoder:
         make_drafter: MakeDrafter | None = None,
         receive: Callable[[GenerationResponse], object] = lambda response: None,
     ) -> Request:
-        """A generation that has not begun, for :func:`.request.responses` or an engine.
+        """A generation that has not begun, for :func:`.engine.responses` or an engine.
 
         Args:
             prompt, max_tokens, options: as for :meth:`decode`.
@@ -430,74 +291,8 @@ class Decoder:
         """
         longest, template = context_length(self.model), options.get("chat_template_kwargs")
         tokens = prompt_ids(prompt, self.tokenizer, self.vocab_size, longest, template)
-        checked = self.checked(max_tokens, options)
         make_drafter = make_drafter or self.drafting_with()
-        return Request(self, tokens, max_tokens, checked, make_drafter, receive)
-
-    def checked(self, max_tokens: int, options: GenerationOptions) -> CheckedOptions:
-        """Check options for this model; the arguments and errors are those of :meth:`decode`."""
-        return check_options(self.model, self.tokenizer, self.vocab_size, max_tokens, options)
-
-    def drafter_of(self, request: Request) -> Drafter:
-        """Make a request's drafter, which also drafts what its grammar forces.
-
-        Raises:
-            DrafterError: ``make_drafter`` returned something else.
-        """
-        drafter: Drafter = NoDraft()
-        if self.drafts(request.options):
-            drafter = checked_drafter(request.make_drafter(request.options.session))
-        if isinstance(drafter, Planner):
-            drafter.guide = request.grammar
-        elif request.grammar and not isinstance(drafter, NoDraft):
-            drafter = with_forced(drafter, request.grammar)
-        return self.wrap_drafter(drafter) if self.wrap_drafter else drafter
-
-    def drafts(self, options: CheckedOptions) -> bool:
-        """Whether anything can be drafted in a generation with these options."""
-        allowed = options.sampling.allows_drafts
-        return allowed and self.chain_capability is not Capability.PLAIN
-
-    def lease_for(self, request: Request) -> CacheLease:
-        """The caches that a request with a drafter will use."""
-        options, drafter = request.options, request.drafter
-        assert drafter
-        # What the model can verify of what this drafter proposes.
-        capability = self.capability if drafter.branching else self.chain_capability
-        if options.session is not None:
-            of_target = self.model, capability, self.vocab_size, options.cache
-            return SessionTurn(options.session, [*request.prompt], *of_target)
-        new_target = partial(target_for, self.model)
-        if options.prompt_cache is None:
-            return CacheLease(lambda: new_target(capability, self.vocab_size, options.cache))
-
-        def continued(caches: Sequence[Any]) -> Target:
-            with_them = capability_with(caches, capability)
-            return new_target(with_them, self.vocab_size, options.cache, caches)
-
-        return LentCaches(Loan(options.prompt_cache, self.model), len(request.prompt), continued)
-
-    def new_sequence(self, request: Request, target: Target) -> EngineSequence:
-        """The decoding state of a request that has taken its caches."""
-        assert request.drafter
-        return EngineSequence(
-            target,
-            request.prompt,
-            request.drafter,
-            Chooser(request.options.sampling, request.grammar),
-            max_tokens=request.max_tokens,
-            ends=request.output.add,
-            n_cached=request.n_cached,
-            limits=PositionLimits(self._first_crossing, lambda: self.draft_end, self.chunks_matter),
-        )
-
-    @cached_property
-    def _first_crossing(self) -> int:
-        return first_crossing(self.model)
-
-    def new_detokenizer(self) -> StreamingDetokenizer:
-        """Turns the tokens of one output into text."""
-        return detokenizer_of(self.tokenizer)
+        return Request(self, tokens, max_tokens, options, make_drafter, receive)
 
 
 class AutoDecoder(Decoder):
@@ -573,14 +368,6 @@ class AutoDecoder(Decoder):
         return partial(replace(self.drafting, prediction=prediction).make, self)
 
 
-class PromptLookupOptions(GenerationOptions, total=False):
-    """The options of :meth:`PromptLookupDecoder.stream` that ``prompt_lookup`` does not name."""
-
-    prompt_lookup_num_tokens: int | None
-    max_matching_ngram_size: int | None
-    prompt_lookup_config: str | Sequence[object] | None
-
-
 class PromptLookupDecoder(Decoder):
     """Speculates on text that repeats: code edits, summaries, quotations, structured output.
 
@@ -654,7 +441,7 @@ class PromptLookupDecoder(Decoder):
         ngram_max: int = 3,
         ngram_min: int = 1,
         color: bool = True,
-        **options: Unpack[PromptLookupOptions],
+        **options: Any,
     ) -> GenerationResult:
         """Generate, write the text to standard output as it comes, and return the result.
 

@@ -5,65 +5,29 @@ Importing this module does not import MLX, so that the command line can check op
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import TYPE_CHECKING, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from ..corpus.memory import Memory
-from ..drafting.acceptance import Experience
 from ..drafting.combined import CombinedDrafter
 from ..drafting.costs import Costs, FixedCosts
 from ..drafting.drafter import Drafter, NoDraft, checked_drafter
+from ..drafting.kept import Experience
 from ..drafting.lookahead import LookaheadDrafter
 from ..drafting.planner import Planner
 from ..drafting.policy import trees_pay
 from ..drafting.sources import DrafterSource, PredictionDrafter, PromptLookupDrafter
-from ..drafting.suffix_source import Earlier, SuffixSource
+from ..drafting.suffix_source import SuffixSource
 from ..errors import OptionError
 
 if TYPE_CHECKING:
     from typing import Self
 
     from ..corpus.store import Store
-    from ..engine.costs import KeptCosts
-    from ..engine.target import Capability
+    from .loaded import LoadedModel
     from .session import Session
-
-
-class Lessons:
-    """What the generations of a decoder teach about drafts, for its later ones.
-
-    Args:
-        experience: of contexts, to begin with.
-
-    Attributes:
-        experience: of contexts.
-    """
-
-    def __init__(self, experience: Experience | None = None) -> None:
-        self.experience = experience or Experience()
-        self._earlier: dict[object, Earlier] = {}
-
-    def of(self, earlier: Earlier) -> Earlier:
-        """The same texts with what has been learned of them."""
-        return self._earlier.setdefault(earlier.texts, earlier)
-
-
-class Planning(Protocol):
-    """What planned drafts need of their decoder; see :class:`mlxspec.Decoder`."""
-
-    remembers: bool
-    costs: KeptCosts
-
-    @property
-    def lessons(self) -> Lessons: ...
-    @property
-    def token_classes(self) -> bytes: ...
-    @property
-    def capability(self) -> Capability: ...
-    @property
-    def chain_capability(self) -> Capability: ...
 
 
 class Drafting:
@@ -83,7 +47,7 @@ class Drafting:
         """A drafter that needs to know nothing of the decoder."""
         return self._maker()
 
-    def make(self, decoder: Planning, session: Session | None) -> Drafter:
+    def make(self, decoder: LoadedModel, session: Session | None) -> Drafter:
         """Make the drafter of one generation.
 
         Args:
@@ -152,15 +116,13 @@ class Lookahead(Drafting):
             columns, self.ngram_size, self.guess_set_size, self.pool_from_prompt
         )
 
-    def make(self, decoder: Planning, session: Session | None) -> Drafter:
+    def make(self, decoder: LoadedModel, session: Session | None) -> Drafter:
         first = [self.first()] if self.first else []
         if self.plans:
             # No window pays on a Mac, and look-ups know better than a pool what is likely.
-            lessons = decoder.lessons if decoder.remembers else Lessons()
-            look_ups = SuffixSource(
-                token_classes=decoder.token_classes, experience=lessons.experience
-            )
-            return _planned(decoder, [*first, look_ups], lessons)
+            experience = decoder.experience if decoder.remembers else Experience()
+            look_ups = SuffixSource(decoder.token_classes, experience)
+            return _planned(decoder, [*first, look_ups], experience)
         return CombinedDrafter(first[0], self.new()) if first else self.new()
 
 
@@ -186,12 +148,23 @@ class Auto(Drafting):
     def apart(self, memory_tokens: int) -> Self:
         return replace(self, memory=Memory(memory_tokens)) if self.memory else self
 
-    def make(self, decoder: Planning, session: Session | None) -> Drafter:
+    def make(self, decoder: LoadedModel, session: Session | None) -> Drafter:
         if self.lookahead and self.lookahead.first:
             return self.lookahead.make(decoder, session)
         # Nothing that a generation teaches is kept where its output is not.
-        lessons = decoder.lessons if self.memory and decoder.remembers else Lessons()
-        sources: list[Drafter] = [self._look_ups(decoder, session, lessons)]
+        remembers = bool(self.memory) and decoder.remembers
+        experience = decoder.experience if remembers else Experience()
+        if self.memory:
+            self.memory.refresh()
+        look_ups = SuffixSource(
+            decoder.token_classes,
+            experience,
+            memory=self.memory,
+            store=self.store,
+            remembers=remembers,
+            context=session.index if session else None,
+        )
+        sources: list[Drafter] = [look_ups]
         fallbacks: list[Drafter] = []
         extra = self.extra() if self.extra else None
         if extra is not None:
@@ -201,32 +174,7 @@ class Auto(Drafting):
         if self.lookahead and not self.lookahead.plans:
             fallbacks.append(self.lookahead.new())
         branching = trees_pay(decoder.costs.curve)
-        return _planned(decoder, sources, lessons, fallbacks, branching=branching)
-
-    def _look_ups(
-        self, decoder: Planning, session: Session | None, lessons: Lessons
-    ) -> SuffixSource:
-        """What looks up text that repeats, in the context and in earlier texts."""
-        earlier = []
-        if self.memory:
-            self.memory.refresh()
-            earlier.append(lessons.of(Earlier("memory", self.memory, self.memory.used)))
-        if self.store:
-            earlier.append(lessons.of(Earlier("store", self.store)))
-
-        def remember(
-            output: Sequence[int], earned: Mapping[str, int], prompt: Sequence[int]
-        ) -> None:
-            if self.memory and decoder.remembers:
-                self.memory.add(output, earned, prompt)
-
-        return SuffixSource(
-            earlier=earlier,
-            on_output=remember,
-            token_classes=decoder.token_classes,
-            context=session.index if session else None,
-            experience=lessons.experience,
-        )
+        return _planned(decoder, sources, experience, fallbacks, branching=branching)
 
 
 def drafter_maker(drafter: Drafter | Callable[[], Drafter]) -> Callable[[], Drafter]:
@@ -245,9 +193,9 @@ def drafter_maker(drafter: Drafter | Callable[[], Drafter]) -> Callable[[], Draf
 
 
 def _planned(
-    decoder: Planning,
+    decoder: LoadedModel,
     sources: Sequence[Drafter],
-    lessons: Lessons,
+    experience: Experience,
     fallbacks: Sequence[Drafter] = (),
     *,
     branching: bool = True,
@@ -257,7 +205,7 @@ def _planned(
     Args:
         decoder: whose model verifies the drafts.
         sources: what is planned with.
-        lessons: of earlier generations.
+        experience: of earlier generations.
         fallbacks: drafters that are asked after the planner, without a plan.
         branching: whether drafts may be trees, if the model verifies these.
     """
@@ -272,7 +220,7 @@ def _planned(
         sources,
         branching=branching and decoder.capability is Capability.TREE,
         replays=decoder.chain_capability is Capability.REPLAY,
-        experience=lessons.experience,
+        experience=experience,
     )
     return reduce(CombinedDrafter, fallbacks, cast(Drafter, planner))
 

@@ -1,4 +1,4 @@
-"""Several requests at once, which join and leave between any two steps; a thread for asyncio."""
+"""The engine that runs requests, one or several at once, and a thread with one for asyncio."""
 
 from __future__ import annotations
 
@@ -6,22 +6,27 @@ import asyncio
 import atexit
 import itertools
 import math
+import sys
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property, partial
 from queue import SimpleQueue
+from typing import cast
 
 from mlx_lm.generate import generation_stream, wired_limit
 
+from ..engine.joint import JointMode
 from ..engine.step import Batch, DecodedStep, Sequence
 from ..errors import OptionError
-from .options import GenerationOptions, MakeDrafter, Prompt
-from .request import PATIENCE, DecoderLike, Request, State, hold_at_exit
+from .loaded import LoadedModel
+from .options import GenerationOptions
+from .request import PATIENCE, RecordTime, Request, State, hold_at_exit
 from .response import GenerationResponse
+from .session import CacheLease
 
 # Prompt tokens; fewer would hardly shorten a stall, and more are not faster.
 _LEAST_CHUNK, _MOST_CHUNK = 16, 2048
@@ -47,6 +52,7 @@ class Engine:
             prompts run first, and requests wait for others' drafts.
         max_unread: a request with this many unread responses is paused until :meth:`has_read`
             counts nearly all of them; None counts none.
+        alone: it is used for one request, whose prompt runs in the chunks that its options ask for.
 
     Raises:
         OptionError: ``max_active`` is below 1, or ``stall`` is not positive.
@@ -60,11 +66,12 @@ class Engine:
 
     def __init__(
         self,
-        decoder: DecoderLike,
+        decoder: LoadedModel,
         *,
         max_active: int = 32,
         stall: float = 0.15,
         max_unread: int | None = None,
+        alone: bool = False,
     ) -> None:
         if max_active < 1:
             raise OptionError(f"max_active is {max_active}: let 1 generation or more run at once")
@@ -74,6 +81,7 @@ class Engine:
         self._max_active = max_active
         self._stall = stall
         self._max_unread = max_unread
+        self._alone = alone
         self.prefill_seconds = 0.0
         self.steps = 0
         self.step_seconds = 0.0
@@ -138,6 +146,13 @@ class Engine:
         Returns:
             whether there is anything left to do for requests that are not paused.
         """
+        for _ in self.parts_of_turn(hurried):
+            pass
+        going_on = self._in(State.PREFILL) or self._in(State.DECODE)
+        return bool(going_on) or self._next() is not None
+
+    def parts_of_turn(self, hurried: bool = False) -> Iterator[None]:
+        """As :meth:`turn`; pauses after each response but the last one of a request."""
         hold_at_exit()
         while request := self._next():
             self._running.append(request)  # first, so that an interrupt finds it in one place
@@ -148,9 +163,7 @@ class Engine:
                 self._end(request, error)
         self._prefill(hurried)
         if decoding := self._in(State.DECODE):
-            self._step(decoding)
-        going_on = self._in(State.PREFILL) or self._in(State.DECODE)
-        return bool(going_on) or self._next() is not None
+            yield from self._step(decoding)
 
     def close(self, error: Exception | None = None) -> None:
         """End all requests."""
@@ -250,7 +263,7 @@ class Engine:
     def _chunk(self) -> int:
         """How many tokens of a prompt to run next."""
         if self._deadline == math.inf:
-            return _MOST_CHUNK
+            return sys.maxsize if self._alone else _MOST_CHUNK
         seconds = self._deadline - time.perf_counter()
         return max(_LEAST_CHUNK, int(min(_MOST_CHUNK, self._prefill_speed * seconds)))
 
@@ -273,8 +286,8 @@ class Engine:
             return
         self._note_speed(max(0, done - before), started)
 
-    def _step(self, requests: list[Request]) -> None:
-        """Run one step of requests whose prompts are done."""
+    def _step(self, requests: list[Request]) -> Iterator[None]:
+        """Run one step of requests whose prompts are done, and hand out its responses."""
         sequences = [request.sequence for request in requests if request.sequence]
         self.steps += 1
         started = time.perf_counter()
@@ -287,11 +300,11 @@ class Engine:
             return
         for request, sequence, outcome in zip(requests, sequences, outcomes, strict=True):
             if isinstance(outcome, DecodedStep):
-                self._respond(request, sequence, outcome)
+                yield from self._respond(request, sequence, outcome)
             else:
                 self._end(request, outcome)
 
-    def _respond(self, request: Request, sequence: Sequence, step: DecodedStep) -> None:
+    def _respond(self, request: Request, sequence: Sequence, step: DecodedStep) -> Iterator[None]:
         """Hand out the responses of a request's step."""
         verified = step.verified
         self.step_shape = verified.rows, verified.sequences
@@ -305,10 +318,10 @@ class Engine:
                     self._end(request, last=response)
                     return
                 request.on_response(response)
+                yield
                 if request.done:
                     return
-                if self._max_unread:
-                    request.unread += 1
+                request.unread += 1
         except Exception as error:
             self._end(request, error)
             return
@@ -348,15 +361,58 @@ class Engine:
 
     @cached_property
     def _batch(self) -> Batch:
+        if self._alone:
+            return Batch(self._decoder.model, JointMode.ALONE)
         costs = self._decoder.costs if self._decoder.plans else None
         patient = self._stall == math.inf
         return Batch(self._decoder.model, self._decoder.joint_mode, costs, patient)
 
 
+def responses(
+    request: Request, record_time: RecordTime | None = None
+) -> Generator[GenerationResponse, None, None]:
+    """Run a request alone.
+
+    Each response is yielded before any work for the next one, with the caches as documented, which
+    a consumer may use before it asks for the next response.
+
+    Args:
+        request: has not begun.
+        record_time: called with the rows and the time of each step.
+
+    Raises:
+        DrafterError: as :meth:`Request.prepare`, before the first response is asked for.
+    """
+    request.prepare()
+    if record_time:
+        request.record_times.append(record_time)
+    return _responses(request)
+
+
+def _responses(request: Request) -> Generator[GenerationResponse, None, None]:
+    received: list[GenerationResponse] = []
+    request.receive = received.append
+    engine, lease = (
+        Engine(request.decoder, stall=math.inf, alone=True),
+        cast(CacheLease, request.lease),
+    )
+    engine.add(request)
+    try:
+        with engine.running():
+            while not request.done:
+                for _ in engine.parts_of_turn():
+                    lease.pause(request.context)
+                    yield received.pop()
+                    lease.resume()
+    finally:
+        if request.error:
+            raise request.error
+    # After everything is closed, so that the consumer of the last response may begin the next turn.
+    yield received.pop()
+
+
 _AHEAD = 64  # responses that wait for their consumer; each may hold a row of logits
 _READ = 16  # responses after which the thread hears that they have been read
-
-Command = Callable[[Engine], object]
 
 
 class EngineThread:
@@ -367,37 +423,41 @@ class EngineThread:
     """
 
     def __init__(self) -> None:
-        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._commands: SimpleQueue[Command] = SimpleQueue()
+        self._commands: SimpleQueue[Command | None] = SimpleQueue()
         self._streams: set[_Stream] = set()
-        """Those that have not ended; while there are any the thread serves them."""
-        self._changing = threading.Lock()
-        """Held while streams come and go, so that the thread does not stop as one comes."""
-        self._thread: threading.Thread | None = None
-        weakref.finalize(self, self._work.put, None).atexit = False
+        """Those that the thread serves."""
+        work = self._commands, self._streams
+        self._thread = threading.Thread(
+            target=_serve, args=work, name="mlxspec astream", daemon=True
+        )
+        self._thread.start()
+        weakref.finalize(self, self._commands.put, None).atexit = False
+        _threads.add(self)
 
     async def stream(
         self,
-        decoder: DecoderLike,
-        prompt: Prompt,
-        max_tokens: int,
-        make_drafter: MakeDrafter | None,
+        decoder: LoadedModel,
+        new_request: Callable[..., Request],
         options: GenerationOptions,
     ) -> AsyncGenerator[GenerationResponse, None]:
-        """What :meth:`mlxspec.Decoder.astream` returns."""
+        """What :meth:`mlxspec.Decoder.astream` returns.
+
+        Args:
+            decoder: whose model runs.
+            new_request: makes the request, given ``options`` and ``receive``.
+            options: of the generation.
+        """
         if options.get("prompt_cache") is not None:
             raise OptionError(
                 "prompt_cache holds what a program has taken, and astream runs ahead of it: "
                 "pass a session, or use stream"
             )
-        stream = _Stream()
+        stream = _Stream(decoder)
         if on_progress := options.get("on_progress"):
             options = {**options, "on_progress": partial(stream.call, on_progress)}
         receive = partial(stream.call, stream.queue.put_nowait)
-        new_request = partial(
-            decoder.new_request, prompt, max_tokens, options, make_drafter, receive
-        )
-        self._start(decoder, stream, partial(stream.begin, new_request))
+        stream.new_request = partial(new_request, options=options, receive=receive)
+        self._commands.put((stream, _Stream.begin))
         try:
             for count in itertools.count(1):
                 response = await stream.queue.get()
@@ -407,108 +467,58 @@ class EngineThread:
                     raise response
                 yield response
                 if count % _READ == 0:
-                    self._commands.put(stream.has_read)
+                    self._commands.put((stream, _Stream.has_read))
         finally:
             if not stream.ended.is_set():
-                self._commands.put(stream.cancel)
+                self._commands.put((stream, _Stream.cancel))
                 await stream.ended.wait()
-
-    def _start(self, decoder: DecoderLike, stream: _Stream, begin: Command) -> None:
-        with self._changing:
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=_obey, args=(self._work,), name="mlxspec astream", daemon=True
-                )
-                self._thread.start()
-                _serving.add(self)
-            if not self._streams:
-                self._work.put(partial(self._run, decoder))
-            self._streams.add(stream)
-            self._commands.put(begin)
-
-    def _run(self, decoder: DecoderLike) -> None:
-        """Serve the streams until all have ended."""
-        try:
-            engine = Engine(decoder, max_unread=_AHEAD)
-            with engine.running():
-                busy = False
-                while self._streams:
-                    while not busy or not self._commands.empty():
-                        self._commands.get()(engine)
-                        busy = True
-                    busy = engine.turn()
-                    self._end_finished()
-        except SystemExit:  # the process ends, and with it the threads of tasks that still wait
-            return
-        except BaseException as error:  # of the model itself: all that wait get it
-            with self._changing:
-                streams, self._streams = self._streams, set()
-            for stream in streams:
-                stream.end(error)
 
     def stop(self) -> None:
         """End all generations, and the thread."""
-        self._commands.put(_stop)
-        self._work.put(None)
-        if self._thread:
-            self._thread.join(PATIENCE)
-
-    def _end_finished(self) -> None:
-        with self._changing:
-            finished = {stream for stream in self._streams if stream.has_finished}
-            self._streams -= finished
-        for stream in finished:
-            stream.end()
+        self._commands.put(None)
+        self._thread.join(PATIENCE)
 
 
-_serving: weakref.WeakSet[EngineThread] = weakref.WeakSet()
+_threads: weakref.WeakSet[EngineThread] = weakref.WeakSet()
 
 
 @atexit.register
 def _stop_all() -> None:
     """MLX must not run in a thread that the interpreter stops as it ends."""
-    for generations in list(_serving):
-        generations.stop()
-
-
-def _stop(engine: Engine) -> None:
-    raise SystemExit
-
-
-def _obey(work: SimpleQueue[Callable[[], None] | None]) -> None:
-    """The thread. Between two works it holds nothing, so that a decoder may go."""
-    while (run := work.get()) is not None:
-        run()
-        del run
+    for thread in list(_threads):
+        thread.stop()
 
 
 class _Stream:
     """One generation's responses on their way from the thread to a task.
 
     Attributes:
+        decoder: whose model runs.
+        new_request: makes its request, in the thread.
         queue: responses, and at last None or what has ended the generation; read in the loop.
         ended: set in the loop once the thread is done with the generation, and its caches are
             given back.
         request: once the thread has made it.
     """
 
-    def __init__(self) -> None:
+    new_request: Callable[[], Request]
+
+    def __init__(self, decoder: LoadedModel) -> None:
+        self.decoder = decoder
         self.queue: asyncio.Queue[GenerationResponse | BaseException | None] = asyncio.Queue()
         self.ended = asyncio.Event()
-        self.request: Request | None = None
         self._loop = asyncio.get_running_loop()
+        self.request: Request | None = None
         self._error: BaseException | None = None
 
     def call(self, function: Callable[..., object], *args: object) -> None:
         """Call a function in the task's event loop."""
         self._loop.call_soon_threadsafe(function, *args)
 
-    def begin(self, new_request: Callable[[], Request], engine: Engine) -> None:
-        """Make the request, unless its task has left already."""
-        if self.has_finished:
-            return
+    def begin(self, engine: Engine) -> None:
+        """Make the request."""
         try:
-            self.request = new_request()
+            self.request = self.new_request()
             engine.add(self.request)
         except Exception as error:
             self._error = error
@@ -534,3 +544,49 @@ class _Stream:
         with suppress(RuntimeError):  # the loop is closed: no task waits
             self.call(self.queue.put_nowait, self._error)
             self.call(self.ended.set)
+
+
+Command = tuple[_Stream, Callable[[_Stream, Engine], None]]
+"""What a task asks of the thread: a method of its stream."""
+
+
+def _serve(commands: SimpleQueue[Command | None], streams: set[_Stream]) -> None:
+    """The thread. Between two generations it holds nothing, so that a decoder may go."""
+    going_on = True
+    while going_on and (command := commands.get()):
+        if command[1] is _Stream.begin:  # others are of streams that have ended
+            going_on = _serve_streams(command, commands, streams)
+        del command
+
+
+def _serve_streams(
+    command: Command, commands: SimpleQueue[Command | None], streams: set[_Stream]
+) -> bool:
+    """Serve a stream that begins, and those that begin meanwhile, until all have ended.
+
+    Returns:
+        whether the thread goes on.
+    """
+    streams.add(command[0])
+    try:
+        engine = Engine(command[0].decoder, max_unread=_AHEAD)
+        with engine.running():
+            command[0].begin(engine)
+            busy = True
+            while streams:
+                while not busy or not commands.empty():
+                    if (following := commands.get()) is None:
+                        return False
+                    stream, method = following
+                    if method is _Stream.begin:
+                        streams.add(stream)
+                    method(stream, engine)
+                    busy = True
+                busy = engine.turn()
+                for finished in {one for one in streams if one.has_finished}:
+                    streams.remove(finished)
+                    finished.end()
+    except BaseException as error:  # of the model itself: all that wait get it
+        while streams:
+            streams.pop().end(error)
+    return True

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, TypedDict, cast
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypedDict, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,7 +17,6 @@ from ..drafting.drafter import Drafter
 from ..engine.capability import check_quantization
 from ..engine.constraint import Constraint, Phase, Phases
 from ..engine.params import CacheOptions, LogitsProcessor, Sampler, SamplingParams
-from ..engine.prompt_cache import lent_caches
 from ..engine.target import Progress
 from ..errors import OptionError, PromptError
 from ..models.chat_template import Message, conversation_ids
@@ -98,14 +97,14 @@ def prompt_ids(
 
 
 def stop_token_ids(
-    tokenizer: TokenizerWrapper, extra: int | str | Collection[int | str], vocab_size: int
+    extra: int | str | Collection[int | str], tokenizer: TokenizerWrapper, vocab_size: int
 ) -> set[int]:
     """The tokenizer's own end tokens, and further ones.
 
     Args:
-        tokenizer: the model's.
         extra: token ids, or texts that are one token: as spelled in the vocabulary
             (``</s>``, ``▁river``), or as plain text.
+        tokenizer: the model's.
         vocab_size: the number of token ids that the model knows.
 
     Raises:
@@ -119,10 +118,7 @@ def stop_token_ids(
             encoded = tokenizer.encode(token, add_special_tokens=False)
             if token_id is None and len(encoded) == 1 and encoded[0] != tokenizer.unk_token_id:
                 token_id = encoded[0]
-        if (
-            not isinstance(token_id, SupportsIndex)
-            or not 0 <= operator.index(token_id) < vocab_size
-        ):
+        if not _is_token(token_id, vocab_size):
             raise OptionError(
                 f"the stop token {token!r} is not a token of the model: give an id from 0 to "
                 f"{vocab_size - 1}, the text of one token, or use a stop string"
@@ -176,103 +172,72 @@ _SAMPLING = {field.name for field in fields(SamplingParams)}
 _CACHE = {field.name for field in fields(CacheOptions)}
 
 
-class CheckedOptions(NamedTuple):
-    """The options of a generation, checked, with their defaults.
-
-    Attributes:
-        sampling: how to pick a token.
-        grammar: what the output has to be; None without a constraint.
-        stop: the texts that end the output.
-        stop_tokens: the tokens that end it, the tokenizer's own included.
-        cache: the memory of the cache.
-        session, on_progress: as given.
-        prompt_cache: as many of the given caches as the model uses; None without any.
-    """
-
-    sampling: SamplingParams
-    grammar: Grammar | None
-    stop: tuple[str, ...]
-    stop_tokens: set[int]
-    cache: CacheOptions
-    session: Session | None
-    prompt_cache: list[Any] | None
-    on_progress: Progress | None
+def check_names(options: Mapping[str, Any]) -> None:
+    """Raise TypeError for an option that does not exist."""
+    known = GenerationOptions.__annotations__
+    for name in options.keys() - known.keys():
+        similar = get_close_matches(name, sorted({"max_tokens", *known}), 1)
+        meant = f"did you mean {similar[0]}" if similar else "see mlxspec.Decoder.decode for all"
+        raise TypeError(f"there is no option {name!r}: {meant}")
 
 
-def sampling_from(
-    params: SamplingParams | None, fields: Mapping[str, Any], vocab_size: int
-) -> SamplingParams:
-    """The settings, with the fields that are given by name put into them.
+def checked_max_tokens(max_tokens: object) -> int:
+    """Return ``max_tokens``; raises OptionError unless it is a whole number from 1 on."""
+    if not isinstance(max_tokens, SupportsIndex):
+        raise OptionError(f"max_tokens is {max_tokens!r}: choose a whole number")
+    if operator.index(max_tokens) < 1:
+        raise OptionError(f"max_tokens is {max_tokens}: generate at least 1 token")
+    return operator.index(max_tokens)
+
+
+def stop_texts(stop: str | Iterable[str]) -> tuple[str, ...]:
+    """The texts that end the output; raises OptionError unless all are texts, and not empty."""
+    several = isinstance(stop, Iterable) and not isinstance(stop, str)
+    texts = tuple(stop) if several else (stop,)
+    if not all(isinstance(text, str) for text in texts):
+        raise OptionError("stop must be a text or a list of texts")
+    if not all(texts):
+        raise OptionError("stop holds an empty string: it would end every output at once")
+    return cast(tuple[str, ...], texts)
+
+
+def sampling_from(options: Mapping[str, Any], vocab_size: int) -> SamplingParams:
+    """The option ``sampling``, with the fields that are given by name put into it.
 
     Raises:
         OptionError: as :class:`mlxspec.SamplingParams`, or the model lacks one of the tokens.
     """
-    if fields.get("sampler") is greedy_sampler:  # what make_sampler gives at temperature 0
-        fields = {**fields, "sampler": None}
-    if params is None and fields.get("sampler") is not None:
+    given = {name: options[name] for name in _SAMPLING & options.keys()}
+    params: SamplingParams | None = options.get("sampling")
+    if given.get("sampler") is greedy_sampler:  # what make_sampler gives at temperature 0
+        given["sampler"] = None
+    if params is None and given.get("sampler") is not None:
         # With mlx-lm's sampler, users expect repeated calls to differ.
         params = SamplingParams(seed=None)
-    params = replace(params or SamplingParams(), **fields)
+    params = replace(params or SamplingParams(), **given)
     for name in ("logit_bias", "xtc_special_tokens"):
         for token in getattr(params, name) or ():
-            if not isinstance(token, SupportsIndex) or not 0 <= operator.index(token) < vocab_size:
+            if not _is_token(token, vocab_size):
                 raise OptionError(
                     f"{name} holds the id {token!r}: the model's are 0 to {vocab_size - 1}"
                 )
     return params
 
 
-def check_options(
-    model: nn.Module,
-    tokenizer: TokenizerWrapper,
-    vocab_size: int,
-    max_tokens: int,
-    options: GenerationOptions,
-) -> CheckedOptions:
-    """Check the options of :meth:`mlxspec.Decoder.decode`; no forward runs.
+def _is_token(token: object, vocab_size: int) -> bool:
+    return isinstance(token, SupportsIndex) and 0 <= operator.index(token) < vocab_size
+
+
+def cache_options_from(options: Mapping[str, Any], model: nn.Module) -> CacheOptions:
+    """The memory of cache and prefill.
 
     Raises:
-        OptionError, PromptCacheError: as there.
-        TypeError: there is no such option.
+        OptionError: as :class:`mlxspec.engine.params.CacheOptions`, or the model's cache cannot be
+            quantised as asked.
     """
-    left: dict[str, Any] = {**options}
-    stop, stop_tokens = left.pop("stop", ()), left.pop("stop_tokens", ())
-    session, prompt_cache = left.pop("session", None), left.pop("prompt_cache", None)
-    sampling, on_progress = left.pop("sampling", None), left.pop("on_progress", None)
-    constraint = left.pop("constraint", None)
-    memory = {name: left.pop(name) for name in _CACHE & left.keys()}
-    left.pop("chat_template_kwargs", None)  # the prompt's
-    for name in left.keys() - _SAMPLING:
-        known = sorted({"max_tokens", *GenerationOptions.__annotations__})
-        similar = get_close_matches(name, known, 1)
-        meant = f"did you mean {similar[0]}" if similar else "see mlxspec.Decoder.decode for all"
-        raise TypeError(f"there is no option {name!r}: {meant}")
-    if not isinstance(max_tokens, SupportsIndex):
-        raise OptionError(f"max_tokens is {max_tokens!r}: choose a whole number")
-    if max_tokens < 1:
-        raise OptionError(f"max_tokens is {max_tokens}: generate at least 1 token")
-    several = isinstance(stop, Iterable) and not isinstance(stop, str)
-    stop = tuple(stop) if several else (stop,)
-    if not all(isinstance(text, str) for text in stop):
-        raise OptionError("stop must be a text or a list of texts")
-    if not all(stop):
-        raise OptionError("stop holds an empty string: it would end every output at once")
-    if session is not None and prompt_cache is not None:
-        raise OptionError("session and prompt_cache are given together: choose one")
-    cache = CacheOptions(**memory)
+    cache = CacheOptions(**{name: options[name] for name in _CACHE & options.keys()})
     check_quantization(model, cache)
-    if prompt_cache is not None:
-        prompt_cache = lent_caches(prompt_cache, model)
-    return CheckedOptions(
-        sampling_from(sampling, left, vocab_size),
-        grammar_of(constraint, tokenizer, vocab_size),
-        stop,
-        stop_token_ids(tokenizer, stop_tokens, vocab_size),
-        cache,
-        session,
-        prompt_cache,
-        on_progress,
-    )
+    return cache
 
 
 def grammar_of(

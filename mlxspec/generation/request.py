@@ -10,21 +10,34 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from enum import StrEnum
 from types import FrameType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
-import mlx.nn as nn
-from mlx_lm.generate import generation_stream, wired_limit
-from mlx_lm.tokenizer_utils import StreamingDetokenizer
 
-from ..drafting.costs import LiveCosts
-from ..drafting.drafter import Drafter
+from ..drafting.combined import with_forced
+from ..drafting.drafter import Drafter, NoDraft, checked_drafter
+from ..drafting.planner import Planner
 from ..engine import step as steps
-from ..engine.joint import JointMode
-from ..engine.target import Target
-from .options import CheckedOptions, GenerationOptions, MakeDrafter, Prompt
-from .response import GenerationResponse, OutputText, SpeculationStats, StepTimes
-from .session import CacheLease
+from ..engine.capability import capability_with
+from ..engine.draft_model import DraftModelDrafter
+from ..engine.prompt_cache import Loan, lent_caches
+from ..engine.sampling import Chooser
+from ..engine.target import Capability, Target, target_for
+from ..errors import OptionError
+from .loaded import LoadedModel
+from .options import (
+    GenerationOptions,
+    MakeDrafter,
+    cache_options_from,
+    check_names,
+    checked_max_tokens,
+    grammar_of,
+    sampling_from,
+    stop_texts,
+    stop_token_ids,
+)
+from .response import GenerationResponse, OutputText, SpeculationStats
+from .session import CacheLease, SessionTurn
 
 if TYPE_CHECKING:
     from ..engine.grammar import GrammarState
@@ -48,50 +61,30 @@ class State(StrEnum):
     DONE = "ended"
 
 
-class DecoderLike(Protocol):
-    """What requests and engines need of a :class:`mlxspec.Decoder`."""
-
-    step_times: StepTimes
-
-    @property
-    def plans(self) -> bool: ...
-    @property
-    def model(self) -> nn.Module: ...
-    @property
-    def costs(self) -> LiveCosts: ...
-    @property
-    def joint_mode(self) -> JointMode: ...
-    def new_request(
-        self,
-        prompt: Prompt,
-        max_tokens: int,
-        options: GenerationOptions,
-        make_drafter: MakeDrafter | None = None,
-        receive: Callable[[GenerationResponse], object] = ...,
-    ) -> Request: ...
-    def drafter_of(self, request: Request) -> Drafter: ...
-    def lease_for(self, request: Request) -> CacheLease: ...
-    def new_sequence(self, request: Request, target: Target) -> steps.Sequence: ...
-    def new_detokenizer(self) -> StreamingDetokenizer: ...
-
-
 class Request:
     """One generation, from being asked for to its last response.
 
-    :meth:`mlxspec.Decoder.new_request` makes it. It runs alone in :func:`responses`, or with
-    others in an :class:`mlxspec.generation.engine.Engine`.
+    :meth:`mlxspec.Decoder.new_request` makes it. It runs alone in :func:`.engine.responses`, or
+    with others in an :class:`.engine.Engine`.
 
     Args:
-        decoder: whose model and tokenizer it uses.
+        decoder: the model and its tokenizer.
         prompt: token ids.
         max_tokens: how many tokens to generate at most.
-        options: checked.
+        options: as for :meth:`mlxspec.Decoder.decode`; they are checked here.
         make_drafter: makes its drafter when it starts, given the session.
-        receive: called with each response in an engine.
+        receive: called with each response.
+
+    Raises:
+        OptionError, PromptCacheError, TypeError: as :meth:`mlxspec.Decoder.decode`, of options.
 
     Attributes:
+        sampling, constraint, stop, stop_tokens, cache_options, session: the options, checked, with
+            their defaults; stop_tokens with the tokenizer's own.
+        prompt_cache: as many of the given caches as the model uses; None without any.
+        report_progress: the option ``on_progress``.
+        draft_model: a drafter whose caches go back to the caller, too.
         record_times: each is called with the rows and the time of each step.
-        lease_more: wraps the lease of the model's caches in a lease of further caches.
         state: the stage that it is in.
         error: what ended it, if that was a fault.
         finish_reason: of its last response, once that has come.
@@ -114,29 +107,40 @@ class Request:
 
     def __init__(
         self,
-        decoder: DecoderLike,
+        decoder: LoadedModel,
         prompt: Sequence[int],
         max_tokens: int,
-        options: CheckedOptions,
+        options: GenerationOptions,
         make_drafter: MakeDrafter,
         receive: Callable[[GenerationResponse], object] = lambda response: None,
     ) -> None:
+        check_names(options)
         self.decoder = decoder
         self.prompt = prompt
-        self.max_tokens = max_tokens
-        self.options = options
+        self.max_tokens = checked_max_tokens(max_tokens)
         self.make_drafter = make_drafter
         self.receive = receive
+        self.stop = stop_texts(options.get("stop", ()))
+        self.session, self.prompt_cache = options.get("session"), options.get("prompt_cache")
+        if self.session is not None and self.prompt_cache is not None:
+            raise OptionError("session and prompt_cache are given together: choose one")
+        self.cache_options = cache_options_from(options, decoder.model)
+        if self.prompt_cache is not None:
+            self.prompt_cache = lent_caches(self.prompt_cache, decoder.model)
+        model = decoder.tokenizer, decoder.vocab_size
+        self.sampling = sampling_from(options, decoder.vocab_size)
+        self.constraint = grammar_of(options.get("constraint"), *model)
+        self.stop_tokens = stop_token_ids(options.get("stop_tokens", ()), *model)
+        self.report_progress = options.get("on_progress")
+        self.draft_model: DraftModelDrafter | None = None
         self.record_times: list[RecordTime] = [decoder.step_times.record]
-        self.lease_more: Callable[[CacheLease], CacheLease] = lambda lease: lease
         self.state = State.WAITING
         self.error: Exception | None = None
         self.finish_reason: str | None = None
         self.context: list[int] = []
         self.stats = SpeculationStats()
         self.n_cached = self.prefilled = 0
-        self.plain_seconds = 0.0
-        self.decode_seconds = 0.0
+        self.plain_seconds = self.decode_seconds = 0.0
         self.unread = 0
         self.drafter: Drafter | None = None
         self.lease: CacheLease | None = None
@@ -160,14 +164,39 @@ class Request:
         Raises:
             DrafterError: ``make_drafter`` returned something else.
         """
-        decoder, options = self.decoder, self.options
         self.context = list(self.prompt)
-        self.grammar = options.grammar.begin() if options.grammar else None
-        self.drafter = decoder.drafter_of(self)
-        self.output = OutputText(
-            decoder.new_detokenizer(), options.stop_tokens, options.stop, self.max_tokens
-        )
-        self.lease = self.lease_more(decoder.lease_for(self))
+        self.grammar = self.constraint.begin() if self.constraint else None
+        self.drafter = self._new_drafter()
+        detokenizer = self.decoder.new_detokenizer()
+        self.output = OutputText(detokenizer, self.stop_tokens, self.stop, self.max_tokens)
+        self.lease = self._new_lease(self.drafter.branching)
+
+    def _new_drafter(self) -> Drafter:
+        """The drafter, which also drafts what the grammar forces."""
+        decoder = self.decoder
+        drafter: Drafter = NoDraft()
+        if self.sampling.allows_drafts and decoder.chain_capability is not Capability.PLAIN:
+            drafter = checked_drafter(self.make_drafter(self.session))
+        if isinstance(drafter, Planner):
+            drafter.guide = self.grammar
+        elif self.grammar and not isinstance(drafter, NoDraft):
+            drafter = with_forced(drafter, self.grammar)
+        return decoder.wrap_drafter(drafter) if decoder.wrap_drafter else drafter
+
+    def _new_lease(self, branching: bool) -> CacheLease:
+        """The caches to use, of a target that verifies what this request's drafter proposes."""
+        decoder, options = self.decoder, self.cache_options
+        model, vocab_size, prompt = decoder.model, decoder.vocab_size, [*self.prompt]
+        capability = decoder.capability if branching else decoder.chain_capability
+        if self.session is not None:
+            return SessionTurn(self.session, prompt, model, capability, vocab_size, options)
+
+        def new_target(caches: Sequence[Any] | None = None) -> Target:
+            able = capability if caches is None else capability_with(caches, capability)
+            return target_for(model, able, vocab_size, options, caches)
+
+        loan = None if self.prompt_cache is None else Loan(self.prompt_cache, model)
+        return CacheLease(new_target, prompt, loan, self.draft_model)
 
     def start(self) -> steps.Sequence:
         """Take the caches; returns the sequence, whose prompt has not run yet.
@@ -178,10 +207,21 @@ class Request:
         """
         if self.lease is None:
             self.prepare()
-        assert self.lease is not None
+        decoder = self.decoder
         self.state = State.PREFILL
-        target, self.n_cached = self.lease.take(self._close_sequence)
-        self.sequence = self.decoder.new_sequence(self, target)
+        target, self.n_cached = cast(CacheLease, self.lease).take(self._close_sequence)
+        self.sequence = steps.Sequence(
+            target,
+            self.prompt,
+            cast(Drafter, self.drafter),
+            Chooser(self.sampling, self.grammar),
+            max_tokens=self.max_tokens,
+            ends=self.output.add,
+            n_cached=self.n_cached,
+            limits=steps.PositionLimits(
+                decoder.first_crossing, lambda: decoder.draft_end, decoder.chunks_matter
+            ),
+        )
         self.prefilled = self.n_cached
         self._prefill_started = time.perf_counter()
         return self.sequence
@@ -191,8 +231,8 @@ class Request:
         hold_at_exit()
         self.prefilled = self.n_cached + done
         self._prefill_ended = time.perf_counter()
-        if self.options.on_progress:
-            self.options.on_progress(done, total)
+        if self.report_progress:
+            self.report_progress(done, total)
 
     def on_step(self, step: steps.DecodedStep, seconds: float, plain_seconds: float | None) -> None:
         """Called by an engine after each step, before the step's responses.
@@ -289,51 +329,6 @@ class Request:
     def _close_sequence(self) -> None:
         if self.sequence:
             self.sequence.close()
-
-
-def responses(
-    request: Request, record_time: RecordTime | None = None
-) -> Generator[GenerationResponse, None, None]:
-    """Run a request alone.
-
-    A loop of its own, not an engine with one request: each response of a step is yielded with
-    the caches as documented, which a consumer may use before it asks for the next one.
-
-    Args:
-        request: has not begun.
-        record_time: called with the rows and the time of each step.
-
-    Raises:
-        DrafterError: as :meth:`Request.prepare`, before the first response is asked for.
-    """
-    request.prepare()
-    if record_time:
-        request.record_times.append(record_time)
-    return _responses(request)
-
-
-def _responses(request: Request) -> Generator[GenerationResponse, None, None]:
-    last: GenerationResponse | None = None
-    lease, context = request.lease, request.context
-    assert lease
-    try:
-        sequence = request.start()
-        with wired_limit(sequence.target.model, [generation_stream]):
-            sequence.begin(request.on_progress)
-            while not last:
-                hold_at_exit()
-                for response in request.responses_of(steps.step(sequence)):
-                    if response.finish_reason:
-                        last = response
-                        break
-                    lease.pause(context)
-                    yield response
-                    lease.resume()
-    finally:
-        request.state = State.DONE
-        request.close()
-    # After everything is closed, so that the consumer of the last response may begin the next turn.
-    yield last
 
 
 PATIENCE = 10.0  # seconds; a step, or a chunk of a prompt, takes less

@@ -19,8 +19,7 @@ from mlx_lm.tokenizer_utils import StreamingDetokenizer
 from ..errors import OptionError
 
 if TYPE_CHECKING:
-    # mlx-lm has no types, and a class whose base is not known has any attribute.
-    class MlxLmResponse: ...
+    MlxLmResponse = object  # mlx-lm has no types, and a class of unknown base has any attribute
 else:
     from mlx_lm.generate import GenerationResponse as MlxLmResponse
 
@@ -143,9 +142,9 @@ class GenerationResponse(MlxLmResponse):
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class GenerationResult:
-    """A finished or interrupted generation.
+    """A finished or interrupted generation; collects the responses of one.
 
     Attributes:
         text: the generated text, without the stop string or stop token that ended it.
@@ -163,19 +162,38 @@ class GenerationResult:
         segments: per token, the text that came with it; together they are the text.
     """
 
-    text: str
-    tokens: list[int]
-    from_draft: list[bool]
-    finish_reason: str
-    prompt_tokens: int
-    prompt_tps: float
-    generation_tps: float
-    peak_memory: float
-    stats: SpeculationStats
-    step_times: list[StepTime]
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    from_draft: list[bool] = field(default_factory=list)
+    finish_reason: str = "interrupted"
+    prompt_tokens: int = 0
+    prompt_tps: float = 0.0
+    generation_tps: float = 0.0
+    peak_memory: float = 0.0
+    stats: SpeculationStats = SpeculationStats()
+    step_times: list[StepTime] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
     reused_tokens: int = 0
     segments: list[str] = field(default_factory=list)
+
+    def add(self, response: GenerationResponse, likeliest: int = 0) -> None:
+        """Append the next response.
+
+        Args:
+            response: the generation's.
+            likeliest: how many of the likeliest tokens in its token's place are in ``logprobs``,
+                if these are not None.
+        """
+        if self.logprobs is not None:
+            self.logprobs.append(response.token_logprobs(likeliest))
+        self.text += response.text
+        self.segments.append(response.text)
+        self.tokens.append(response.token)
+        self.from_draft.append(response.from_draft)
+        self.finish_reason = response.finish_reason or "interrupted"
+        self.prompt_tokens, self.prompt_tps = response.prompt_tokens, response.prompt_tps
+        self.generation_tps, self.peak_memory = response.generation_tps, response.peak_memory
+        self.stats, self.reused_tokens = response.stats, response.reused_tokens
 
     def _repr_html_(self) -> str:
         """The text for a notebook, accepted drafts marked, and the figures on a line."""
@@ -205,51 +223,6 @@ _OF_TEXT = "white-space:pre-wrap;overflow-wrap:anywhere;font-family:monospace"
 def _marked(text: str) -> str:
     """A text of accepted drafts; nothing for an empty one."""
     return f'<span style="{_TINT}">{escape(text)}</span>' if text else ""
-
-
-class Transcript:
-    """Collects the responses of one generation; gives its result at any time.
-
-    Args:
-        logprobs: collect each token's log-probability and those of this many likeliest tokens
-            in its place; None collects none.
-    """
-
-    def __init__(self, logprobs: int | None = None) -> None:
-        self._top = logprobs
-        self._logprobs: list[TokenLogprobs] = []
-        self._text: list[str] = []
-        self.tokens: list[int] = []
-        self._from_draft: list[bool] = []
-        self._last: GenerationResponse | None = None
-
-    def add(self, response: GenerationResponse) -> None:
-        """Append the next response."""
-        self._text.append(response.text)
-        self.tokens.append(response.token)
-        self._from_draft.append(response.from_draft)
-        if self._top is not None:
-            self._logprobs.append(response.token_logprobs(self._top))
-        self._last = response
-
-    def result(self, step_times: list[StepTime]) -> GenerationResult:
-        """What has been generated so far; "interrupted" unless that is all of it."""
-        last = self._last
-        return GenerationResult(
-            text="".join(self._text),
-            tokens=self.tokens.copy(),
-            from_draft=self._from_draft.copy(),
-            finish_reason=(last and last.finish_reason) or "interrupted",
-            prompt_tokens=last.prompt_tokens if last else 0,
-            prompt_tps=last.prompt_tps if last else 0.0,
-            generation_tps=last.generation_tps if last else 0.0,
-            peak_memory=last.peak_memory if last else 0.0,
-            stats=last.stats if last else SpeculationStats(),
-            step_times=step_times,
-            logprobs=self._logprobs.copy() if self._top is not None else None,
-            reused_tokens=last.reused_tokens if last else 0,
-            segments=self._text.copy(),
-        )
 
 
 _KEPT = 64  # recent steps per number of rows: enough for a median, few enough to show a hot chip

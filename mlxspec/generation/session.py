@@ -39,16 +39,37 @@ from ..errors import OptionError, PromptCacheError
 
 
 class CacheLease:
-    """A request's use of caches: new ones, which end with it. Subclasses lend others' caches.
+    """A request's use of caches: new ones, which end with it, or a caller's.
+
+    A caller's caches hold what the caller has taken, whenever they are used.
+
+    Args:
+        new_target: makes a target; it is given the caller's caches, if there are any.
+        prompt: token ids.
+        loan: of the caller's caches.
+        draft_model: drafts with caches that are lent, too.
 
     Attributes:
         keeps: whether the caches are needed after the request's end.
     """
 
     keeps = False
+    _loans: Sequence[Loan] = ()
+    _draft_model: DraftModelDrafter | None = None
 
-    def __init__(self, new_target: Callable[[], Target]) -> None:
+    def __init__(
+        self,
+        new_target: Callable[..., Target],
+        prompt: Sequence[int],
+        loan: Loan | None = None,
+        draft_model: DraftModelDrafter | None = None,
+    ) -> None:
         self._new_target = new_target
+        self._prompt = [*prompt]
+        if loan:
+            self.keeps, self._loans = True, [loan]
+        if draft_model and draft_model.loan:
+            self._draft_model, self._loans = draft_model, [*self._loans, draft_model.loan]
 
     def take(self, close: Callable[[], None]) -> tuple[Target, int]:
         """Begin: the target, and how many of the prompt's tokens its cache holds.
@@ -57,90 +78,35 @@ class CacheLease:
             close: ends the request's use of the target, for an owner that lends the caches to
                 another request before this one has ended.
         """
-        return self._new_target(), 0
-
-    def pause(self, context: Sequence[int]) -> None:
-        """The consumer gets a response; ``context`` is the prompt and the output so far."""
-
-    def resume(self) -> None:
-        """The consumer asks for the next response."""
-
-    def give_back(self, context: Sequence[int]) -> None:
-        """The request has ended, in whatever way."""
-
-
-class LentCaches(CacheLease):
-    """A caller's caches, which hold what the caller has taken."""
-
-    keeps = True
-
-    def __init__(
-        self, loan: Loan, prompt_tokens: int, continued: Callable[[Sequence[Any]], Target]
-    ) -> None:
-        self._loan = loan
-        self._prompt_tokens = prompt_tokens
-        self._continued = continued
-
-    def take(self, close: Callable[[], None]) -> tuple[Target, int]:
-        target = self._loan.take(self._continued)
-        self._loan.end = close
+        target = self._loans[0].take(self._new_target) if self._loans else self._new_target()
+        for loan in self._loans:
+            loan.end = close
         return target, 0
 
     def pause(self, context: Sequence[int]) -> None:
-        self._loan.pause(context)
+        """The consumer gets a response; ``context`` is the prompt and the output so far."""
+        self._begin_draft_model()
+        for loan in self._loans:
+            loan.pause(context)
 
     def resume(self) -> None:
-        self._loan.resume()
+        """The consumer asks for the next response."""
+        for loan in self._loans:
+            loan.resume()
 
     def give_back(self, context: Sequence[int]) -> None:
-        self._loan.give_back(context, complete=len(context) > self._prompt_tokens)
-
-
-class DraftCaches(CacheLease):
-    """A caller's caches for a draft model, which also hold what the caller has taken.
-
-    Args:
-        owner: of the target's caches.
-        drafter: has the loan of the draft model's.
-        prompt: token ids.
-    """
-
-    keeps = True
-
-    def __init__(self, owner: CacheLease, drafter: DraftModelDrafter, prompt: list[int]) -> None:
-        assert drafter.loan is not None
-        self._owner = owner
-        self._drafter = drafter
-        self._loan = drafter.loan
-        self._prompt = prompt
-
-    def take(self, close: Callable[[], None]) -> tuple[Target, int]:
-        taken = self._owner.take(close)
-        self._loan.end = close
-        return taken
-
-    def pause(self, context: Sequence[int]) -> None:
-        self._owner.pause(context)
-        self._begin_unless_begun()
-        self._loan.pause(context)
-
-    def resume(self) -> None:
-        self._owner.resume()
-        self._loan.resume()
-
-    def give_back(self, context: Sequence[int]) -> None:
+        """The request has ended, in whatever way."""
         complete = len(context) > len(self._prompt)
-        try:
-            self._owner.give_back(context)
+        with ExitStack() as ending:  # all of it, whatever fails or is interrupted
+            for loan in reversed(self._loans):
+                ending.callback(loan.give_back, context, complete)
             if complete:
-                self._begin_unless_begun()
-        finally:
-            self._loan.give_back(context, complete)
+                self._begin_draft_model()
 
-    def _begin_unless_begun(self) -> None:
+    def _begin_draft_model(self) -> None:
         """Let the draft model's caches follow the output even where nothing was drafted."""
-        if not self._drafter.begun:
-            self._drafter.begin(self._prompt)
+        if self._draft_model and not self._draft_model.begun:
+            self._draft_model.begin(self._prompt)
 
 
 MARKS = 2

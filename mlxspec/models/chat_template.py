@@ -88,8 +88,10 @@ def apply_template(
     raise PromptError(f"the chat template does not apply ({cause})")
 
 
-_OWN = {"bound_memory", "conversation", "messages", "return_dict", "return_tensors", "tokenize"}
-"""Arguments of a template's caller that would make something else than a prompt."""
+_NOT_A_PROMPT = {
+    *("bound_memory", "conversation", "messages", "return_dict", "return_tensors", "tokenize")
+}
+"""Arguments of a template's caller with which the result is not a prompt."""
 
 
 def conversation_ids(
@@ -110,17 +112,18 @@ def conversation_ids(
         OptionError: an entry of ``how`` is not allowed.
     """
     for number, message in enumerate(messages, start=1):
-        _check_message(number, message)
+        if not _is_message(message):
+            raise PromptError(
+                f"message {number} must have a role and a content: write "
+                '{"role": "user", "content": "..."}'
+            )
     if not tokenizer.has_chat_template:
         raise PromptError(
             "the prompt is messages, and this model has no chat template: pass a text"
         )
     if not isinstance(how, Mapping):
-        raise OptionError(
-            f"chat_template_kwargs is of the type {type(how).__name__}: pass a dict of names and "
-            "values"
-        )
-    if wrong := sorted(_OWN & how.keys()):
+        raise OptionError("chat_template_kwargs must be a dict of names and values")
+    if wrong := sorted(_NOT_A_PROMPT & how.keys()):
         raise OptionError(
             f"chat_template_kwargs has {wrong[0]}, which makes no prompt: leave it out"
         )
@@ -143,19 +146,13 @@ def conversation_ids(
     return ids
 
 
-def _check_message(number: int, message: object) -> None:
-    """Raise PromptError for what is not a message."""
-    problem = ""
-    if not isinstance(message, Mapping):
-        problem = f"is of the type {type(message).__name__}"
-    elif not isinstance(message.get("role"), str):
-        problem = "has no role"
-    elif message.get("content") is None and not message.get("tool_calls"):
-        problem = "has no content"
-    elif not isinstance(message.get("content"), str | list | tuple | None):
-        problem = f"has a content of the type {type(message['content']).__name__}"
-    if problem:
-        raise PromptError(f'message {number} {problem}: write {{"role": "user", "content": "..."}}')
+def _is_message(message: object) -> bool:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        return False
+    content = message.get("content")
+    return isinstance(content, str | list | tuple) or (
+        content is None and bool(message.get("tool_calls"))
+    )
 
 
 def _check(template: object) -> None:
@@ -223,42 +220,28 @@ def _most_memory() -> int:
 
 # --- the template of Mistral's instruct models ---
 
-_INSTRUCT = ("[INST]", "[/INST]")
-_SYSTEM = ("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]")
-
 # A space after a piece's name belongs to the piece (SentencePiece puts one before every text),
 # so that the spaces at the start of a turn's own text are kept.
 _TEMPLATE = """\
-{%- set state = namespace(system='', last_user=-1) -%}
+{%- set state = namespace(questions=messages|selectattr('role', 'equalto', 'user')|list|length) -%}
+{%- set systems = messages|selectattr('role', 'equalto', 'system')|map(attribute='content')|list -%}
+{%- set system = systems[-1] if systems else '' -%}
+{{- bos_token -}}
+{%- if system and has_system_pieces -%}
+  {{- '[SYSTEM_PROMPT] ' + system + '[/SYSTEM_PROMPT]' -}}
+{%- endif -%}
 {%- for message in messages -%}
-  {%- if message['role'] == 'system' -%}
-    {%- set state.system = message['content'] -%}
-  {%- elif message['role'] == 'user' -%}
-    {%- set state.last_user = loop.index0 -%}
-  {%- elif message['role'] != 'assistant' -%}
+  {%- if message['role'] == 'user' -%}
+    {%- set state.questions = state.questions - 1 -%}
+    {%- set leads = system and not has_system_pieces and state.questions == 0 -%}
+    {{- '[INST] ' + (system + '\\n\\n' if leads else '') + message['content'] + close -}}
+  {%- elif message['role'] == 'assistant' -%}
+    {{- ' ' + message['content'].rstrip(' ') + eos_token -}}
+  {%- elif message['role'] != 'system' -%}
     {{- raise_exception('this model knows no role ' + message['role']) -}}
   {%- endif -%}
 {%- endfor -%}
-{{- bos_token -}}
-<system>
-{%- for message in messages -%}
-  {%- if message['role'] == 'user' -%}
-    {%- set text = message['content'] -%}
-    <last question>
-    {{- '[INST] ' + text + '<close>' -}}
-  {%- elif message['role'] == 'assistant' -%}
-    {{- ' ' + message['content'].rstrip(' ') + eos_token -}}
-  {%- endif -%}
-{%- endfor -%}
 """
-_SYSTEM_AS_PIECES = """\
-{%- if state.system -%}
-  {{- '[SYSTEM_PROMPT] ' + state.system + '[/SYSTEM_PROMPT]' -}}
-{%- endif -%}"""
-_SYSTEM_IN_LAST_QUESTION = """\
-{%- if state.system and loop.index0 == state.last_user -%}
-      {%- set text = state.system + '\\n\\n' + text -%}
-    {%- endif -%}"""
 
 
 def instruct_template(control: Collection[str], user_defined: Collection[str]) -> str | None:
@@ -268,15 +251,11 @@ def instruct_template(control: Collection[str], user_defined: Collection[str]) -
     with the system prompt before the last question or, from version 7 on, in pieces of its own.
     As a user-defined piece it is plain text of the form ``[INST] text [/INST]``.
     """
-    if set(control).issuperset(_INSTRUCT):
+    if {"[INST]", "[/INST]"}.issubset(control):
         close = "[/INST]"
-    elif set(user_defined).issuperset(_INSTRUCT):
+    elif {"[INST]", "[/INST]"}.issubset(user_defined):
         close = " [/INST]"
     else:
         return None
-    has_system_pieces = set(control).issuperset(_SYSTEM)
-    return (
-        _TEMPLATE.replace("<close>", close)
-        .replace("<system>\n", f"{_SYSTEM_AS_PIECES}\n" if has_system_pieces else "")
-        .replace("<last question>", "" if has_system_pieces else _SYSTEM_IN_LAST_QUESTION)
-    )
+    system_pieces = "true" if {"[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"}.issubset(control) else "false"
+    return f"{{%- set close, has_system_pieces = '{close}', {system_pieces} -%}}\n{_TEMPLATE}"

@@ -27,11 +27,12 @@ from mlx_lm.tokenizer_utils import (
     NaiveStreamingDetokenizer,
     SPMStreamingDetokenizer,
     TokenizerWrapper,
+    _is_bpe_decoder,
+    _is_spm_decoder,
+    _is_spm_decoder_no_space,
 )
-from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
-
-_REPLACEMENT = "\ufffd"
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 
 class ByteDetokenizer:
@@ -110,44 +111,31 @@ class WindowDetokenizer(ByteDetokenizer):
         if token >= self._vocabulary_size:
             return ""
         self._waiting.append(token)
-        text = self._text_of_waiting()
-        return "" if text.endswith(_REPLACEMENT) else self._give_out(text)
-
-    def _remaining_text(self) -> str:
-        return self._give_out(self._text_of_waiting()) if self._waiting else ""
-
-    def _text_of_waiting(self) -> str:
-        return self._decode(self._before + self._waiting)[len(self._decode(self._before)) :]
-
-    def _give_out(self, text: str) -> str:
+        text = self._decode(self._before + self._waiting)[len(self._decode(self._before)) :]
+        if text.endswith("\ufffd"):
+            return ""
         self._before, self._waiting = self._waiting, []
         return text
+
+    def _remaining_text(self) -> str:
+        return self._decode(self._before + self._waiting)[len(self._decode(self._before)) :]
 
 
 # --- which one a tokenizer gets ---
 
+_BYTES = {sign: byte for byte, sign in bytes_to_unicode().items()}  # GPT-2's alphabet
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# A decoder's steps, as ``tokenizer.json`` has them; the first space of a text is stripped or not.
-_SENTENCEPIECE = [
-    {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
-    {"type": "ByteFallback"},
-    {"type": "Fuse"},
-]
-_STRIPPED_SENTENCEPIECE = [
-    *_SENTENCEPIECE,
-    {"type": "Strip", "content": " ", "start": 1, "stop": 0},
-]
 
 
 def wrap(tokenizer: PreTrainedTokenizerBase, **settings: Any) -> TokenizerWrapper:
     """A tokenizer in mlx-lm's wrapper, with the detokenizer that mlx-lm would choose, and ours."""
-    steps = _decoder_steps(tokenizer)
+    decoder = _decoder_of(tokenizer)
     kind: Any = NaiveStreamingDetokenizer
-    if steps == _STRIPPED_SENTENCEPIECE:
+    if _is_spm_decoder(decoder):
         kind = SPMStreamingDetokenizer
-    elif steps == _SENTENCEPIECE:
+    elif _is_spm_decoder_no_space(decoder):
         kind = partial(SPMStreamingDetokenizer, trim_space=False)
-    elif _is_byte_level(steps):
+    elif _is_bpe_decoder(decoder):
         kind = BPEStreamingDetokenizer
     return with_own_detokenizer(TokenizerWrapper(tokenizer, kind, **settings))
 
@@ -185,17 +173,21 @@ def token_bytes(wrapper: TokenizerWrapper, token: int) -> bytes:
 
 def streaming_detokenizer(tokenizer: PreTrainedTokenizerBase) -> ByteDetokenizer:
     """The detokenizer for a tokenizer of transformers, by the kind of its decoder."""
-    steps = _decoder_steps(tokenizer)
-    byte_level = _is_byte_level(steps)
-    if byte_level or steps in (_SENTENCEPIECE, _STRIPPED_SENTENCEPIECE):
-        to_bytes = _byte_level_reader() if byte_level else _sentencepiece_bytes
+    decoder = _decoder_of(tokenizer)
+    prefix_space = _is_spm_decoder(decoder)
+    to_bytes = None
+    if _is_bpe_decoder(decoder):
+        to_bytes = _byte_level_bytes
+    elif prefix_space or _is_spm_decoder_no_space(decoder):
+        to_bytes = _sentencepiece_bytes
+    if to_bytes:
 
         @cache
         def bytes_of(token: int) -> bytes:
             name = tokenizer.backend_tokenizer.id_to_token(token)
             return b"" if name is None else to_bytes(name)
 
-        return ByteDetokenizer(bytes_of, prefix_space=steps == _STRIPPED_SENTENCEPIECE)
+        return ByteDetokenizer(bytes_of, prefix_space)
 
     def decode(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -206,20 +198,15 @@ def streaming_detokenizer(tokenizer: PreTrainedTokenizerBase) -> ByteDetokenizer
     return WindowDetokenizer(decode, len(tokenizer), first)
 
 
-def _decoder_steps(tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """What the tokenizer's decoder does, step by step; nothing for a class that has its own."""
+def _decoder_of(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """The decoder as ``tokenizer.json`` has it; None for a class that decodes by itself."""
     kind, plain = type(tokenizer), PreTrainedTokenizerFast
     if not isinstance(tokenizer, plain):
-        return []
+        return None
     if (kind.decode, kind._decode) != (plain.decode, plain._decode):
-        return []
+        return None
     decoder = tokenizer.backend_tokenizer.decoder
-    state = json.loads(decoder.__getstate__()) if decoder is not None else {}
-    return state.get("decoders", [state])
-
-
-def _is_byte_level(steps: list[dict[str, Any]]) -> bool:
-    return [step.get("type") for step in steps] == ["ByteLevel"]
+    return json.loads(decoder.__getstate__()) if decoder is not None else None
 
 
 def _sentencepiece_bytes(name: str) -> bytes:
@@ -227,16 +214,9 @@ def _sentencepiece_bytes(name: str) -> bytes:
     return bytes([int(byte[1], 16)]) if byte else name.replace("▁", " ").encode()
 
 
-def _byte_level_reader() -> Callable[[str], bytes]:
-    """GPT-2's alphabet: printable Latin-1 is itself, the other bytes follow from U+0100 on."""
-    alphabet = set(ByteLevel.alphabet())
-    others = [byte for byte in range(256) if chr(byte) not in alphabet]
-    table = str.maketrans({chr(256 + index): chr(byte) for index, byte in enumerate(others)})
-
-    def to_bytes(name: str) -> bytes:
-        # A name with a sign from outside the alphabet is that of an added token: plain text.
-        return (
-            name.translate(table).encode("latin-1") if alphabet.issuperset(name) else name.encode()
-        )
-
-    return to_bytes
+def _byte_level_bytes(name: str) -> bytes:
+    # A name with a sign from outside GPT-2's alphabet is that of an added token: plain text.
+    try:
+        return bytes(_BYTES[sign] for sign in name)
+    except KeyError:
+        return name.encode()

@@ -20,13 +20,13 @@ from ..process import occupy_standard_descriptors
 from .model_files import (
     check_layers,
     check_readable,
-    check_safetensors,
+    check_weights,
+    check_weights_file,
     find_directory,
-    instead_of_files,
-    listed_weights,
     load_mlx_lm_model,
     local_path,
     one_line,
+    read_config,
     read_json_object,
 )
 
@@ -124,29 +124,6 @@ def load(
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
-def read_config(directory: Path) -> dict[str, Any]:
-    """``config.json``, with the EOS ids of ``generation_config.json`` if it has any."""
-    if not (directory / "config.json").is_file():
-        raise LoadError(f"{directory}: no config.json; {_remedy(directory)}")
-    config = read_json_object(directory / "config.json")
-    if config.get("model_file") is not None:
-        raise LoadError(
-            f"{directory}: the model needs Python code from its repository "
-            f"({config['model_file']}), which is never run here; if you trust it, load it with "
-            "mlx_lm.load and pass on what that returns"
-        )
-    generation = directory / "generation_config.json"
-    if generation.is_file() and (eos := read_json_object(generation).get("eos_token_id")):
-        config["eos_token_id"] = eos
-    return config
-
-
-def _remedy(directory: Path) -> str:
-    """What to do with a directory without a model for MLX."""
-    problem = instead_of_files([path.name for path in directory.glob("*")], directory.name)
-    return problem or "name a directory that a converter for MLX has written"
-
-
 def load_lazily(
     directory: Path, config: dict[str, Any], changes: dict[str, Any] | None = None
 ) -> tuple[nn.Module, dict[str, Any]]:
@@ -161,9 +138,7 @@ def load_lazily(
         LoadError: what is missing, damaged or not supported.
     """
     changes = changes or {}
-    if not any(directory.glob("model*.safetensors")):
-        raise LoadError(f"{directory}: no model*.safetensors; {_remedy(directory)}")
-    tensors = _check_shards(directory)
+    tensors = len(check_weights(directory))
     try:
         check_layers(config | changes, tensors)
         model, config = load_mlx_lm_model(directory, changes)
@@ -173,35 +148,6 @@ def load_lazily(
     except Exception as error:  # whatever a wrong configuration or file makes mlx-lm raise
         raise LoadError(f"{directory}: {_reason(error)}") from error
     return model, config
-
-
-def _check_shards(directory: Path) -> int:
-    """How many tensors the safetensors files hold.
-
-    Raises:
-        LoadError: one of them is listed and missing, cut short or damaged.
-    """
-    for name in sorted(listed_weights(directory)):
-        if not (directory / name).is_file():
-            raise LoadError(f"{directory}: the weights file {name} is missing; fetch it again")
-    return sum(map(_check_weights, sorted(directory.glob("model*.safetensors"))))
-
-
-def _check_weights(path: Path) -> int:
-    """How many tensors a safetensors file holds.
-
-    Raises:
-        LoadError: it is truncated or damaged, or cannot be read.
-    """
-    from safetensors import SafetensorError
-
-    try:
-        check_safetensors(path)
-        return len(mx.load(str(path)))  # which knows fewer types
-    except OSError as error:
-        raise LoadError(f"{path}: cannot be read ({error.strerror or error})") from error
-    except (SafetensorError, RuntimeError, ValueError) as error:
-        raise LoadError(f"{path}: truncated or damaged; fetch or convert it again") from error
 
 
 def _try(model: nn.Module) -> None:
@@ -245,7 +191,7 @@ def _find_adapters(path: str | Path) -> Path:
         if not (directory / name).is_file():
             raise LoadError(f"{directory}: no {name}; {_ADAPTERS}")
     read_json_object(directory / "adapter_config.json")
-    _check_weights(directory / "adapters.safetensors")
+    check_weights_file(directory / "adapters.safetensors")
     return directory
 
 

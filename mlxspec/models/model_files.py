@@ -1,4 +1,4 @@
-"""A model's files: found on this machine or on the Hub, and checked before anybody reads them."""
+"""A model's files: found on this machine or on the Hub, and checked before anything reads them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
 from ..errors import LoadError, printable
 
@@ -22,8 +21,14 @@ if TYPE_CHECKING:
 
 # What a model and its tokenizer are loaded from; no repository's code, no other formats.
 _TOKENIZER_AND_SETTINGS = ["*.json", "*.jsonl", "*.jinja", "*.txt", "tokenizer.model"]
-_WEIGHTS = ["model*.safetensors"]
+_WEIGHTS = "model*.safetensors"
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_URL = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/"
+    r"(?!datasets/|spaces/|collections/|docs/|blog/|papers/)"
+    r"(?P<repository>[\w.-]+/[\w.-]+)"
+    r"(?:/(?:tree|blob|resolve)/(?P<revision>[^/?#]+)(?:/[^?#]*)?)?/?(?:[?#].*)?"
+)
 _COUNTS_LAYERS = re.compile(r"(^|_)(n|num)_(\w+_)?layers?$")  # and not vocab_size_per_layer_input
 _MOST_DIMENSIONS, _LARGEST_SIZE = 32, 2**31 - 1  # of an array of MLX's
 _MOST_LAYERS = 1000  # that a model may have with fewer tensors than layers
@@ -52,13 +57,11 @@ def find_directory(path_or_repo: str | Path, revision: str | None, *, weights: b
     if path.is_dir():
         return path
     if path.exists():
-        if is_gguf(path):
-            raise LoadError(f"{name}: {_instead_of_gguf(name)}")
-        raise LoadError(f"{name}: a file; name the directory with the model's config.json")
+        problem = "a file; name the directory with the model's config.json"
+        raise LoadError(f"{name}: {_USE_MLX if is_gguf(path) else problem}")
     repository, its_revision = hub_repository(name)
     if not is_repository_name(repository) or repository.lower().endswith(".gguf"):
-        kind = "directory" if weights else "file or directory"
-        raise LoadError(f"{name}: {instead_of(name, kind)}")
+        raise LoadError(f"{name}: {instead_of(name)}")
     return download(repository, revision or its_revision, weights=weights)
 
 
@@ -71,7 +74,7 @@ def local_path(name: str | os.PathLike[str]) -> Path:
 
 
 def given_name(name: str | os.PathLike[str]) -> str:
-    """What the user calls a model, for reports: of a directory its own name, without the path."""
+    """What the user calls a model, for reports: a directory's own name, without the path."""
     path = local_path(name)
     return path.resolve().name if path.is_dir() else hub_repository(os.fspath(name))[0]
 
@@ -81,18 +84,22 @@ def is_repository_name(name: str) -> bool:
     return _REPOSITORY.fullmatch(name) is not None
 
 
+def hub_repository(name: str) -> tuple[str, str | None]:
+    """Repository and revision if ``name`` is the address of a page on the Hub, or else ``name``."""
+    url = _HUB_URL.fullmatch(name)
+    return (url["repository"], url["revision"]) if url else (name, None)
+
+
 def is_downloaded(repository: str) -> bool:
     """Whether a repository's settings and weights seem to be on this machine."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
 
-    patterns = _TOKENIZER_AND_SETTINGS + _WEIGHTS
+    patterns = [*_TOKENIZER_AND_SETTINGS, _WEIGHTS]
     try:
         found = snapshot_download(repository, allow_patterns=patterns, local_files_only=True)
-    except (OSError, ValueError, HfHubHTTPError):
+    except (OSError, ValueError):  # the Hub's errors among them
         return False
-    has_weights = any(any(Path(found).glob(pattern)) for pattern in _WEIGHTS)
-    return has_weights and (Path(found) / "config.json").is_file()
+    return any(Path(found).glob(_WEIGHTS)) and (Path(found) / "config.json").is_file()
 
 
 def download(repository: str, revision: str | None = None, *, weights: bool = True) -> Path:
@@ -101,26 +108,26 @@ def download(repository: str, revision: str | None = None, *, weights: bool = Tr
     Args:
         repository: ``owner/name``.
         revision: branch, tag or commit; the main branch by default.
-        weights: False leaves the weights out, for which the tokenizer has no use.
+        weights: False downloads the settings and the tokenizer only.
 
     Raises:
-        LoadError: there is no such repository or revision, it has no weights for MLX, it asks for
+        LoadError: there is no such repository or revision, it has no weights for MLX, it requires
             a licence or a login, or the network or the disk does not allow the download.
     """
     from huggingface_hub import list_repo_files, snapshot_download
 
-    patterns = _TOKENIZER_AND_SETTINGS + (_WEIGHTS if weights else [])
+    patterns = [*_TOKENIZER_AND_SETTINGS, *([_WEIGHTS] if weights else [])]
     try:
         found = Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the HTTP library differs between versions of huggingface-hub
         problem = _download_problem(error, revision)
         if "gguf" in repository.lower():
-            problem += f"; by its name {_instead_of_gguf(repository)}"
+            problem += f"; by its name {_USE_MLX}"
         raise LoadError(f"{repository}: {problem}") from error
-    if weights and not any(any(found.glob(pattern)) for pattern in _WEIGHTS):
+    if weights and not any(found.glob(_WEIGHTS)):
         try:
             files = list_repo_files(repository, revision=revision)
-            problem = instead_of_files(files, repository) or "no weights; name another repository"
+            problem = instead_of_files(files) or "no weights; name another repository"
         except Exception:  # as above
             problem = "its weights are not on this machine, and the Hub cannot be reached"
         raise LoadError(f"{repository}: {problem}")
@@ -130,35 +137,26 @@ def download(repository: str, revision: str | None = None, *, weights: bool = Tr
 def _download_problem(error: Exception, revision: str | None) -> str:
     from huggingface_hub import errors
 
-    if isinstance(error, errors.GatedRepoError):
-        return "the repository is gated; accept its terms there and log in with `hf auth login`"
-    if isinstance(error, errors.RevisionNotFoundError):
-        return f"the repository has no revision {revision!r}"
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return "no such directory or public repository (a private one needs `hf auth login`)"
-    if isinstance(error, errors.LocalEntryNotFoundError):
-        return "not downloaded before, and the Hub cannot be reached; check name and network"
-    reason, *_ = str(error).strip().splitlines() or [type(error).__name__]
+    match error:
+        case errors.GatedRepoError():
+            return "the repository is gated; accept its terms there and log in with `hf auth login`"
+        case errors.RevisionNotFoundError():
+            return f"the repository has no revision {revision!r}"
+        case errors.RepositoryNotFoundError():
+            return "no such directory or public repository (a private one needs `hf auth login`)"
+        case errors.LocalEntryNotFoundError():
+            return "not downloaded before, and the Hub cannot be reached; check name and network"
+    reason = one_line(error) or type(error).__name__
     return f"the download failed ({reason}); what has arrived is kept, try again"
 
 
-# --- names and files of other programs ---
+# --- files of other programs ---
 
-_LISTED = "https://huggingface.co/mlx-community/models"
-# What follows a model's name in names of GGUF files and repositories: "-GGUF", ".Q4_K_M.gguf".
-_KIND = re.compile(r"[-_. ](gguf|i?q[1-8]([-_.]|$)|b?f(16|32)([-_.]|$)).*", re.IGNORECASE)
-_HUB_URL = re.compile(
-    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/"
-    r"(?!datasets/|spaces/|collections/|docs/|blog/|papers/)"
-    r"(?P<repository>[\w.-]+/[\w.-]+)"
-    r"(?:/(?:tree|blob|resolve)/(?P<revision>[^/?#]+)(?:/[^?#]*)?)?/?(?:[?#].*)?"
+_USE_MLX = (
+    "a model in GGUF format, which is llama.cpp's and Ollama's; use one for MLX, from "
+    "https://huggingface.co/mlx-community/models, or convert the original: "
+    "mlxspec convert --hf-path OWNER/NAME -q"
 )
-
-
-def hub_repository(name: str) -> tuple[str, str | None]:
-    """A repository's name and revision, where ``name`` is its page on the Hub; or else ``name``."""
-    url = _HUB_URL.fullmatch(name)
-    return (url["repository"], url["revision"]) if url else (name, None)
 
 
 def is_gguf(path: Path) -> bool:
@@ -170,37 +168,25 @@ def is_gguf(path: Path) -> bool:
         return False
 
 
-def instead_of(name: str, kind: str) -> str:
-    """What to do about a name that is neither a path nor a repository, but should be a ``kind``."""
+def instead_of(name: str) -> str:
+    """What to do about a name that is neither a path nor a repository."""
     if name.startswith(("http://", "https://")):
         return "not a model on huggingface.co; name a repository there as owner/name"
+    missing = "no such directory, and no name of a Hub repository (owner/name)"
     if "gguf" in name.lower():
-        return f"no such {kind}, and {_instead_of_gguf(name)}"
-    missing = f"no such {kind}, and no name of a Hub repository (owner/name)"
-    return missing if "/" in name else f"{missing}; {_use_mlx(name)}"
+        return f"{missing}; by its name {_USE_MLX}"
+    return missing if "/" in name else f"{missing}; {_USE_MLX.partition('; ')[2]}"
 
 
-def instead_of_files(files: Collection[str], name: str) -> str | None:
+def instead_of_files(files: Collection[str]) -> str | None:
     """What to use instead of a repository or directory with these files; None if unknown."""
     if any(file.startswith("consolidated") for file in files):
         return "an original checkpoint; convert it with `mlxspec convert --torch-path DIRECTORY`"
     if any(file.lower().endswith(".gguf") for file in files):
-        return _instead_of_gguf(name)
+        return _USE_MLX
     if any(file.endswith((".bin", ".pth", ".pt")) for file in files):
         return "it has PyTorch's weights; use a version of the model with safetensors"
     return None
-
-
-def _instead_of_gguf(name: str) -> str:
-    return f"a model in GGUF format, which is llama.cpp's and Ollama's; {_use_mlx(name)}"
-
-
-def _use_mlx(name: str) -> str:
-    plain = Path(name).name.partition(":")[0].removesuffix(".gguf")
-    return (
-        f"use one for MLX, as {_LISTED}?search={quote(_KIND.sub('', plain))} lists them, or "
-        "convert the original: mlxspec convert --hf-path OWNER/NAME -q"
-    )
 
 
 # --- what they must be ---
@@ -210,7 +196,7 @@ def check_name(path: Path) -> None:
     """Refuse a name that is not UTF-8: MLX and the tokenizers open no such file.
 
     Raises:
-        LoadError: it is not.
+        LoadError: it is not UTF-8.
     """
     try:
         str(path).encode()
@@ -222,7 +208,7 @@ def check_readable(directory: Path) -> None:
     """Refuse a directory with pipes, sockets or devices in it: reading one could block forever.
 
     Raises:
-        LoadError: which one, or MLX takes no name like the directory's.
+        LoadError: it has one, or its name is not UTF-8.
     """
     check_name(directory)
     with suppress(OSError):  # reading the files reports what cannot be listed
@@ -235,7 +221,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """The settings in a file.
 
     Raises:
-        LoadError: it cannot be read, or holds anything else.
+        LoadError: it cannot be read, or is not a JSON object.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -250,17 +236,68 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def listed_weights(directory: Path) -> set[str]:
-    """The names of weight files in a model's index; empty without an index.
+def read_config(directory: Path) -> dict[str, Any]:
+    """``config.json``, with the EOS ids of ``generation_config.json`` if it has any.
 
     Raises:
-        LoadError: the index is damaged.
+        LoadError: it is missing or damaged, or the model needs Python code of its repository.
     """
+    if not (directory / "config.json").is_file():
+        raise LoadError(f"{directory}: no config.json; {_remedy(directory)}")
+    config = read_json_object(directory / "config.json")
+    if config.get("model_file") is not None:
+        raise LoadError(
+            f"{directory}: the model needs Python code from its repository "
+            f"({config['model_file']}), which is never run here; if you trust it, load it with "
+            "mlx_lm.load and pass on what that returns"
+        )
+    generation = directory / "generation_config.json"
+    if generation.is_file() and (eos := read_json_object(generation).get("eos_token_id")):
+        config["eos_token_id"] = eos
+    return config
+
+
+def check_weights(directory: Path) -> list[tuple[str, int]]:
+    """Check that all of a model's weight files are there and whole.
+
+    Returns:
+        the type and size in bytes of each tensor.
+
+    Raises:
+        LoadError: a file is missing, truncated or damaged.
+    """
+    paths = sorted(directory.glob(_WEIGHTS))
+    if not paths:
+        raise LoadError(f"{directory}: no {_WEIGHTS}; {_remedy(directory)}")
     index = directory / "model.safetensors.index.json"
     listed = read_json_object(index).get("weight_map", {}) if index.is_file() else {}
     if not isinstance(listed, dict) or not all(isinstance(v, str) for v in listed.values()):
         raise LoadError(f"{index}: weight_map must map tensors to file names; fetch it again")
-    return set(listed.values())
+    for name in sorted(set(listed.values())):
+        if not (directory / name).is_file():
+            raise LoadError(f"{directory}: the weights file {name} is missing; fetch it again")
+    return [tensor for path in paths for tensor in check_weights_file(path)]
+
+
+def check_weights_file(path: Path) -> list[tuple[str, int]]:
+    """As :func:`check_weights`, for one safetensors file."""
+    import mlx.core as mx
+    from safetensors import SafetensorError
+
+    try:
+        tensors = check_safetensors(path)
+        mx.load(str(path))  # which knows fewer types
+    except OSError as error:
+        raise LoadError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except (SafetensorError, RuntimeError, ValueError) as error:
+        raise LoadError(f"{path}: truncated or damaged; fetch or convert it again") from error
+    return list(tensors.values())
+
+
+def _remedy(directory: Path) -> str:
+    """What to do with a directory without a model for MLX."""
+    problem = instead_of_files([path.name for path in directory.glob("*")])
+    return problem or "fetch the whole model, or name another directory"
 
 
 def check_safetensors(path: Path) -> dict[str, tuple[str, int]]:
@@ -289,17 +326,12 @@ def check_safetensors(path: Path) -> dict[str, tuple[str, int]]:
     return found
 
 
-def one_line(error: Exception) -> str:
-    """What a library says of a problem, for a message of our own."""
-    return " ".join(str(error).split())[:200]
-
-
 def check_layers(settings: object, tensors: int) -> None:
     """Refuse more layers than there are tensors: each would be built.
 
     Args:
         settings: of ``config.json``, or a part of them.
-        tensors: how many the weights have.
+        tensors: the number of tensors in the weights.
 
     Raises:
         ValueError: there are too many.
@@ -311,6 +343,11 @@ def check_layers(settings: object, tensors: int) -> None:
         if counts and isinstance(value, int) and value > max(_MOST_LAYERS, tensors):
             raise ValueError(f"{key} is {value}, and the weights have {tensors} tensors")
         check_layers(value, tensors)
+
+
+def one_line(error: Exception) -> str:
+    """A library's error message, shortened to one line for a message of our own."""
+    return " ".join(str(error).split())[:200]
 
 
 # --- mlx-lm's reader ---
@@ -326,9 +363,9 @@ def load_mlx_lm_model(directory: Path, changes: dict[str, Any]) -> tuple[nn.Modu
 
 @contextmanager
 def _without_patterns(directory: Path) -> Iterator[Path]:
-    """The directory under a name that means itself where mlx-lm takes names for patterns.
+    """The directory, or a link to it if mlx-lm would read its name as a pattern.
 
-    What was opened below it stays open afterwards.
+    Files that were opened below it stay open afterwards.
     """
     if glob.escape(str(directory)) == str(directory):
         yield directory

@@ -5,21 +5,17 @@ Files are looked at, and no model is loaded.
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from ..errors import LoadError
-from .model_files import check_safetensors, instead_of_files, listed_weights, read_json_object
+from .model_files import check_weights, read_config
 
-_HALF = ("F16", "BF16")
 _TYPES = {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}
-_REST = "the rest is downloaded when it is first named"
 
 
 @dataclass(frozen=True)
@@ -28,27 +24,27 @@ class ModelFiles:
 
     Attributes:
         directory: where they are.
-        architecture: the ``model_type`` of ``config.json``; "" without one.
-        weights: how they are written, in words: "4 bits", "bf16".
         nbytes: the size of all files.
+        trouble: why the model cannot be run as it is, and what helps; "" where it can.
+        architecture: the ``model_type`` of ``config.json``.
+        weights: their type: "4 bits", "bf16".
         weight_bytes: the size of the weights.
         half_bytes: how much of that is in half precision, which becomes float32 on the CPU.
-        trouble: why it cannot be run as it is, and what helps; "" where it can.
     """
 
     directory: Path
+    nbytes: int
+    trouble: str = ""
     architecture: str = ""
     weights: str = ""
-    nbytes: int = 0
     weight_bytes: int = 0
     half_bytes: int = 0
-    trouble: str = ""
 
 
 def cached_repositories() -> Iterator[tuple[str, Path]]:
     """Name and directory of each model's repository in the cache of the Hugging Face Hub.
 
-    Of several revisions it is the one that is taken when the name alone is given.
+    Of several revisions it is the one that is loaded when the name alone is given.
     """
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
@@ -65,70 +61,22 @@ def cached_repositories() -> Iterator[tuple[str, Path]]:
 
 def model_files(directory: Path) -> ModelFiles:
     """Look at a model's directory."""
-    files = [path for path in directory.rglob("*") if path.is_file()]
-    names = {path.relative_to(directory).as_posix() for path in files}
-    nbytes = sum(path.stat().st_size for path in files)
-    if "config.json" not in names:
-        return ModelFiles(directory, nbytes=nbytes, trouble=_other_kind(directory, names))
+    nbytes = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
     try:
-        config = read_json_object(directory / "config.json")
-    except LoadError:
-        trouble = "its config.json is damaged; fetch it again"
-        return ModelFiles(directory, nbytes=nbytes, trouble=trouble)
-    architecture = str(config.get("model_type") or "")
-    weights = sorted(directory.glob("model*.safetensors"))
-    trouble = (
-        _other_kind(directory, names)
-        if not weights
-        else _missing_part(directory, names) or _unsupported(config, architecture)
-    )
-    types: dict[str, int] = {}
-    try:
-        for path in weights:
-            for dtype, size in check_safetensors(path).values():
-                types[dtype] = types.get(dtype, 0) + size
-    except (OSError, SafetensorError):
-        trouble = trouble or "its weights are cut short or damaged; fetch them again"
-    size = sum(types.values())
-    return ModelFiles(
-        directory,
-        architecture,
-        _in_words(config, types),
-        nbytes,
-        size,
-        sum(types.get(dtype, 0) for dtype in _HALF),
-        trouble,
-    )
-
-
-def _other_kind(directory: Path, names: set[str]) -> str:
-    """What a directory without weights of MLX's is, and what helps."""
-    if any(name.endswith(".gguf") for name in names):
-        return "GGUF, for llama.cpp; convert the model that it was made of: mlxspec convert MODEL"
-    if problem := instead_of_files(names, directory.name):
-        return problem
-    if "config.json" in names or any(name.startswith("tokenizer") for name in names):
-        return f"its weights are not here; {_REST}"
-    return "not a language model: no config.json and no weights"
-
-
-def _missing_part(directory: Path, names: set[str]) -> str:
-    try:
-        listed = listed_weights(directory)
-    except LoadError:
-        return "its model.safetensors.index.json is damaged; fetch it again"
-    missing = len(listed - names)
-    return f"{missing} of {len(listed)} files of weights are not here; {_REST}" if missing else ""
-
-
-def _unsupported(config: dict[str, Any], architecture: str) -> str:
-    if config.get("model_file") is not None:
-        return "it needs Python code from its repository, which is never run here"
-    if not architecture:
-        return "not a language model: its config.json names no model_type"
-    if not _is_known(architecture):
-        return f"mlx-lm has no architecture {json.dumps(architecture)}"
-    return ""
+        config = read_config(directory)
+        tensors = check_weights(directory)
+        architecture = config.get("model_type")
+        if not isinstance(architecture, str) or not _is_known(architecture):
+            raise LoadError(f"mlx-lm does not know its architecture, {architecture!r}")
+    except LoadError as error:
+        trouble = str(error).removeprefix(str(directory)).lstrip("/: ")
+        return ModelFiles(directory, nbytes, trouble)
+    types: Counter[str] = Counter()
+    for dtype, size in tensors:
+        types[dtype] += size
+    half = types["F16"] + types["BF16"]
+    weights = _in_words(config, types)
+    return ModelFiles(directory, nbytes, "", architecture, weights, types.total(), half)
 
 
 def _is_known(architecture: str) -> bool:
@@ -142,16 +90,13 @@ def _is_known(architecture: str) -> bool:
     return architecture in MODEL_REMAPPING
 
 
-def _in_words(config: dict[str, Any], types: dict[str, int]) -> str:
-    """How weights are written: their bits, or the type of most of them."""
-    quantized = config.get("quantization")
+def _in_words(config: dict[str, Any], types: Counter[str]) -> str:
+    """The type of quantised weights, or of most of the others."""
+    quantized, foreign = config.get("quantization"), config.get("quantization_config")
     if isinstance(quantized, dict) and isinstance(quantized.get("bits"), int):
         mode = quantized.get("mode", "affine")
         return f"{quantized['bits']} bits" + (f", {mode}" if mode != "affine" else "")
-    foreign = config.get("quantization_config")
     if isinstance(foreign, dict) and isinstance(foreign.get("quant_method"), str):
         return foreign["quant_method"][:20]
-    if not types:
-        return ""
-    most = max(types, key=lambda dtype: (types[dtype], dtype))
+    most = max(types, key=lambda dtype: (types[dtype], dtype), default="")
     return _TYPES.get(most, most)

@@ -111,7 +111,10 @@ def load_tokenizer(
             )
         else:
             raise LoadError(_no_tokenizer(directory))
-        _check_template(wrapper.chat_template)
+        template = wrapper.chat_template
+        texts = template.values() if isinstance(template, dict) else [template or ""]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("its chat template must be text")
     except LoadError:
         raise
     except Exception as error:  # whatever wrong settings make the libraries raise
@@ -129,13 +132,6 @@ def _no_tokenizer(directory: Path) -> str:
     return f"{directory}: no tokenizer.json and no tokenizer.model; copy the model's own there"
 
 
-def _check_template(template: object) -> None:
-    """Raise ValueError unless a chat template is text, or several texts by name."""
-    texts = template.values() if isinstance(template, dict) else [template]
-    if template is not None and not all(isinstance(text, str) for text in texts):
-        raise ValueError("its chat template must be text")
-
-
 def _sentencepiece(directory: Path, given: dict[str, Any]) -> PreTrainedTokenizerFast:
     """SentencePiece's model with the settings of ``tokenizer_config.json`` next to it."""
     path, own_settings = directory / "tokenizer.model", directory / "tokenizer_config.json"
@@ -144,9 +140,7 @@ def _sentencepiece(directory: Path, given: dict[str, Any]) -> PreTrainedTokenize
     try:
         _add_tokens(tokenizer, own.get("added_tokens_decoder") or {}, path)
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise LoadError(
-            f"{directory}: tokenizer_config.json has a damaged added_tokens_decoder ({error})"
-        ) from error
+        raise LoadError(f"{directory}: its added_tokens_decoder is damaged ({error})") from error
     for key in _SPECIAL_TOKENS:
         token = own.get(key)
         name = token.get("content") if isinstance(token, dict) else token

@@ -146,7 +146,7 @@ class ServedRequest(Request):
         decoder = served.decoder
         given = cast(GenerationOptions, {**served.options, **options})
         super().__init__(
-            *(decoder, prompt, max_tokens, decoder.checked(max_tokens, given)),
+            *(decoder, prompt, max_tokens, given),
             partial(served.make_drafter, prediction, partition),
         )
         self.number = next(_numbers)
@@ -184,8 +184,7 @@ class ServedRequest(Request):
         }
 
     def start(self) -> steps.Sequence:
-        session = self.served.cache.lend(self.prompt, self.partition)
-        self.options = self.options._replace(session=session)
+        self.session = self.served.cache.lend(self.prompt, self.partition)
         return super().start()
 
     def on_step(self, step: steps.DecodedStep, seconds: float, plain_seconds: float | None) -> None:
@@ -218,12 +217,12 @@ class ServedRequest(Request):
             )
             self.stream.worker.end_of(self, ended)
         try:
-            if session := self.options.session:
-                self.served.cache.give_back(session)
+            if self.session:
+                self.served.cache.give_back(self.session)
         except Exception:
             _log.exception("a prompt could not be kept")
         # The stream leads here: the caches would wait for the garbage collector.
-        self.options = self.options._replace(session=None)
+        self.session = None
 
 
 def _failure(error: Exception) -> ApiError:

@@ -67,7 +67,7 @@ def test_a_damaged_log(log: Path, tokenizer: TraceTokenizer, content: bytes) -> 
 def test_other_values_in_a_log(log: Path, tokenizer: TraceTokenizer, data: st.DataObject) -> None:
     record = json.loads(json.dumps(RECORD))
     value = data.draw(json_values)
-    keys = ["category", "model", "id", "completions", "messages", "prompt", "turns", "reference"]
+    keys = ["category", "model", "id", "completions", "messages", "prompt", "turns"]
     if data.draw(st.booleans()):
         record[data.draw(st.sampled_from(keys))] = value
     else:

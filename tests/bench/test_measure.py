@@ -122,14 +122,13 @@ def test_an_output_that_ends_early_is_no_near_tie(endless: tuple) -> None:
 
 
 def test_follow_ups_are_asked_after_plain_decoding_s_answer(endless: tuple) -> None:
-    prompt = BenchPrompt("talk", QUESTION.messages, ("three",), references=("a", "b"))
-    first, second = measurement(endless, "plain", max_tokens=3, repeats=1).measure([prompt])
+    prompt = BenchPrompt("talk", QUESTION.messages, ("three",))
+    _, second = measurement(endless, "plain", max_tokens=3, repeats=1).measure([prompt])
     assert second.messages == [
         {"role": "user", "content": "one two"},
         {"role": "assistant", "content": "one two three"},
         {"role": "user", "content": "three"},
     ]
-    assert (first.reference, second.reference) == ("a", "b")
 
 
 def test_a_question_goes_into_the_chat_template_and_a_raw_text_does_not(endless: tuple) -> None:
@@ -183,7 +182,7 @@ class FlatCosts(LiveCosts):
 def test_auto_s_prediction_is_its_tokens_over_the_expected_cost_of_its_steps(
     endless: tuple, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlxspec.generation.decoder.costs_for", lambda *_, **__: FlatCosts())
+    monkeypatch.setattr("mlxspec.generation.loaded.costs_for", lambda *_, **__: FlatCosts())
     one = measurement(endless, "plain", "auto", max_tokens=40, repeats=1)
     (measured,) = one.measure([QUESTION])
     (auto,) = measured.runs["auto"]

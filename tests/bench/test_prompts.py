@@ -30,15 +30,15 @@ def user(text: str) -> dict[str, str]:
 def test_a_line_is_a_prompt_turns_or_messages(tmp_path: Path) -> None:
     path = write(
         tmp_path / "p.jsonl",
-        {"prompt": "Say it.", "category": "say", "reference": "It."},
+        {"prompt": "Say it.", "category": "say"},
         {"prompt": "Once upon", "raw": True},
-        {"turns": ["One?", "Two?"], "reference": ["1", "2"]},
+        {"turns": ["One?", "Two?"]},
         {"messages": [{"role": "system", "content": "Be brief."}, user("Why?")]},
     )
     assert read_prompts(path) == [
-        BenchPrompt("say", (user("Say it."),), references=("It.",)),
+        BenchPrompt("say", (user("Say it."),)),
         BenchPrompt("prompts", (user("Once upon"),), raw=True),
-        BenchPrompt("prompts", (user("One?"),), ("Two?",), references=("1", "2")),
+        BenchPrompt("prompts", (user("One?"),), ("Two?",)),
         BenchPrompt("prompts", ({"role": "system", "content": "Be brief."}, user("Why?"))),
     ]
 
@@ -48,11 +48,10 @@ def test_half_a_surrogate_pair_is_replaced(tmp_path: Path) -> None:
     assert prompt.messages == (user("a?b \U0001f600"),)
 
 
-def test_the_answer_at_the_end_of_a_chat_log_becomes_its_reference(tmp_path: Path) -> None:
+def test_the_answer_at_the_end_of_a_chat_log_is_cut_off(tmp_path: Path) -> None:
     answer = {"role": "assistant", "content": "Because."}
     (prompt,) = read_prompts(write(tmp_path / "p.jsonl", {"messages": [user("Why?"), answer]}))
     assert prompt.messages == (user("Why?"),)
-    assert prompt.references == ("Because.",)
 
 
 def test_messages_may_have_parts_and_calls_of_tools(tmp_path: Path) -> None:
@@ -69,7 +68,6 @@ def test_messages_may_have_parts_and_calls_of_tools(tmp_path: Path) -> None:
         {"role": "assistant", "content": '{"name": "find", "arguments": {"x": 1}}'},
         {"role": "tool", "content": ""},
     )
-    assert prompt.references == ("That one.",)
 
 
 def test_spec_bench_is_json_lines_whatever_its_name(tmp_path: Path) -> None:
@@ -139,7 +137,6 @@ def test_spec_bench_has_80_prompts_in_each_of_six_categories(shared: Path) -> No
         "rag": 80,
     }
     assert all(len(p.follow_ups) == (p.category == "mt_bench") for p in prompts)
-    assert all(p.references for p in prompts if p.category == "summarization")
 
 
 def test_a_limit_holds_per_category_and_spreads_over_it() -> None:

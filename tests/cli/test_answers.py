@@ -16,7 +16,7 @@ from rich.console import Console
 from mlxspec.cli import prompt_files
 from mlxspec.cli.common.output import Figures
 from mlxspec.engine.step import Batch
-from mlxspec.generation.response import GenerationResponse, SpeculationStats, Transcript
+from mlxspec.generation.response import GenerationResponse, GenerationResult, SpeculationStats
 from tests.cli.test_generate import LINE, assert_one_line_error, generate, report
 
 IDS: list[Any] = [{"prompt": [last]} for last in (3, 4, 5, 6, 7)]
@@ -205,14 +205,14 @@ def test_log_probabilities_stand_in_the_results(endless: Path, prompts: Path) ->
 def test_ctrl_c_writes_what_there_is(
     endless: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add = Transcript.add
+    add = GenerationResult.add
 
-    def add_some(self: Transcript, response: GenerationResponse) -> None:
+    def add_some(self: GenerationResult, response: GenerationResponse, likeliest: int) -> None:
         if response.generation_tokens > 8:
             raise KeyboardInterrupt
-        add(self, response)
+        add(self, response, likeliest)
 
-    monkeypatch.setattr(Transcript, "add", add_some)
+    monkeypatch.setattr(GenerationResult, "add", add_some)
     lines = [{"prompt": [7], "max_tokens": n} for n in (30, 5, 30, 5, 5)]
     options = ("--concurrency", 3, "--decoder", "plain")
     result = generate("--model", endless, "--prompts", write(prompts, lines), *options)
@@ -230,14 +230,14 @@ def test_ctrl_c_writes_what_there_is(
 def test_a_fault_in_one_generation_costs_no_other(
     endless: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add = Transcript.add
+    add = GenerationResult.add
 
-    def fail(self: Transcript, response: GenerationResponse) -> None:
+    def fail(self: GenerationResult, response: GenerationResponse, likeliest: int) -> None:
         if response.token == 5:
             raise RuntimeError("no luck")
-        add(self, response)
+        add(self, response, likeliest)
 
-    monkeypatch.setattr(Transcript, "add", fail)
+    monkeypatch.setattr(GenerationResult, "add", fail)
     lines = [{"prompt": [5], "max_tokens": 2}, {"prompt": [4], "max_tokens": 2}]
     result = generate("--model", endless, "--prompts", write(prompts, lines))
     assert result.exit_code == 1

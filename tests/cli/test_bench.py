@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -135,30 +134,6 @@ def test_a_bad_option_is_one_line_before_a_model_is_loaded(
     assert result.stderr.startswith("Error: ")
     assert complaint in result.stderr
     assert result.stderr.count("\n") == 1
-
-
-def test_references_need_the_library_and_references(
-    prompts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "rouge_score", None)
-    result = bench("demo", "--prompts", prompts, "--references")
-    assert result.exit_code == 1
-    assert result.stderr.endswith("pip install 'mlxspec[rouge]'\n")
-    monkeypatch.setitem(sys.modules, "rouge_score", object())
-    result = bench("demo", "--prompts", prompts, "--references")
-    assert result.exit_code == 1
-    assert 'no prompt has a "reference"' in result.stderr
-
-
-def test_references_are_compared_with_every_output(endless: Path, tmp_path: Path) -> None:
-    pytest.importorskip("rouge_score")
-    path = tmp_path / "p.jsonl"
-    path.write_text(json.dumps({"prompt": "one", "reference": "two three four one"}))
-    result = bench(endless, "--prompts", path, "--references", *QUICK, "--json")
-    assert result.exit_code == 0, result.stderr
-    scores = json.loads(result.stdout)["categories"]["prompts"]["rouge"]
-    assert scores["plain"] == scores["prompt-lookup"]
-    assert scores["plain"]["rouge1"] > 0.5
 
 
 def test_a_drafter_of_ones_own_takes_part_alone_and_with_auto(endless: Path, prompts: Path) -> None:

@@ -148,27 +148,6 @@ def test_noise_is_not_kept_and_what_was_known_stays(
     assert calibrate("--show").stdout == before
 
 
-@pytest.mark.parametrize("again", [True, False])
-def test_at_a_terminal_noise_can_be_measured_again(
-    endless: Path, monkeypatch: pytest.MonkeyPatch, again: bool
-):
-    measured, asked = [NOISE, TIMES], []
-
-    def confirm(question: str, err: bool) -> bool:
-        asked.append(question)
-        return again
-
-    monkeypatch.setattr(costs, "calibrate", lambda *_, **__: measured.pop(0))
-    monkeypatch.setattr("mlxspec.cli.calibrate.at_terminal", lambda: True)
-    monkeypatch.setattr("click.confirm", confirm)
-    result = calibrate(endless)
-    assert result.exit_code == (0 if again else 1)
-    assert len(measured) == (0 if again else 1)
-    (question,) = asked
-    assert question.startswith("The times scatter too much: ")
-    assert question.endswith("Measure again?")
-
-
 def test_models_of_one_name_are_told_apart(
     endless: Path, tmp_path: Path, measurements: list[int | None]
 ):

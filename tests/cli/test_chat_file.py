@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from mlxspec.cli.chat.conversation import SavedChat, read_chat
+from mlxspec.cli.chat import read_chat, write_chat
 from mlxspec.errors import ChatFileError
 
+SYSTEM = {"role": "system", "content": "Be brief."}
 TURNS = [
     {"role": "user", "content": "Wer liest “das”? 🦊\n\tZeile 2"},
     {"role": "assistant", "content": "Ich."},
@@ -20,15 +21,15 @@ TURNS = [
 
 def test_a_saved_chat_is_openai_s_and_private_and_comes_back(tmp_path: Path) -> None:
     path = tmp_path / "my chat.json"
-    SavedChat("demo", "Be brief.", TURNS).write(path)
+    write_chat(path, "demo", [SYSTEM, *TURNS])
     record = json.loads(path.read_text(encoding="utf-8"))
-    assert record["messages"] == [{"role": "system", "content": "Be brief."}, *TURNS]
+    assert record["messages"] == [SYSTEM, *TURNS]
     assert record["model"] == "demo"
     assert "🦊" in path.read_text(encoding="utf-8")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert read_chat(path) == SavedChat("demo", "Be brief.", TURNS)
-    SavedChat("other", None, TURNS).write(path)  # an older save is replaced
-    assert read_chat(path) == SavedChat("other", None, TURNS)
+    assert read_chat(path) == ("demo", [SYSTEM, *TURNS])
+    write_chat(path, "other", TURNS)  # an older save is replaced
+    assert read_chat(path) == ("other", TURNS)
     assert os.listdir(tmp_path) == ["my chat.json"]
 
 
@@ -48,23 +49,23 @@ def test_what_is_no_saved_chat_is_never_replaced(tmp_path: Path, content: bytes)
     path = tmp_path / "file"
     path.write_bytes(content)
     with pytest.raises(ChatFileError, match="choose another name"):
-        SavedChat("demo", None, TURNS).write(path)
+        write_chat(path, "demo", TURNS)
     assert path.read_bytes() == content
 
 
 def test_links_pipes_and_directories_are_neither_written_nor_waited_for(tmp_path: Path) -> None:
-    SavedChat("demo", None, TURNS).write(tmp_path / "chat")
+    write_chat(tmp_path / "chat", "demo", TURNS)
     (tmp_path / "link").symlink_to("chat")
     (tmp_path / "nowhere").symlink_to("nothing")
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "directory").mkdir()
     for name in ("link", "nowhere", "pipe", "directory", "missing/chat"):
         with pytest.raises(ChatFileError):
-            SavedChat("demo", None, TURNS).write(tmp_path / name)
+            write_chat(tmp_path / name, "demo", TURNS)
     for name in ("nowhere", "pipe", "directory", "missing", "a\0b"):
         with pytest.raises(ChatFileError):
             read_chat(tmp_path / name)
-    assert read_chat(tmp_path / "link").messages == TURNS
+    assert read_chat(tmp_path / "link") == ("demo", TURNS)
 
 
 def test_what_other_programs_write_is_read(tmp_path: Path) -> None:
@@ -75,7 +76,7 @@ def test_what_other_programs_write_is_read(tmp_path: Path) -> None:
         {"role": "user", "content": parts},
     ]
     path.write_text(json.dumps({"messages": messages, "temperature": 1}), encoding="utf-8-sig")
-    assert read_chat(path) == SavedChat("", "Be brief.", [{"role": "user", "content": "ab"}])
+    assert read_chat(path) == ("", [SYSTEM, {"role": "user", "content": "ab"}])
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from prompt_toolkit.application import create_app_session
 from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 from prompt_toolkit.history import FileHistory
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
 
 from mlxspec.cli.chat import terminal as chat_prompt
-from mlxspec.cli.chat.terminal import ChatCompleter, ChatHistory
+from mlxspec.cli.chat.terminal import ChatCompleter, TerminalInput, keep_message, kept_messages
 from mlxspec.errors import OptionError
 
 
@@ -26,9 +29,9 @@ def test_messages_are_kept_privately_and_come_back(tmp_path: Path) -> None:
     path = tmp_path / "of" / "mine" / "history"
     typed = ["one", "two\n\n# lines\n+ and a sign", " /path", "Grüße 🦊", "bytes \udcff"]
     for text in typed:
-        ChatHistory(path).append_string(text)
+        keep_message(path, text)
     assert kept(path) == [*typed[:-1], "bytes ?"]
-    assert [*ChatHistory(path).load_history_strings()] == kept(path)[::-1]
+    assert kept_messages(path) == kept(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
@@ -37,10 +40,9 @@ def test_several_chats_write_at_once(tmp_path: Path) -> None:
     path = tmp_path / "history"
 
     def chat(number: int) -> list[str]:
-        history = ChatHistory(path)
         typed = [f"{number} {turn}\n" + f"{number}" * 30_000 for turn in range(5)]
         for text in typed:
-            history.append_string(text)
+            keep_message(path, text)
         return typed
 
     with ThreadPoolExecutor(4) as pool:
@@ -53,14 +55,12 @@ def test_a_long_history_loses_its_older_half_and_no_part_of_a_message(
 ) -> None:
     monkeypatch.setattr(chat_prompt, "_MOST_BYTES", 10_000)
     path = tmp_path / "history"
-    history = ChatHistory(path)
     typed = [f"{number}\n{'x' * 90}" for number in range(100)]
-    for text in typed:
-        history.append_string(text)
-    assert kept(path) == typed
-    ChatHistory(path)
-    assert 20 < len(kept(path)) < 60
-    assert kept(path) == typed[-len(kept(path)) :]
+    for count, text in enumerate(typed, 1):
+        keep_message(path, text)
+        assert kept(path) == typed[:count][-len(kept(path)) :]
+        assert path.stat().st_size < 10_200
+    assert 35 < len(kept(path)) < 100
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
@@ -69,8 +69,8 @@ def test_a_message_longer_than_the_history_may_be_goes_as_a_whole(
 ) -> None:
     monkeypatch.setattr(chat_prompt, "_MOST_BYTES", 10_000)
     path = tmp_path / "history"
-    ChatHistory(path).append_string("x" * 20_000)
-    ChatHistory(path).append_string("short")
+    keep_message(path, "x" * 20_000)
+    keep_message(path, "short")
     assert kept(path) == ["short"]
 
 
@@ -87,11 +87,11 @@ def test_what_cannot_be_kept_is_told_once_and_stays_for_this_chat(
     else:
         path.write_text("precious")
         path /= "history"
-    history = ChatHistory(path)
-    for _ in range(3):
-        history.append_string("typed")
-        history.report_trouble()
-    assert history.get_strings() == ["typed"] * 3
+    with create_pipe_input() as keys, create_app_session(keys, DummyOutput()):
+        turns = TerminalInput(path, list, color=False)
+        for text in ("typed", "typed again", "and again"):
+            keys.send_text(f"{text}\r")
+            assert turns.message() == text
     told = capsys.readouterr().err
     assert told.startswith("Note: ")
     assert told.endswith("what is typed is not kept for the next chat\n")

@@ -14,11 +14,11 @@ import pytest
 from mlx_lm.generate import generate_step
 
 from mlxspec import PromptLookupDecoder
-from mlxspec.cli.chat.conversation import ChatConversation, SavedChat, read_chat
+from mlxspec.cli.chat import ChatConversation, read_chat, write_chat
 from mlxspec.cli.common.generation import without_first_space
 from mlxspec.cli.common.prompt import in_template
-from mlxspec.engine.params import SamplingParams
 from mlxspec.errors import OptionError, PromptError
+from mlxspec.generation.session import Session
 from tests.support.architectures import ARCHITECTURES, KINDS_OF_CACHES
 from tests.support.demo import demo
 
@@ -40,32 +40,29 @@ class Model:
     def __init__(self, decoder: PromptLookupDecoder, context_length: int | None = 1024) -> None:
         self.decoder = decoder
         self.context_length = context_length
+        self.forget()
+
+    def forget(self) -> None:
+        self.session = Session()
 
     def tokenize(self, messages: list[dict[str, Any]]) -> list[int]:
         return in_template(messages, self.decoder.tokenizer)
 
     def stream(
-        self, tokens: Sequence[int], max_tokens: int, **more: Any
+        self, tokens: Sequence[int], max_tokens: int, on_progress: Any = None, **sampling: Any
     ) -> Generator[Any, None, None]:
-        sampling = SamplingParams(**{k: more.pop(k) for k in ("temp", "seed") if k in more})
-        with closing(
-            self.decoder.stream(tokens, max_tokens, sampling=sampling, **more)
-        ) as responses:
+        how = {"session": self.session, "on_progress": on_progress, **sampling}
+        with closing(self.decoder.stream(tokens, max_tokens, **how)) as responses:
             yield from map(without_first_space(True), responses)
 
     def others(self) -> list[str]:
         return []
 
-    def find(self, name: str) -> None:
+    def switch(self, name: str) -> None:
         if name == "missing":
             raise OptionError("there is no model missing")
-
-    def switched(self, name: str) -> Model:
-        if name == "broken":
-            raise OptionError("it is broken")
-        other = Model(self.decoder)
-        other.name = name
-        return other
+        self.forget()
+        self.name = name
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +116,7 @@ def test_answers_are_those_of_the_whole_conversation(
         told.append({"role": "user", "content": question})
         assert ask(conversation, question) == answered_by_mlx_lm(decoder, told)
         told.append(conversation.messages[-1])
-    assert len(conversation.session.tokens) > 60
+    assert len(conversation.model.session.tokens) > 60
 
 
 def test_a_full_context_loses_its_oldest_turns(decoder: PromptLookupDecoder) -> None:
@@ -135,7 +132,7 @@ def test_a_full_context_loses_its_oldest_turns(decoder: PromptLookupDecoder) -> 
         assert kept[1]["role"] == "user"
         if conversation.dropped:
             assert answer == answered_by_mlx_lm(decoder, kept, 20)
-        assert len(conversation.session.tokens) < 110
+        assert len(conversation.model.session.tokens) < 110
     assert dropped == 5 - len(conversation.messages) // 2 > 0
 
 
@@ -182,7 +179,7 @@ def test_a_reset_forgets_everything(decoder: PromptLookupDecoder) -> None:
     first = ask(conversation, QUESTIONS[1])
     ask(conversation, QUESTIONS[0])
     conversation.reset()
-    assert conversation.session.tokens == []
+    assert conversation.model.session.tokens == []
     assert ask(conversation, QUESTIONS[1]) == first
 
 
@@ -192,7 +189,7 @@ def test_after_undo_retry_and_load_answers_are_those_of_a_fresh_conversation(
     conversation = conversation_with(decoder)
     answers = [ask(conversation, question) for question in QUESTIONS]
     assert again(conversation) == answers[2]
-    reused = len(conversation.session.tokens)
+    reused = len(conversation.model.session.tokens)
     assert conversation.undo() == QUESTIONS[2]
     assert conversation.undo() == QUESTIONS[1]
     told = [*conversation.messages, {"role": "user", "content": QUESTIONS[2]}]
@@ -203,9 +200,9 @@ def test_after_undo_retry_and_load_answers_are_those_of_a_fresh_conversation(
     assert again(conversation) == answered_by_mlx_lm(decoder, told)
     conversation.system_prompt = None
     assert again(conversation) == answered_by_mlx_lm(decoder, told[1:])
-    conversation.saved.write(tmp_path / "chat")
+    write_chat(tmp_path / "chat", "tested", conversation.saved)
     conversation.reset()
-    conversation.restore(read_chat(tmp_path / "chat"))
+    conversation.restore(read_chat(tmp_path / "chat")[1])
     told = [*conversation.messages, {"role": "user", "content": QUESTIONS[1]}]
     assert len(told) == 5
     assert ask(conversation, QUESTIONS[1]) == answered_by_mlx_lm(decoder, told)
@@ -251,34 +248,40 @@ def test_a_message_without_an_answer_is_asked_again_saved_and_taken_back(
 ) -> None:
     asked = [{"role": "user", "content": QUESTIONS[0]}]
     conversation = conversation_with(decoder)
-    conversation.restore(SavedChat("", None, asked))
+    conversation.restore(asked)
     assert conversation.messages == []
-    assert conversation.saved.messages == asked
+    assert conversation.saved == asked
     assert again(conversation) == answered_by_mlx_lm(decoder, asked)
     assert conversation.messages[0] == asked[0]
-    conversation.restore(SavedChat("", None, asked))
+    conversation.restore(asked)
     assert conversation.undo() == QUESTIONS[0]
     for forgotten in (conversation.undo, lambda: again(conversation)):
         with pytest.raises(PromptError, match="nothing has been said"):
             forgotten()
 
 
-def test_another_model_goes_on_and_a_missing_or_broken_one_does_not(
-    decoder: PromptLookupDecoder,
+def test_another_model_goes_on_and_a_missing_one_or_one_without_system_prompts_does_not(
+    decoder: PromptLookupDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     conversation = conversation_with(decoder)
     ask(conversation, QUESTIONS[0])
-    session = conversation.session
+    session = conversation.model.session
     with pytest.raises(OptionError, match="missing"):
         conversation.switch("missing")
-    assert conversation.session is session
-    with pytest.raises(OptionError, match="broken"):
-        conversation.switch("broken")
-    assert conversation.model.name == "tested"
+    assert conversation.model.session is session
     conversation.switch("other")
     assert conversation.model.name == "other"
     told = [*conversation.messages, {"role": "user", "content": QUESTIONS[1]}]
     assert ask(conversation, QUESTIONS[1]) == answered_by_mlx_lm(decoder, told)
+    conversation.system_prompt = "Be brief."
+
+    def refuse(messages: list) -> list[int]:
+        raise OptionError("no system role")
+
+    monkeypatch.setattr(conversation.model, "tokenize", refuse)
+    with pytest.raises(OptionError, match="takes no system prompt"):
+        conversation.switch("third")
+    assert conversation.model.name == "other"
 
 
 class Letters(Model):
@@ -293,9 +296,9 @@ class Letters(Model):
         ]
 
     def stream(
-        self, tokens: Sequence[int], max_tokens: int, **more: Any
+        self, tokens: Sequence[int], max_tokens: int, on_progress: Any = None, **sampling: Any
     ) -> Generator[Any, None, None]:
-        for response in super().stream(tokens, max_tokens, **more):
+        for response in super().stream(tokens, max_tokens, on_progress, **sampling):
             response.text = chr(response.token + 64)
             yield response
 

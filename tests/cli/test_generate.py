@@ -23,7 +23,6 @@ from mlxspec.generation.response import (
     GenerationResult,
     SpeculationStats,
     StepTime,
-    Transcript,
 )
 from tests.cli.conftest import HOSTILE
 from tests.support.scripted_model import BOS
@@ -276,14 +275,14 @@ def test_ctrl_c_in_the_prefill_shows_the_panel(endless: Path, monkeypatch: pytes
 
 
 def test_ctrl_c_with_json_writes_what_there_is(endless: Path, monkeypatch: pytest.MonkeyPatch):
-    add = Transcript.add
+    add = GenerationResult.add
 
-    def add_three(self: Transcript, response: GenerationResponse) -> None:
+    def add_three(self: GenerationResult, response: GenerationResponse, likeliest: int) -> None:
         if response.generation_tokens > 3:
             raise KeyboardInterrupt
-        add(self, response)
+        add(self, response, likeliest)
 
-    monkeypatch.setattr(Transcript, "add", add_three)
+    monkeypatch.setattr(GenerationResult, "add", add_three)
     result = generate("--model", endless, "--prompt", "a b", "--json")
     assert result.exit_code == 130
     data = json.loads(result.stdout)

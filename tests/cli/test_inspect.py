@@ -37,7 +37,7 @@ def test_the_demo_model_verifies_trees() -> None:
             "gemma3",
             ["the latest 16 positions, 2 KiB at most", "all positions, 128 bytes each", "joint: "],
         ),
-        ("mamba2", ["2 × ArraysCache: state", "however long the context", "run again"]),
+        ("mamba2", ["2 × ArraysCache: state", "however long the context", "computed again"]),
         (
             "gpt2",
             ["one continuation", "in a row at position 0", "64 tokens", "one at a time: a joint"],

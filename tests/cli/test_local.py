@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxspec.cli.chat.conversation import ChatConversation, LocalModel
+from mlxspec.cli.chat import ChatConversation, LocalModel
 from mlxspec.cli.common.generation import DraftingOptions, Ends, Generation
 from mlxspec.cli.common.output import error_console
 from mlxspec.cli.memory import Memories
@@ -28,8 +28,7 @@ def ask(conversation: ChatConversation) -> str:
 
 
 def loaded(conversation: ChatConversation) -> weakref.ref:
-    decoder = conversation.model._decoder()
-    return weakref.ref(decoder.model)
+    return weakref.ref(conversation.model._load().model)
 
 
 def test_the_first_is_gone_before_the_second_is_loaded_and_comes_back_if_that_fails(

@@ -47,7 +47,8 @@ HINT = "mlxspec can remember answers over runs"
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where answers are kept in this test; nobody has been told of that yet."""
     monkeypatch.setenv("MLXSPEC_DATA_DIR", str(tmp_path / "data"))
-    monkeypatch.setattr("mlxspec.generation.decoder.costs_for", lambda *_, **__: given_costs(FLAT))
+    monkeypatch.setenv("MLXSPEC_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr("mlxspec.generation.loaded.costs_for", lambda *_, **__: given_costs(FLAT))
     return tmp_path / "data" / "memory"
 
 
@@ -361,7 +362,7 @@ def test_settings_that_cannot_be_written_are_one_line(home: Path):
 def test_a_model_that_is_not_there_is_one_line(command: str, tmp_path: Path):
     result = memory(*command.split(), "--model", tmp_path / "gone")
     assert result.exit_code == 1
-    assert result.stderr.startswith(f"Error: {tmp_path / 'gone'}: no such file or directory")
+    assert result.stderr.startswith(f"Error: {tmp_path / 'gone'}: no such directory")
     assert result.stderr.count("\n") == 1
 
 
@@ -496,7 +497,7 @@ def test_a_tokenizer_that_is_gone_is_one_line_that_says_what_helps(finite: Path,
     for command in (("export",), ("forget", "--matching", "one", "--yes")):
         result = memory(*command)
         assert result.exit_code == 1
-        assert result.stderr.startswith(f"Error: {gone}: no such file or directory")
+        assert result.stderr.startswith(f"Error: {gone}: no such directory")
         assert "name a copy of it with --model" in result.stderr
         assert result.stderr.count("\n") == 1
     assert json.loads(said("export", "--model", finite))["messages"][0]["content"].split()

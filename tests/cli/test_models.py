@@ -58,7 +58,7 @@ def test_what_is_told_of_a_model(cache: dict[str, Path], endless: Path, tmp_path
     table, _, others = shown.partition("Not to be run as they are")
     assert "owner/model" in table
     assert "GGUF" not in table
-    assert "owner/other-GGUF, 1 byte: GGUF, for llama.cpp; convert" in others
+    assert "owner/other-GGUF, 1 byte: no config.json; a model in GGUF format" in others
     assert "mlxspec chat" not in shown
 
 

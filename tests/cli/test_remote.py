@@ -9,8 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 from mlxspec.cli.chat import answer_line, chat_command
-from mlxspec.cli.chat.conversation import _response
+from mlxspec.cli.common.api_client import response
 from mlxspec.cli.common.output import Figures
+from mlxspec.generation.response import SpeculationStats
 from tests.cli.test_serve import PLAIN, serving
 from tests.support.scripted_model import write_scripted_model
 
@@ -18,7 +19,7 @@ LINE = "one two three four\n"
 
 
 def test_an_answer_that_was_stopped_has_figures() -> None:
-    figures, last = Figures(), _response("text", True, count=3, prompt_tokens=10, speed=5.0)
+    figures, last = Figures(), response("text", True, 10, SpeculationStats(3, 3, 0, 0, 3), 0.0)
     figures.add(last, 3)
     figures.panel()
     assert "plain" not in answer_line(last, 0.0, "stopped")

@@ -4,11 +4,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.llama import Model, ModelArgs
 
-from mlxspec.convert.original import (
-    complete_params,
-    config_from_params,
-    original_to_mlx_name,
-)
+from mlxspec.convert.original import config_from_params, original_to_mlx_name
 from mlxspec.errors import LoadError
 from tests.support import original
 
@@ -105,10 +101,10 @@ def test_scaled_rope_has_the_factor_of_the_published_models(dim: int, factor: fl
 
 def test_an_unknown_setting_is_refused_unless_it_is_off():
     with pytest.raises(LoadError, match="'logit_scale' belongs to no known"):
-        complete_params(MISTRAL | {"logit_scale": 2.0}, {})
-    assert complete_params(MISTRAL | {"vision_encoder": None, "use_biases": False}, {})
+        config_from_params(MISTRAL | {"logit_scale": 2.0}, {})
+    assert config_from_params(MISTRAL | {"vision_encoder": None, "use_biases": False}, {})
 
 
 def test_open_settings_without_tensors_name_what_is_missing():
     with pytest.raises(LoadError, match=r"layers\.0\.feed_forward\.w1\.weight is missing"):
-        complete_params(LLAMA, {})
+        config_from_params(LLAMA, {})

@@ -1,4 +1,4 @@
-"""A rank that dies takes the others with it, each with one line of its own."""
+"""A rank that dies takes the others with it, each with one line."""
 
 from __future__ import annotations
 
@@ -13,29 +13,13 @@ from tests.distributed.conftest import SECONDS, launched
 
 pytestmark = pytest.mark.slow
 
-# Now and then MLX crashes before the thread that watches the other ranks has had its turn.
-SURVIVOR = (
-    "Error: rank 1 is gone, so rank 0 ends, too|"
-    "Error: rank 0 was ended by SIG[A-Z]+, as MLX can be when another rank is gone"
-)
-
 
 @pytest.mark.parametrize(
-    ("process", "death", "lines"),
-    [
-        ("worker 1", signal.SIGKILL, [SURVIVOR, "Error: rank 1 was ended by SIGKILL"]),
-        (
-            "supervisor 0",
-            signal.SIGTERM,
-            [
-                SURVIVOR.replace("rank 1", "rank X").replace("rank 0", "rank 1").replace("X", "0"),
-                r"Error: rank 0 was terminated \(SIGTERM\)",
-            ],
-        ),
-    ],
+    ("rank", "death"),
+    [(1, signal.SIGKILL), (0, signal.SIGTERM)],
 )
-def test_each_process_adds_a_line(
-    process: str, death: signal.Signals, lines: list[str], small_model: Path, tmp_path: Path
+def test_a_rank_that_is_gone_ends_the_other(
+    rank: int, death: signal.Signals, small_model: Path, tmp_path: Path
 ) -> None:
     endless = ("--decoder", "plain", "--max-tokens", "1000000")
     command = ("generate", "--model", str(small_model), "--prompt", "a", *endless)
@@ -43,10 +27,12 @@ def test_each_process_adds_a_line(
     with launched(*script, *command, folder=tmp_path) as launcher:
         assert launcher.stdout
         assert launcher.stdout.read(1)
-        os.kill(int((tmp_path / process).read_text()), death)
+        os.kill(int((tmp_path / f"rank {rank}").read_text()), death)
         _, errors = launcher.communicate(timeout=SECONDS)
-    # mlx.launch writes its own words between, and not always whole lines of them.
-    assert all(re.search(line, errors) for line in lines), errors
-    assert len(re.findall("Error: rank", errors)) == len(lines)
+    # mlx.launch writes its own words between, and not always whole lines of them. Now and then MLX
+    # crashes before the thread that watches the other ranks has had its turn.
+    line = f"Error: rank {rank} is gone, so rank {1 - rank} ends, too"
+    assert line in errors or f"rank {1 - rank} exited with code -" in errors, errors
+    assert errors.count("Error: rank") <= 1
     assert "Traceback" not in errors
-    assert len(re.findall("rank [01] exited with code [1-9]", errors)) == 2  # mlx.launch's words
+    assert len(re.findall("rank [01] exited with code -?[1-9]", errors)) == 2

@@ -24,10 +24,10 @@ QUANTISED_KV = 1e-2
 
 
 @pytest.fixture(scope="module")
-def replayed() -> list[int]:
-    """What one process generates with a model that replays."""
+def hybrid() -> list[int]:
+    """What one process generates with a hybrid model."""
     model = ARCHITECTURES[ARCHITECTURE].model()
-    return plain(model, ARCHITECTURE_PROMPT, max_tokens=12, capability=Capability.REPLAY)
+    return plain(model, ARCHITECTURE_PROMPT, max_tokens=12, capability=Capability.TAPE)
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +38,10 @@ def decoder(small_model: Path) -> Decoder:
 
 @pytest.fixture(scope="module")
 def report(
-    small_model: Path, replayed: list[int], tmp_path_factory: pytest.TempPathFactory
+    small_model: Path, hybrid: list[int], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     """What rank 0 of :mod:`.rank` printed."""
-    command = ("-m", "tests.support.rank", str(small_model), json.dumps(replayed))
+    command = ("-m", "tests.support.rank", str(small_model), json.dumps(hybrid))
     with launched(*command, folder=tmp_path_factory.mktemp("costs")) as launcher:
         output, errors = launcher.communicate(timeout=SECONDS)
     assert errors == ""
@@ -68,13 +68,13 @@ def test_drafts_are_accepted_and_rejected(name: str, report: dict[str, Any]) -> 
     assert 0 < report[name]["accepted"] < report[name]["drafted"]
 
 
-def test_a_model_that_replays_does_so_on_all_ranks(
-    report: dict[str, Any], replayed: list[int]
+def test_a_hybrid_computes_its_states_again_on_all_ranks(
+    report: dict[str, Any], hybrid: list[int]
 ) -> None:
-    assert report["replayed"]["tier"] == Capability.REPLAY.value
-    assert 0 < report["replayed"]["accepted"] < len(replayed) - 1
+    assert report["hybrid"]["tier"] == Capability.TAPE.value
+    assert 0 < report["hybrid"]["accepted"] < len(hybrid) - 1
     model = ARCHITECTURES[ARCHITECTURE].model()
-    assert_same_output(model, ARCHITECTURE_PROMPT, replayed, report["replayed"]["tokens"])
+    assert_same_output(model, ARCHITECTURE_PROMPT, hybrid, report["hybrid"]["tokens"])
 
 
 def test_ranks_go_on_together_after_an_interrupt(report: dict[str, Any]) -> None:

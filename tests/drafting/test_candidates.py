@@ -14,7 +14,7 @@ from mlxspec.drafting.combined import merge
 from mlxspec.drafting.costs import CostCurve
 from mlxspec.drafting.drafter import DraftTree, Limits, TreeBuilder
 from mlxspec.drafting.policy import best_allowed, expected_tokens, gains_of
-from mlxspec.drafting.suffix_source import Evidence, SuffixTree
+from mlxspec.drafting.suffix_source import SuffixTree
 
 Path = tuple[int, ...]
 
@@ -88,11 +88,11 @@ def test_the_nodes_that_are_left_out_are_in_no_best_draft(
     """A tree that ends where the price of time says so has the best draft of the whole tree."""
     curve = CostCurve(enumerate(accumulate(slopes, initial=1.0), start=1))
     index, model = SuffixIndex(text), AcceptanceModel()
-    evidence = Evidence("context", index.tokens, index.occurrences(), model)
+    evidence = "context", index.tokens, index.occurrences(), model
 
     def best(least_p: list[float], costs: list[float]) -> tuple[float, int]:
         limits = Limits(50, curve.widest - 1, branching, least_p, costs)
-        tree = SuffixTree(text[-1], evidence, limits).tree()
+        tree = SuffixTree(text[-1], *evidence, limits).tree()
         gains = gains_of(expected_tokens(tree.p_reached), curve.table, rate, 0.0)
         return best_allowed(gains, lambda *_: True)
 
@@ -135,11 +135,11 @@ def test_a_path_that_goes_on_alone_is_grown_as_if_node_by_node(
     index = SuffixIndex(context)
     models = AcceptanceModel(bytes((0, 1, 2))), AcceptanceModel(bytes((3, 4)), earlier=True)
     models[0].begin((), output_start)
-    texts = [Evidence("context", index.tokens, index.occurrences(), models[0])]
+    texts = [("context", index.tokens, index.occurrences(), models[0])]
     if earlier:
         other = SuffixIndex(earlier)
         found = other.matches(context, 1000)
-        texts.append(Evidence("earlier", other.tokens, found, models[1]))
+        texts.append(("earlier", other.tokens, found, models[1]))
     limits = Limits(max_depth, max_nodes, branching, [least_p] * (max_nodes + 1), costs)
 
     def content(tree: SuffixTree) -> dict[str, object]:
@@ -148,6 +148,6 @@ def test_a_path_that_goes_on_alone_is_grown_as_if_node_by_node(
         return {**vars(tree), "_sayings": said, "_serial": None, "_frontier": None}
 
     for text in texts:
-        SuffixTree(context[-1], text, limits).learn(emitted)
-        whole, one_by_one = (kind(context[-1], text, limits) for kind in (SuffixTree, OneByOne))
+        SuffixTree(context[-1], *text, limits).learn(emitted)
+        whole, one_by_one = (kind(context[-1], *text, limits) for kind in (SuffixTree, OneByOne))
         assert content(whole) == content(one_by_one)

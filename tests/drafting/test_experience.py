@@ -9,9 +9,10 @@ import pytest
 
 from mlxspec.bench.replay import replay
 from mlxspec.drafting import policy
-from mlxspec.drafting.acceptance import Corrections, Experience, probability
+from mlxspec.drafting.acceptance import Corrections, probability
 from mlxspec.drafting.chips import chip_curve
 from mlxspec.drafting.costs import FixedCosts
+from mlxspec.drafting.kept import Experience
 from mlxspec.drafting.planner import Planner
 from mlxspec.drafting.suffix_source import SuffixSource
 

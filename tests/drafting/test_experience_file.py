@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from mlxspec.drafting import kept as experience_file
-from mlxspec.drafting.acceptance import TOKEN_FEATURES, Experience
-from mlxspec.drafting.kept import CostCache, CostKey, KeptExperience, experience_path
+from mlxspec.drafting.acceptance import TOKEN_FEATURES
+from mlxspec.drafting.kept import CostCache, CostKey, Experience, experience_path
 
 PROMPT = list(range(100, 140))
 HEAD = '{"format": "mlxspec experience", "version": 1, '
@@ -30,9 +30,9 @@ def taught(experience: Experience, *features: int, right: bool = True, times: in
 
 
 def test_the_next_process_knows_what_was_learned(tmp_path: Path) -> None:
-    first = KeptExperience(tmp_path / "new" / "a.json")
+    first = Experience(tmp_path / "new" / "a.json")
     taught(first, 3, 5)
-    second = KeptExperience(tmp_path / "new" / "a.json")
+    second = Experience(tmp_path / "new" / "a.json")
     for then, now in zip(first.of_kind(PROMPT), second.of_kind(PROMPT), strict=True):
         assert then.logit((3, 5)) > 1
         assert now.logit((3, 5)) == pytest.approx(then.logit((3, 5)), abs=1e-3)
@@ -41,14 +41,14 @@ def test_the_next_process_knows_what_was_learned(tmp_path: Path) -> None:
 
 
 def test_no_token_is_written(tmp_path: Path) -> None:
-    experience = KeptExperience(tmp_path / "a.json")
+    experience = Experience(tmp_path / "a.json")
     taught(experience, 3, TOKEN_FEATURES + 4711)
     text = (tmp_path / "a.json").read_text()
     assert "4711" not in text.replace(experience.salt.hex(), "")
     content = json.loads(text)
     assert [one[0] for one in content["everything"]] == [3]
     # The first tokens of prompts are hashed with a salt, which differs from file to file.
-    other = KeptExperience(tmp_path / "b.json")
+    other = Experience(tmp_path / "b.json")
     taught(other, 3)
     assert not {*content["kinds"]} & {*json.loads((tmp_path / "b.json").read_text())["kinds"]}
     assert (tmp_path / "a.json").stat().st_mode & 0o077 == 0
@@ -56,17 +56,17 @@ def test_no_token_is_written(tmp_path: Path) -> None:
 
 def test_of_two_processes_the_last_to_save_stays(tmp_path: Path) -> None:
     path, now = tmp_path / "a.json", [0.0]
-    taught(KeptExperience(path), 7)
-    before = KeptExperience(path).everything.logit((7,))
-    one, two = (KeptExperience(path, lambda: now[0]) for _ in range(2))
+    taught(Experience(path), 7)
+    before = Experience(path).everything.logit((7,))
+    one, two = (Experience(path, lambda: now[0]) for _ in range(2))
     taught(one, 3)
     taught(two, 5, right=False)
-    weights = KeptExperience(path).everything
+    weights = Experience(path).everything
     assert weights.logit((7,)) == pytest.approx(before)
     assert weights.logit((5,)) < -1
     now[0] = 60
     taught(one, 9)
-    weights = KeptExperience(path).everything
+    weights = Experience(path).everything
     assert weights.logit((7,)) == pytest.approx(before)
     assert weights.logit((3,)) > 1
     assert weights.logit((9,)) > 1
@@ -74,30 +74,30 @@ def test_of_two_processes_the_last_to_save_stays(tmp_path: Path) -> None:
 
 def test_a_process_forgets_what_another_has_begun_anew(tmp_path: Path) -> None:
     path, now = tmp_path / "a.json", [0.0]
-    old = KeptExperience(path, lambda: now[0])
+    old = Experience(path, lambda: now[0])
     taught(old, 3)
     path.unlink()
-    taught(KeptExperience(path), 5)
+    taught(Experience(path), 5)
     now[0] = 60
     old.end()
     assert old.everything.logit((3,)) == 0
-    assert KeptExperience(path).everything.logit((5,)) > 1
+    assert Experience(path).everything.logit((5,)) > 1
 
 
 def test_what_is_removed_is_forgotten_by_processes_that_run(tmp_path: Path) -> None:
     path, now = tmp_path / "a.json", [0.0]
-    experience = KeptExperience(path, lambda: now[0])
+    experience = Experience(path, lambda: now[0])
     taught(experience, 3)
     path.unlink()
     now[0] = 60
     experience.end()
     assert experience.everything.logit((3,)) == 0
-    assert KeptExperience(path).everything.logit((3,)) == 0
+    assert Experience(path).everything.logit((3,)) == 0
 
 
 def test_it_is_saved_seldom(tmp_path: Path) -> None:
     path, now = tmp_path / "a.json", [0.0]
-    experience = KeptExperience(path, lambda: now[0])
+    experience = Experience(path, lambda: now[0])
     taught(experience, 3)
     written = path.read_bytes()
     now[0] = 29
@@ -105,7 +105,7 @@ def test_it_is_saved_seldom(tmp_path: Path) -> None:
     assert path.read_bytes() == written
     now[0] = 31
     experience.end()
-    assert KeptExperience(path).everything.logit((5,)) > 1
+    assert Experience(path).everything.logit((5,)) > 1
 
 
 @pytest.mark.parametrize(
@@ -141,12 +141,12 @@ def test_a_damaged_file_is_ignored_with_a_line_and_replaced(
 ) -> None:
     path = tmp_path / "a.json"
     path.write_text(damage)
-    experience = KeptExperience(path)
+    experience = Experience(path)
     assert [record.message.count("\n") for record in caplog.records] == [0]
     assert str(path) in caplog.text
     taught(experience, 3)
     caplog.clear()
-    assert KeptExperience(path).everything.logit((3,)) > 1
+    assert Experience(path).everything.logit((3,)) > 1
     assert not caplog.records
 
 
@@ -155,7 +155,7 @@ def test_a_place_that_cannot_be_written_gives_one_line(
 ) -> None:
     (tmp_path / "file").write_text("")
     now = [0.0]
-    experience = KeptExperience(tmp_path / "file" / "experience" / "a.json", lambda: now[0])
+    experience = Experience(tmp_path / "file" / "experience" / "a.json", lambda: now[0])
     for _ in range(3):
         now[0] += 60
         taught(experience, 3)
@@ -168,13 +168,13 @@ def test_a_full_disk_leaves_what_was_there(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "a.json"
-    taught(KeptExperience(path), 3)
+    taught(Experience(path), 3)
     before = path.read_bytes()
 
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    experience = KeptExperience(path)
+    experience = Experience(path)
     monkeypatch.setattr(os, "fsync", full)
     taught(experience, 5)
     assert path.read_bytes() == before
@@ -187,7 +187,7 @@ def test_few_files_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(experience_file, "_MOST_FILES", 3)
     paths = [experience_path({"digest": str(number)}) for number in range(5)]
     for age, path in enumerate(paths):
-        taught(KeptExperience(path), 3)
+        taught(Experience(path), 3)
         os.utime(path, (age, age))
     assert {*experience_file.kept_experience()} == {*paths[2:]}
 
@@ -195,8 +195,8 @@ def test_few_files_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 WRITES = """
 import sys
 from pathlib import Path
-from mlxspec.drafting.kept import KeptExperience
-experience = KeptExperience(Path(sys.argv[1]), iter(range(0, 10**9, 60)).__next__)
+from mlxspec.drafting.kept import Experience
+experience = Experience(Path(sys.argv[1]), iter(range(0, 10**9, 60)).__next__)
 print("ready", flush=True)
 while True:
     experience.everything.learn((3,), 0.0, True)
@@ -207,8 +207,8 @@ while True:
 @pytest.mark.slow
 def test_killed_while_writing_nothing_is_lost(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
-    taught(KeptExperience(path), 7)
-    known = KeptExperience(path).everything.logit((7,))
+    taught(Experience(path), 7)
+    known = Experience(path).everything.logit((7,))
     for round_number in range(6):
         writers = [
             subprocess.Popen([sys.executable, "-c", WRITES, str(path)], stdout=subprocess.PIPE)
@@ -221,6 +221,6 @@ def test_killed_while_writing_nothing_is_lost(tmp_path: Path) -> None:
         for writer in writers:
             writer.send_signal(signal.SIGKILL)
             writer.communicate()
-        assert KeptExperience(path).everything.logit((7,)) == pytest.approx(known)
-    taught(KeptExperience(path), 7)  # and what the killed ones had begun is cleared away
+        assert Experience(path).everything.logit((7,)) == pytest.approx(known)
+    taught(Experience(path), 7)  # and what the killed ones had begun is cleared away
     assert [*tmp_path.iterdir()] == [path]

@@ -5,6 +5,7 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from mlxspec.drafting.costs import CostCurve, FixedCosts, KnownTime, LiveCosts
 from mlxspec.drafting.drafter import DraftTree, Limits, VerifiedStep
 from mlxspec.drafting.planner import Planner
 from mlxspec.drafting.policy import allowed_shortfall
-from mlxspec.drafting.suffix_source import Earlier, Evidence, SuffixSource, SuffixTree
+from mlxspec.drafting.suffix_source import SuffixSource, SuffixTree
 from tests.support.planners import suffix_planner
 
 FLAT = CostCurve([(1, 1), (32, 1.3)])
@@ -223,15 +224,18 @@ def test_no_draft_is_deeper_than_max_depth() -> None:
 
 def test_an_earlier_output_is_drafted_from_memory() -> None:
     output = noise(100, seed=7)
-    memory, used, told = Memory(), [], []
+    used, told = [], []
 
-    def remember(output: Sequence[int], earned: Mapping[str, int], prompt: Sequence[int]) -> None:
-        memory.add(output, earned, prompt)
-        memory.settle()
-        told.append(dict(earned))
+    class Noting(Memory):
+        def add(self, output, earned=None, prompt=()):
+            super().add(output, earned, prompt)
+            self.settle()
+            told.append(dict(earned))
 
-    earlier = [Earlier("memory", memory, used.append)]
-    drafter = suffix_planner(FLAT, earlier=earlier, on_output=remember)
+        def used(self, source):
+            used.append(source)
+
+    drafter = suffix_planner(FLAT, memory=Noting())
     first = replay([1, 2, 3], output, drafter)
     again = replay([1, 4, 3], output, drafter)
     assert len(first.rows) == 100
@@ -250,7 +254,7 @@ def test_a_memory_that_misleads_is_trusted_less_in_each_generation() -> None:
     for lie in lies:
         memory.add([*lie, *noise(3, seed=lie[1])])
     memory.settle()
-    drafter = suffix_planner(chip_curve("M4 Pro"), earlier=[Earlier("memory", memory)])
+    drafter = suffix_planner(chip_curve("M4 Pro"), memory=memory, remembers=False)
     costs = [replay([1, 2], output, drafter).cost(chip_curve("M4 Pro")) for _ in range(4)]
     assert 301 > costs[0] > costs[1] >= costs[2] >= costs[3] >= 300
 
@@ -279,7 +283,7 @@ def test_a_store_is_drafted_from() -> None:
             excerpt = [*self.tokens[start : start + depth], SEPARATOR]
             return Excerpts(excerpt, [Occurrence(1, 0)], [None])
 
-    drafter = suffix_planner(FLAT, earlier=[Earlier("store", Stored())])
+    drafter = suffix_planner(FLAT, store=Stored())
     assert len(replay([1, 2], Stored.tokens, drafter).rows) < 40
 
 
@@ -288,14 +292,14 @@ def test_where_texts_agree_a_child_has_the_higher_probability() -> None:
     every_token = range(1000)
     sure, unsure = (Corrections(dict.fromkeys(every_token, by)) for by in (0.3, -0.1))
 
-    def candidates(*evidence: Evidence, branching: bool = True) -> DraftTree:
+    def candidates(*evidence: tuple[Any, ...], branching: bool = True) -> DraftTree:
         limits = Limits(4, 8, branching, [0.0] * 9)
-        return united([SuffixTree(5, one, limits).tree() for one in evidence], limits)
+        return united([SuffixTree(5, *one, limits).tree() for one in evidence], limits)
 
-    def says(name: str, tokens: list[int], taught: Corrections) -> Evidence:
+    def says(name: str, tokens: list[int], taught: Corrections) -> tuple[Any, ...]:
         model = AcceptanceModel(earlier=True)
         model.begin([taught])
-        return Evidence(name, [*tokens, SEPARATOR], [Occurrence(3, 0)], model)
+        return name, [*tokens, SEPARATOR], [Occurrence(3, 0)], model
 
     high, low = says("high", [1, 2], sure), says("low", [1, 3], unsure)
     alone = candidates(high)
@@ -314,7 +318,7 @@ def test_where_texts_agree_a_child_has_the_higher_probability() -> None:
 def test_an_abandoned_generation_leaves_the_drafter_usable() -> None:
     text = noise(50, seed=9)
     memory = Memory()
-    drafter = suffix_planner(FLAT, earlier=[Earlier("memory", memory)], on_output=memory.add)
+    drafter = suffix_planner(FLAT, memory=memory)
     drafter.begin(text)
     drafter.end()
     assert len(replay([*text, *text[:5]], text[5:], drafter).rows) < 20

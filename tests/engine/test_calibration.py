@@ -13,7 +13,7 @@ from mlxspec.engine.costs import ModelSteps, calibrate
 from mlxspec.engine.target import Capability
 from mlxspec.errors import OptionError
 from tests.support.architectures import ARCHITECTURES
-from tests.support.random_models import MAMBA_2, SLIDING_GEMMA_3, random_model
+from tests.support.random_models import SLIDING_GEMMA_3, random_model
 
 SMALL = replace(QUICK, rows=(2, 4, 16), rounds=2, plain_tokens=2, seconds=1e9, context=8)
 
@@ -111,7 +111,7 @@ def test_what_cannot_be_shared_is_refused(model: str, sequences: int, message: s
 def test_where_accepted_tokens_run_again_a_step_is_measured_with_them(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    model = random_model("mamba2", **MAMBA_2)
+    model = ARCHITECTURES["mamba"].model()
     steps = ModelSteps(model, context=8)
     rows: list[int] = []
     ordinary = type(model).__call__
@@ -128,7 +128,7 @@ def test_where_accepted_tokens_run_again_a_step_is_measured_with_them(
 
 def test_state_that_cannot_be_cut_bounds_the_rows_to_16():
     plan = replace(SMALL, rows=(2, 16, 24))
-    times = calibrate(random_model("mamba2", **MAMBA_2), plan)
+    times = calibrate(ARCHITECTURES["mamba"].model(), plan)
     assert [time.rows for time in times] == [1, 2, 16]
 
 

@@ -66,9 +66,9 @@ def test_several_at_once_share_steps_and_write_what_each_writes_alone(decoder: D
     together: list[int] = []
 
     class Watching(asynchronous.Engine):
-        def _step(self, requests: list[Any]) -> None:
+        def _step(self, requests: list[Any]) -> Any:
             together.append(len(requests))
-            super()._step(requests)
+            return super()._step(requests)
 
     async def main() -> list[list[int]]:
         return await asyncio.gather(*(collected(decoder, prompt) for prompt in PROMPTS))

@@ -104,16 +104,16 @@ def test_a_call_of_a_tool_is_a_message_without_content() -> None:
 @pytest.mark.parametrize(
     ("messages", "complaint"),
     [
-        ([HELLO, 5], r"message 2 is of the type int: write {\"role\""),
-        ([HELLO, "hi"], "message 2 is of the type str"),
-        ([{"content": "hi"}], "message 1 has no role"),
-        ([{"role": 3, "content": "hi"}], "message 1 has no role"),
-        ([HELLO, {"role": "user"}], "message 2 has no content"),
-        ([{"role": "user", "content": None}], "message 1 has no content"),
-        ([{"role": "user", "content": 5}], "message 1 has a content of the type int"),
+        ([HELLO, 5], r"message 2 must have a role and a content: write {\"role\""),
+        ([HELLO, "hi"], "message 2 must have a role"),
+        ([{"content": "hi"}], "message 1 must have a role"),
+        ([{"role": 3, "content": "hi"}], "message 1 must have a role"),
+        ([HELLO, {"role": "user"}], "message 2 must have a role and a content"),
+        ([{"role": "user", "content": None}], "message 1 must have a role and a content"),
+        ([{"role": "user", "content": 5}], "message 1 must have a role and a content"),
         ([HELLO, {"role": "assistant", "content": ""}], "the last message .* leave it out"),
         ([{"role": "pirate", "content": "Ahoy"}], "the chat template does not apply .*: pass"),
-        ([{}], "message 1 has no role"),
+        ([{}], "message 1 must have a role"),
         ([5, HELLO], "the prompt must be a text, token ids or messages"),
         (HELLO, "the prompt is a message by itself: pass a list"),
         ([], "the prompt holds no token: .* or a message"),
@@ -138,7 +138,7 @@ def test_arguments_of_the_template_that_make_no_prompt_are_refused(name: str) ->
 
 
 def test_arguments_of_the_template_have_names() -> None:
-    with pytest.raises(OptionError, match="chat_template_kwargs is of the type list: pass a dict"):
+    with pytest.raises(OptionError, match="chat_template_kwargs must be a dict"):
         prompt_ids([HELLO], demo().tokenizer, 4096, None, ["tools"])  # type: ignore[arg-type]
 
 
@@ -163,7 +163,7 @@ def _scheduled(decoder: mlxspec.AutoDecoder, prompt: Any, options: Mapping[str, 
 def test_messages_are_taken_wherever_a_prompt_is(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = stand_in_decoder(mlxspec.AutoDecoder)
     decoder.costs = given_costs(FLAT)
-    monkeypatch.setattr("mlxspec.generation.decoder.costs_for", lambda *_, **__: decoder.costs)
+    monkeypatch.setattr("mlxspec.generation.loaded.costs_for", lambda *_, **__: decoder.costs)
     model, tokenizer = stand_in().model, stand_in().tokenizer
     lookup = stand_in_decoder(mlxspec.PromptLookupDecoder)
     messages = [{"role": "system", "content": "Repeat what I say."}, HELLO]

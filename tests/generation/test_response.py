@@ -16,7 +16,7 @@ from mlx_lm.sample_utils import make_logits_processors
 
 from mlxspec import LookaheadDecoder, PromptLookupDecoder
 from mlxspec.errors import OptionError
-from mlxspec.generation.response import GenerationResponse, Transcript
+from mlxspec.generation.response import GenerationResponse, GenerationResult
 from tests.support.demo import stand_in_decoder
 
 pytestmark = pytest.mark.slow
@@ -66,15 +66,15 @@ def test_impossible_tokens_are_left_out(decoder: PromptLookupDecoder) -> None:
         response.token_logprobs(-1)
 
 
-def test_a_transcript_collects_log_probabilities_only_where_they_are_wanted(
+def test_a_result_collects_log_probabilities_only_where_they_are_wanted(
     decoder: PromptLookupDecoder,
 ) -> None:
     responses = list(decoder.stream(PROMPT, max_tokens=5))
     for wanted in (None, 0, 2):
-        transcript = Transcript(wanted)
+        result = GenerationResult(logprobs=None if wanted is None else [])
         for response in responses:
-            transcript.add(response)
-        collected = transcript.result(decoder.step_times.table()).logprobs
+            result.add(response, wanted or 0)
+        collected = result.logprobs
         if wanted is None:
             assert collected is None
         else:

@@ -53,16 +53,15 @@ def test_how_weights_are_written(config: dict, types: dict, told: str, tmp_path:
 @pytest.mark.parametrize(
     ("config", "files", "told"),
     [
-        (None, ["a.gguf"], "GGUF, for llama.cpp; convert"),
-        ({"model_type": "llama"}, ["a.gguf"], "GGUF, for llama.cpp; convert"),
+        (None, ["a.gguf"], "GGUF format, which is llama.cpp's"),
+        ({"model_type": "llama"}, ["a.gguf"], "GGUF format, which is llama.cpp's"),
         (None, ["params.json", "consolidated.00.pth"], "mlxspec convert "),
         ({"model_type": "llama"}, ["pytorch_model.bin"], "PyTorch's weights; use"),
-        ({"model_type": "llama"}, [], "its weights are not here; the rest is downloaded"),
-        (None, ["tokenizer.json"], "its weights are not here"),
-        (None, ["vae.safetensors"], "not a language model"),
-        (None, ["README.md"], "not a language model"),
-        ({"model_type": "bert"}, ["model.safetensors"], 'mlx-lm has no architecture "bert"'),
-        ({}, ["model.safetensors"], "names no model_type"),
+        ({"model_type": "llama"}, [], "no model*.safetensors"),
+        (None, ["tokenizer.json"], "no config.json"),
+        (None, ["vae.safetensors"], "no config.json"),
+        ({"model_type": "bert"}, ["model.safetensors"], "does not know its architecture, 'bert'"),
+        ({}, ["model.safetensors"], "does not know its architecture, None"),
         ({"model_type": "x", "model_file": "x.py"}, ["model.safetensors"], "Python code"),
     ],
 )
@@ -91,14 +90,16 @@ def test_parts_that_are_missing_and_files_that_are_damaged(tmp_path: Path):
     weights(first, a=mx.float16)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": first.name, "b": "model-2.safetensors"}}))
-    assert model_files(tmp_path).trouble.startswith("1 of 2 files of weights are not here")
+    assert model_files(tmp_path).trouble.startswith(
+        "the weights file model-2.safetensors is missing"
+    )
     index.write_text("[]")
-    assert "index.json is damaged" in model_files(tmp_path).trouble
+    assert "index.json: no JSON object" in model_files(tmp_path).trouble
     index.unlink()
     first.write_bytes(struct.pack("<Q", 1 << 40) + b"{}")
-    assert "cut short or damaged" in model_files(tmp_path).trouble
+    assert "truncated or damaged" in model_files(tmp_path).trouble
     (tmp_path / "config.json").write_text("{")
-    assert "config.json is damaged" in model_files(tmp_path).trouble
+    assert "config.json: no valid JSON" in model_files(tmp_path).trouble
 
 
 def test_of_a_repository_the_main_revision_is_taken(

@@ -240,7 +240,7 @@ def test_what_is_no_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "tokenizer.model").write_text("nothing")
     for source, problem in (
-        (tmp_path / "nowhere", "no such file or directory"),
+        (tmp_path / "nowhere", "no such directory"),
         (tmp_path / "tokenizer.json", "no tokenizer of Hugging Face's"),
         (tmp_path / "tokenizer.model", "no SentencePiece model"),
     ):

@@ -20,8 +20,8 @@ def test_caches_go_with_their_request_without_garbage_collection(streamed: bool)
 
     def note(requests: Sequence[ServedRequest]) -> None:
         (request,) = requests
-        assert request.options.session
-        sessions.append(weakref.ref(request.options.session))
+        assert request.session
+        sessions.append(weakref.ref(request.session))
 
     gc.collect()
     gc.disable()

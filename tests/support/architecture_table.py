@@ -21,9 +21,11 @@ _INTRODUCTION = """\
 
 What drafts these models verify, found out by running small ones of each, whose output equals
 mlx-lm's token for token (`tests/engine/test_architectures.py`). `mlxspec inspect MODEL` finds it
-out for any model. **tree**: branching drafts. **chain**: one continuation. **replay**: one
-continuation, and after a rejection the accepted tokens run once more with the next step.
-**plain**: no drafts, token by token.
+out for any model. **tree**: branching drafts. **chain**: one continuation. **tape**: one
+continuation; after a rejection the states of recurrent layers are computed again for the accepted
+tokens from what the step has computed, which takes a few small operations a layer. **replay**: one
+continuation; the states of some layers cannot be computed so, and after a rejection the accepted
+tokens run once more with the next step. **plain**: no drafts, token by token.
 
 The column of several sequences says how they share a forward. **joint**: attention is computed for
 each by itself, recurrent blocks for those with equally many rows, all else for the rows of all.

@@ -1,4 +1,4 @@
-"""The ``mlxspec`` command, which says in a folder what processes each rank has."""
+"""The ``mlxspec`` command, which says in a folder what process each rank has."""
 
 import os
 import sys
@@ -8,6 +8,5 @@ from mlxspec.cli.start import main
 
 if __name__ == "__main__":
     folder = Path(sys.argv.pop(1))
-    kind = "worker" if "MLXSPEC_SUPERVISOR" in os.environ else "supervisor"
-    (folder / f"{kind} {os.environ['MLX_RANK']}").write_text(str(os.getpid()))
+    (folder / f"rank {os.environ['MLX_RANK']}").write_text(str(os.getpid()))
     main()

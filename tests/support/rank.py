@@ -80,11 +80,11 @@ def main() -> None:
             responses = list(decoder.decode(PROMPT, settings.drafter(), **settings.options))
             report["outputs"][name] = [response.token for response in responses]
             report[name] = vars(responses[-1].stats)
-        report["replayed"] = replayed(rank_0)
+        report["hybrid"] = hybrid(rank_0)
         print(json.dumps(report))
 
 
-def replayed(rank_0: distributed.Leader) -> dict[str, object]:
+def hybrid(rank_0: distributed.Leader) -> dict[str, object]:
     """Output of a model that has no directory to be loaded from."""
     model, _ = rank_0.load(ARCHITECTURE)
     capability = chain_capability(model)

@@ -2,49 +2,57 @@
 
 from __future__ import annotations
 
+import gc
+import json
+import os
 import re
+import stat
 import sys
-from collections.abc import Callable, Generator, Mapping
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from textwrap import indent
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
-from rich.table import Table
 
 from ...distributed.launch import launched_rank
 from ...engine.params import SamplingParams
-from ...errors import MlxspecError, OptionError, PromptError
-from ...models.model_files import local_path
+from ...errors import ChatFileError, MlxspecError, OptionError, PromptError
+from ...files import replaced
+from ...jsonl import conversation_of, load_json
+from ...models.model_files import find_directory, local_path
 from ...terminal import TokenPrinter, one_line, visible
-from ..common.generation import Generation
-from ..common.model_choice import model_argument, note_which_model, resolved
+from ..common.api_client import RemoteModel
+from ..common.generation import Generation, room_for
+from ..common.model_choice import (
+    known_names,
+    model_argument,
+    model_or_default,
+    note_which_model,
+    resolved,
+)
 from ..common.notes import note
 from ..common.options import FILE, color_option, command, option, options_of
-from ..common.output import (
-    Figures,
-    ProgressBar,
-    counted,
-    error_console,
-    output_console,
-    prefill_bar,
-)
-from ..common.prompt import template_option
+from ..common.output import Figures, counted, error_console, output_console, prefill_bar
+from ..common.prompt import in_template, template_option
 from ..memory import Memories
 
 if TYPE_CHECKING:
+    from ...engine.target import Progress
+    from ...generation.decoder import Decoder
     from ...generation.response import GenerationResponse
-    from .conversation import ChatConversation, SavedChat
+    from ...models.chat_template import Messages
     from .terminal import LineInput, MarkdownPrinter, TerminalInput
 
-    _Answering = Callable[[ProgressBar], Generator[GenerationResponse, None, None]]
+    _Answer = Generator[GenerationResponse, None, None]
 
 _SEEDS = 1 << 64
-_GLANCE = 60  # characters
+_GLANCE = 60  # characters of a message that show which one it is
 
 
 @command("chat")
@@ -103,61 +111,72 @@ def chat_command(
     """
     if launched_rank() is not None:
         raise OptionError("chat runs in one process: start it without mlx.launch")
-    from .conversation import ChatConversation, LocalModel, RemoteModel, read_chat
     from .terminal import open_input
 
-    saved = read_chat(load) if load else None
+    loaded = read_chat(load) if load else None
     console = error_console(color)
-    with ExitStack() as talking:
-        turns = open_input(not no_history, lambda: conversation.model.others(), color)
-        talking.callback(turns.close)
+    with ExitStack() as during:
+        # First: what is typed while the model loads waits for the prompt.
+        turns = during.enter_context(open_input(not no_history, lambda: model.others(), color))
         keeps = not (generation.drafting.no_memory or server)
-        memories = talking.enter_context(Memories(keeps))
+        memories = during.enter_context(Memories(keeps))
         model: LocalModel | RemoteModel
-        if server is not None:
-            model = RemoteModel(server, generation, chat_template_config)
-        else:
-            model = LocalModel(generation, console, memories, chat_template_config)
-        conversation = ChatConversation(model, generation.max_tokens, system_prompt)
-        talking.callback(lambda: conversation.model.close())
         if server is None:
+            model = LocalModel(generation, console, memories, chat_template_config)
             note_which_model(generation.model)
             memories.tell_once()
-        chat = _Chat(conversation, generation.sampling, console, color, turns.interactive, server)
+        else:
+            model = RemoteModel(server, generation, chat_template_config)
+        during.callback(model.close)
+        conversation = ChatConversation(model, generation.max_tokens, system_prompt)
+        chat = Chat(conversation, generation.sampling, console, color, turns.interactive, server)
         chat.markdown = markdown
         if turns.interactive:
             chat.say(f"Chatting with {chat.model_name}. /help says what can be typed.")
-        if saved:
-            chat.go_on(replace(saved, system_prompt=system_prompt or saved.system_prompt))
-        chat.take(turns)
+        if loaded:
+            chat.restore(*loaded)
+            if system_prompt:
+                conversation.system_prompt = system_prompt
+        chat.run(turns)
 
 
-@dataclass
-class _Chat:
-    """Takes turns until the user leaves.
+class Chat:
+    """Takes messages and commands until the user leaves.
+
+    Args:
+        conversation: with the model.
+        sampling: how answers are sampled, where /retry does not say otherwise.
+        console: standard error.
+        color: as for :func:`mlxspec.terminal.wants_color`.
+        interactive: show figures, and continue after a message that cannot be answered.
+        server: the address of the model's server, if it has one.
 
     Attributes:
-        sampling: how answers are sampled, where /retry does not say otherwise.
-        interactive: show figures, and go on after a message that cannot be answered.
-        server: the address of the model's server, if it has one.
         markdown: whether answers are rendered.
-        retries: how often the last message has been answered again.
-        settled: whether a greedy answer to the last message would be the one that is there.
     """
 
-    conversation: ChatConversation
-    sampling: SamplingParams
-    console: Console
-    color: bool | None
-    interactive: bool
-    server: str | None
-    markdown: bool = False
-    retries: int = 0
-    settled: bool = False
-    answers: int = 0
-    figures: Figures = field(default_factory=Figures)
+    def __init__(
+        self,
+        conversation: ChatConversation,
+        sampling: SamplingParams,
+        console: Console,
+        color: bool | None,
+        interactive: bool,
+        server: str | None,
+    ) -> None:
+        self.conversation = conversation
+        self.markdown = False
+        self._sampling = sampling
+        self._console = console
+        self._color = color
+        self._interactive = interactive
+        self._server = server
+        self._retries = 0  # each has a seed of its own
+        self._answers, self._figures = 0, Figures()
+        self._greedy: object = None
+        """The conversation after an answer at temperature 0, which no other would change."""
 
-    def take(self, turns: LineInput | TerminalInput) -> None:
+    def run(self, turns: LineInput | TerminalInput) -> None:
         """Read messages and answer them."""
         leaves = False  # with the next Ctrl-C
         while True:
@@ -165,12 +184,12 @@ class _Chat:
                 message = turns.message()
                 leaves = False
                 if message is None or not self._take(message):
-                    break
+                    return
             except KeyboardInterrupt:
-                if not self.interactive:
+                if not self._interactive:
                     raise
                 if leaves and not turns.forgot:
-                    break
+                    return
                 leaves = True
                 self.say("Ctrl-C again or Ctrl-D leaves.")
 
@@ -179,138 +198,41 @@ class _Chat:
         try:
             if found := command_in(message):
                 command, argument = found
-                if command.name == "/exit":
+                if command.run is None:
                     return False
-                self._do(command.name, argument if command.takes == "text" else _unquoted(argument))
+                command.run(self, argument)
             elif message.strip():
-                self.retries = 0
                 # The space has kept it from being a command.
                 text = message[1:] if message.startswith(" /") else message
-                self._answer(partial(self.conversation.answer, text), self.sampling.temp)
+                self._answer(partial(self.conversation.answer, text), self._sampling.temp)
         except MlxspecError as error:
-            if not self.interactive:
+            if not self._interactive:
                 raise
             note(error)
         return True
 
-    def _do(self, name: str, argument: str) -> None:
-        match name:
-            case "/help":
-                table = Table.grid(padding=(0, 2))
-                for row in help_rows():
-                    table.add_row(*row)
-                self.console.print(table)
-            case "/retry":
-                self._retry(argument)
-            case "/undo":
-                message = self.conversation.undo()
-                self.retries, self.settled = 0, False
-                self.say(f"Took back: {_beginning(message)}")
-            case "/reset":
-                self.conversation.reset()
-                self.answers, self.figures = 0, Figures()
-                self.say("A new conversation begins.")
-            case "/system":
-                self._system(argument)
-            case "/model":
-                self._model(argument)
-            case "/save":
-                self._save(local_path(argument))
-            case "/load":
-                from .conversation import read_chat
-
-                self.go_on(read_chat(local_path(argument)))
-            case "/markdown":
-                self.markdown = not self.markdown
-                now = "rendered as Markdown from now on" if self.markdown else "plain text again"
-                self.say(f"Answers are {now}.")
-            case "/stats":
-                length = self.conversation.model.context_length
-                self.console.print(
-                    self.figures.panel(
-                        ("answers", str(self.answers)),
-                        (
-                            "context",
-                            f"{self.figures.context:,}",
-                            f"of {length:,}" if length else "",
-                        ),
-                    )
-                )
-
-    def go_on(self, saved: SavedChat) -> None:
-        """Continue a saved conversation instead of this one."""
-        self.conversation.restore(saved)
-        self.answers, self.figures = 0, Figures()
-        self.retries, self.settled = 0, False
-        parts = [f"Loaded {counted(self.conversation.n_turns, 'turn')}."]
-        if saved.model not in ("", self.conversation.model.name):
-            parts.append(f"Its model was {one_line(saved.model)}; /model switches.")
-        if self.conversation.unanswered is not None:
-            parts.append("The last message has no answer: /retry gives one.")
-        self.say(" ".join(parts))
-
-    def _save(self, path: Path) -> None:
-        saved = self.conversation.saved
-        if not saved.messages:
-            raise PromptError("nothing has been said yet: write a message first")
-        saved.write(path)
-        self.say(f"Saved {counted(len(saved.messages), 'message')} in {one_line(path)}.")
-
-    def _system(self, text: str) -> None:
-        if text:
-            self.conversation.system_prompt = None if text == "-" else text
-            self.settled = False
-        now = self.conversation.system_prompt
-        self.say(f"System prompt: {now}" if now else "There is no system prompt.")
-
-    def _model(self, name: str) -> None:
-        model = self.conversation.model
-        if not name:
-            self.say(f"Chatting with {self.model_name}.")
-            if self.server:
-                self.say(f"The server has {one_line(', '.join(model.others()))}.")
-        elif (name if self.server else resolved(name)) == model.name:
-            self.say(f"{one_line(model.name)} answers already.")
-        else:
-            self.conversation.switch(name)
-            self.settled = False
-            self.say(f"Going on with {self.model_name}.")
-
-    def _retry(self, argument: str) -> None:
-        """Answer the last message again, as differently as the temperature allows."""
-        temp, seed = self.sampling.temp, self.sampling.seed
-        if argument:
-            temp = _temperature(argument)
-        if temp == 0 and self.settled:
-            raise OptionError(
-                "at temperature 0 the answer would be the same: '/retry 0.8' samples another one"
-            )
-        if self.conversation.unanswered is None:
-            self.retries += 1
-        sampling: dict[str, Any] = {"temp": temp}
-        if seed is not None:
-            sampling["seed"] = (seed + self.retries) % _SEEDS
-        self._answer(partial(self.conversation.retry, **sampling), temp)
-
-    def _answer(self, start: _Answering, temp: float) -> None:
+    def _answer(self, start: Callable[[Progress], _Answer], temp: float) -> None:
         """Answer a message, writing as the text comes; Ctrl-C ends the answer and no more.
 
         Args:
-            start: called with a bar for the prefill.
+            start: starts the answer; it is called with a bar for the prefill.
             temp: the temperature.
         """
-        printer = self._printer()
-        self.settled = False
+        printer, conversation = self._printer(), self.conversation
         last: GenerationResponse | None = None
         ending = ""
         try:
-            with prefill_bar(self.console) as progress, closing(start(progress)) as responses:
+            with prefill_bar(self._console) as progress, closing(start(progress)) as responses:
                 for last in responses:
-                    if last.generation_tokens == 1:
-                        self._note_dropped()
+                    if last.generation_tokens == 1 and conversation.dropped:
+                        note(
+                            f"the model's context of {conversation.model.context_length:,} tokens "
+                            f"is full: left out {counted(conversation.dropped, 'turn')} at the "
+                            "beginning; /reset starts over"
+                        )
                     printer.write(last.text, last.from_draft)
         except KeyboardInterrupt:
-            if not self.interactive:
+            if not self._interactive:
                 raise
             ending = "stopped"
         finally:
@@ -318,168 +240,120 @@ class _Chat:
         if last is None:
             self.say("Stopped before the first word; /retry asks again.")
             return
-        self.settled = temp == 0 and not ending
+        if temp == 0 and not ending:
+            self._greedy = conversation.state
         if last.finish_reason == "length":
-            all_given = last.generation_tokens == self.conversation.max_tokens
-            ending = "cut by --max-tokens" if all_given else "cut: the model's context is full"
-        cost = self.conversation.model.predicted_cost
-        self.answers += 1
-        self.figures.add(last, last.generation_tokens, cost)
-        if self.interactive:
+            whole = last.generation_tokens == conversation.max_tokens
+            ending = "cut by --max-tokens" if whole else "cut: the model's context is full"
+        cost = conversation.model.predicted_cost
+        self._answers += 1
+        self._figures.add(last, last.generation_tokens, cost)
+        if self._interactive:
             self.say(answer_line(last, cost, ending))
 
     def _printer(self) -> TokenPrinter | MarkdownPrinter:
         if not (self.markdown and sys.stdout.isatty()):
-            return TokenPrinter(self.color)
+            return TokenPrinter(self._color)
         from .terminal import MarkdownPrinter
 
-        return MarkdownPrinter(output_console(self.color))
+        return MarkdownPrinter(output_console(self._color))
+
+    def say(self, text: str) -> None:
+        """Print a text that is not an answer."""
+        self._console.print(visible(text), style="dim", soft_wrap=not self._interactive)
 
     @property
     def model_name(self) -> str:
-        at = f" at {self.server}" if self.server else ""
+        """The model, and its server if it has one."""
+        at = f" at {self._server}" if self._server else ""
         return one_line(f"{self.conversation.model.name}{at}")
 
-    def _note_dropped(self) -> None:
-        if self.conversation.dropped:
-            turns = counted(self.conversation.dropped, "turn")
-            note(
-                f"the model's context of {self.conversation.model.context_length:,} tokens is "
-                f"full: left out {turns} at the beginning; /reset starts over"
+    def restore(self, model: str, messages: Messages) -> None:
+        """Continue a saved conversation with these messages, which ``model`` had answered."""
+        self.conversation.restore(messages)
+        self._answers, self._figures = 0, Figures()
+        parts = [f"Loaded {counted(self.conversation.n_turns, 'turn')}."]
+        if model not in ("", self.conversation.model.name):
+            parts.append(f"Its model was {one_line(model)}; /model switches.")
+        if self.conversation.unanswered is not None:
+            parts.append("The last message has no answer: /retry gives one.")
+        self.say(" ".join(parts))
+
+    # What the commands do.
+
+    def _help(self, _: str) -> None:
+        self._console.print(help_text())
+
+    def _retry(self, argument: str) -> None:
+        """Answer the last message again, as differently as the temperature allows."""
+        temp, seed = self._sampling.temp, self._sampling.seed
+        if argument:
+            try:
+                temp = float(argument)
+            except ValueError:
+                raise OptionError(
+                    f"/retry {argument}: give a temperature, for example /retry 0.8, or nothing"
+                ) from None
+        if temp == 0 and self._greedy == self.conversation.state:
+            raise OptionError(
+                "at temperature 0 the answer would be the same: '/retry 0.8' samples another one"
             )
+        if self.conversation.unanswered is None:
+            self._retries += 1
+        sampling: dict[str, Any] = {"temp": temp}
+        if seed is not None:
+            sampling["seed"] = (seed + self._retries) % _SEEDS
+        self._answer(partial(self.conversation.retry, **sampling), temp)
 
-    def say(self, text: str) -> None:
-        self.console.print(visible(text), style="dim", soft_wrap=not self.interactive)
+    def _undo(self, _: str) -> None:
+        message = one_line(self.conversation.undo())
+        self.say(f"Took back: {message[:_GLANCE]}{'…' * (len(message) > _GLANCE)}")
 
+    def _reset(self, _: str) -> None:
+        self.conversation.reset()
+        self._answers, self._figures = 0, Figures()
+        self.say("A new conversation begins.")
 
-def _temperature(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise OptionError(
-            f"/retry {text}: give a temperature, for example /retry 0.8, or nothing"
-        ) from None
+    def _system(self, text: str) -> None:
+        if text:
+            self.conversation.system_prompt = None if text == "-" else text
+        now = self.conversation.system_prompt
+        self.say(f"System prompt: {now}" if now else "There is no system prompt.")
 
+    def _model(self, name: str) -> None:
+        model = self.conversation.model
+        if not name:
+            self.say(f"Chatting with {self.model_name}.")
+            if self._server:
+                self.say(f"The server has {one_line(', '.join(model.others()))}.")
+        elif (name if self._server else resolved(name)) == model.name:
+            self.say(f"{one_line(model.name)} answers already.")
+        else:
+            self.conversation.switch(name)
+            self.say(f"Going on with {self.model_name}.")
 
-def _unquoted(name: str) -> str:
-    """A name that may be in quotes, as shells take it."""
-    in_quotes = len(name) > 1 and name[0] == name[-1] and name[0] in "\"'"
-    return name[1:-1] if in_quotes else name
+    def _save(self, file: str) -> None:
+        messages = self.conversation.saved
+        if not messages:
+            raise PromptError("nothing has been said yet: write a message first")
+        path = local_path(file)
+        write_chat(path, self.conversation.model.name, messages)
+        n_turns = sum(message["role"] != "system" for message in messages)
+        self.say(f"Saved {counted(n_turns, 'message')} in {one_line(path)}.")
 
+    def _load(self, file: str) -> None:
+        self.restore(*read_chat(local_path(file)))
 
-def _beginning(message: str) -> str:
-    """So much of a message that one knows it again."""
-    line = one_line(message)
-    return line if len(line) <= _GLANCE else f"{line[:_GLANCE]}…"
+    def _switch_markdown(self, _: str) -> None:
+        self.markdown = not self.markdown
+        now = "rendered as Markdown from now on" if self.markdown else "plain text again"
+        self.say(f"Answers are {now}.")
 
-
-# --- what can be typed ---
-
-QUOTES = '"""'
-"""They begin and end a message of several lines."""
-
-_OR_TEXT = "a space before it makes it a message"
-_COMMAND = re.compile(r"/[A-Za-z][\w-]*")
-
-
-@dataclass(frozen=True)
-class ChatCommand:
-    """A command of a chat.
-
-    Attributes:
-        spelling: its name and what follows it, as the help shows them.
-        help: what it does.
-        takes: "text", "file" or "model", if that follows it.
-        aliases: its other names.
-    """
-
-    spelling: str
-    help: str
-    takes: str = ""
-    aliases: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """With the slash."""
-        return self.spelling.split()[0]
-
-
-COMMANDS = (
-    ChatCommand("/help", "show what can be typed"),
-    ChatCommand("/retry [TEMP]", "answer the last message again", "text"),
-    ChatCommand("/undo", "take the last message and its answer back"),
-    ChatCommand("/reset", "begin a new conversation", aliases=("/clear",)),
-    ChatCommand("/system [TEXT]", "show or set the system prompt; - for none", "text"),
-    ChatCommand("/model [NAME]", "show the model, or switch to another", "model"),
-    ChatCommand("/save FILE", "write the conversation as JSON", "file"),
-    ChatCommand("/load FILE", "continue a saved conversation", "file"),
-    ChatCommand("/markdown", "render answers as Markdown, or no longer"),
-    ChatCommand("/stats", "figures of the conversation"),
-    ChatCommand("/exit", "leave; Ctrl-D does, too", aliases=("/quit", "/bye")),
-)
-
-NAMES = {name: command for command in COMMANDS for name in (command.name, *command.aliases)}
-
-KEYS = (
-    ("Enter", "sends the message; pasted lines are one message"),
-    ("Alt-Enter", "a new line; so do Ctrl-J, and \\ at a line's end"),
-    ("Up, Ctrl-R", "earlier messages; Tab completes commands and files"),
-    ("Ctrl-C", "stops an answer; twice at the prompt leaves"),
-)
-
-
-def help_rows() -> list[tuple[str, str]]:
-    """Commands and keys, and what they do."""
-    names = [", ".join([command.spelling, *command.aliases]) for command in COMMANDS]
-    return [*zip(names, (command.help for command in COMMANDS), strict=True), *KEYS]
-
-
-def help_text() -> str:
-    """The same as lines of text."""
-    rows = help_rows()
-    width = max(len(name) for name, _ in rows) + 2
-    return "\n".join(f"{name:{width}}{text}" for name, text in rows)
-
-
-def command_in(message: str) -> tuple[ChatCommand, str] | None:
-    """The command that a message is, and what follows its name; None for text to be answered.
-
-    A command begins with the slash itself. So a space before it makes a message of it, and a
-    path at the beginning (``/etc/hosts``) is text.
-
-    Raises:
-        OptionError: there is no such command, or it takes nothing, or needs something.
-    """
-    word, *rest = message.split(maxsplit=1) if message.startswith("/") else [""]
-    if not _COMMAND.fullmatch(word):
-        return None
-    argument = rest[0].strip() if rest else ""
-    command = NAMES.get(word)
-    if command is None:
-        close = get_close_matches(word, NAMES, 1)
-        guess = f"did you mean {close[0]}?" if close else "/help lists them"
-        raise OptionError(f"there is no command {word} ({guess}); {_OR_TEXT}")
-    if argument and not command.takes:
-        raise OptionError(f"{word} takes nothing after it; {_OR_TEXT}")
-    if not argument and command.takes == "file":
-        raise OptionError(f"{word} needs the name of a file: {command.spelling}")
-    return command, argument
-
-
-def is_open(text: str) -> bool:
-    """Whether a message begins with three double quotes and the next three are still to come."""
-    return text.startswith(QUOTES) and text.count(QUOTES) % 2 == 1
-
-
-def without_quotes(text: str) -> str:
-    """A message without the three double quotes around it; as it is where it has others."""
-    within = text.rstrip()
-    if text.count(QUOTES) != 2 or not (text.startswith(QUOTES) and within.endswith(QUOTES)):
-        return text
-    return within.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
-
-
-# --- figures ---
+    def _stats(self, _: str) -> None:
+        length = self.conversation.model.context_length
+        of_all = f"of {length:,}" if length else ""
+        context = ("context", f"{self._figures.context:,}", of_all)
+        self._console.print(self._figures.panel(("answers", str(self._answers)), context))
 
 
 def answer_line(last: GenerationResponse, predicted_cost: float, ending: str) -> str:
@@ -498,6 +372,527 @@ def answer_line(last: GenerationResponse, predicted_cost: float, ending: str) ->
         f"{last.reused_tokens:,} of {last.prompt_tokens:,} prompt tokens reused",
     ]
     return " · ".join([*figures, ending] if ending else figures)
+
+
+# --- what can be typed ---
+
+QUOTES = '"""'
+"""They begin and end a message of several lines."""
+
+_OR_TEXT = "a space before it makes it a message"
+_COMMAND = re.compile(r"/[A-Za-z][\w-]*")
+
+
+class ChatCommand(NamedTuple):
+    """A command of a chat.
+
+    Attributes:
+        spelling: its name and what follows it, as the help shows them.
+        help: what it does.
+        run: does it, given the chat and what follows the name; None ends the chat.
+        takes: "text", "file" or "model", if that follows it.
+        aliases: its other names.
+    """
+
+    spelling: str
+    help: str
+    run: Callable[[Chat, str], None] | None
+    takes: str = ""
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """With the slash."""
+        return self.spelling.split()[0]
+
+
+COMMANDS = (
+    ChatCommand("/help", "show what can be typed", Chat._help),
+    ChatCommand("/retry [TEMP]", "answer the last message again", Chat._retry, "text"),
+    ChatCommand("/undo", "take the last message and its answer back", Chat._undo),
+    ChatCommand("/reset", "begin a new conversation", Chat._reset, aliases=("/clear",)),
+    ChatCommand(
+        "/system [TEXT]", "show or set the system prompt; - for none", Chat._system, "text"
+    ),
+    ChatCommand("/model [NAME]", "show the model, or switch to another", Chat._model, "model"),
+    ChatCommand("/save FILE", "write the conversation as JSON", Chat._save, "file"),
+    ChatCommand("/load FILE", "continue a saved conversation", Chat._load, "file"),
+    ChatCommand("/markdown", "render answers as Markdown, or no longer", Chat._switch_markdown),
+    ChatCommand("/stats", "figures of the conversation", Chat._stats),
+    ChatCommand("/exit", "leave; Ctrl-D does, too", None, aliases=("/quit", "/bye")),
+)
+
+NAMES = {name: command for command in COMMANDS for name in (command.name, *command.aliases)}
+
+KEYS = (
+    ("Enter", "sends the message; pasted lines are one message"),
+    ("Alt-Enter", "a new line; so do Ctrl-J, and \\ at a line's end"),
+    ("Up, Ctrl-R", "earlier messages; Tab completes commands and files"),
+    ("Ctrl-C", "stops an answer; twice at the prompt leaves"),
+)
+
+
+def help_text() -> str:
+    """Commands and keys, and what they do."""
+    rows = [(", ".join([one.spelling, *one.aliases]), one.help) for one in COMMANDS]
+    width = max(len(name) for name, _ in rows) + 2
+    return "\n".join(f"{name:{width}}{text}" for name, text in (*rows, *KEYS))
+
+
+def command_in(message: str) -> tuple[ChatCommand, str] | None:
+    """The command that a message is, and what follows its name; None for text to be answered.
+
+    A command begins with the slash itself. So a space before it makes a message of it, and a
+    path at the beginning (``/etc/hosts``) is text. The name of a file or model may be in quotes.
+
+    Raises:
+        OptionError: there is no such command, or it takes nothing, or needs something.
+    """
+    word, *rest = message.split(maxsplit=1) if message.startswith("/") else [""]
+    if not _COMMAND.fullmatch(word):
+        return None
+    argument = rest[0].strip() if rest else ""
+    command = NAMES.get(word)
+    if command is None:
+        close = get_close_matches(word, NAMES, 1)
+        guess = f"did you mean {close[0]}?" if close else "/help lists them"
+        raise OptionError(f"there is no command {word} ({guess}); {_OR_TEXT}")
+    if argument and not command.takes:
+        raise OptionError(f"{word} takes nothing after it; {_OR_TEXT}")
+    if not argument and command.takes == "file":
+        raise OptionError(f"{word} needs the name of a file: {command.spelling}")
+    in_quotes = len(argument) > 1 and argument[0] == argument[-1] and argument[0] in "\"'"
+    if in_quotes and command.takes != "text":
+        argument = argument[1:-1]
+    return command, argument
+
+
+def is_open(text: str) -> bool:
+    """Whether a message begins with three double quotes and the next three are still to come."""
+    return text.startswith(QUOTES) and text.count(QUOTES) % 2 == 1
+
+
+def without_quotes(text: str) -> str:
+    """A message without the three double quotes around it; as it is where it has others."""
+    within = text.rstrip()
+    if text.count(QUOTES) != 2 or not (text.startswith(QUOTES) and within.endswith(QUOTES)):
+        return text
+    return within.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
+
+
+# --- the conversation ---
+
+_ANSWERS_SHARE = 4  # of the context a quarter is left for an answer, unless it may have less
+
+
+class ChatConversation:
+    """Keeps the messages within the model's context.
+
+    Once they leave no room for an answer, the oldest turns are dropped until half of the context
+    is free. So the next turns continue where this one ends, and need not process everything
+    again each time.
+
+    Args:
+        model: which answers.
+        max_tokens: per answer.
+        system_prompt: comes before all turns.
+
+    Attributes:
+        messages: the turns so far, without the system prompt.
+        unanswered: a message that got no answer, as the last thing said; it is in no turn.
+        dropped: how many turns had to be left out for the last answer.
+
+    Raises:
+        OptionError: the model's chat template takes no system prompt.
+    """
+
+    def __init__(
+        self, model: LocalModel | RemoteModel, max_tokens: int, system_prompt: str | None = None
+    ) -> None:
+        self.model = model
+        self.max_tokens = max_tokens
+        self.system_prompt = system_prompt
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all turns."""
+        self.messages: Messages = []
+        self.unanswered: str | None = None
+        self.dropped = 0
+        self.model.forget()
+
+    @property
+    def system_prompt(self) -> str | None:
+        """The system prompt, if there is one."""
+        return self._system_prompt
+
+    @system_prompt.setter
+    def system_prompt(self, text: str | None) -> None:
+        self._check_template(text)
+        self._system_prompt = text or None
+
+    @property
+    def n_turns(self) -> int:
+        """How many messages have an answer."""
+        return len(self._turns())
+
+    @property
+    def state(self) -> tuple[str, Messages]:
+        """What an answer depends on besides sampling, and the last answer."""
+        return self.model.name, self.saved
+
+    @property
+    def saved(self) -> Messages:
+        """All messages, the system prompt and an unanswered one included."""
+        asked = [] if self.unanswered is None else [_said("user", self.unanswered)]
+        said = [*self.messages, *asked]
+        system = [_said("system", self.system_prompt)] if self.system_prompt and said else []
+        return [*system, *said]
+
+    def restore(self, messages: Messages) -> None:
+        """Continue a conversation of :func:`read_chat` instead of this one.
+
+        A message at its end that has no answer is :attr:`unanswered`.
+
+        Raises:
+            OptionError: the model's chat template takes no system prompt.
+        """
+        turns = list(messages)
+        has_system = bool(turns) and turns[0]["role"] == "system"
+        self.system_prompt = turns.pop(0)["content"] if has_system else None
+        asks = bool(turns) and turns[-1]["role"] == "user"
+        self.unanswered = turns.pop()["content"] if asks else None
+        self.messages, self.dropped = turns, 0
+
+    def switch(self, name: str) -> None:
+        """Switch to another model.
+
+        Raises:
+            MlxspecError: it is not found, or cannot continue; then the model stays as it is.
+        """
+        before = self.model.name
+        self.model.switch(name)
+        try:
+            self._check_template(self.system_prompt)
+        except OptionError:
+            self.model.switch(before)
+            raise
+
+    def answer(self, message: str, on_progress: Progress | None = None, **sampling: Any) -> _Answer:
+        """Answer a message; what has been said is kept when the generator is closed early.
+
+        A message that got no answer at all is :attr:`unanswered`.
+
+        Args:
+            message: the user's.
+            on_progress: called with how much of the prompt has run.
+            sampling: how to sample this answer, where not as always.
+
+        Raises:
+            PromptError: the message alone is longer than the model's context.
+        """
+        self.unanswered = None
+        self.messages.append(_said("user", message))
+        said = ""
+        try:
+            tokens = self._fitting_prompt()
+            room = room_for(self.model.context_length, len(tokens), self.max_tokens)
+            with closing(self.model.stream(tokens, room, on_progress, **sampling)) as responses:
+                for response in responses:
+                    said += response.text
+                    yield response
+        finally:
+            if said:
+                self.messages.append(_said("assistant", said))
+            else:
+                self.messages.pop()
+                self.unanswered = message
+
+    def retry(self, on_progress: Progress | None = None, **sampling: Any) -> _Answer:
+        """Answer the last message again; arguments as for :meth:`answer`.
+
+        The earlier answer stays if there is no other.
+
+        Raises:
+            PromptError: there is no message.
+        """
+        before = list(self.messages)
+        had_answer = self.unanswered is None
+        message = self.undo()
+        try:
+            yield from self.answer(message, on_progress, **sampling)
+        finally:
+            if had_answer and self.unanswered is not None:
+                self.messages, self.unanswered = before, None
+
+    def undo(self) -> str:
+        """Take the last message back, and its answer.
+
+        Returns:
+            the message.
+
+        Raises:
+            PromptError: there is no message.
+        """
+        if self.unanswered is not None:
+            message, self.unanswered = self.unanswered, None
+            return message
+        begin = self._turns()[-1:]
+        if not begin:
+            raise PromptError("nothing has been said yet: write a message")
+        message = str(self.messages[begin[0]]["content"])
+        del self.messages[begin[0] :]
+        return message
+
+    def _turns(self) -> list[int]:
+        """Where the turns begin: with the user's messages."""
+        return [at for at, message in enumerate(self.messages) if message["role"] == "user"]
+
+    def _fitting_prompt(self) -> list[int]:
+        """The conversation's tokens, without the oldest turns once they leave no room."""
+        tokens, length = self.model.tokenize(self.saved), self.model.context_length
+        self.dropped = 0
+        if length is None or len(tokens) + min(self.max_tokens, length // _ANSWERS_SHARE) <= length:
+            return tokens
+        while len(tokens) > length // 2 and len(turns := self._turns()) > 1:
+            del self.messages[: turns[1]]
+            self.dropped += 1
+            tokens = self.model.tokenize(self.saved)
+        return tokens
+
+    def _check_template(self, system_prompt: str | None) -> None:
+        """Find out before the first turn that a template does not know system prompts.
+
+        Raises:
+            OptionError: it does not.
+        """
+        if system_prompt:
+            try:
+                self.model.tokenize([_said("system", system_prompt), _said("user", "?")])
+            except (OptionError, PromptError) as error:
+                raise OptionError(
+                    "this model's chat template takes no system prompt; write it into the first "
+                    "message"
+                ) from error
+
+
+def _said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+class LocalModel:
+    """A model in this process, which answers a conversation.
+
+    When another one takes its place it leaves the memory first, since both may not fit into it.
+    Should the other turn out to be of no use, this one is loaded again for the next answer.
+
+    Args:
+        generation: which model, how to draft and how to sample.
+        console: where bars show how far loading is.
+        memories: have the earlier answers that are drafted from.
+        template_arguments: what the model's chat template is given besides messages.
+
+    Attributes:
+        session: has the KV cache of the conversation.
+
+    Raises:
+        MlxspecError: it cannot be loaded, or has no chat template.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        console: Console,
+        memories: Memories,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._generation = generation
+        self._adapters = {self.name: generation.adapter_path}  # which no other model takes
+        self._template_arguments = dict(template_arguments or {})
+        self._console = console
+        self._memories = memories
+        self._decoder: Decoder | None = None
+        self.forget()
+        self._load()
+
+    @property
+    def name(self) -> str:
+        """The model, as the user has named it."""
+        return model_or_default(self._generation.model)
+
+    @property
+    def context_length(self) -> int | None:
+        """In tokens, where it is known."""
+        from ...engine.model_sizes import context_length
+
+        return context_length(self._load().model)
+
+    @property
+    def predicted_cost(self) -> float:
+        """Of the last answer's steps, in plain steps; 0 if not known."""
+        return self._load().predicted_cost
+
+    def tokenize(self, messages: Messages) -> list[int]:
+        """A conversation's tokens, in the model's chat template."""
+        tokenizer = self._load().tokenizer
+        tokens: list[int] = in_template(messages, tokenizer, **self._template_arguments)
+        return tokens
+
+    def stream(
+        self,
+        tokens: Sequence[int],
+        max_tokens: int,
+        on_progress: Progress | None = None,
+        **sampling: Any,
+    ) -> _Answer:
+        """Generate an answer.
+
+        Args:
+            tokens: the prompt.
+            max_tokens: how many to generate at most.
+            on_progress: called with how much of the prompt has run.
+            sampling: how to sample this time, where not as always.
+        """
+        sampled = replace(self._generation.sampling, **sampling)
+        asked = replace(self._generation, max_tokens=max_tokens, sampling=sampled)
+        how = {"session": self.session, "on_progress": on_progress}
+        return asked.stream(self._load(), tokens, templated=True, **how)
+
+    def others(self) -> list[str]:
+        """The models that :meth:`switch` may take, besides directories."""
+        return [*known_names()]
+
+    def switch(self, name: str) -> None:
+        """Load another model, downloading it if need be.
+
+        Raises:
+            MlxspecError: it cannot be loaded, or has no chat template.
+        """
+        name, before = resolved(name), self._generation
+        find_directory(name, None)  # which downloads it
+        self.close()
+        self._generation = replace(before, model=name, adapter_path=self._adapters.get(name))
+        try:
+            self._load()
+        except BaseException:
+            self._generation = before
+            raise
+
+    def forget(self) -> None:
+        """Forget the conversation."""
+        from ...generation.session import Session
+
+        self.session = Session()
+
+    def close(self) -> None:
+        """Give the model's memory back."""
+        import mlx.core as mx
+
+        self.forget()  # a session holds the model, too
+        self._decoder = None
+        gc.collect()  # decoders may be part of cycles
+        mx.clear_cache()
+
+    def _load(self) -> Decoder:
+        if self._decoder is None:
+            decoder = self._generation.load(self._console, self._memories)
+            if not decoder.tokenizer.has_chat_template:
+                raise OptionError(
+                    "this model's tokenizer has no chat template: choose a model that was trained "
+                    "to chat, or 'mlxspec generate --raw'"
+                )
+            self._decoder = decoder
+        return self._decoder
+
+
+# --- saved chats ---
+
+_MOST_BYTES = 100_000_000
+_OURS = {"model", "created", "messages"}
+_SYSTEM = ("system", "developer")  # OpenAI's newer name for it
+
+
+def write_chat(path: Path, model: str, messages: Messages) -> None:
+    """Write a conversation, whole or not at all; only a saved chat is replaced.
+
+    Args:
+        path: the file.
+        model: which has answered.
+        messages: the turns, after the system prompt if there is one.
+
+    Raises:
+        ChatFileError: something else is there, or it cannot be written.
+    """
+    if os.path.lexists(path) and not _is_ours(path):
+        raise ChatFileError(
+            f"{path}: there is a file that is not a saved chat; choose another name"
+        )
+    record = {"model": model, "created": int(time.time()), "messages": messages}
+    text = json.dumps(record, ensure_ascii=False, indent=1)
+    with replaced(path, ChatFileError) as file:
+        file.write(text.encode(errors="replace") + b"\n")
+
+
+def read_chat(path: Path) -> tuple[str, Messages]:
+    """Read a saved chat, or a request of OpenAI's API.
+
+    Returns:
+        the model that has answered, "" where the file does not say, and the messages: the system
+        prompt if there is one, and turns of "user" and "assistant".
+
+    Raises:
+        ChatFileError: it cannot be read, or cannot be continued.
+    """
+    try:
+        record = _json_at(path)
+        model = record.get("model") if isinstance(record, dict) else None
+        return model if isinstance(model, str) else "", _messages_of(record)
+    except OSError as error:
+        raise ChatFileError(
+            f"{path}: cannot be read ({error.strerror or error}); name a saved chat"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ChatFileError(f"{path}: is not a saved chat ({error})") from error
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a file holds a saved chat and nothing else."""
+    try:
+        record = _json_at(path)
+        _messages_of(record)
+    except (OSError, ValueError, RecursionError):
+        return False
+    return set(record) == _OURS
+
+
+def _json_at(path: Path) -> Any:
+    """Raises OSError, ValueError or RecursionError."""
+    # Opening a pipe would wait for its writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("it is not a regular file")
+        data = file.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"it has more than {_MOST_BYTES:,} bytes")
+    try:
+        return load_json(data)
+    except (ValueError, RecursionError):
+        raise ValueError("it is not JSON") from None
+
+
+def _messages_of(record: Any) -> Messages:
+    """Raises ValueError."""
+    turns, _ = conversation_of(record)
+    system = []
+    if turns and turns[0]["role"] in _SYSTEM:
+        system = [_said("system", turns.pop(0)["content"])]
+    for turn in turns:
+        if turn["role"] not in ("user", "assistant"):
+            raise ValueError(f"a message of {turn['role']!r} is not for a chat")
+    if turns and turns[0]["role"] != "user":
+        raise ValueError("the first turn is not the user's")
+    return [*system, *turns]
 
 
 # With the docstring's, what --help shows at the end.

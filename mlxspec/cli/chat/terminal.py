@@ -39,9 +39,10 @@ from ..common.notes import note
 from . import COMMANDS, NAMES, QUOTES, is_open, without_quotes
 
 
+@contextmanager
 def open_input(
     history: bool, models: Callable[[], Iterable[str]], color: bool | None
-) -> LineInput | TerminalInput:
+) -> Iterator[LineInput | TerminalInput]:
     """Standard input.
 
     Args:
@@ -56,20 +57,12 @@ def open_input(
         raise PromptError("standard input is closed: chat at a terminal, or pipe the turns in")
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if not at_terminal or os.environ.get("TERM", "dumb") == "dumb":
-        return LineInput()
+        yield LineInput()
+        return
     file = history_file() if history else None
-    return TerminalInput(file, models, wants_color(sys.stdout, color))
-
-
-def history_file() -> Path:
-    """Where what was typed is kept.
-
-    Raises:
-        OptionError: the environment names no directory that there can be.
-    """
-    from ...corpus import data_directory
-
-    return data_directory() / "chat_history"
+    turns = TerminalInput(file, models, wants_color(sys.stdout, color))
+    with _quiet_keys():
+        yield turns
 
 
 class LineInput:
@@ -90,37 +83,27 @@ class LineInput:
                 sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape")
 
     def message(self) -> str | None:
+        """The next message; None at the end of the input."""
         try:
-            line = self._line("> ")
-            if line.startswith(QUOTES):
-                return self._quoted(line.removeprefix(QUOTES))
-            lines = [line]
-            while lines[-1].endswith("\\"):
-                lines[-1] = lines[-1].removesuffix("\\")
-                lines.append(self._line(". "))
-        except (EOFError, KeyboardInterrupt) as ended:
-            if self.interactive:
-                sys.stderr.write("\n")  # the line that the key was pressed in
-            if isinstance(ended, KeyboardInterrupt):
-                raise
+            text = self._line("> ")
+        except EOFError:
             return None
-        return "\n".join(lines)
-
-    def close(self) -> None:
-        pass
-
-    def _quoted(self, first: str) -> str:
-        lines = [first]
         with suppress(EOFError):  # the end of a file closes the quotes
-            while not lines[-1].rstrip().endswith(QUOTES):
-                lines.append(self._line(". "))
-        return "\n".join(lines).rstrip().removesuffix(QUOTES).strip("\n")
+            while (opened := is_open(text)) or text.endswith("\\"):
+                text = f"{text if opened else text[:-1]}\n"
+                text += self._line(". ")
+        return without_quotes(text + QUOTES if is_open(text) else text)
 
     def _line(self, prompt: str) -> str:
         if self.interactive:
             sys.stderr.write(prompt)
             sys.stderr.flush()
-        line = sys.stdin.readline()
+        line = ""
+        try:
+            line = sys.stdin.readline()
+        finally:
+            if self.interactive and not line:  # end the line in which the key was pressed
+                sys.stderr.write("\n")
         if not line:
             raise EOFError
         try:
@@ -129,11 +112,6 @@ class LineInput:
             raise PromptError("standard input is not UTF-8 text: convert it to UTF-8") from error
         return line.removesuffix("\n").removesuffix("\r")
 
-
-_MOST_BYTES = 1_000_000
-"""How large the history gets; then its older half goes."""
-
-_ENTRY = b"\n# "  # how a message of prompt_toolkit's FileHistory begins
 
 # In the terminal's own colours: prompt_toolkit's are greys that differ little from each other.
 _STYLE = Style.from_dict(
@@ -148,20 +126,17 @@ _STYLE = Style.from_dict(
     }
 )
 
-_PASTES_BRACKETED = "\x1b[?2004h"
-_PASTES_BARE = "\x1b[?2004l"
-
 
 class TerminalInput:
     """Reads messages at a terminal, where pasted lines are one message.
-
-    Until :meth:`close` the terminal shows no key that is pressed between two prompts: it would
-    stand amid the answer. The next prompt gets it.
 
     Args:
         history: the file of earlier messages; None keeps them in this process alone.
         models: names that ``/model`` takes.
         color: whether to use colours.
+
+    Attributes:
+        forgot: whether the last Ctrl-C has cleared a message that was being typed.
     """
 
     interactive = True
@@ -170,19 +145,21 @@ class TerminalInput:
         self, history: Path | None, models: Callable[[], Iterable[str]], color: bool
     ) -> None:
         self.forgot = False
-        self._history = ChatHistory(history) if history else None
+        self._file = history
+        earlier = kept_messages(history) if history else []
+        self._last = earlier[-1] if earlier else None
         output = create_output()
         if isinstance(output, Vt100_Output):
             # Asking where the cursor is would mix answers of the terminal with what is typed.
             output.enable_cpr = False
         self._session: PromptSession[str] = PromptSession(
             "> ",
-            history=self._history or InMemoryHistory(),
+            history=InMemoryHistory(earlier),
             completer=ChatCompleter(models),
             complete_while_typing=Condition(lambda: get_app().current_buffer.text[:1] == "/"),
             key_bindings=_bindings(),
             multiline=True,
-            prompt_continuation=_continuation,
+            prompt_continuation=lambda width, line, wraps: "  " if wraps else ". ",
             search_ignore_case=True,
             enable_suspend=True,
             enable_open_in_editor=True,
@@ -190,8 +167,6 @@ class TerminalInput:
             output=output,
             style=_STYLE,
         )
-        self._quiet = _QuietKeys()
-        self._quiet.begin()
 
     def message(self) -> str | None:
         """The next message, which may be empty; None where the user leaves.
@@ -207,78 +182,69 @@ class TerminalInput:
             self.forgot = bool(self._session.default_buffer.text)
             raise
         finally:
-            self._quiet.bracket_pastes()
-            if self._history:
-                self._history.report_trouble()
+            _send(_PASTES_BRACKETED)
+        self._keep(typed)
         # Undecodable bytes have become lone surrogates.
         return without_quotes(typed.encode(errors="replace").decode().rstrip("\n"))
 
-    def close(self) -> None:
-        """Leave the terminal as it was."""
-        self._quiet.end()
+    def _keep(self, typed: str) -> None:
+        """Keep a message for the next chat, if it is not the one before again."""
+        if self._file and typed and typed != self._last:
+            self._last = typed
+            try:
+                keep_message(self._file, typed)
+            except (ChatFileError, OSError) as error:
+                reason = str(error).partition(";")[0]
+                note(f"{reason}; what is typed is not kept for the next chat")
+                self._file = None
 
 
-class ChatHistory(FileHistory):
-    """Earlier messages in a private file, which several chats may write to.
+_MOST_BYTES = 1_000_000
+"""How large the history gets; then its older half goes."""
 
-    Where it cannot be written, messages are kept in this process alone.
+_ENTRY = b"\n# "  # how a message of prompt_toolkit's FileHistory begins
+
+
+def history_file() -> Path:
+    """Where what was typed is kept.
+
+    Raises:
+        OptionError: the environment names no directory that there can be.
+    """
+    from ...corpus import data_directory
+
+    return data_directory() / "chat_history"
+
+
+def kept_messages(path: Path) -> list[str]:
+    """The messages in a file of :func:`keep_message`, the oldest first; none if unreadable."""
+    with suppress(OSError):
+        if path.is_file():
+            return [*FileHistory(path).load_history_strings()][::-1]
+    return []
+
+
+def keep_message(path: Path, message: str) -> None:
+    """Append a message to a private file, which several chats may write to.
 
     Args:
         path: the file; its directory is made if there is none.
+        message: the message.
+
+    Raises:
+        ChatFileError, OSError: it cannot be written.
     """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._trouble: str | None = None
-        self._usable = True
-        super().__init__(path)
-        with self._trying():
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if path.exists() and path.stat().st_size > _MOST_BYTES:
-                self._shorten()
-
-    def load_history_strings(self) -> Iterable[str]:
-        try:
-            return [*super().load_history_strings()] if self._path.is_file() else []
-        except OSError as error:
-            self._fail(f"{self._path}: cannot be read ({error.strerror})")
-            return []
-
-    def store_string(self, string: str) -> None:
-        if not self._usable:
-            return
-        text = "".join(f"+{line}\n" for line in string.split("\n"))
-        entry = f"\n# {datetime.now()}\n{text}".encode(errors="replace")
-        alone = sole_writer(self._path, ChatFileError, create=True)
-        with self._trying(), alone, open(self._path, "ab") as file:
-            file.write(entry)
-
-    def report_trouble(self) -> None:
-        """Say once why the history is not kept. (In the middle of a prompt it would tear that.)"""
-        if self._trouble:
-            note(self._trouble)
-            self._trouble = None
-
-    def _shorten(self) -> None:
-        with sole_writer(self._path, ChatFileError, create=False):
-            newer = self._path.read_bytes()[-_MOST_BYTES // 2 :]
-            _, begin, whole = newer.partition(_ENTRY)
-            with replaced(self._path, ChatFileError) as file:
-                file.write(begin + whole)
-
-    @contextmanager
-    def _trying(self) -> Iterator[None]:
-        """Keep an error to report, instead of ending the chat."""
-        try:
-            yield
-        except OSError as error:
-            self._fail(f"{error.filename}: cannot be written ({error.strerror})")
-        except MlxspecError as error:
-            self._fail(str(error).partition(";")[0])
-
-    def _fail(self, reason: str) -> None:
-        self._trouble = f"{reason}; what is typed is not kept for the next chat"
-        self._usable = False
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lines = "".join(f"+{line}\n" for line in message.split("\n"))
+    entry = f"\n# {datetime.now()}\n{lines}".encode(errors="replace")
+    with sole_writer(path, ChatFileError, create=True):
+        if path.stat().st_size <= _MOST_BYTES:
+            with open(path, "ab") as file:
+                file.write(entry)
+        else:
+            _, begin, newer = path.read_bytes()[-_MOST_BYTES // 2 :].partition(_ENTRY)
+            with replaced(path, ChatFileError) as file:
+                file.write(begin + newer + entry)
 
 
 class ChatCompleter(Completer):
@@ -290,7 +256,6 @@ class ChatCompleter(Completer):
 
     def __init__(self, models: Callable[[], Iterable[str]]) -> None:
         self._models = models
-        self._known: list[str] | None = None
         self._files = PathCompleter(expanduser=True)
         self._directories = PathCompleter(expanduser=True, only_directories=True)
 
@@ -313,20 +278,13 @@ class ChatCompleter(Completer):
             return
         rest = rest.lstrip()
         if takes == "model":
-            for model in self._model_names():
-                if model.startswith(rest):
-                    yield Completion(model, -len(rest))
+            with suppress(MlxspecError):  # a server that has gone, which an answer will say
+                for model in self._models():
+                    if model.startswith(rest):
+                        yield Completion(model, -len(rest))
             yield from self._directories.get_completions(Document(rest), event)
         elif takes == "file":
             yield from self._files.get_completions(Document(rest), event)
-
-    def _model_names(self) -> list[str]:
-        if self._known is None:
-            try:
-                self._known = [*self._models()]
-            except MlxspecError:  # a server that has gone, which an answer will say
-                return []
-        return self._known
 
 
 def _bindings() -> KeyBindings:
@@ -334,7 +292,7 @@ def _bindings() -> KeyBindings:
     typing = has_focus(DEFAULT_BUFFER)
 
     @bindings.add("enter", filter=typing)
-    def _send(event: KeyPressEvent) -> None:
+    def _enter(event: KeyPressEvent) -> None:
         buffer = event.current_buffer
         choosing, buffer.complete_state = buffer.complete_state, None
         chosen = choosing and choosing.current_completion
@@ -356,44 +314,38 @@ def _bindings() -> KeyBindings:
     return bindings
 
 
-def _continuation(width: int, line: int, wraps: int) -> str:
-    return "  " if wraps else ". "
+_PASTES_BRACKETED = "\x1b[?2004h"
+_PASTES_BARE = "\x1b[?2004l"
 
 
-class _QuietKeys:
-    """A terminal that shows no key and keeps what is typed for the next prompt.
+@contextmanager
+def _quiet_keys() -> Iterator[None]:
+    """Let the terminal show no key that is pressed between two prompts: it would stand amid the
+    answer. The next prompt gets it.
 
     Enter and pastes arrive there as they are at a prompt, and Ctrl-C and Ctrl-Z have their effect.
+    Each prompt ends the brackets around pastes, so set them again after it.
     """
+    terminal = sys.stdin.fileno()
+    before: list[Any] = termios.tcgetattr(terminal)
 
-    def __init__(self) -> None:
-        self._terminal = sys.stdin.fileno()
-        self._before: list[Any] = termios.tcgetattr(self._terminal)
-        self._handler: Any = None
-
-    def begin(self) -> None:
-        """Set the terminal, now and whenever a shell has let the process go on."""
-        self._handler = signal.signal(signal.SIGCONT, lambda *_: self._set())
-        self._set()
-        self.bracket_pastes()
-
-    def bracket_pastes(self) -> None:
-        """Bracket pastes again, which a prompt has ended."""
-        _send(_PASTES_BRACKETED)
-
-    def end(self) -> None:
-        """Leave the terminal as it was."""
-        signal.signal(signal.SIGCONT, self._handler)
-        with suppress(OSError, termios.error):  # the window is closed
-            _send(_PASTES_BARE)
-            termios.tcsetattr(self._terminal, termios.TCSADRAIN, self._before)
-
-    def _set(self) -> None:
+    def hush(*_: object) -> None:
         with suppress(termios.error):
-            attributes = termios.tcgetattr(self._terminal)
+            attributes = termios.tcgetattr(terminal)
             attributes[0] &= ~termios.ICRNL  # Enter would become Ctrl-J
             attributes[3] &= ~(termios.ECHO | termios.ICANON)
-            termios.tcsetattr(self._terminal, termios.TCSADRAIN, attributes)
+            termios.tcsetattr(terminal, termios.TCSADRAIN, attributes)
+
+    handler = signal.signal(signal.SIGCONT, hush)  # whenever a shell has let the process go on
+    hush()
+    _send(_PASTES_BRACKETED)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCONT, handler)
+        with suppress(OSError, termios.error):  # the window is closed
+            _send(_PASTES_BARE)
+            termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
 def _send(code: str) -> None:
@@ -405,23 +357,17 @@ _REFRESH = 0.1  # seconds between two pictures of a block that grows, at least
 _SHARE = 20  # drawing takes no more than a twentieth of the time from the model
 
 
-class _AnswerMarkdown(Markdown):
+def _markdown(text: str) -> Markdown:
     """Markdown that shows every word: HTML is text, and links show where they lead."""
-
-    def __init__(self, text: str) -> None:
-        # Colours of the terminal's own palette, which are made for its background.
-        super().__init__(text, code_theme="ansi_light", hyperlinks=False)
-        parser = MarkdownIt("commonmark", {"html": False}).enable("strikethrough").enable("table")
-        self.parsed = parser.parse(text)
-
-    @property
-    def block_lines(self) -> list[int]:
-        """In which lines of the text its blocks (paragraphs, lists, …) begin."""
-        return [token.map[0] for token in self.parsed if token.map and token.level == 0]
+    # Colours of the terminal's own palette, which are made for its background.
+    markdown = Markdown(text, code_theme="ansi_light", hyperlinks=False)
+    parser = MarkdownIt("commonmark", {"html": False}).enable("strikethrough").enable("table")
+    markdown.parsed = parser.parse(text)
+    return markdown
 
 
 def _rendered(console: Console, text: str) -> list[list[Segment]]:
-    return console.render_lines(_AnswerMarkdown(text), pad=False)
+    return console.render_lines(_markdown(text), pad=False)
 
 
 class MarkdownPrinter:
@@ -468,7 +414,8 @@ class MarkdownPrinter:
         """Write the blocks before the last one, if they are not yet written."""
         # A line that still grows may turn out to belong to the block before it.
         lines = self._text[: self._text.rfind("\n") + 1].split("\n")
-        begins = _AnswerMarkdown("\n".join(lines)).block_lines
+        blocks = _markdown("\n".join(lines)).parsed  # paragraphs, lists, …
+        begins = [block.map[0] for block in blocks if block.map and block.level == 0]
         earlier = 1 if self._written else 0
         if len(begins) - earlier < 2:
             return

@@ -1,30 +1,38 @@
-"""Asking a server of ours: requests over HTTP, and what may go wrong with them in one line."""
+"""A client of ``mlxspec serve``: its models, and the answers of one."""
 
 from __future__ import annotations
 
 import json
 import os
+import time
 import urllib.error
 import urllib.request
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.client import HTTPException, HTTPResponse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from ...engine.params import CacheOptions, SamplingParams
 from ...errors import OptionError, PromptError
 from ...models.model_files import given_name
-from .generation import API_KEY
+from .generation import API_KEY, DraftingOptions, Generation, without_first_space
 
-_SILENCE = 60.0  # seconds; a server of ours says sooner that it lives
+if TYPE_CHECKING:
+    from ...engine.target import Progress
+    from ...generation.response import GenerationResponse, SpeculationStats
+    from ...models.chat_template import Messages
+
+_SILENCE = 60.0  # seconds; mlxspec serve sends keep-alives sooner
 
 
 @dataclass(frozen=True)
 class ModelCard:
-    """A model that a server has.
+    """A model of a server.
 
     Attributes:
-        name: by which requests ask for it.
+        name: its name in requests.
         context_length: in tokens, where it is known.
     """
 
@@ -33,7 +41,7 @@ class ModelCard:
 
 
 class ApiClient:
-    """A server, which is asked with the key of the environment, if there is one.
+    """Sends requests to a server, with the key of the environment if there is one.
 
     Args:
         address: of the server, as it prints it.
@@ -57,11 +65,11 @@ class ApiClient:
         """The server's models.
 
         Args:
-            first: the name of the one to begin with; None for the server's own order.
+            first: the model to begin with; None for the server's own order.
 
         Raises:
-            OptionError: no server of ours answers, or it has no such model.
-            PromptError: it says that something is wrong.
+            OptionError: no mlxspec server answers, or it has no such model.
+            PromptError: the server reports an error.
         """
         try:
             data = self.ask("/v1/models")["data"]
@@ -83,15 +91,15 @@ class ApiClient:
         return sorted(models, key=lambda model: model.name != (first or names[0]))
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """What the server answers, from JSON.
+        """The server's answer, which is JSON.
 
         Args:
             path: below the address.
             body: of a POST request; None for a GET request.
 
         Raises:
-            OptionError: no server of ours answers.
-            PromptError: it says that something is wrong.
+            OptionError: no mlxspec server answers.
+            PromptError: the server reports an error.
         """
         with closing(self.open(path, body)) as answer:
             try:
@@ -100,7 +108,7 @@ class ApiClient:
                 raise OptionError(f"--server {self.address}: {error}; is it ours?") from error
 
     def open(self, path: str, body: dict[str, Any] | None = None) -> HTTPResponse:
-        """The answer to a request, before it is read; arguments and errors as for :meth:`ask`."""
+        """Send a request; the arguments and errors are those of :meth:`ask`."""
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(API_KEY):
             headers["Authorization"] = f"Bearer {key}"
@@ -132,3 +140,193 @@ def _message(error: urllib.error.HTTPError) -> str:
         return str(json.loads(error.read())["error"]["message"])
     except (OSError, ValueError, LookupError, TypeError, HTTPException):
         return f"{error.code} {error.reason}"
+
+
+# --- answers ---
+
+_RENAMED = {"temp": "temperature"}
+_NOT_SENT = {"min_tokens_to_keep", "logits_processors", "sampler", "xtc_special_tokens"}
+
+
+class RemoteModel:
+    """A model of a server, which answers a conversation.
+
+    Args:
+        address: of the server, as it prints it.
+        generation: which of its models, and how to sample.
+        template_arguments: what the model's chat template is given besides messages.
+
+    Attributes:
+        name: the model's.
+        context_length: in tokens, where it is known.
+
+    Raises:
+        OptionError: the server does not answer, has no such model, or options are given that
+            only a server can be started with.
+    """
+
+    predicted_cost = 0.0
+    """Servers do not report it."""
+
+    def __init__(
+        self,
+        address: str,
+        generation: Generation,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        if generation.adapter_path is not None:
+            raise OptionError("--adapter-path is for 'mlxspec serve': leave it out with --server")
+        if generation.drafting != DraftingOptions() or generation.caches != CacheOptions():
+            raise OptionError(
+                "how to draft and what caches hold is for 'mlxspec serve': leave these options "
+                "out with --server"
+            )
+        if generation.sampling.min_tokens_to_keep != SamplingParams().min_tokens_to_keep:
+            raise OptionError("--min-tokens-to-keep: no server takes it; leave it out")
+        self._client = ApiClient(address)
+        self._generation = generation
+        self._template_arguments = dict(template_arguments or {})
+        self.switch(generation.model)
+
+    def switch(self, name: str | None) -> None:
+        """Let another model of the server answer.
+
+        Raises:
+            OptionError: the server has no such model.
+        """
+        model, *_ = self._client.models(name)
+        self.name, self.context_length = model.name, model.context_length
+
+    def others(self) -> list[str]:
+        """The server's models."""
+        return [model.name for model in self._client.models()]
+
+    def tokenize(self, messages: Messages) -> list[int]:
+        """A conversation's tokens, in the model's chat template."""
+        body = {
+            "model": self.name,
+            "messages": messages,
+            "chat_template_kwargs": self._template_arguments,
+        }
+        return [*self._client.ask("/v1/tokenize", body)["tokens"]]
+
+    def stream(
+        self,
+        tokens: Sequence[int],
+        max_tokens: int,
+        on_progress: Progress | None = None,
+        **sampling: Any,
+    ) -> Generator[GenerationResponse, None, None]:
+        """Generate an answer; a response may have several tokens.
+
+        The figures are in the last response, which has no text.
+
+        Args:
+            tokens: the prompt.
+            max_tokens: how many to generate at most.
+            on_progress: unused: the server reports no progress.
+            sampling: how to sample this time, where not as always.
+        """
+        from ...generation.response import SpeculationStats
+
+        ends, params = self._generation.ends, replace(self._generation.sampling, **sampling)
+        body = {
+            **{
+                _RENAMED.get(name, name): value
+                for name, value in vars(params).items()
+                if name not in _NOT_SENT
+            },
+            "model": self.name,
+            "prompt": list(tokens),
+            "max_tokens": max_tokens,
+            "stop": ends.stop,
+            "stop_token_ids": ends.stop_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "mlxspec": {"drafts": True},
+        }
+        started, begun = time.perf_counter(), 0.0
+        reason, count = None, 0
+        trimmed = without_first_space(True)
+        with closing(self._client.open("/v1/completions", body)) as answer:
+            for chunk in _events(answer):
+                if "error" in chunk:
+                    raise PromptError(f"the server: {chunk['error'].get('message')}")
+                for choice in chunk["choices"]:
+                    begun = begun or time.perf_counter()
+                    reason = choice["finish_reason"] or reason
+                    for text, accepted in choice.get("mlxspec", {}).get("drafts", ()):
+                        count += 1
+                        stats = SpeculationStats(steps=count, rows=count, emitted=count)
+                        yield trimmed(response(text, accepted, len(tokens), stats, begun))
+                if usage := chunk.get("usage"):
+                    yield _last(usage, reason, started, begun or started)
+
+    def forget(self) -> None:
+        """Nothing: the server keeps the caches of conversations."""
+
+    def close(self) -> None:
+        """Nothing: each request ends by itself."""
+
+
+def _events(answer: HTTPResponse) -> Iterator[dict[str, Any]]:
+    """The chunks of server-sent events.
+
+    Raises:
+        PromptError: the server has gone.
+    """
+    try:
+        for line in answer:
+            if line.startswith(b"data: {"):
+                yield json.loads(line.removeprefix(b"data: "))
+    except (OSError, ValueError, HTTPException) as error:  # in the middle of a line, too
+        raise PromptError(f"the server has gone: {error}") from error
+
+
+def _last(
+    usage: dict[str, Any], reason: str | None, started: float, begun: float
+) -> GenerationResponse:
+    """The response with the figures."""
+    from ...generation.response import SpeculationStats
+
+    generated, details = usage["completion_tokens"], usage["completion_tokens_details"]
+    accepted = details["accepted_prediction_tokens"]
+    drafted = accepted + details["rejected_prediction_tokens"]
+    steps = max(1, generated - accepted)
+    stats = SpeculationStats(steps, steps + drafted, drafted, accepted, generated)
+    last = response("", False, usage["prompt_tokens"], stats, begun)
+    last.reused_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+    if begun > started:
+        last.prompt_tps = (last.prompt_tokens - last.reused_tokens) / (begun - started)
+    last.finish_reason = reason
+    return last
+
+
+def response(
+    text: str, accepted: bool, prompt_tokens: int, stats: SpeculationStats, begun: float
+) -> GenerationResponse:
+    """A response with the figures that the client knows.
+
+    Args:
+        text: a piece of the answer.
+        accepted: whether it is of accepted draft tokens.
+        prompt_tokens: tokens of the prompt.
+        stats: of the answer so far; a piece counts as a token before the end.
+        begun: the time at which the first piece came.
+    """
+    import mlx.core as mx
+
+    from ...generation.response import GenerationResponse
+
+    return GenerationResponse(
+        text=text,
+        token=-1,
+        logprobs=mx.array([]),
+        from_draft=accepted,
+        prompt_tokens=prompt_tokens,
+        prompt_tps=0.0,
+        generation_tokens=stats.emitted,
+        generation_tps=stats.emitted / max(time.perf_counter() - begun, 1e-6),
+        peak_memory=0.0,
+        stats=stats,
+    )

@@ -32,28 +32,17 @@ ARGUMENTS = "Arguments"
 """The heading of arguments, and of options that stand for them."""
 
 
-class _HelpFormatter(click.HelpFormatter):
-    """As click's, which is 50 columns wide at least, but no wider than the terminal."""
+class _Context(click.Context):
+    """A context whose help is no wider than the terminal."""
 
-    def __init__(
-        self, indent_increment: int = 2, width: int | None = None, max_width: int | None = None
-    ) -> None:
-        columns = get_terminal_size().columns
-        super().__init__(indent_increment, width or min(columns, max_width or 80) - 2)
-
-    def write_dl(
-        self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2
-    ) -> None:
-        """Write names and what they mean; where it is narrow, below the names."""
-        super().write_dl(rows, col_max if self.width >= _NARROW else _SHORT_NAME, col_spacing)
+    def make_formatter(self) -> click.HelpFormatter:
+        """As click's, whose help is 50 columns wide at least."""
+        width = self.terminal_width or min(get_terminal_size().columns, 80) - 2
+        return click.HelpFormatter(width=width)
 
 
 _NARROW = 60  # columns
 _SHORT_NAME = 14  # characters; longer ones would leave too little room for the help
-
-
-class _Context(click.Context):
-    formatter_class = _HelpFormatter
 
 
 class SectionedCommand(click.Command):
@@ -66,25 +55,26 @@ class SectionedCommand(click.Command):
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        version_option(self)
+        _version(self)
 
     def format_arguments(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Nothing: :meth:`format_options` writes them, as click itself does from 8.5 on."""
+        """Nothing: :meth:`format_options` writes them, in the section of ``--model``."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the sections in the order in which their first options were declared."""
-        params = self.get_params(ctx)
-        arguments = [param for param in params if isinstance(param, Argument)]
-        sections: dict[str | None, list[tuple[str, str]]] = {}
-        if arguments:
-            sections[ARGUMENTS] = [(one.make_metavar(ctx), one.about) for one in arguments]
-        for param in params:
-            if isinstance(param, click.Option) and (record := param.get_help_record(ctx)):
-                sections.setdefault(getattr(param, "group", None), []).append(record)
-        ungrouped = "Help" if sections.keys() - {None, ARGUMENTS} else "Options"
+        sections: dict[str | None, list[tuple[str, str]]] = {ARGUMENTS: []}
+        for param in self.get_params(ctx):
+            group = (
+                ARGUMENTS if isinstance(param, click.Argument) else getattr(param, "group", None)
+            )
+            if record := param.get_help_record(ctx):
+                sections.setdefault(group, []).append(record)
+        ungrouped = "Help" if len(sections) > 2 else "Options"
+        widest = 30 if formatter.width >= _NARROW else _SHORT_NAME
         for heading, records in sections.items():
-            with formatter.section(heading or ungrouped):
-                formatter.write_dl(records)
+            if records:
+                with formatter.section(heading or ungrouped):
+                    formatter.write_dl(records, col_max=widest)
 
 
 class Command(SectionedCommand):
@@ -117,7 +107,7 @@ class Group(click.Group):
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        version_option(self)
+        _version(self)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -140,21 +130,7 @@ class Group(click.Group):
         return f"there is no command {name!r}{guess}"
 
 
-def version_option(command: click.Command) -> click.Command:
-    """Give a command ``--version``."""
-    return click.version_option(mlxspec.__version__, prog_name="mlxspec")(command)
-
-
-class Argument(click.Argument):
-    """What is given by its place alone.
-
-    Args:
-        about: what the help says of it.
-    """
-
-    def __init__(self, *args: Any, about: str, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.about = about
+_version = click.version_option(mlxspec.__version__, prog_name="mlxspec")
 
 
 def argument(name: str, help: str, **more: Any) -> Decorator:
@@ -165,7 +141,7 @@ def argument(name: str, help: str, **more: Any) -> Decorator:
         help: the sentence.
         more: as for :class:`click.Argument`.
     """
-    return click.argument(name, cls=Argument, about=help, **more)
+    return click.argument(name, help=help, **more)
 
 
 class Option(click.Option):

@@ -1,0 +1,108 @@
+"""What a rejection costs a hybrid model: states from a tape against accepted tokens run again.
+
+    python benchmarks/rejected_states.py [ROUNDS]
+
+A random model like a Qwen 3.5 of 100 million parameters (three layers of four are gated delta nets)
+runs steps of 8 rows, each after a step of which a few rows were kept. Both ways alternate
+in random order; plain steps are measured beside them. The table shows medians of the time of such a
+pair of steps, and how many rows ran through the model for each token that was kept.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from statistics import median
+
+import mlxspec  # noqa: F401  (before mlx.core, for OpenBLAS)
+
+# isort: split
+import mlx.core as mx
+from mlx_lm.models.qwen3_5 import Model, ModelArgs
+
+from mlxspec.drafting.drafter import DraftTree
+from mlxspec.engine.target import Capability, Target, vocabulary_size
+
+_ROWS = 8
+_CONTEXT = 256
+_KEPT = (1, 2, 4, 7, 8)
+
+
+def hybrid() -> Model:
+    """Random weights; what it computes does not matter."""
+    mx.random.seed(0)
+    text = {
+        "model_type": "qwen3_5_text",
+        "hidden_size": 768,
+        "intermediate_size": 2304,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "linear_num_value_heads": 16,
+        "linear_num_key_heads": 8,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "linear_conv_kernel_dim": 4,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": 8192,
+        "full_attention_interval": 4,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+    }
+    model = Model(ModelArgs.from_dict({"model_type": "qwen3_5", "text_config": text}))
+    mx.eval(model.parameters())
+    return model
+
+
+def step(target: Target, rows: int, kept: int) -> int:
+    """Run a step; returns how many rows ran through the model."""
+    rows = min(rows, 1 + target.max_depth)
+    kept = min(rows, kept)
+    tokens = [random.randrange(8192) for _ in range(rows)]
+    ran = rows + len(target.pending)
+    logits = target.forward(mx.array(tokens), DraftTree.chain(tokens[0], tokens[1:]))
+    mx.eval(mx.argmax(logits, axis=-1))
+    target.commit(range(kept))
+    return ran
+
+
+def main() -> None:
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 40
+    model = hybrid()
+    vocabulary = vocabulary_size(model)
+    targets = {way: Target(model, way, vocabulary) for way in (Capability.TAPE, Capability.REPLAY)}
+    for target in targets.values():
+        target.prefill([random.randrange(8192) for _ in range(_CONTEXT)])
+    print(f"{'kept':>5} {'tape ms':>9} {'replay ms':>10} {'ratio':>6} {'rows per token':>18}")
+    plain = []
+    for kept in _KEPT:
+        times: dict[Capability, list[float]] = {way: [] for way in targets}
+        ran: dict[Capability, int] = dict.fromkeys(targets, 0)
+        kept_rows = ran.copy()
+        for number in range(rounds + 2):
+            for way in random.sample(list(targets), len(targets)):
+                target = targets[way]
+                length, started = target.length, time.perf_counter()
+                rows = step(target, _ROWS, kept) + step(target, _ROWS, kept)
+                mx.eval(target.arrays)
+                seconds = time.perf_counter() - started
+                if number >= 2:
+                    times[way].append(seconds)
+                    ran[way] += rows
+                    kept_rows[way] += target.length - length
+            target = targets[Capability.TAPE]
+            started = time.perf_counter()
+            step(target, 1, 1)
+            plain.append(time.perf_counter() - started)
+        tape, replay = (median(times[way]) * 1e3 for way in targets)
+        per_token = " ".join(f"{ran[way] / kept_rows[way]:8.2f}" for way in targets)
+        print(
+            f"{kept:5} {tape:9.2f} {replay:10.2f} {tape / replay:6.2f} {per_token:>18}", flush=True
+        )
+    print(f"plain step: {median(plain) * 1e3:.2f} ms")
+
+
+if __name__ == "__main__":
+    main()
