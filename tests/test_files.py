@@ -16,7 +16,7 @@ from mlx_lm.models import cache
 
 import mlxspec
 from mlxspec import files, save_prompt_cache
-from mlxspec.bench.report import write_report
+from mlxspec.cli.common.output import write_report
 from mlxspec.corpus.store import add_to_store, build_store, open_store
 from mlxspec.corpus.suffix_index import SEPARATOR
 from mlxspec.errors import OptionError, PromptCacheError, StoreError

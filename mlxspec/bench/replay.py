@@ -23,7 +23,7 @@ from ..errors import OptionError
 from ..jsonl import load_json
 from .policies import HINDSIGHT, POLICIES, NewDrafter, ReplayPolicy, planned, verify
 from .prompts import Completion
-from .report import Report, bar_chart, render
+from .report import Report
 
 SLOW = 0.98
 """A speed below this counts as slower than plain decoding, but for a few plain steps."""
@@ -463,7 +463,7 @@ def compare(
     return reports
 
 
-# --- verdicts and the page ---
+# --- verdicts ---
 
 
 def _winner(policies: Mapping[str, ReplayPolicy], reports: Mapping[str, Report]) -> tuple[str, str]:
@@ -519,48 +519,6 @@ def joint_verdict(policies: Mapping[str, ReplayPolicy], comparison: Comparison) 
             f"batching alone {batching:.2f}×, one at a time {alone:.2f}×)."
         )
     return lines
-
-
-def replay_page(
-    comparison: Comparison,
-    policies: Mapping[str, ReplayPolicy],
-    chips: Mapping[str, Chip],
-    verdict: Sequence[str],
-) -> str:
-    """The HTML page: speeds by policy and chip.
-
-    Args:
-        comparison: from :func:`compare`.
-        policies: what was compared.
-        chips: by name, the chips of the comparison.
-        verdict: the lines at the top.
-    """
-    groups = {
-        chips[chip].label: [
-            {
-                "label": policies[name].label,
-                "value": report["speedup"],
-                "ticks": (),
-                "missing": "",
-                "unreachable": name == HINDSIGHT,
-            }
-            for name, report in reports.items()
-        ]
-        for chip, reports in comparison.items()
-    }
-    sets = next(iter(next(iter(comparison.values())).values()))["sets"].values()
-    return render(
-        "replay.html",
-        verdict=verdict,
-        table=comparison,
-        chips={chip: chips[chip] for chip in comparison},
-        estimated=ESTIMATED if any(chips[chip].estimated for chip in comparison) else "",
-        decoders=policies,
-        hindsight=HINDSIGHT,
-        chart=bar_chart(groups, SLOW),
-        completions=sum(one["completions"] for one in sets),
-        tokens=sum(one["tokens"] for one in sets),
-    )
 
 
 # --- memories of several sizes ---

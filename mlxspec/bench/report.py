@@ -1,27 +1,21 @@
-"""Reports: what ``bench`` has measured in figures, and pages and where they are written."""
+"""What ``bench`` has measured in figures, and the verdict on it."""
 
 from __future__ import annotations
 
-import os
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from math import isfinite
-from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from mlx.utils import tree_flatten
 
 import mlxspec
 
 from ..engine.costs import machine_identity, model_identity
-from ..errors import OptionError
-from ..files import SHARED, check_writable, replaced
 from ..models.model_files import given_name
 from .measure import MLX_LM, PLAIN, Difference, MeasuredPrompt
 
@@ -29,8 +23,7 @@ Report = dict[str, Any]
 
 _SHORT = 30  # tokens of an answer
 _WIDE = 0.25  # from the lowest to the highest ratio of a prompt's runs, as a share of the median
-_HEADROOM = 1.05  # of the longest bar
-_SLOW = 0.95  # a measured ratio above it may as well be 1
+SLOW = 0.95  # a measured ratio above it may as well be 1
 
 
 def machine_facts() -> Report:
@@ -297,148 +290,3 @@ def what_differs(report: Report) -> Iterator[str]:
             f"{difference['decoder']} differs from {PLAIN} decoding on {place} "
             f"at token {difference['token']}: {how}"
         )
-
-
-def bench_page(report: Report) -> str:
-    """The HTML page of a report: which backend wins, by how much, and whether outputs are right."""
-    ratio, categories = ratio_name(report), report["categories"]
-
-    def bars(over_all: Report, parts: Iterable[Report]) -> list[Report]:
-        """A bar for each backend, and on it a mark for each part."""
-        parts = list(parts)
-        result = []
-        for name, of in over_all["decoders"].items():
-            marks = [part["decoders"][name][ratio] for part in parts]
-            known = [mark for mark in marks if mark is not None]
-            result.append(
-                {
-                    "label": name,
-                    "value": of[ratio],
-                    "ticks": known if len(known) > 1 else (),
-                    "missing": "differs" if of["outputs"]["different"] else "–",
-                    "unreachable": False,
-                }
-            )
-        return result
-
-    by_category = {
-        category: bars(entry, (p for p in report["prompts"] if p["category"] == category))
-        for category, entry in categories.items()
-    }
-    return render(
-        "bench.html",
-        report=report,
-        verdict=verdict(report),
-        wrong=list(what_differs(report)),
-        overall=bar_chart({"": bars(report, categories.values())}, _SLOW),
-        by_category=bar_chart(by_category, _SLOW),
-        texts=[
-            {**prompt, "answers": _answers(prompt["outputs"])}
-            for prompt in report["prompts"]
-            if "outputs" in prompt
-        ],
-    )
-
-
-def _answers(outputs: dict[str, str]) -> dict[str, list[str]]:
-    """By each different output the backends that wrote it."""
-    writers: dict[str, list[str]] = {}
-    for name, output in outputs.items():
-        writers.setdefault(output, []).append(name)
-    return writers
-
-
-def bar_chart(groups: Mapping[str, Sequence[Report]], slow_below: float) -> Report:
-    """Groups of bars on one scale, for ``templates/bars.html``.
-
-    Args:
-        groups: bars by title. A bar has a ``label``, a ``value``, which is a speed against plain
-            decoding or None, ``ticks``, the speeds that it sums up, what to write where a value
-            is ``missing``, and whether it is ``unreachable`` by any decoder.
-        slow_below: the speed below which a bar is drawn as slower than plain decoding.
-    """
-    bars = [bar for group in groups.values() for bar in group]
-    values = [speed for bar in bars for speed in (bar["value"], *bar["ticks"]) if speed is not None]
-    best = {
-        title: max((bar["value"] or 0.0 for bar in group if not bar["unreachable"]), default=0.0)
-        for title, group in groups.items()
-    }
-    full = _HEADROOM * max([1.0, *values])
-    return {"groups": groups, "slow_below": slow_below, "best": best, "full": full}
-
-
-@cache
-def _environment() -> Environment:
-    environment = Environment(
-        loader=PackageLoader(__package__),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["speed"] = lambda value: "–" if value is None else f"{value:.2f}×"
-    environment.filters["share"] = lambda value: "–" if value is None else f"{100 * value:.1f} %"
-    return environment
-
-
-def render(template: str, **values: Any) -> str:
-    """Fill a template; every value is escaped.
-
-    Args:
-        template: a file of ``templates/``.
-        values: what the template shows.
-    """
-    return _environment().get_template(template).render(**values)
-
-
-# What a page and an SVG of ours have near the beginning.
-_MARKS = (b'<meta name="generator" content="mlxspec">', b"<!-- mlxspec -->")
-_BEGINNING = 1024  # bytes in which the mark stands
-
-
-def check_report(path: Path, option: str, *, force: bool) -> None:
-    """Check that a report can be written, before the work for it begins.
-
-    Args:
-        path: the file. An older report there, page or picture, makes room for the new one.
-        option: that gave the path, for errors.
-        force: replace whatever regular file is there.
-
-    Raises:
-        OptionError: ``path`` cannot be written, or holds something else.
-    """
-    is_file = path.is_file() and not path.is_symlink()
-    if not is_file and not path.is_dir() and os.path.lexists(path):
-        raise OptionError(f"{option} {path}: is a link, a pipe or a device; name a regular file")
-    try:
-        check_writable(path, OptionError)
-    except OptionError as error:
-        raise OptionError(f"{option} {error}") from error
-    if is_file and not force and not _is_report(path):
-        raise OptionError(
-            f"{option} {path}: exists and is not a report of mlxspec; name another file, or "
-            "replace it with --force"
-        )
-
-
-def write_report(path: Path, content: str | bytes, option: str, *, force: bool) -> None:
-    """Write a page or a picture, whole or not at all; the arguments are :func:`check_report`'s.
-
-    Raises:
-        OptionError: it cannot be written; what was there before is unchanged.
-    """
-    check_report(path, option, force=force)
-    if isinstance(content, str):
-        content = content.encode(errors="replace")  # names of files may be no UTF-8
-    with replaced(path, OptionError, SHARED) as file:
-        file.write(content)
-
-
-def _is_report(path: Path) -> bool:
-    """Whether a file is a report, or empty."""
-    try:
-        with path.open("rb") as file:
-            beginning = file.read(_BEGINNING)
-    except OSError:
-        return False
-    return not beginning or any(mark in beginning for mark in _MARKS)

@@ -17,6 +17,7 @@ from rich.text import Text
 from ..engine.params import SamplingParams
 from ..errors import OptionError, PromptError
 from ..process import INTERRUPTED
+from ..terminal import visible
 from .common.model_choice import ABOUT, DEFAULT, model_argument, needed_model
 from .common.notes import note
 from .common.options import (
@@ -36,9 +37,11 @@ from .common.output import (
     FoldingTable,
     ProgressBar,
     ReportOptions,
+    html_page,
     print_tables,
     ratio,
     shown,
+    speed_bars,
     write_json,
 )
 
@@ -105,7 +108,7 @@ def bench_command(
     no outputs and no paths unless you ask for them.
     """
     from ..bench.measure import backends_with, chosen_backends
-    from ..bench.report import bench_page, what_differs
+    from ..bench.report import what_differs
     from ..drafting.drafter import load_drafter
 
     # All that needs no model is checked before one is loaded, or even downloaded.
@@ -200,7 +203,35 @@ def _report(
     )
 
 
-# --- tables ---
+# --- tables and the page ---
+
+
+def bench_page(report: Report) -> str:
+    """The tables of a report with bars of speeds, the settings, and texts if it has them."""
+    return html_page(_page(report), "mlxspec bench", 160)
+
+
+def _page(report: Report) -> Iterator[RenderableType]:
+    from ..bench.report import SLOW, ratio_name, what_differs
+
+    yield from _tables(report)
+    yield from (Text(shown(line), "red") for line in what_differs(report))
+    for title, entry in {"all": report, **report["categories"]}.items():
+        speeds = {name: of[ratio_name(report)] for name, of in entry["decoders"].items()}
+        yield Text(f"\n{shown(title)}: tokens/s against {report['baseline']}\n", "bold")
+        yield speed_bars(speeds, SLOW)
+    settings = (f"{name.replace('_', ' ')} {value}" for name, value in report["settings"].items())
+    yield f"\n{', '.join(settings)}"
+    for number, prompt in enumerate(report["prompts"], start=1):
+        for one in prompt.get("messages", ()):
+            yield Text(f"\n{number}. {shown(prompt['category'])}, {one['role']}", "bold")
+            yield Text(visible(one["content"]))
+        writers: dict[str, list[str]] = {}
+        for name, output in prompt.get("outputs", {}).items():
+            writers.setdefault(output, []).append(name)
+        for output, names in writers.items():
+            yield Text(f"\n{number}. {', '.join(names)}", "bold")
+            yield Text(visible(output))
 
 
 def _tables(report: Report) -> Iterator[RenderableType]:

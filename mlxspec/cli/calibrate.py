@@ -19,7 +19,14 @@ from ..terminal import visible
 from .common.model_choice import ABOUT, DEFAULT, model_argument, needed_model
 from .common.notes import note
 from .common.options import ADAPTERS, ADAPTERS_HELP, FILE, NAME, check_least, command, option
-from .common.output import FORCE_HELP, ProgressBar, output_console, write_json
+from .common.output import (
+    FORCE_HELP,
+    ProgressBar,
+    check_report,
+    output_console,
+    write_json,
+    write_report,
+)
 
 if TYPE_CHECKING:
     from ..drafting.kept import CostCache, CostKey, KnownRange
@@ -66,7 +73,6 @@ def calibrate_command(
     much, nothing is kept, and the exit status is 1. The times are kept in the
     user's cache directory, or in the one that MLXSPEC_CACHE_DIR names.
     """
-    from ..bench.report import check_report, write_report
     from ..drafting.kept import CostCache
 
     if svg:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
+from rich.text import Text
 
 from ..errors import OptionError
 from .common.model_choice import MODEL
@@ -24,9 +25,11 @@ from .common.output import (
     FoldingTable,
     ProgressBar,
     ReportOptions,
+    html_page,
     print_tables,
     ratio,
     shown,
+    speed_bars,
     write_json,
 )
 
@@ -123,7 +126,7 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
     "category", "model" and "completions", the indices of the messages to replay.
     """
     from ..bench.prompts import load_trace_tokenizer, read_completions
-    from ..bench.replay import brief_verdict, compare, replay_page
+    from ..bench.replay import brief_verdict, compare
 
     policies = _policies(asked, shows)
     default = _ALL if shows.html else _DEFAULT_CHIP
@@ -150,11 +153,11 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
         lines = verdict if asked.memory else brief_verdict(policies, comparison, chips)
         print_tables(map(shown, [*lines, f"The tables are in {shows.html}."]))
 
-    shows.show(
-        show,
-        lambda: replay_page(comparison, policies, chips, verdict),
-        None if shows.as_json else show_briefly,
-    )
+    def page() -> str:
+        parts = _page(comparison, policies, chips)
+        return html_page([*map(shown, verdict), *parts], "mlxspec replay", 160)
+
+    shows.show(show, page, None if shows.as_json else show_briefly)
 
 
 def _policies(asked: ReplayOptions, shows: ReportOptions) -> dict[str, ReplayPolicy]:
@@ -250,6 +253,23 @@ def _tables(
         else:
             yield _sets(reports, labels)
             yield _decoder_figures(reports, labels)
+
+
+def _page(
+    comparison: Comparison, policies: Mapping[str, ReplayPolicy], chips: Mapping[str, Chip]
+) -> Iterator[RenderableType]:
+    """The tables of all chips, bars of speeds for each, and what the decoders are."""
+    from ..bench.policies import HINDSIGHT
+    from ..bench.replay import SLOW
+
+    hindsight = policies[HINDSIGHT].label if HINDSIGHT in policies else ""
+    for chip, reports in comparison.items():
+        speeds = {policies[name].label: report["speedup"] for name, report in reports.items()}
+        yield Text(f"\n{chips[chip].label}: speed against plain decoding\n", "bold")
+        yield speed_bars(speeds, SLOW, without=hindsight)
+    yield from _tables(comparison, policies, chips, 1)
+    for name, policy in policies.items():
+        yield shown(f"{policy.label}: {policy.description} (--decoder {name})")
 
 
 def _joint_figures(reports: Mapping[str, Report], labels: Mapping[str, str]) -> RenderableType:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-from html.parser import HTMLParser
 
 import pytest
 
 from mlxspec.bench.measure import Difference, MeasuredPrompt, Run
-from mlxspec.bench.report import Report, bench_page, bench_report, verdict, what_differs
+from mlxspec.bench.report import Report, bench_report, verdict, what_differs
 from mlxspec.generation.response import SpeculationStats
 
 FACTS = {
     "model": {"name": "tiny", "parameters": 1234567, "bits_per_weight": 4.5, "dtype": "float16"},
-    "machine": {"chip": "M9", "device": "gpu"},
+    "machine": {
+        **{"chip": "M9", "device": "gpu", "system": "macOS"},
+        **dict.fromkeys(("mlx", "mlx_lm", "mlxspec", "python"), "1.0"),
+    },
     "settings": {"max_tokens": 10, "repeats": 2},
 }
-HOSTILE = "<script src='https://example.org/x.js'>alert(1)</script><img src=x onerror=y>&\"'"
 
 
 def run(rate: float, text: str = "text", predicted: float | None = None) -> Run:
@@ -96,7 +97,6 @@ def test_one_wrong_output_takes_every_speedup_of_its_decoder() -> None:
         "the tokens are 2.5 apart, rounding explains 0.0001"
     )
     assert "90" not in verdict(result)
-    assert line in text_of(bench_page(result))
 
 
 def test_near_ties_are_counted_and_keep_the_speedup() -> None:
@@ -140,12 +140,10 @@ def test_the_prediction_stands_beside_what_was_measured() -> None:
 
 def test_a_report_holds_texts_only_when_asked_to() -> None:
     prompt = measured({"plain": [10], "fast": [20]}, question="secret one", text="secret two")
-    for page in (json.dumps(report(prompt)), bench_page(report(prompt))):
-        assert "secret" not in page
-    full = report(prompt, include_text=True)
-    for page in (json.dumps(full), bench_page(full)):
-        assert "secret one" in page
-        assert "secret two" in page
+    assert "secret" not in json.dumps(report(prompt))
+    full = json.dumps(report(prompt, include_text=True))
+    assert "secret one" in full
+    assert "secret two" in full
 
 
 def test_figures_of_short_or_restless_runs_are_called_rough() -> None:
@@ -156,64 +154,5 @@ def test_figures_of_short_or_restless_runs_are_called_rough() -> None:
     restless = report(measured({"plain": [10, 20, 10], "fast": [20, 60, 20]}))
     # Ratios run by run: 2, 3 and 2.
     assert restless["rough"].endswith("and the turns of fast on a prompt differ by 50%.")
-    assert restless["rough"] in text_of(bench_page(restless))
     steady = report(measured({"plain": [10, 30], "fast": [20, 60]}))
     assert "differ" not in steady["rough"]
-
-
-def test_a_ratio_within_the_noise_is_not_drawn_as_slow() -> None:
-    def drawn(rate: float) -> set[str | None]:
-        page = Page(bench_page(report(measured({"plain": [100], "other": [rate]}))))
-        return {value for name, value in page.attributes if name == "class"}
-
-    assert "bar slow" not in drawn(97)
-    assert "bar slow" in drawn(90)
-
-
-class Page(HTMLParser):
-    """The elements, attributes and text of a page, as a browser would understand it."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.text = ""
-        self.feed(html)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += attrs
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
-def text_of(html: str) -> str:
-    return " ".join(Page(html).text.split())
-
-
-def test_a_page_needs_nothing_but_itself_and_runs_nothing() -> None:
-    prompt = measured(
-        {"plain": [10], "fast": [20]}, HOSTILE, question=HOSTILE, text=f"answer {HOSTILE}"
-    )
-    html = bench_page(report(prompt, include_text=True))
-    page = Page(html)
-    assert {"script", "img", "link", "iframe", "object", "embed", "form"}.isdisjoint(page.tags)
-    names = {name for name, _ in page.attributes}
-    assert {"src", "href", "srcset", "action", "data", "onerror"}.isdisjoint(names)
-    policy = next(value for name, value in page.attributes if name == "content" and value)
-    assert "url(" not in html
-    assert "@import" not in html
-    assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in page.attributes, policy
-    # What the model wrote is there to be read, letter by letter.
-    assert f"answer {HOSTILE}" in page.text
-    assert page.tags.count("svg") == 4  # two decoders, over all and in the category
-
-
-def test_bars_have_the_length_of_their_speed() -> None:
-    page = Page(bench_page(report(measured({"plain": [10], "fast": [40]}))))
-    widths = [float(value or 0) for name, value in page.attributes if name == "width"]
-    plain, fast = widths[1], widths[3]  # each behind its track, which is 100 wide
-    assert fast == pytest.approx(4 * plain, abs=0.05)
-    assert max(widths) <= 100
-    assert ("aria-label", "fast: 4.00×") in page.attributes

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import mlxspec
-from mlxspec.bench import report
+from mlxspec.cli.common import output
 from mlxspec.cli.common.notes import run_command
 from mlxspec.cli.main import main
 
@@ -157,7 +157,7 @@ def test_results_are_shown_though_their_page_cannot_be_written(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(report.os, "replace", full)
+    monkeypatch.setattr(output.os, "replace", full)
     file = tmp_path / "page.html"
     given = [argument.format(model=endless) for argument in arguments]
     result: Result = CliRunner().invoke(main, [*given, "--html", str(file)])

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from threading import Lock, Timer
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.bar import Bar
 from rich.box import SIMPLE
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.panel import Panel
@@ -28,6 +29,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...errors import OptionError
+from ...files import SHARED, check_writable, replaced
 from ...terminal import visible, wants_color
 from .options import option_field
 
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from ...generation.response import GenerationResponse, GenerationResult, SpeculationStats
 
 _UNLIMITED = 10_000  # columns
+_LONG_PROMPT = 1000  # tokens; shorter ones are processed in a blink
+_BAR = 60  # columns of a page
 
 
 class _OutputConsole(Console):
@@ -77,16 +81,14 @@ def at_terminal() -> bool:
 class ProgressBar:
     """Shows a bar on an interactive terminal, nothing elsewhere.
 
-    Call it with how much is done and how much there is to do, None if unknown. The bar
-    appears with the first call, so work that turns out to be unnecessary shows none. It is erased
-    when all is done, at the latest at the end of the ``with`` block.
+    Call it with how much is done and how much there is to do, None if unknown. It is erased when
+    all is done, at the latest at the end of the ``with`` block.
 
     Args:
         what: the words before the bar.
         figures: what stands behind it; by default the percentage.
         console: where it is drawn; by default standard error.
-        delay: seconds from the first call to the bar. A timer brings it up, since the first part
-            of the work alone may take longer.
+        least: no bar is shown if there is less to do than this.
         then: the words before a full bar, if work is left when all is counted; it then stays
             until the end of the block.
     """
@@ -96,7 +98,7 @@ class ProgressBar:
         what: str,
         *figures: ProgressColumn,
         console: Console | None = None,
-        delay: float = 0.0,
+        least: float = 0,
         then: str | None = None,
     ) -> None:
         console = console or error_console()
@@ -111,51 +113,29 @@ class ProgressBar:
             disable=not console.is_interactive,
         )
         self._task = self._bar.add_task(what, total=None)
-        self._delay, self._then = delay, then
-        self._timer: Timer | None = None
-        self._lock = Lock()  # the timer may fire while the work ends
-        self._ended = False
+        self._least, self._then = least, then
 
     def __enter__(self) -> ProgressBar:
         return self
 
     def __call__(self, done: float, total: float | None = 1.0) -> None:
         self._bar.update(self._task, completed=done, total=total)
-        if total is None or done < total:
-            self._appear()
-        elif self._then:
-            self._bar.update(self._task, description=self._then)
-        else:
-            self._end()
+        if total is not None and done >= total:
+            if self._then:
+                self._bar.update(self._task, description=self._then)
+            else:
+                self._bar.stop()
+        elif total is None or total >= self._least:
+            self._bar.start()
 
     def __exit__(self, *_: object) -> None:
-        self._end()
-
-    def _appear(self) -> None:
-        if not self._delay:
-            self._show()
-        elif self._timer is None:
-            self._timer = Timer(self._delay, self._show)
-            self._timer.daemon = True
-            self._timer.start()
-
-    def _show(self) -> None:
-        with self._lock:
-            if not self._ended:
-                self._bar.start()
-
-    def _end(self) -> None:
-        if self._timer:
-            self._timer.cancel()
-        with self._lock:
-            self._ended = True
-            self._bar.stop()
+        self._bar.stop()
 
 
-def prefill_bar(console: Console, delay: float = 1.0) -> ProgressBar:
-    """A bar for prefills that take longer than ``delay`` seconds."""
+def prefill_bar(console: Console) -> ProgressBar:
+    """A bar for the prefill of a long prompt."""
     figures = MofNCompleteColumn(), TimeElapsedColumn()
-    return ProgressBar("prefill", *figures, console=console, delay=delay)
+    return ProgressBar("prefill", *figures, console=console, least=_LONG_PROMPT)
 
 
 class FoldingTable(Table):
@@ -187,6 +167,51 @@ def print_tables(parts: Iterable[RenderableType]) -> None:
         console.print(part)
 
 
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="generator" content="mlxspec">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>TITLE</title>
+<style>
+body {{ margin: 1.5rem; color: {foreground}; background: {background}; }}
+pre {{ font: 14px/1.4 ui-monospace, Menlo, "DejaVu Sans Mono", monospace; overflow-x: auto; }}
+</style>
+</head>
+<body><pre>{code}</pre></body>
+</html>
+"""
+
+
+def html_page(parts: Iterable[RenderableType], title: str, width: int = 120) -> str:
+    """Tables and lines of text as an HTML page, with all text escaped; ``width`` is in columns."""
+    console = Console(file=io.StringIO(), record=True, width=width, force_terminal=True)
+    for part in parts:
+        console.print(part, highlight=False, markup=False, emoji=False)
+    return console.export_html(code_format=_PAGE.replace("TITLE", title), inline_styles=True)
+
+
+def speed_bars(speeds: Mapping[str, float | None], slow: float, without: str = "") -> Table:
+    """Speeds as bars, by name: the highest in blue, in yellow those below ``slow``.
+
+    Args:
+        speeds: against what has a speed of 1; None where there is none.
+        slow: the highest speed that is drawn as slow.
+        without: a name whose speed does not count as the highest.
+    """
+    best = max((value or 0 for name, value in speeds.items() if name != without), default=0)
+    full = max((value or 0 for value in speeds.values()), default=0)
+    grid = Table.grid(padding=(0, 1))
+    for name, value in speeds.items():
+        fast = "blue" if value == best and name != without else "bright_black"
+        color = "yellow" if value is not None and value < slow else fast
+        bar = Bar(full or 1, 0, value or 0, width=_BAR, color=color)
+        grid.add_row(Text(name), bar, Text(ratio(value), "bold" if color == "blue" else ""))
+    return grid
+
+
 def write_json(report: dict[str, Any], indent: int | None = None) -> None:
     """Write one JSON object to standard output.
 
@@ -206,6 +231,59 @@ def _same_file(path: Path, other: object) -> bool:
     return isinstance(other, Path) and path.exists() and other.exists() and path.samefile(other)
 
 
+# What a page and an SVG of ours have near the beginning.
+_MARKS = (b'<meta name="generator" content="mlxspec">', b"<!-- mlxspec -->")
+_BEGINNING = 1024  # bytes in which the mark stands
+
+
+def check_report(path: Path, option: str, *, force: bool) -> None:
+    """Check that a report can be written, before the work for it begins.
+
+    Args:
+        path: the file. An older report there, page or picture, makes room for the new one.
+        option: that gave the path, for errors.
+        force: replace whatever regular file is there.
+
+    Raises:
+        OptionError: ``path`` cannot be written, or holds something else.
+    """
+    is_file = path.is_file() and not path.is_symlink()
+    if not is_file and not path.is_dir() and os.path.lexists(path):
+        raise OptionError(f"{option} {path}: is a link, a pipe or a device; name a regular file")
+    try:
+        check_writable(path, OptionError)
+    except OptionError as error:
+        raise OptionError(f"{option} {error}") from error
+    if is_file and not force and not _is_report(path):
+        raise OptionError(
+            f"{option} {path}: exists and is not a report of mlxspec; name another file, or "
+            "replace it with --force"
+        )
+
+
+def write_report(path: Path, content: str | bytes, option: str, *, force: bool) -> None:
+    """Write a page or a picture, whole or not at all; the arguments are :func:`check_report`'s.
+
+    Raises:
+        OptionError: it cannot be written; what was there before is unchanged.
+    """
+    check_report(path, option, force=force)
+    if isinstance(content, str):
+        content = content.encode(errors="replace")  # names of files may be no UTF-8
+    with replaced(path, OptionError, SHARED) as file:
+        file.write(content)
+
+
+def _is_report(path: Path) -> bool:
+    """Whether a file is a report, or empty."""
+    try:
+        with path.open("rb") as file:
+            beginning = file.read(_BEGINNING)
+    except OSError:
+        return False
+    return not beginning or any(mark in beginning for mark in _MARKS)
+
+
 FORCE_HELP = "Let the report replace whatever file is there, not only an older report."
 
 
@@ -223,8 +301,6 @@ class ReportOptions:
         Raises:
             OptionError: it cannot.
         """
-        from ...bench.report import check_report
-
         if not self.html:
             return
         check_report(self.html, "--html", force=self.force)
@@ -253,18 +329,11 @@ class ReportOptions:
         Raises:
             OptionError: the page cannot be written.
         """
-        from ...bench.report import write_report
-
-        written = False
         try:
             if self.html:
                 write_report(self.html, page(), "--html", force=self.force)
-                written = True
         finally:
-            if written and briefly:
-                briefly()
-            else:
-                show()
+            (briefly if self.html and briefly else show)()
 
 
 def shown(name: str) -> str:
@@ -387,11 +456,12 @@ class Figures:
             ]
         if self.cost and self.plain_cost:
             rows.append(("against plain", ratio(self.plain_cost / self.cost), "estimated"))
+        n_columns = 3 if any(any(row[2:]) for row in rows) else 2  # an empty one wraps names
         grid = Table.grid(padding=(0, 2))
-        for justify in ("left", "right", "left"):
-            grid.add_column(justify=justify)
+        grid.add_column()
+        grid.add_column(justify="right")
         for row in rows:
-            grid.add_row(*row)
+            grid.add_row(*row[:n_columns])
         return Panel(Group(grid, *below), expand=False, border_style="dim", subtitle=subtitle)
 
 

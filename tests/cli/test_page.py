@@ -9,18 +9,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from mlxspec.bench.report import (
-    check_report,
-    render,
-    write_report,
-)
+from mlxspec.cli.common.output import check_report, html_page, write_report
 from mlxspec.cli.main import main
 from mlxspec.errors import OptionError
 
 
 def page(name: str) -> str:
     """A page with a name of the user's in its title."""
-    return render("page.html", name=name)
+    return html_page([name], name)
 
 
 @pytest.mark.parametrize("kind", ["html", "nothing yet"])
