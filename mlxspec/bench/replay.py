@@ -7,6 +7,7 @@ chip's cost curve.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,6 @@ from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any, cast
 
-from ..drafting.chips import ESTIMATED, Chip
 from ..drafting.costs import CostCurve, FixedCosts
 from ..drafting.drafter import Drafter, DraftTree, NoDraft
 from ..drafting.planner import Plan, Planner, plan_drafts
@@ -466,42 +466,19 @@ def compare(
 # --- verdicts ---
 
 
-def _winner(policies: Mapping[str, ReplayPolicy], reports: Mapping[str, Report]) -> tuple[str, str]:
-    """The label and the speeds of the fastest decoder; empty where nothing is faster than plain."""
-    reachable = [name for name in reports if name != HINDSIGHT and reports[name]["speedup"] > 1]
-    if not reachable:
-        return "", ""
-    best = max(reachable, key=lambda name: reports[name]["speedup"])
-    speedup, worst = reports[best]["speedup"], reports[best]["worst"]
-    return policies[best].label, f"{speedup:.2f}×, worst set {worst:.2f}×"
-
-
 def verdict(policies: Mapping[str, ReplayPolicy], comparison: Comparison) -> list[str]:
     """Which policy wins where, a line for each winner; plain decoding where nothing gains."""
     won: dict[str, list[str]] = {}
     for chip, reports in comparison.items():
-        label, speeds = _winner(policies, reports)
-        where = f"{chip} ({speeds})" if speeds else chip
-        won.setdefault(label or "plain decoding", []).append(where)
+        faster = [name for name in reports if name != HINDSIGHT and reports[name]["speedup"] > 1]
+        if not faster:
+            won.setdefault("plain decoding", []).append(chip)
+            continue
+        best = max(faster, key=lambda name: reports[name]["speedup"])
+        speedup, worst = reports[best]["speedup"], reports[best]["worst"]
+        where = f"{chip} ({speedup:.2f}×, worst set {worst:.2f}×)"
+        won.setdefault(policies[best].label, []).append(where)
     return [f"{winner} wins on {', '.join(chips)}." for winner, chips in won.items()]
-
-
-def brief_verdict(
-    policies: Mapping[str, ReplayPolicy], comparison: Comparison, chips: Mapping[str, Chip]
-) -> list[str]:
-    """A heading on what was compared, then a line per chip with the fastest."""
-    sets = next(iter(next(iter(comparison.values())).values()))["sets"]
-    outputs = sum(one["completions"] for one in sets.values())
-    tokens = sum(one["tokens"] for one in sets.values())
-    heading = (
-        f"Modelled speed against plain decoding; outputs {outputs:,}, tokens {tokens:,}, sets "
-        f"{len(sets)}, decoders {len(policies)}; {ESTIMATED}: a curve with estimates"
-    )
-    lines = [heading]
-    for chip, reports in comparison.items():
-        won = " ".join(_winner(policies, reports)).strip()
-        lines.append(f"{chips[chip].label}: {won or 'nothing is faster'}")
-    return lines
 
 
 def joint_verdict(policies: Mapping[str, ReplayPolicy], comparison: Comparison) -> list[str]:
@@ -523,7 +500,6 @@ def joint_verdict(policies: Mapping[str, ReplayPolicy], comparison: Comparison) 
 
 # --- memories of several sizes ---
 
-_ALL = "all"
 _LETTERS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 _SIZE = re.compile(r"([0-9]{1,15})([km]?)", re.ASCII | re.IGNORECASE)
 
@@ -545,40 +521,22 @@ def memories(sizes: str) -> dict[str, ReplayPolicy]:
     Raises:
         OptionError: a size has another form, or one is named twice.
     """
-    found: list[int | None] = []
-    for text in sizes.split(","):
-        size = _size(text.strip())
-        if size in found:
-            raise OptionError(f"--memory names {_name(size)} twice: name each size once")
-        found.append(size)
-    bounded = sorted({0, *(size for size in found if size is not None)})
-    ordered = [*bounded, None] if None in found else bounded
-    names = [f"memory {_name(size)}" if size != 0 else "no memory" for size in ordered]
-    return {
-        name: planned(name, "the default decoder with a memory of this size", size)
-        for name, size in zip(names, ordered, strict=True)
-    }
-
-
-def _size(text: str) -> int | None:
-    if text == _ALL:
-        return None
-    match = _SIZE.fullmatch(text)
-    if match is None:
-        raise OptionError(
-            f"--memory: {text!r} is not a size: give tokens as 4096, 16k or 1M, 0 for none, or all"
-        )
-    return int(match[1]) * _LETTERS[match[2].lower()]
-
-
-def _name(size: int | None) -> str:
-    """A size in short: "0", "1,000", "16k", "1M", "all"."""
-    if size is None:
-        return _ALL
-    for letter in ("m", "k"):
-        if size and size % _LETTERS[letter] == 0:
-            return f"{size // _LETTERS[letter]:,}{'M' if letter == 'm' else letter}"
-    return f"{size:,}"
+    names: dict[int | None, str] = {}
+    for text in map(str.strip, sizes.split(",")):
+        match = _SIZE.fullmatch(text)
+        if match is None and text != "all":
+            raise OptionError(
+                f"--memory: {text!r} is not a size: give tokens as 4096, 16k or 1M, 0 for none, or "
+                "all"
+            )
+        size = int(match[1]) * _LETTERS[match[2].lower()] if match else None
+        if size in names:
+            raise OptionError(f"--memory names {text} twice: name each size once")
+        names[size] = f"memory {text}"
+    names[0] = "no memory"
+    ordered = sorted(names, key=lambda size: math.inf if size is None else size)
+    about = "the default decoder with a memory of this size"
+    return {names[size]: planned(names[size], about, size) for size in ordered}
 
 
 def memory_verdict(policies: Mapping[str, ReplayPolicy], comparison: Comparison) -> list[str]:
@@ -590,7 +548,6 @@ def memory_verdict(policies: Mapping[str, ReplayPolicy], comparison: Comparison)
         policies: from :func:`memories`.
         comparison: of these, by chip and name.
     """
-    sizes = [policy.memory_tokens for policy in policies.values()]
     lines = []
     for chip, reports in comparison.items():
         speeds = [report["speedup"] for report in reports.values()]
@@ -602,7 +559,9 @@ def memory_verdict(policies: Mapping[str, ReplayPolicy], comparison: Comparison)
         if enough == 0:
             lines.append(f"Remembering gains at most 1 % {where}.")
         else:
-            what = "everything" if sizes[enough] is None else f"{_name(sizes[enough])} tokens"
+            name = [*policies][enough]
+            unbounded = policies[name].memory_tokens is None
+            what = "everything" if unbounded else f"{name.removeprefix('memory ')} tokens"
             gain = 100 * (with_it / without - 1)
             lines.append(f"Remembering {what} gains {gain:.1f} % {where}.")
     return lines

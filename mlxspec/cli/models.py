@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -17,9 +17,6 @@ from .common.notes import note
 from .common.options import command, option
 from .common.output import FoldingTable, print_tables, shown, size_in_words, write_json
 from .settings import load_config
-
-if TYPE_CHECKING:
-    pass
 
 _RESERVE = 1.1  # of what the weights take: caches and a forward
 
@@ -147,17 +144,13 @@ def _tables(
     yield table
     for one in models:
         yield from (shown(f"{alias} stands for {one['name']}") for alias in one["aliases"])
-    if any(one["aliases"] for one in models):
-        yield ""
     if others:
-        yield Text("Not to be run as they are", style="bold")
+        yield Text("\nNot to be run as they are", style="bold")
     for one in others:
         yield shown(f"{one['name']}, {_size(one['bytes'])}: {one['reason']}")
     if [one["name"] for one in usable] == [DEMO]:
-        if others:
-            yield ""
         yield (
-            "A model of the Hugging Face Hub is downloaded when it is first named: "
+            "\nA model of the Hugging Face Hub is downloaded when it is first named: "
             f"mlxspec chat {SMALL_MODEL}"
         )
 
