@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -45,40 +44,16 @@ def json_lines(lines: Iterable[str | bytes]) -> Iterator[tuple[int, Any]]:
                 yield number, None
 
 
-@dataclass(frozen=True)
-class Message:
-    """One turn of a conversation: who speaks ("user", "assistant", "tool", …) and what."""
-
-    role: str
-    content: str
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """A recorded conversation.
-
-    Attributes:
-        messages: all turns.
-        completions: the indices of the turns that the model wrote.
-    """
-
-    messages: tuple[Message, ...]
-    completions: tuple[int, ...]
-
-    @property
-    def outputs(self) -> list[str]:
-        """What the model wrote, turn by turn."""
-        return [self.messages[index].content for index in self.completions]
-
-
-def conversation_of(record: object) -> Conversation:
+def conversation_of(record: object) -> tuple[list[dict[str, str]], list[int]]:
     """Read the conversation in one record of a log.
 
     A record is ``{"messages": [{"role": …, "content": …}, …]}``. A content is a text, null, or a
     list of parts, whose texts are joined. Tool calls are added as a model writes them, a line
-    each: ``{"name": …, "arguments": …}``, or the name and the input of a custom tool. The
-    model's messages are the assistant's, or in a trace those that ``"completions": [index, …]``
-    lists.
+    each: ``{"name": …, "arguments": …}``, or the name and the input of a custom tool.
+
+    Returns:
+        the messages, each with a "role" and a text as "content"; and the indices of those that the
+        model wrote: the assistant's, or in a trace those that ``"completions": [index, …]`` lists.
 
     Raises:
         ValueError: the record has another form.
@@ -86,24 +61,24 @@ def conversation_of(record: object) -> Conversation:
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(record, dict) or not isinstance(messages, list):
         raise ValueError('it has no list of "messages"')
-    read = tuple(map(_message, messages))
-    written = [index for index, message in enumerate(read) if message.role == "assistant"]
+    read = [_message(message) for message in messages]
+    written = [index for index, message in enumerate(read) if message["role"] == "assistant"]
     completions = record.get("completions", written)
     if not isinstance(completions, list) or not all(
         type(index) is int and 0 <= index < len(read) for index in completions
     ):
         raise ValueError('its "completions" must be a list of indices of messages')
-    return Conversation(read, tuple(completions))
+    return read, completions
 
 
-def _message(message: object) -> Message:
+def _message(message: object) -> dict[str, str]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError('a message has no "role"')
     calls = _list(message, "tool_calls")
     if isinstance(message.get("function_call"), dict):  # what OpenAI had before tools
         calls = [{"function": message["function_call"]}, *calls]
     texts = [_content(message), *map(_call, calls)]
-    return Message(message["role"], "\n".join(text for text in texts if text))
+    return {"role": message["role"], "content": "\n".join(text for text in texts if text)}
 
 
 def _content(message: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import LoadError, OptionError, PromptError
-from ..jsonl import Conversation, conversation_of, load_json
+from ..jsonl import conversation_of, load_json
 from ..models.tokenizer import load_tokenizer_of, vocabulary_classes
 
 Messages = list[dict[str, str]]
@@ -162,12 +162,12 @@ def _from_record(record: Any) -> BenchPrompt:
         raise ValueError(f"it has {' and '.join(given) or 'no prompt'}")
     follow_ups: tuple[str, ...] = ()
     if given == ["messages"]:
-        conversation = list(conversation_of(record).messages)
-        while conversation and conversation[-1].role == "assistant":
+        conversation, _ = conversation_of(record)
+        while conversation and conversation[-1]["role"] == "assistant":
             conversation.pop()
-        if not any(one.content for one in conversation):
+        if not any(one["content"] for one in conversation):
             raise ValueError('"messages" hold no question')
-        messages = tuple(message(one.role, one.content) for one in conversation)
+        messages = tuple(conversation)
     else:
         turns = [record["prompt"]] if given == ["prompt"] else record["turns"]
         if not (isinstance(turns, list) and turns and all(isinstance(t, str) and t for t in turns)):
@@ -187,12 +187,14 @@ class Trace:
     Attributes:
         category: the set that it is counted in.
         model: who answered, if known.
-        conversation: what was said.
+        messages: what was said, each with a "role" and a "content".
+        completions: the indices of the messages that the model wrote.
     """
 
     category: str
     model: str
-    conversation: Conversation
+    messages: list[dict[str, str]]
+    completions: list[int]
 
 
 def read_traces(path: Path) -> list[Trace]:
@@ -207,17 +209,17 @@ def read_traces(path: Path) -> list[Trace]:
     """
     form = 'expected a JSON object with "messages", each with "role" and "content"'
     traces = parse_json_lines(read_text(path), path, partial(_trace, path.stem), form)
-    if not any(trace.conversation.completions for trace in traces):
+    if not any(trace.completions for trace in traces):
         raise PromptError(f"{path}: holds no assistant message to replay")
     return traces
 
 
 def _trace(default_category: str, record: Any) -> Trace:
-    conversation = conversation_of(record)
+    messages, completions = conversation_of(record)
     category = str(record.get("category", default_category))
     if str(record.get("id", "")).startswith("specbench-") and category in MT_BENCH:
         category = "mt_bench"
-    return Trace(category, str(record.get("model", "")), conversation)
+    return Trace(category, str(record.get("model", "")), messages, completions)
 
 
 Encode = Callable[[str], list[int]]
@@ -258,18 +260,16 @@ def render(trace: Trace, encode: Encode, bos_id: int, eos_id: int) -> Iterator[C
     Vicuna's conversations are rendered in Vicuna's template, others with a header line per
     turn. Each part is stripped and encoded on its own; the end token counts as output.
     """
-    conversation = trace.conversation
-    completions = set(conversation.completions)
     vicuna = trace.model.startswith("vicuna")
     header = cache(lambda role: encode(_header(role, vicuna)))
     context = [bos_id, *(encode(_VICUNA_SYSTEM) if vicuna else ())]
-    for index, message in enumerate(conversation.messages):
-        context += header(message.role)
-        body = encode(message.content.strip())
-        if index in completions:
+    for index, message in enumerate(trace.messages):
+        context += header(message["role"])
+        body = encode(message["content"].strip())
+        if index in trace.completions:
             yield Completion(trace.category, context, len(context), [*body, eos_id])
         context += body
-        if message.role == "assistant":
+        if message["role"] == "assistant":
             context.append(eos_id)
 
 

@@ -173,8 +173,7 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _messages(value: Any) -> Messages:
-    turns = conversation_of({"messages": value}).messages
-    return [{"role": turn.role, "content": turn.content} for turn in turns]
+    return conversation_of({"messages": value})[0]
 
 
 _TYPES = {

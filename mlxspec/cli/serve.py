@@ -425,7 +425,7 @@ def _serve(app: Any, listening: socket.socket, worker: Worker, grace: float) -> 
     from ..server.connections import HttpServer
 
     def on_exit() -> None:
-        if running := len({request.stream for request in worker.records.requests.copy()}):
+        if running := len({request.stream for request in worker.requests.copy()}):
             have = f"{counted(running, 'running request')} {'has' if running == 1 else 'have'}"
             seconds = "1 second" if grace == 1 else f"{grace:g} seconds"
             note(f"{have} {seconds} to end; Ctrl-C again ends at once")

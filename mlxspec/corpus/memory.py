@@ -39,7 +39,6 @@ from .suffix_array import (
 from .suffix_index import (
     EXCERPT_TOKENS,
     SEPARATOR,
-    DamagedIndexError,
     Excerpts,
     SuffixIndex,
     excerpts,
@@ -152,13 +151,10 @@ class Memory:
             limit: how many excerpts to return at most.
             depth: how many tokens an excerpt has at most.
         """
-        searched, vocab_size = self._worker.searched, self._worker.vocab_size
-        while True:
-            try:
-                return excerpts(searched, tail, limit, depth, vocab_size)
-            except DamagedIndexError as damaged:
-                self._worker.requests.put(partial(self._worker.drop_segment, damaged.index))
-                searched = tuple(one for one in searched if one is not damaged.index)
+        worker = self._worker
+        return excerpts(
+            worker.searched, tail, limit, depth, worker.vocab_size, worker.report_damage
+        )
 
     def add(
         self,
@@ -468,6 +464,10 @@ class _MemoryWorker:
                 at = self._segments.index(segment)
                 self._segments[at : at + 1] = [segment.only(stays)] if stays.any() else []
                 segment.remove_file()
+
+    def report_damage(self, index: object) -> None:
+        """Have a segment made again that has proved to be damaged."""
+        self.requests.put(partial(self.drop_segment, index))
 
     def drop_segment(self, index: object) -> None:
         """Make a damaged segment again from its rows."""

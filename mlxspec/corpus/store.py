@@ -25,7 +25,7 @@ from .suffix_array import (
     split_texts,
     write_arrays,
 )
-from .suffix_index import EXCERPT_TOKENS, SEPARATOR, DamagedIndexError, Excerpts, excerpts
+from .suffix_index import EXCERPT_TOKENS, SEPARATOR, Excerpts, excerpts
 from .tokenizer_identity import HasVocabulary, TokenizerIdentity, identify
 
 MAX_TOKENS = 50_000_000
@@ -127,7 +127,8 @@ def _outputs(path: Path) -> Iterator[list[str] | None]:
     with path.open("rb") as file:
         for _, record in json_lines(iter(partial(file.readline, _MAX_LINE), b"")):
             try:
-                yield [output for output in conversation_of(record).outputs if output]
+                messages, completions = conversation_of(record)
+                yield [text for i in completions if (text := messages[i]["content"])]
             except (ValueError, RecursionError):
                 yield None
 
@@ -237,12 +238,9 @@ class Store:
             depth: how many tokens an excerpt has at most.
 
         Returns:
-            the excerpts; none if the file proves to be damaged.
+            the excerpts, without what proves to be damaged.
         """
-        try:
-            return excerpts([self.index], tail, limit, depth, self.identity.vocab_size)
-        except DamagedIndexError:
-            return Excerpts([], [], [])
+        return excerpts([self.index], tail, limit, depth, self.identity.vocab_size)
 
 
 def open_store(path: str | os.PathLike[str], tokenizer: HasVocabulary | None = None) -> Store:

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -224,16 +224,13 @@ class Excerpts(NamedTuple):
     sources: Sequence[Any]
 
 
-class DamagedIndexError(Exception):
-    """An index holds positions or tokens that are out of range."""
-
-    def __init__(self, index: object) -> None:
-        super().__init__("an index is damaged")
-        self.index = index
-
-
 def excerpts(
-    indexes: Iterable[Any], tail: Sequence[int], limit: int, depth: int, vocab_size: int
+    indexes: Iterable[Any],
+    tail: Sequence[int],
+    limit: int,
+    depth: int,
+    vocab_size: int,
+    on_damage: Callable[[Any], object] = lambda index: None,
 ) -> Excerpts:
     """Look a context up in several indexes.
 
@@ -243,17 +240,15 @@ def excerpts(
         limit: how many excerpts to return at most.
         depth: how many tokens an excerpt has at most.
         vocab_size: all ids must be below it.
-
-    Raises:
-        DamagedIndexError: an index is damaged.
+        on_damage: called with an index that has positions or tokens out of range.
     """
     tail = tail[-MAX_LENGTH:]
     found: list[tuple[int, int, Any]] = []
     for one in indexes:
         try:
             found += [(length, position, one) for length, position in one.matches(tail, limit)]
-        except IndexError as error:
-            raise DamagedIndexError(one) from error
+        except IndexError:
+            on_damage(one)
     found.sort(key=_LENGTH, reverse=True)  # stable: of equal ones the newer come first
     tokens: list[int] = []
     occurrences, sources = [], []
@@ -262,7 +257,8 @@ def excerpts(
         if SEPARATOR in piece:
             del piece[piece.index(SEPARATOR) :]
         if piece and not 0 <= min(piece) <= max(piece) < vocab_size:
-            raise DamagedIndexError(one)
+            on_damage(one)
+            continue
         occurrences.append(Occurrence(length, len(tokens)))
         sources.append((one, position))
         tokens += piece
@@ -271,19 +267,6 @@ def excerpts(
 
 
 _LENGTH = itemgetter(0)
-
-
-class EarlierTexts(Protocol):
-    """Texts to draft from besides the context, such as a memory of outputs or a store."""
-
-    def look_up(self, tail: Sequence[int], limit: int, depth: int) -> Excerpts:
-        """Find where a text's end occurs.
-
-        Args:
-            tail: the text's last tokens.
-            limit: how many occurrences to return at most.
-            depth: how many tokens after each to return at most.
-        """
 
 
 class Continuation(NamedTuple):

@@ -8,13 +8,13 @@ from heapq import heappop, heappush
 from operator import itemgetter
 
 from ..corpus.memory import Memory
+from ..corpus.store import Store
 from ..corpus.suffix_index import (
     EXCERPT_TOKENS,
     MAX_LENGTH,
     SEPARATOR,
     ContextIndex,
     Continuation,
-    EarlierTexts,
     Excerpts,
     Occurrence,
     SuffixIndex,
@@ -69,7 +69,7 @@ class SuffixSource(Drafter):
         experience: Experience | None = None,
         *,
         memory: Memory | None = None,
-        store: EarlierTexts | None = None,
+        store: Store | None = None,
         remembers: bool = True,
         context: ContextIndex | None = None,
     ) -> None:
@@ -77,7 +77,7 @@ class SuffixSource(Drafter):
         self._memory, self._remembers = memory, remembers
         self._kept_context = context
         self._acceptance = AcceptanceModel(token_classes)
-        self._earlier: dict[str, tuple[EarlierTexts, AcceptanceModel]] = {
+        self._earlier: dict[str, tuple[Memory | Store, AcceptanceModel]] = {
             name: (texts, AcceptanceModel(token_classes, earlier=True))
             for name, texts in ((MEMORY, memory), (STORE, store))
             if texts is not None

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -81,13 +80,6 @@ def as_mlx_lms(cache: Any) -> Any:
     return _MLX_LM_CLASSES[type(cache)].from_state(state)
 
 
-class _State(Enum):
-    RUNNING = "its generation runs"
-    PAUSED = "its generation waits for its consumer"
-    RETURNING = "the caches are being given back"
-    RETURNED = "the caches are the caller's again"
-
-
 class Loan:
     """A caller's caches, which a generation continues until it gives them back.
 
@@ -108,7 +100,7 @@ class Loan:
     def __init__(self, caches: list[Any], model: nn.Module) -> None:
         self.end: Callable[[], None] | None = None
         self._caches, self._model = caches, model
-        self._state = _State.RETURNED
+        self._state: Literal["running", "paused", "returning", "returned"] = "returned"
         self._target: Target | None = None
         self._context: Sequence[int] = ()
         self._given: list[Any] = []
@@ -141,9 +133,9 @@ class Loan:
         Args:
             context: prompt and output so far, without what the caches held before.
         """
-        if self._state is _State.RUNNING:
+        if self._state == "running":
             self._context = context
-            self._state = _State.PAUSED
+            self._state = "paused"
 
     def resume(self) -> None:
         """Resume with the caches; borrow them again if they have been used meanwhile.
@@ -152,7 +144,7 @@ class Loan:
             PromptCacheError: they have been changed, or another generation has taken them.
         """
         with _lock:
-            if self._state is _State.RETURNED:
+            if self._state == "returned":
                 if self._target is None or not self._is_as_given():
                     raise PromptCacheError(
                         "prompt_cache has been continued or changed since this generation's last "
@@ -160,7 +152,7 @@ class Loan:
                     )
                 self._given = []
                 self._lend()
-            self._state = _State.RUNNING
+            self._state = "running"
 
     def give_back(self, context: Sequence[int], complete: bool = True) -> None:
         """End the generation; from now on the caches hold what the consumer has taken of it.
@@ -175,10 +167,10 @@ class Loan:
                 if end:
                     end()
             finally:
-                if self._state in (_State.RUNNING, _State.PAUSED):
+                if self._state in ("running", "paused"):
                     self._context = context
                     self._return(complete)
-                if self._state is _State.RETURNED:
+                if self._state == "returned":
                     self._target, self._given = None, []
 
     def reclaim(self, for_good: bool = False) -> None:
@@ -191,14 +183,14 @@ class Loan:
             PromptCacheError: it is running.
         """
         with _lock:
-            if self._state in (_State.RUNNING, _State.RETURNING):
+            if self._state in ("running", "returning"):
                 raise PromptCacheError(
                     "prompt_cache is in use by a generation that is running: use it between two "
                     "responses, or when the generation has ended"
                 )
             if for_good:
                 self.give_back(self._context)
-            elif self._state is _State.PAUSED:
+            elif self._state == "paused":
                 assert self._target is not None
                 with self._target.rolled_back():
                     self._return(complete=True)
@@ -207,10 +199,10 @@ class Loan:
     def offset(self, place: int) -> int | None:
         """The offset that mlx-lm's cache would have now, if it has one and is not back already."""
         target = self._target
-        if target is None or self._state in (_State.RETURNING, _State.RETURNED):
+        if target is None or self._state in ("returning", "returned"):
             return None
         own: int | None = getattr(target.cache[place], "offset", None)
-        paused = own is not None and self._state is _State.PAUSED
+        paused = own is not None and self._state == "paused"
         return self._start + len(self._context) if paused else own
 
     def kind(self, place: int) -> type:
@@ -227,7 +219,7 @@ class Loan:
         MLX writes into an array in place only if nothing else holds it. A thread that looks
         meanwhile finds either all that a cache needs or all that a stand-in does.
         """
-        self._state = _State.RUNNING  # first, so that an interrupt returns them
+        self._state = "running"  # first, so that an interrupt returns them
         for place, cache in enumerate(self._caches):
             held = vars(cache)
             before = list(held)
@@ -250,7 +242,7 @@ class Loan:
         """Turn the stand-ins back into mlx-lm's caches."""
         target = self._target
         assert target is not None
-        before, self._state = self._state, _State.RETURNING
+        before, self._state = self._state, "returning"
         try:
             with mx.stream(generation_stream):
                 target.truncate(min(target.length, self._start + len(self._context)))
@@ -265,7 +257,7 @@ class Loan:
         except BaseException:
             self._state = before  # the next use of a stand-in tries again
             raise
-        self._state = _State.RETURNED
+        self._state = "returned"
 
 
 def reclaim(caches: Iterable[Any]) -> None:

@@ -7,8 +7,8 @@ states are arrays too. The metadata is flat as well: ``0.model`` and so on for t
 seventh value that is not an array.
 
 mlx-lm's own reader believes all of it: it makes lists as long as the largest number in a name, and
-caches that go on at whatever offset they say. Here every name, number and shape is compared with
-what caches of its class can be before a cache is made.
+caches that go on at whatever offset they say. Here the names are checked before lists are made of
+them, and every number and shape is compared with what a cache of its class can hold.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, Literal, cast, overload
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import cache as mlx_lm_caches
 from mlx_lm.models.cache import (
     ArraysCache,
@@ -288,17 +288,12 @@ _DEEPEST_NAME = 8  # numbers in the name of an array; a cache in a list of cache
 _MAX_POSITIONS = 2**31 - 1
 _MAX_CLASS_NAME = 64
 _FLOATS = {mx.float16, mx.bfloat16, mx.float32}
-_SCALARS = {mx.int32, mx.int64, mx.uint32}
 _BITS = {2, 3, 4, 5, 6, 8}
 _GROUP_SIZES = {16, 32, 64, 128}
-_STATE_LENGTHS = {
-    "KVCache": 3,  # keys, values, offset
-    "QuantizedKVCache": 5,  # these, group size and bits
-    "RotatingKVCache": 6,  # these, positions kept, the window's size and the place in it
-    "ChunkedKVCache": 5,  # these, the chunks' size and the first position that is held
-    "ArraysCache": 3,  # arrays, and what only batches have
+_CLASSES = {
+    one.__name__: one
+    for one in (*_ATTENTION, mlx_lm_caches.ChunkedKVCache, ArraysCache, mlx_lm_caches.CacheList)
 }
-"""How many values the state of one of mlx-lm's caches has, by its class."""
 
 
 def _require(condition: bool, problem: str = "values are missing, or too many") -> None:
@@ -333,19 +328,20 @@ def _read_caches(path: Path) -> tuple[list[Any], dict[str, str]]:
         ValueError: it holds no caches, or some that cannot be.
     """
     arrays, flat = _load(path)
-    classes = _nested(_below("1", flat))
-    start, *pairs = _nested(_below("2", flat)) or [None]
-    _require(start == "", "it was not written by mlx-lm")  # which puts it there
-    for pair in pairs:
-        texts = all(isinstance(text, str) for text in _fields(pair, 2))
-        _require(texts, "a value's type is not a text")
-    types = dict(pairs)
-    values = {name: _value(array, types.pop(name, "array")) for name, array in arrays.items()}
-    _require(not types, "a value is missing")
-    states = _nested(values)
-    same = bool(classes) and len(classes) == len(states)
-    _require(same, "its caches are not those that it names")
-    return [*map(_cache, classes, states)], _below("0", flat)
+    try:
+        classes = _unflattened(_below("1", flat))
+        start, *pairs = _unflattened(_below("2", flat))
+        _require(start == "", "it was not written by mlx-lm")  # which puts it there
+        values: dict[str, Any] = dict(arrays)
+        for place, kind in pairs:
+            values[place] = _value(arrays[place], kind)
+        states = zip(classes, _unflattened(values), strict=True)
+        cache = [_CLASSES[name].from_state(state) for name, state in states]
+        for part in parts(cache):
+            _check(part)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise ValueError("its caches are not those that it names") from error
+    return cache, _below("0", flat)
 
 
 def _below(section: str, flat: Mapping[str, str]) -> dict[str, str]:
@@ -353,132 +349,84 @@ def _below(section: str, flat: Mapping[str, str]) -> dict[str, str]:
     return {key[2:]: value for key, value in flat.items() if key.startswith(f"{section}.")}
 
 
-def _nested(values: Mapping[str, Any]) -> list[Any]:
+def _unflattened(values: Mapping[str, Any]) -> list[Any]:
     """Lists of lists from values that are named by their place in them.
 
     Raises:
-        ValueError: a place is missing or taken twice, or no place.
+        ValueError: a name is not a place, or the place before it is missing.
     """
-    tree: dict[str, Any] = {}
-    for name, value in values.items():
-        *numbers, last = name.split(".")
-        _require(len(numbers) < _DEEPEST_NAME, "a name is too long")
-        inner = tree
-        for number in numbers:
-            inner = inner.setdefault(number, {})
-            _require(isinstance(inner, dict), "a name continues below a value")
-        _require(last not in inner, "two values have one name")
-        inner[last] = value
-    return cast(list[Any], _as_lists(tree))
+    places = set()
+    for name in values:
+        numbers = name.split(".")
+        _require(len(numbers) <= _DEEPEST_NAME, "a name is too long")
+        places |= {tuple(numbers[:depth]) for depth in range(1, len(numbers) + 1)}
+    for *outer, last in places:
+        _require(last.isdecimal() and last == str(int(last)), "a name is not a number")
+        _require(last == "0" or (*outer, str(int(last) - 1)) in places)
+    return cast(list[Any], tree_unflatten(dict(values)))
 
 
-def _as_lists(tree: Any) -> Any:
-    if not isinstance(tree, dict):
-        return tree
-    numbers = [str(number) for number in range(len(tree))]
-    _require(tree.keys() == set(numbers))
-    return [_as_lists(tree[number]) for number in numbers]
-
-
-def _fields(values: Any, count: int) -> list[Any]:
-    """The values of a list, which must have ``count``."""
-    _require(isinstance(values, list) and len(values) == count)
-    return cast(list[Any], values)
-
-
-def _value(array: mx.array, type: str) -> mx.array | int | str | None:
+def _value(array: mx.array, kind: str) -> int | str | None:
     """The value that an array of the file encodes."""
-    if type == "array":
-        return array
-    if type == "none" and array.shape == (0,):
+    if kind == "none":
         return None
-    if type == "scalar" and array.shape == () and array.dtype in _SCALARS:
+    if kind == "scalar" and array.ndim == 0:
         return cast(int, array.item())
-    is_text = array.ndim == 1 and array.dtype in _SCALARS and array.size <= _MAX_CLASS_NAME
-    _require(type == "string" and is_text, "a value is not of its type")
-    return "".join(map(chr, cast(list[int], array.tolist())))
+    _require(kind == "string" and array.size <= _MAX_CLASS_NAME, "a value is not of its type")
+    name = "".join(map(chr, cast(list[int], array.tolist())))
+    _require(name in _CLASSES, "it holds caches of an unknown class")
+    return name
 
 
-def _cache(name: Any, state: Any) -> Any:
-    """A cache of mlx-lm's, of a class that has such a state."""
-    if name == "CacheList" and isinstance(state, list):
-        inner = [_fields(part, 2) for part in state]
-        return mlx_lm_caches.CacheList(*(_cache(kind, part) for part, kind in inner))
-    known = isinstance(name, str) and name in _STATE_LENGTHS
-    _require(known, "it holds caches of an unknown class")
-    fields = _fields(state, _STATE_LENGTHS[name])
-    if name == "ArraysCache":
-        held, left_padding, lengths = fields
-        arrays = isinstance(held, list) and all(a is None or isinstance(a, mx.array) for a in held)
+def _check(cache: Any) -> None:
+    """Raise ValueError for a cache whose state is none that one sequence can have."""
+    held = vars(cache).copy()
+    if isinstance(cache, ArraysCache):
+        arrays = isinstance(held["cache"], list)
+        arrays = arrays and all(a is None or isinstance(a, mx.array) for a in held.pop("cache"))
         _require(arrays, "a state is not an array")
-        _require(left_padding is None and lengths is None, "it holds several sequences")
-    else:
-        _check_attention(name, *fields)
-    return getattr(mlx_lm_caches, name).from_state(fields)
-
-
-def _check_attention(name: str, keys: Any, values: Any, offset: Any, *settings: Any) -> None:
-    """Raise ValueError for what cannot be the state of a cache of keys and values."""
-    numbers = all(type(number) is int for number in (offset, *settings))
-    _require(numbers, "a cache has a length or a size that is not a number")
-    start = index = keep = 0
-    quantization = None
-    if name == "QuantizedKVCache":
-        quantization = group_size, bits = settings
-        known = group_size in _GROUP_SIZES and bits in _BITS
-        _require(known, "a cache is quantised in a way that does not exist")
-    elif name == "RotatingKVCache":
-        keep, max_size, index = settings
-        possible = 0 <= keep < max_size <= _MAX_POSITIONS
-        _require(possible, f"a window of {max_size} positions keeps the first {keep}")
-    elif name == "ChunkedKVCache":
-        chunk_size, start = settings
-        possible = 0 < chunk_size <= _MAX_POSITIONS and start >= 0
-        _require(possible, "a cache has chunks of an impossible size")
+        _require(not any(held.values()), "it holds several sequences")
+        return
+    keys, values = held.pop("keys"), held.pop("values")
+    numbers = all(type(number) is int and 0 <= number <= _MAX_POSITIONS for number in held.values())
+    _require(numbers, "a cache has a length or a size that cannot be")
+    offset, start, index = (held.get(name, 0) for name in ("offset", "start_position", "_idx"))
+    if isinstance(cache, RotatingKVCache):
+        _require(cache.keep < cache.max_size, "a window keeps more than it holds")
     if keys is None:
         empty = values is None and not any((offset, start, index))
         _require(empty, "an empty cache says that it is not")
         return
-    room = most = _room(keys, values, quantization)
-    if name == "RotatingKVCache":
-        most = _MAX_POSITIONS
+    quantization = None
+    if isinstance(cache, QuantizedKVCache):
+        quantization = cache.group_size, cache.bits
+        known = cache.group_size in _GROUP_SIZES and cache.bits in _BITS
+        _require(known, "a cache is quantised in a way that does not exist")
+    room = _room(keys, values, quantization)
+    if isinstance(cache, RotatingKVCache):
         # Until it is full positions stand where they are written; then the oldest make room.
-        _require(
-            index == offset if offset <= room else keep <= index <= room,
-            f"a window of {room} entries is at {index} of them and {offset} positions",
-        )
-    most = min(start + most, _MAX_POSITIONS)
-    _require(
-        start < offset <= most,
-        f"a cache that may end at {start + 1} to {most} positions ends at {offset}",
-    )
+        fits = index == offset if offset <= room else cache.keep <= index <= room
+        fits = fits and offset > 0
+    else:
+        fits = start < offset <= start + room
+    _require(fits, f"a cache with room for {room} positions ends at {offset}")
 
 
 def _room(keys: Any, values: Any, quantization: tuple[int, int] | None) -> int:
     """How many positions keys and values have, (batch, heads, positions, width) each."""
-    shapes = set()
-    for held in (keys, values):
-        if quantization is None:
-            shapes.add(_leading(held, _FLOATS))
-            continue
-        packed, scales, biases = _fields(held, 3)
-        shapes |= {
-            _leading(packed, {mx.uint32}),
-            _leading(scales, _FLOATS),
-            _leading(biases, _FLOATS),
-        }
+    arrays = [keys, values] if quantization is None else [*keys, *values]
+    for array in arrays:
+        # An index that picks keys has values of no width (MiniMax M3).
+        known = isinstance(array, mx.array) and array.ndim == 4 and 0 not in array.shape[:3]
+        _require(known, "keys or values have no shape that keys or values can have")
+        packed = quantization is not None and (array is keys[0] or array is values[0])
+        known = array.dtype == mx.uint32 if packed else array.dtype in _FLOATS
+        _require(known, "keys or values are of a type that they cannot be")
+    if quantization is not None:
         group_size, bits = quantization
-        fits = packed.shape[3] * 32 == scales.shape[3] * group_size * bits
-        fits = fits and scales.shape == biases.shape
-        _require(fits, "a quantised cache has arrays that do not belong together")
-    _require(len(shapes) == 1, "keys and values do not belong together")
-    return shapes.pop()[2]
-
-
-def _leading(array: Any, dtypes: set[mx.Dtype]) -> tuple[int, ...]:
-    """The sizes of keys or values without their width."""
-    # An index that picks keys has values of no width (MiniMax M3).
-    known = isinstance(array, mx.array) and array.ndim == 4 and 0 not in array.shape[:3]
-    _require(known, "keys or values have no shape that keys or values can have")
-    _require(array.dtype in dtypes, "keys or values are of a type that they cannot be")
-    return cast(tuple[int, ...], array.shape[:3])
+        for packed, scales, biases in (keys, values):
+            fits = packed.shape[3] * 32 == scales.shape[3] * group_size * bits
+            fits = fits and scales.shape == biases.shape
+            _require(fits, "a quantised cache has arrays that do not belong together")
+    _require(len({array.shape[:3] for array in arrays}) == 1, "keys and values do not fit")
+    return cast(int, keys[0].shape[2] if quantization else keys.shape[2])

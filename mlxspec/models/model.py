@@ -23,7 +23,6 @@ from .model_files import (
     check_weights,
     check_weights_file,
     find_directory,
-    load_mlx_lm_model,
     local_path,
     one_line,
     read_config,
@@ -137,11 +136,13 @@ def load_lazily(
     Raises:
         LoadError: what is missing, damaged or not supported.
     """
+    from mlx_lm.utils import load_model
+
     changes = changes or {}
     tensors = len(check_weights(directory))
     try:
         check_layers(config | changes, tensors)
-        model, config = load_mlx_lm_model(directory, changes)
+        model, config = load_model(directory, lazy=True, model_config=changes)
         _try(model)
     except SystemExit as error:  # of mlx-lm's OLMo 1, with a text that names the package
         raise LoadError(f"{directory}: the model needs a package that is not installed") from error

@@ -24,7 +24,7 @@ def test_reads_the_completions_that_a_trace_names(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] * 2
     record = {"id": "x-1", "category": "qa", "model": "m", "messages": messages}
     (trace,) = read_traces(written(tmp_path / "t.jsonl", {**record, "completions": [3]}))
-    assert (trace.category, trace.model, trace.conversation.completions) == ("qa", "m", (3,))
+    assert (trace.category, trace.model, trace.completions) == ("qa", "m", [3])
 
 
 def test_mt_bench_counts_as_one_set_in_spec_bench_alone(tmp_path: Path) -> None:
@@ -53,8 +53,8 @@ def test_a_chat_log_is_a_set_of_its_own(tmp_path: Path) -> None:
     }
     (trace,) = read_traces(written(tmp_path / "chats.jsonl", log))
     assert trace.category == "chats"
-    assert trace.conversation.completions == (1, 3)
-    contents = [message.content for message in trace.conversation.messages]
+    assert trace.completions == [1, 3]
+    contents = [message["content"] for message in trace.messages]
     assert contents == ["a", "shell\nls", "c", "d"]
 
 
@@ -83,14 +83,14 @@ def test_lines_end_at_newlines_alone_and_a_bom_is_passed_over(tmp_path: Path) ->
     path = tmp_path / "t.jsonl"
     line = '{"messages": [{"role": "assistant", "content": "a\u2028b\x85c"}]}'
     path.write_bytes(f"\ufeff{line}\r\n{line}\n".encode())
-    contents = [trace.conversation.messages[0].content for trace in read_traces(path)]
+    contents = [trace.messages[0]["content"] for trace in read_traces(path)]
     assert contents == ["a\u2028b\x85c"] * 2
 
 
 def test_half_a_surrogate_pair_is_replaced(tmp_path: Path) -> None:
     message = {"role": "assistant", "content": "a\ud800b \U0001f600"}
     (trace,) = read_traces(written(tmp_path / "t.jsonl", {"messages": [message]}))
-    assert trace.conversation.messages[0].content == "a?b \U0001f600"
+    assert trace.messages[0]["content"] == "a?b \U0001f600"
 
 
 def test_a_file_without_outputs_or_without_text_is_refused(tmp_path: Path) -> None:

@@ -22,16 +22,16 @@ def record_of(capsys: pytest.CaptureFixture[str], *ends: tuple[int, ApiError]) -
     """The record of a request with two choices that end so, by their indices."""
     with running_server() as server, braked(server.decoder.model) as brake:
         log = RequestLog(Console(), as_json=True, quiet=False)
-        server.worker.records.on_end = log.ended
+        server.worker.on_end = log.ended
         with ThreadPoolExecutor() as pool:
             with brake.holding():
                 asked = pool.submit(ask_for_two, server)
-                until(lambda: len(server.worker.records.requests) == 2)
-                requests = server.worker.records.requests.copy()
+                until(lambda: len(server.worker.requests) == 2)
+                requests = server.worker.requests.copy()
                 for index, error in ends:
                     server.worker.end(requests[index], error)
             asked.result()
-        until(lambda: not server.worker.records.requests)
+        until(lambda: not server.worker.requests)
         log.close()
     (line,) = capsys.readouterr().out.splitlines()
     found: dict[str, Any] = json.loads(line)
@@ -60,7 +60,7 @@ def test_tokens_are_those_of_the_usage(capsys: pytest.CaptureFixture[str]) -> No
     body = {"prompt": ["Once upon a time", "The"], "n": 2, "max_tokens": 3}
     with running_server() as server:
         log = RequestLog(Console(), as_json=True, quiet=False)
-        server.worker.records.on_end = log.ended
+        server.worker.on_end = log.ended
         answers = [httpx.post(f"{server.address}/v1/completions", json=body) for _ in range(2)]
         log.close()
     lines = capsys.readouterr().out.splitlines()

@@ -100,7 +100,7 @@ def test_repositories_that_cannot_be_had_are_named(hub: LocalHub, tmp_path: Path
     assert missing.startswith("someone/nothing: no such directory or public repository")
     assert gated.startswith("someone/gated: the repository is gated")
     assert "hf auth login" in gated
-    assert revision == "someone/tiny: the repository has no revision 'nope'"
+    assert revision == "someone/tiny: the repository has no such revision"
 
 
 def test_repositories_without_weights_for_mlx_say_what_they_have(

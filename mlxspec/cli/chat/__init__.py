@@ -883,7 +883,7 @@ def _json_at(path: Path) -> Any:
 
 def _messages_of(record: Any) -> Messages:
     """Raises ValueError."""
-    turns = [_said(turn.role, turn.content) for turn in conversation_of(record).messages]
+    turns, _ = conversation_of(record)
     system = []
     if turns and turns[0]["role"] in _SYSTEM:
         system = [_said("system", turns.pop(0)["content"])]

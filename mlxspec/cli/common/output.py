@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from threading import Lock, Timer
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from ...generation.response import GenerationResponse, GenerationResult, SpeculationStats
 
 _UNLIMITED = 10_000  # columns
+_LONG_PROMPT = 1000  # tokens; shorter ones are processed in a blink
 _BAR = 60  # columns of a page
 
 
@@ -81,16 +81,14 @@ def at_terminal() -> bool:
 class ProgressBar:
     """Shows a bar on an interactive terminal, nothing elsewhere.
 
-    Call it with how much is done and how much there is to do, None if unknown. The bar
-    appears with the first call, so work that turns out to be unnecessary shows none. It is erased
-    when all is done, at the latest at the end of the ``with`` block.
+    Call it with how much is done and how much there is to do, None if unknown. It is erased when
+    all is done, at the latest at the end of the ``with`` block.
 
     Args:
         what: the words before the bar.
         figures: what stands behind it; by default the percentage.
         console: where it is drawn; by default standard error.
-        delay: seconds from the first call to the bar. A timer brings it up, since the first part
-            of the work alone may take longer.
+        least: no bar is shown if there is less to do than this.
         then: the words before a full bar, if work is left when all is counted; it then stays
             until the end of the block.
     """
@@ -100,7 +98,7 @@ class ProgressBar:
         what: str,
         *figures: ProgressColumn,
         console: Console | None = None,
-        delay: float = 0.0,
+        least: float = 0,
         then: str | None = None,
     ) -> None:
         console = console or error_console()
@@ -115,51 +113,29 @@ class ProgressBar:
             disable=not console.is_interactive,
         )
         self._task = self._bar.add_task(what, total=None)
-        self._delay, self._then = delay, then
-        self._timer: Timer | None = None
-        self._lock = Lock()  # the timer may fire while the work ends
-        self._ended = False
+        self._least, self._then = least, then
 
     def __enter__(self) -> ProgressBar:
         return self
 
     def __call__(self, done: float, total: float | None = 1.0) -> None:
         self._bar.update(self._task, completed=done, total=total)
-        if total is None or done < total:
-            self._appear()
-        elif self._then:
-            self._bar.update(self._task, description=self._then)
-        else:
-            self._end()
+        if total is not None and done >= total:
+            if self._then:
+                self._bar.update(self._task, description=self._then)
+            else:
+                self._bar.stop()
+        elif total is None or total >= self._least:
+            self._bar.start()
 
     def __exit__(self, *_: object) -> None:
-        self._end()
-
-    def _appear(self) -> None:
-        if not self._delay:
-            self._show()
-        elif self._timer is None:
-            self._timer = Timer(self._delay, self._show)
-            self._timer.daemon = True
-            self._timer.start()
-
-    def _show(self) -> None:
-        with self._lock:
-            if not self._ended:
-                self._bar.start()
-
-    def _end(self) -> None:
-        if self._timer:
-            self._timer.cancel()
-        with self._lock:
-            self._ended = True
-            self._bar.stop()
+        self._bar.stop()
 
 
-def prefill_bar(console: Console, delay: float = 1.0) -> ProgressBar:
-    """A bar for prefills that take longer than ``delay`` seconds."""
+def prefill_bar(console: Console) -> ProgressBar:
+    """A bar for the prefill of a long prompt."""
     figures = MofNCompleteColumn(), TimeElapsedColumn()
-    return ProgressBar("prefill", *figures, console=console, delay=delay)
+    return ProgressBar("prefill", *figures, console=console, least=_LONG_PROMPT)
 
 
 class FoldingTable(Table):
@@ -353,16 +329,11 @@ class ReportOptions:
         Raises:
             OptionError: the page cannot be written.
         """
-        written = False
         try:
             if self.html:
                 write_report(self.html, page(), "--html", force=self.force)
-                written = True
         finally:
-            if written and briefly:
-                briefly()
-            else:
-                show()
+            (briefly if self.html and briefly else show)()
 
 
 def shown(name: str) -> str:
@@ -485,11 +456,12 @@ class Figures:
             ]
         if self.cost and self.plain_cost:
             rows.append(("against plain", ratio(self.plain_cost / self.cost), "estimated"))
+        n_columns = 3 if any(any(row[2:]) for row in rows) else 2  # an empty one wraps names
         grid = Table.grid(padding=(0, 2))
-        for justify in ("left", "right", "left"):
-            grid.add_column(justify=justify)
+        grid.add_column()
+        grid.add_column(justify="right")
         for row in rows:
-            grid.add_row(*row)
+            grid.add_row(*row[:n_columns])
         return Panel(Group(grid, *below), expand=False, border_style="dim", subtitle=subtitle)
 
 
