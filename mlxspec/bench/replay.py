@@ -23,7 +23,6 @@ from ..errors import OptionError
 from ..jsonl import load_json
 from .policies import HINDSIGHT, POLICIES, NewDrafter, ReplayPolicy, planned, verify
 from .prompts import Completion
-from .report import Report
 
 SLOW = 0.98
 """A speed below this counts as slower than plain decoding, but for a few plain steps."""
@@ -235,6 +234,9 @@ def joint_curve(curve: CostCurve, count: int) -> CostCurve:
 
 
 # --- figures ---
+
+Report = dict[str, Any]
+"""Figures by name, as JSON has them."""
 
 Comparison = Mapping[str, Mapping[str, Report]]
 """Reports by chip and policy."""

@@ -46,9 +46,8 @@ from .common.output import (
 )
 
 if TYPE_CHECKING:
-    from ..bench.measure import MakeBackend, MeasuredPrompt
+    from ..bench.measure import MakeBackend, MeasuredPrompt, Report
     from ..bench.prompts import BenchPrompt
-    from ..bench.report import Report
 
 _DECODERS = ("plain", "mlx-lm", "prompt-lookup", "auto", "lookahead", "combined")
 _prompts = partial(option_field, group="Prompts")
@@ -107,8 +106,7 @@ def bench_command(
     each line; any other file is one prompt as it stands. Reports hold no prompts,
     no outputs and no paths unless you ask for them.
     """
-    from ..bench.measure import backends_with, chosen_backends
-    from ..bench.report import what_differs
+    from ..bench.measure import backends_with, chosen_backends, what_differs
     from ..drafting.drafter import load_drafter
 
     # All that needs no model is checked before one is loaded, or even downloaded.
@@ -163,8 +161,7 @@ def _report(
     include_text: bool,
 ) -> Report:
     """Load the model, measure until the end or Ctrl-C, and sum up."""
-    from ..bench.measure import Measurement
-    from ..bench.report import bench_report, machine_facts, model_facts
+    from ..bench.measure import Measurement, bench_report, machine_facts, model_facts
     from ..models.model import load
 
     loaded, tokenizer = load(model, adapter_path=asked.adapter_path)
@@ -212,7 +209,7 @@ def bench_page(report: Report) -> str:
 
 
 def _page(report: Report) -> Iterator[RenderableType]:
-    from ..bench.report import SLOW, ratio_name, what_differs
+    from ..bench.measure import SLOW, ratio_name, what_differs
 
     yield from _tables(report)
     yield from (Text(shown(line), "red") for line in what_differs(report))
@@ -235,7 +232,7 @@ def _page(report: Report) -> Iterator[RenderableType]:
 
 
 def _tables(report: Report) -> Iterator[RenderableType]:
-    from ..bench.report import ratio_name, verdict
+    from ..bench.measure import ratio_name, verdict
 
     model, machine = report["model"], report["machine"]
     yield shown(

@@ -35,8 +35,7 @@ from .common.output import (
 
 if TYPE_CHECKING:
     from ..bench.policies import ReplayPolicy
-    from ..bench.replay import Comparison
-    from ..bench.report import Report
+    from ..bench.replay import Comparison, Report
     from ..drafting.chips import Chip
 
 _ALL = "all"

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from mlxspec.bench.prompts import Completion
 from mlxspec.bench.replay import (
+    Report,
     chosen_policies,
     compare,
     memories,
     memory_verdict,
 )
-from mlxspec.bench.report import Report
 from mlxspec.drafting.chips import chip_curve
 from mlxspec.drafting.costs import CostCurve
 from mlxspec.errors import OptionError

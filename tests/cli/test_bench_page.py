@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
-from mlxspec.bench.measure import Difference
-from mlxspec.bench.report import what_differs
+from mlxspec.bench.measure import Difference, what_differs
 from mlxspec.cli.bench import bench_page
 from tests.bench.test_report import FACTS, measured, report
 
