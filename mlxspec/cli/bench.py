@@ -15,7 +15,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ..engine.params import SamplingParams
-from ..errors import OptionError, PromptError
+from ..errors import PromptError
 from ..process import INTERRUPTED
 from ..terminal import visible
 from .common.model_choice import ABOUT, DEFAULT, model_argument, needed_model
@@ -60,13 +60,11 @@ class BenchOptions:
 
     adapter_path: str | None = option_field(ADAPTERS, ADAPTERS_HELP, type=NAME, group="Model")
     prompts: tuple[Path, ...] = _prompts(
-        "--prompts FILE",
-        "Prompts to answer; repeatable.  [default: a small set that comes with mlxspec]",
+        "--prompts --spec-bench FILE",
+        "Prompts to answer, such as Spec-Bench's question.jsonl; repeatable.  [default: a small "
+        "set that comes with mlxspec]",
         type=FILE,
         multiple=True,
-    )
-    spec_bench: Path | None = _prompts(  # noqa: RUF009
-        "--spec-bench FILE", "Spec-Bench's question.jsonl as prompts."
     )
     limit: int | None = _prompts("--limit N", "At most N prompts of each category.")
     decoders: str | None = _measurement(
@@ -107,6 +105,7 @@ def bench_command(
     no outputs and no paths unless you ask for them.
     """
     from ..bench.measure import backends_with, chosen_backends, what_differs
+    from ..bench.prompts import bundled_prompts, limited, read_prompts
     from ..drafting.drafter import load_drafter
 
     # All that needs no model is checked before one is loaded, or even downloaded.
@@ -116,7 +115,8 @@ def bench_command(
         backends |= backends_with(load_drafter(asked.drafter))
     check_least(1, max_tokens=asked.max_tokens, repeats=asked.repeats, limit=asked.limit)
     sampling = SamplingParams(temp=asked.temp, seed=asked.seed)
-    questions = _questions(asked)
+    prompts = [prompt for file in asked.prompts for prompt in read_prompts(file)]
+    questions = limited(prompts or bundled_prompts(), asked.limit)
     shows.check()
 
     report = _report(model, asked, backends, sampling, questions, include_text)
@@ -135,21 +135,6 @@ def bench_command(
         sys.exit(1)
     if report["settings"]["interrupted"]:
         sys.exit(INTERRUPTED)
-
-
-def _questions(asked: BenchOptions) -> list[BenchPrompt]:
-    """The prompts to answer."""
-    from ..bench.prompts import bundled_prompts, limited, read_prompts, read_spec_bench
-
-    if asked.prompts and asked.spec_bench:
-        raise OptionError("--prompts and --spec-bench are given together: choose one")
-    if asked.spec_bench:
-        prompts = read_spec_bench(asked.spec_bench)
-    elif asked.prompts:
-        prompts = [prompt for file in asked.prompts for prompt in read_prompts(file)]
-    else:
-        prompts = bundled_prompts()
-    return prompts if asked.limit is None else limited(prompts, asked.limit)
 
 
 def _report(

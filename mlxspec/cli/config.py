@@ -7,7 +7,6 @@ from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
-from rich.table import Table
 
 from ..errors import MlxspecError, OptionError
 from ..models.model_files import DEMO, hub_repository, instead_of, is_repository_name, local_path
@@ -139,16 +138,12 @@ def unset_command(key: str) -> None:
 
 
 def _show(config: UserConfig) -> None:
-    entries = config.entries()
+    console, entries = output_console(), config.entries()
     there = "" if config.path.exists() else " (not there yet)"
-    console = output_console()
-    rows = Table.grid(padding=(0, 2))
-    rows.add_column()
-    rows.add_column(overflow="fold")
-    rows.add_row("file", f"{one_line(config.path)}{there}")
-    for key, value in entries.items():
-        rows.add_row(key, one_line(value))
-    console.print(rows)
+    rows = {"file": f"{config.path}{there}", **entries}
+    width = max(map(len, rows))
+    for key, value in rows.items():
+        console.print(f"{key:<{width}}  {one_line(value)}")
     if not entries:
         console.print("Nothing is set. 'mlxspec config --help' says what can be.")
     default = default_model()

@@ -215,15 +215,17 @@ class SettingsFile:
             SettingsError: it cannot be read or written, or is not UTF-8.
         """
         try:
-            if self._place.parent.is_dir():
-                check_writable(self._place, SettingsError)
-            return self._place.read_bytes().decode()
+            place = self.path.resolve()
+            if place.parent.is_dir():
+                check_writable(place, SettingsError)
+            return place.read_bytes().decode()
         except FileNotFoundError:
             return ""
-        except OSError as error:
-            raise SettingsError(f"{self.path}: {error.strerror}; make it readable") from error
-        except ValueError as error:
+        except UnicodeDecodeError as error:
             raise SettingsError(f"{self.path}: is not UTF-8 text; convert it") from error
+        except (OSError, RuntimeError) as error:
+            reason = getattr(error, "strerror", None) or "the link leads nowhere"
+            raise SettingsError(f"{self.path}: {reason}; make it readable") from error
 
     def merged(self, text: str) -> str:
         """A text of the file with the settings in it; an empty one becomes a new file's.
@@ -233,14 +235,14 @@ class SettingsFile:
         """
         kind = _KINDS[self.path.suffix]
         try:
-            document, before = _parse(kind, text), _plain(_parse(kind, text))
+            document = _parse(kind, text)
+            before = _plain(document)
+            _merge(document, self.defaults, keep=True)
+            _merge(document, self.settings)
             expected = _plain(document)
-            for merged in (document, expected):
-                _merge(merged, self.defaults, keep=True)
-                _merge(merged, self.settings)
             if expected == before:
                 return text
-            new = _render(kind, document if kind == "TOML" else expected, text)
+            new = _render(kind, document, text)
             if _plain(_parse(kind, new)) != expected:
                 raise SettingsError("not all in it would stay as it is")
         except SettingsError as error:
@@ -258,8 +260,8 @@ class SettingsFile:
         Raises:
             SettingsError: it cannot be written.
         """
-        place = self._place
         try:
+            place = self.path.resolve()
             place.parent.mkdir(parents=True, exist_ok=True)
             mode = stat.S_IMODE(place.stat().st_mode) if place.exists() else SHARED
         except OSError as error:
@@ -267,14 +269,6 @@ class SettingsFile:
             raise SettingsError(f"{self.path}: cannot be written ({reason}); make it") from error
         with replaced(place, SettingsError, mode) as file:
             file.write(text.encode())
-
-    @property
-    def _place(self) -> Path:
-        """Where the file is, since those who keep their settings elsewhere link to them."""
-        try:
-            return self.path.resolve()
-        except (OSError, RuntimeError) as error:
-            raise SettingsError(f"{self.path}: the link leads nowhere; correct it") from error
 
 
 def _merge(document: MutableMapping[str, Any], settings: Settings, keep: bool = False) -> None:
@@ -347,7 +341,7 @@ def _parse(kind: str, text: str) -> Any:
         except TOMLKitError as error:
             raise ValueError(error) from error
     if kind == "YAML":
-        document = _parse_yaml(text)
+        document = _plain(_parse_yaml(text))  # what it shares is copied
     else:
         document = json.loads(text or "{}", object_pairs_hook=_without_repetition)
     if not isinstance(document, dict):
