@@ -55,7 +55,8 @@ def read_prompts(path: str | Path) -> list[BenchPrompt]:
     - ``"messages"``: a conversation; answers at its end are cut off,
     - ``"turns"``: what the user says, one after the other,
 
-    and optionally ``"category"``, such as Spec-Bench's ``question.jsonl``. Any other file is one prompt, as it stands.
+    and optionally ``"category"``, such as Spec-Bench's ``question.jsonl``. Any other file is one
+    prompt, as it stands.
 
     Raises:
         PromptError: the file cannot be read, or a line of it is not a prompt.

@@ -37,12 +37,9 @@ from .common.output import (
     FoldingTable,
     ProgressBar,
     ReportOptions,
-    html_page,
-    print_tables,
     ratio,
     shown,
     speed_bars,
-    write_json,
 )
 
 if TYPE_CHECKING:
@@ -121,16 +118,9 @@ def bench_command(
 
     report = _report(model, asked, backends, sampling, questions, include_text)
     wrong = list(what_differs(report))
-
-    def show() -> None:
-        if shows.as_json:
-            write_json(report)
-        else:
-            print_tables(_tables(report))
-        for line in wrong:
-            click.echo(f"Error: {shown(line)}", err=True)
-
-    shows.show(show, lambda: bench_page(report))
+    shows.show_tables("mlxspec bench", report, lambda: _tables(report), lambda: page_parts(report))
+    for line in wrong:
+        click.echo(f"Error: {shown(line)}", err=True)
     if wrong:
         sys.exit(1)
     if report["settings"]["interrupted"]:
@@ -188,12 +178,8 @@ def _report(
 # --- tables and the page ---
 
 
-def bench_page(report: Report) -> str:
+def page_parts(report: Report) -> Iterator[RenderableType]:
     """The tables of a report with bars of speeds, the settings, and texts if it has them."""
-    return html_page(_page(report), "mlxspec bench", 160)
-
-
-def _page(report: Report) -> Iterator[RenderableType]:
     from ..bench.measure import SLOW, ratio_name, what_differs
 
     yield from _tables(report)

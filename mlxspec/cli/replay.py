@@ -25,12 +25,9 @@ from .common.output import (
     FoldingTable,
     ProgressBar,
     ReportOptions,
-    html_page,
-    print_tables,
     ratio,
     shown,
     speed_bars,
-    write_json,
 )
 
 if TYPE_CHECKING:
@@ -139,23 +136,14 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
     work = completions, tokenizer.classes, policies, curves, asked.concurrency
     with ProgressBar("Replaying") as on_progress:
         comparison = compare(*work, on_progress)
-    verdict = _verdict(asked, policies, comparison)
-
-    def show() -> None:
-        if shows.as_json:
-            write_json(_report(asked, policies, comparison, chips))
-        else:
-            print_tables(_tables(comparison, policies, chips, asked.concurrency))
-            print_tables(map(shown, verdict))
-
-    def show_briefly() -> None:
-        print_tables(map(shown, [*verdict, f"The tables are in {shows.html}."]))
-
-    def page() -> str:
-        parts = _page(comparison, policies, chips)
-        return html_page([*map(shown, verdict), *parts], "mlxspec replay", 160)
-
-    shows.show(show, page, None if shows.as_json else show_briefly)
+    verdict = [*map(shown, _verdict(asked, policies, comparison))]
+    shows.show_tables(
+        "mlxspec replay",
+        _report(asked, policies, comparison, chips),
+        lambda: [*_tables(comparison, policies, chips, asked.concurrency), *verdict],
+        lambda: [*verdict, *_page(comparison, policies, chips)],
+        verdict,
+    )
 
 
 def _policies(asked: ReplayOptions, shows: ReportOptions) -> dict[str, ReplayPolicy]:

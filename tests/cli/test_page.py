@@ -93,7 +93,7 @@ def test_a_place_that_takes_no_page_is_known_before(tmp_path: Path, name: str, r
         ["explain", "--model", "owner/none", "--prompt", "a", "--html"],
         ["bench", "owner/none", "--html"],
         ["replay", "nowhere.jsonl", "--tokenizer", "owner/none", "--html"],
-        ["calibrate", "owner/none", "--svg"],
+        ["calibrate", "owner/none", "--html"],
     ],
 )
 def test_every_command_refuses_another_file_before_its_work(

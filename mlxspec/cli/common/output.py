@@ -310,6 +310,39 @@ class ReportOptions:
             if name != "html" and any(_same_file(self.html, path) for path in read):
                 raise OptionError(f"--html {self.html}: is read by this command; name another file")
 
+    def show_tables(
+        self,
+        title: str,
+        figures: dict[str, Any],
+        tables: Callable[[], Iterable[RenderableType]],
+        page: Callable[[], Iterable[RenderableType]] | None = None,
+        brief: Iterable[str] = (),
+    ) -> None:
+        """Show figures as JSON or as tables, and write these as a page if asked to.
+
+        Args:
+            title: of the page.
+            figures: as JSON has them.
+            tables: makes the tables.
+            page: makes what is on the page; by default the tables.
+            brief: lines that are shown in place of the tables where there is a page.
+        """
+
+        def show() -> None:
+            if self.as_json:
+                write_json(figures)
+            else:
+                print_tables(tables())
+
+        def show_briefly() -> None:
+            print_tables([*brief, shown(f"The tables are in {self.html}.")])
+
+        self.show(
+            show,
+            lambda: html_page((page or tables)(), title, 160),
+            show_briefly if brief and not self.as_json else None,
+        )
+
     def show(
         self,
         show: Callable[[], None],
