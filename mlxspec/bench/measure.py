@@ -12,7 +12,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from importlib.metadata import version
 from statistics import geometric_mean, median
@@ -321,12 +321,13 @@ class MeasuredPrompt:
     differences: dict[str, list[Difference] | None]
 
 
+@dataclass
 class Measurement:
     """Measures backends on prompts.
 
     Args:
         model, tokenizer: as :func:`mlxspec.load` returns them.
-        backends: by name; plain decoding among them.
+        makers: make the backends, by name; plain decoding among them.
         max_tokens: per answer.
         repeats: how often each backend answers each prompt.
         sampling: how the target picks tokens.
@@ -336,24 +337,19 @@ class Measurement:
         skipped: conversations left out, or cut short, that are longer than the model's context.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        tokenizer: TokenizerWrapper,
-        backends: Mapping[str, MakeBackend],
-        *,
-        max_tokens: int,
-        repeats: int,
-        sampling: SamplingParams,
-        clock: Clock = time.perf_counter,
-    ) -> None:
-        self.skipped = 0
-        self._model = model
-        self._tokenizer = tokenizer
-        self._backends = {name: make(model, tokenizer) for name, make in backends.items()}
-        self._repeats = repeats
-        self._sampling = sampling
-        self._run = partial(run, max_tokens=max_tokens, sampling=sampling, clock=clock)
+    model: nn.Module
+    tokenizer: TokenizerWrapper
+    makers: Mapping[str, MakeBackend]
+    _: KW_ONLY
+    max_tokens: int
+    repeats: int
+    sampling: SamplingParams
+    clock: Clock = time.perf_counter
+    skipped: int = 0
+
+    def __post_init__(self) -> None:
+        makers = self.makers.items()
+        self._backends = {name: make(self.model, self.tokenizer) for name, make in makers}
         self._warm = False
 
     def measure(
@@ -371,7 +367,7 @@ class Measurement:
             PromptError: the model's chat template refuses a prompt.
         """
         answers = sum(1 + len(prompt.follow_ups) for prompt in prompts)
-        total = len(self._backends) * (1 + answers * self._repeats)
+        total = len(self._backends) * (1 + answers * self.repeats)
         done = itertools.count(1)
         self._on_run = lambda: on_progress(next(done) / total)
         for prompt in prompts:
@@ -380,7 +376,7 @@ class Measurement:
     def _converse(self, prompt: BenchPrompt) -> Iterator[MeasuredPrompt]:
         """Measure the first answer, then each follow-up after plain decoding's answer."""
         messages = list(prompt.messages)
-        longest = context_length(self._model)
+        longest = context_length(self.model)
         for question in (*prompt.follow_ups, None):
             tokens = self._encode(prompt, messages)
             if longest is not None and len(tokens) > longest:
@@ -396,37 +392,38 @@ class Measurement:
     def _take_turns(self, tokens: list[int]) -> dict[str, list[Run]]:
         names = list(self._backends)
         order = [] if self._warm else names.copy()
-        for repeat in range(self._repeats):
+        for repeat in range(self.repeats):
             # Each backend is first in turn, and its neighbours change: a wide step leaves a
             # hotter machine.
             first = repeat % len(names)
             order += (names[first:] + names[:first])[:: (-1) ** repeat]
         runs: dict[str, list[Run]] = {name: [] for name in names}
         for name in order:
-            runs[name].append(self._run(self._backends[name], tokens))
+            backend, limits = self._backends[name], (self.max_tokens, self.sampling)
+            runs[name].append(run(backend, tokens, *limits, clock=self.clock))
             self._on_run()
         self._warm = True
-        return {name: warm[-self._repeats :] for name, warm in runs.items()}
+        return {name: warm[-self.repeats :] for name, warm in runs.items()}
 
     def _compare(
         self, name: str, prompt: list[int], runs: dict[str, list[Run]]
     ) -> list[Difference] | None:
         """How the distinct outputs of a backend differ from plain decoding's first one."""
-        if self._sampling.temp > 0 and not self._backends[name].same_samples:
+        if self.sampling.temp > 0 and not self._backends[name].same_samples:
             return None
         expected = runs[PLAIN][0].tokens
         compared = (
-            first_difference(self._model, prompt, expected, output, self._sampling)
+            first_difference(self.model, prompt, expected, output, self.sampling)
             for output in dict.fromkeys(one.tokens for one in runs[name])
         )
         return [difference for difference in compared if difference]
 
     def _encode(self, prompt: BenchPrompt, messages: Messages) -> list[int]:
         """The conversation's tokens; without a chat template its texts, a blank line between."""
-        if prompt.raw or not self._tokenizer.has_chat_template:
-            return encode_prompt(self._tokenizer, "\n\n".join(m["content"] for m in messages))
+        if prompt.raw or not self.tokenizer.has_chat_template:
+            return encode_prompt(self.tokenizer, "\n\n".join(m["content"] for m in messages))
         try:
-            return apply_template(self._tokenizer, messages, add_generation_prompt=True)
+            return apply_template(self.tokenizer, messages, add_generation_prompt=True)
         except PromptError as error:
             raise PromptError(
                 f"a prompt of the category {prompt.category!r}: {error}: change its messages"
@@ -621,10 +618,10 @@ def _weigh_alike(entry: Report, by_category: dict[str, Report], name: str) -> No
 def noise_warning(prompts: Sequence[MeasuredPrompt]) -> str | None:
     """Why the figures are noisy, in one sentence; None where they are not."""
     tokens = median(len(prompt.runs[PLAIN][0].tokens) for prompt in prompts)
-    spread = {
-        name: median(_spread(_ratios(prompt, name, PLAIN)) for prompt in prompts)
-        for name in prompts[0].runs
-    }
+    spread: dict[str, float] = {}
+    for name in prompts[0].runs:
+        ratios = [_ratios(prompt, name, PLAIN) for prompt in prompts]
+        spread[name] = median((max(of) - min(of)) / median(of) for of in ratios)
     widest = max(spread, key=spread.__getitem__)
     reasons = []
     if tokens < _SHORT:
@@ -632,10 +629,6 @@ def noise_warning(prompts: Sequence[MeasuredPrompt]) -> str | None:
     if spread[widest] > _WIDE:
         reasons.append(f"the turns of {widest} on a prompt differ by {spread[widest]:.0%}")
     return f"The figures are rough: {' and '.join(reasons)}." if reasons else None
-
-
-def _spread(ratios: list[float]) -> float:
-    return (max(ratios) - min(ratios)) / median(ratios)
 
 
 def _differences(prompts: Sequence[MeasuredPrompt]) -> Iterator[Report]:

@@ -111,19 +111,21 @@ def replay_jointly(
     try:
         while True:
             for completion in itertools.islice(waiting, most - len(active)):
-                active.append(_Output(completion, new_drafter(completion.output)))
+                drafter = new_drafter(completion.output)
+                drafter.begin(completion.prompt)
+                last = completion.context[completion.begin - 1]
+                active.append(_Output(completion.output, drafter, last))
             if not active:
                 break
-            plans = _plans(active, costs(len(active))) if len(active) > 1 else {}
-            step_rows, ahead = _step(active, ahead, plans)
+            step_rows, ahead = _step(active, ahead, costs(len(active)))
             rows.append(step_rows)
             sequences.append(len(active))
-            ended = [one for one in active if one.finished]
-            active = [one for one in active if not one.finished]
+            ended = [one for one in active if one.done >= len(one.output)]
+            active = [one for one in active if one not in ended]
             ahead = ahead and bool(active)
             for one in ended:
                 one.drafter.end()
-                spans.append((one.tokens, range(len(rows) - one.steps, len(rows))))
+                spans.append((len(one.output), range(len(rows) - one.steps, len(rows))))
                 on_progress()
     finally:
         for one in active:
@@ -132,63 +134,36 @@ def replay_jointly(
     return Replayed(tokens, tuple(rows), tuple(sequences), tuple(spans))
 
 
+@dataclass(eq=False)
 class _Output:
     """A recorded output on its way through the steps.
 
-    Args:
-        completion: what is replayed.
-        drafter: its own; it begins here, and has to be ended afterwards.
-
     Attributes:
+        output: what is replayed.
+        drafter: its own.
         last: the token that the next step's draft follows.
+        done: how many tokens have been emitted.
         steps: how many it has taken.
     """
 
-    def __init__(self, completion: Completion, drafter: Drafter) -> None:
-        self.drafter = drafter
-        self.last = completion.context[completion.begin - 1]
-        self.steps = 0
-        self._output, self._done = completion.output, 0
-        drafter.begin(completion.prompt)
-
-    @property
-    def tokens(self) -> int:
-        """How many it has."""
-        return len(self._output)
-
-    @property
-    def finished(self) -> bool:
-        """Whether all of it has been emitted."""
-        return self._done >= len(self._output)
-
-    def take(self, tree: DraftTree, rows: int, sequences: int, ahead: bool) -> None:
-        """Verify a tree in a step of ``rows`` rows and ``sequences`` sequences.
-
-        Args:
-            ahead: whether the next step is dispatched during this one.
-        """
-        step = verify(tree, self._output[self._done : self._done + len(tree)], ahead)
-        self._done += len(step.tokens)
-        self.last = step.tokens[-1]
-        self.steps += 1
-        self.drafter.observe(replace(step, rows=rows, sequences=sequences))
+    output: Sequence[int]
+    drafter: Drafter
+    last: int
+    done: int = 0
+    steps: int = 0
 
 
-def _plans(active: Sequence[_Output], costs: FixedCosts) -> dict[_Output, Plan]:
-    """Plan the drafts of those outputs together that have a planner."""
-    planners = {one: one.drafter for one in active if isinstance(one.drafter, Planner)}
-    depths = [MAX_DEPTH] * len(planners)
-    plans = plan_drafts(list(planners.values()), depths, costs, sequences=len(active))
-    return dict(zip(planners, plans, strict=True))
-
-
-def _step(
-    active: Sequence[_Output], ahead: bool, plans: Mapping[_Output, Plan]
-) -> tuple[int, bool]:
+def _step(active: Sequence[_Output], ahead: bool, costs: FixedCosts) -> tuple[int, bool]:
     """Run a step of all outputs; returns its rows, and whether the next one is dispatched in it."""
+    planners = [one.drafter for one in active if isinstance(one.drafter, Planner)]
+    shared: dict[Drafter, Plan] = {}
+    if len(active) > 1:
+        depths = [MAX_DEPTH] * len(planners)
+        plans = plan_drafts(planners, depths, costs, sequences=len(active))
+        shared = dict(zip(planners, plans, strict=True))
     proposals = [
-        cast(Planner, one.drafter).draft(plans[one])
-        if one in plans
+        cast(Planner, one.drafter).draft(shared[one.drafter])
+        if one.drafter in shared
         else one.drafter.propose(MAX_DEPTH)
         for one in active
     ]
@@ -200,7 +175,11 @@ def _step(
     )
     rows = sum(map(len, trees))
     for one, tree in zip(active, trees, strict=True):
-        one.take(tree, rows, len(active), ahead)
+        step = verify(tree, one.output[one.done : one.done + len(tree)], ahead)
+        one.done += len(step.tokens)
+        one.last = step.tokens[-1]
+        one.steps += 1
+        one.drafter.observe(replace(step, rows=rows, sequences=len(active)))
     return rows, ahead
 
 
@@ -339,16 +318,6 @@ def joint_report(
 _WIDEST = 1024  # rows; far more than any draft has
 _UNUSABLE = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError)
 
-_GUESSES = (
-    "it drafts from the model's own guesses, and no model runs here; mlxspec bench measures it"
-)
-_NOT_REPLAYED = {
-    "plain": "all speeds are against plain decoding already; leave it out",
-    "lookahead": _GUESSES,
-    "combined": _GUESSES,
-}
-"""Decoders of the other commands, and why replay cannot give figures for them."""
-
 
 def chosen_policies(names: str, concurrency: int = 1) -> dict[str, ReplayPolicy]:
     """The policies that a comma-separated list names, in its order; "all" names all.
@@ -371,9 +340,9 @@ def chosen_policies(names: str, concurrency: int = 1) -> dict[str, ReplayPolicy]
     try:
         return {name: POLICIES[name] for name in wanted}
     except KeyError as error:
-        name = error.args[0]
-        reason = _NOT_REPLAYED.get(name) or f"choose among {', '.join(POLICIES)}"
-        raise OptionError(f"no decoder is replayed as {name!r}: {reason}") from None
+        raise OptionError(
+            f"no decoder is replayed as {error.args[0]!r}: choose among {', '.join(POLICIES)}"
+        ) from None
 
 
 def read_curve(path: Path) -> CostCurve:
