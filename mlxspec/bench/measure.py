@@ -2,7 +2,7 @@
 
 Outputs are compared with plain decoding's. A forward over several rows may sum in another order
 than a forward over one, so logits can differ in their last bits. That changes a token only where
-two of them are as good as equal: a near tie. Any other difference is a bug.
+two are almost equal: a near tie. Any other difference is a bug.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Backend:
         stream: called with the prompt's token ids and, by name, ``max_tokens``, ``sampling`` and
             ``on_progress``; yields a response per token. ``on_progress`` is last called when
             the first token's forward begins. Nothing is remembered from run to run, else a
-            repeated prompt's answer would be at hand.
+            repeated prompt's answer would be known.
         expected_cost: the time that the planner expected of the last run's steps, in plain
             steps; 0 where it could only decode plainly, None without a planner.
         same_samples: whether it also draws plain decoding's tokens above temperature 0.

@@ -16,9 +16,7 @@ from ..drafting.kept import Experience
 from ..drafting.planner import Planner
 from ..drafting.policy import trees_pay
 from ..drafting.sources import NgramIndex, PromptLookupDrafter
-from ..drafting.suffix_source import (
-    SuffixSource,
-)
+from ..drafting.suffix_source import SuffixSource
 
 # --- the rules of other programs ---
 
@@ -30,7 +28,7 @@ class RuleDrafter(Drafter):
     """Drafts by another program's rule, as deep as the rule says.
 
     Args:
-        start: gives the rule with an empty text.
+        start: makes the rule, which begins with an empty text.
     """
 
     def __init__(self, start: Callable[[], Rule]) -> None:
@@ -278,7 +276,7 @@ class Hindsight(Drafter):
 # --- what can be replayed ---
 
 NewDrafter = Callable[[Sequence[int]], Drafter]
-"""Gives a new drafter for an output, which only hindsight reads."""
+"""Makes the drafter of an output; only hindsight reads the output."""
 
 
 @dataclass(frozen=True)
@@ -303,7 +301,7 @@ class ReplayPolicy:
 
 
 def _ruled(label: str, description: str, new: Callable[[], Drafter]) -> ReplayPolicy:
-    """A policy that knows the text alone."""
+    """A policy that drafts from the text alone."""
     return ReplayPolicy(label, description, lambda curve, classes: lambda output: new())
 
 
@@ -313,7 +311,7 @@ def planned(
     memory_tokens: int | None = 0,
     other: Callable[[], Drafter] | None = None,
 ) -> ReplayPolicy:
-    """The default decoder with a memory of this size, and with a drafter beside its own."""
+    """The default decoder with a memory of this size, and with another drafter if given."""
 
     def drafters(curve: CostCurve, classes: bytes) -> NewDrafter:
         experience = Experience()

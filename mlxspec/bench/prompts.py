@@ -1,4 +1,4 @@
-"""What ``bench`` asks and ``replay`` reads: prompts, and recorded conversations."""
+"""The inputs of ``bench`` and ``replay``: prompts, and recorded conversations."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def read_text(path: Path) -> str:
 def parse_json_lines(
     text: str, source: str | Path, parse: Callable[[Any], _Item], form: str
 ) -> list[_Item]:
-    """Read a file of JSON lines; blank ones are passed over.
+    """Read a file of JSON lines, without the blank ones.
 
     Args:
         text: the file's.
@@ -120,7 +120,7 @@ def parse_json_lines(
         form: what a line should be, for errors.
 
     Raises:
-        PromptError: a line is not as it should be.
+        PromptError: a line has another form.
     """
     items = []
     # Not splitlines(): U+2028 and its like may stand within a JSON string.

@@ -36,7 +36,7 @@ _ANY_CURVE = CostCurve([(1, 1)])  # for policies that do not plan by it
 
 @dataclass(frozen=True)
 class Replayed:
-    """What replaying outputs gave.
+    """The steps of replayed outputs.
 
     Attributes:
         tokens: how many the outputs have in all.
@@ -196,8 +196,8 @@ def extended(curve: CostCurve) -> CostCurve:
 def joint_curve(curve: CostCurve, count: int) -> CostCurve:
     """T(rows)/T(1) of joint steps: one row is a plain step of all, each further one of a draft.
 
-    A joint step is taken to cost what as many rows of one sequence do, as
-    :meth:`mlxspec.drafting.costs.LiveCosts.for_sequences` takes it before such steps have run.
+    A joint step is assumed to cost as much as the same number of rows of one sequence, as
+    :meth:`mlxspec.drafting.costs.LiveCosts.for_sequences` assumes before such steps have run.
     What it costs to attend to several contexts is not in the curves.
 
     Args:
@@ -511,9 +511,9 @@ def memories(sizes: str) -> dict[str, ReplayPolicy]:
 
 
 def memory_verdict(policies: Mapping[str, ReplayPolicy], comparison: Comparison) -> list[str]:
-    """What remembering gains, a line for each chip.
+    """What remembering gains: a line for each chip, with the smallest sufficient size.
 
-    The size that is named is enough: no larger one is faster by more than 1 %.
+    A size is sufficient if no larger one is faster by more than 1 %.
 
     Args:
         policies: from :func:`memories`.

@@ -164,7 +164,7 @@ def _measured(
 def _kept(
     cache: CostCache, name: str | None, adapter_path: str | None, context: int | None
 ) -> tuple[list[Curve], bool]:
-    """What the cache has: of one model on this machine, or of all.
+    """The curves in the cache: of one model on this machine, or all.
 
     Returns:
         the curves, and whether that model is known to verify no drafts.

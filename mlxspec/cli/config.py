@@ -152,7 +152,7 @@ def _show(config: UserConfig) -> None:
 
 
 def _spelled(key: str) -> str:
-    """The name of a setting, of one in which words are joined otherwise, too.
+    """The name of a setting, also of one written with underscores.
 
     Raises:
         OptionError: no setting has that name.
@@ -166,10 +166,10 @@ def _spelled(key: str) -> str:
 
 
 def _model(name: str) -> str:
-    """A model's name that is right in every directory.
+    """A model's name that is valid in every directory: a directory becomes an absolute path.
 
     Raises:
-        OptionError: there can be no such model.
+        OptionError: it is neither a directory nor a possible repository.
     """
     directory = local_path(name)
     if name != DEMO and directory.is_dir():

@@ -1,8 +1,8 @@
-"""``mlxspec connect``: what points an editor, an agent or a chat page at a server of ours.
+"""``mlxspec connect``: point an editor, an agent or a chat page at a running server.
 
-Where a client takes a file of its own for that, it gets one, so that what it did before goes on
-as it was. What each file may hold is from the client's documentation or source; its template names
-the place.
+A client that can be started with a settings file gets one of its own, so that its usual settings
+stay as they are. The settings follow the client's documentation or source, which its template
+names.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ What points each of them at a server is in ``clients/NAME.yaml``, a template of 
 
 @dataclass(frozen=True)
 class Setup:
-    """What points a client at a server.
+    """How a client is pointed at a server.
 
     Attributes:
         files: the settings to write to its files.
@@ -231,7 +231,7 @@ def _write(console: Console, setup: Setup, title: str, yes: bool) -> None:
     """Show what changes in the client's files, ask, and write them.
 
     Raises:
-        OptionError: no one can be asked.
+        OptionError: there is no terminal to ask at.
         SettingsError: a file cannot be changed; then what to put there is shown.
     """
     try:
@@ -277,7 +277,7 @@ def _show_start(console: Console, setup: Setup) -> None:
 
 
 def _may_write(changes: list[tuple[SettingsFile, str, str]]) -> bool:
-    """Ask at a terminal.
+    """Ask the user.
 
     Raises:
         OptionError: there is no terminal to ask on.
@@ -289,5 +289,5 @@ def _may_write(changes: list[tuple[SettingsFile, str, str]]) -> bool:
 
 
 def _print(console: Console, line: str, style: str = "") -> None:
-    """A line as long as it is: what is broken cannot be copied."""
+    """Print a line without breaking it, so that it can be copied."""
     console.print(Text(visible(line), style), soft_wrap=True)

@@ -57,7 +57,7 @@ def inspect_command(model: str | None, adapter_path: str | None, as_json: bool) 
 
 
 def _report(model: nn.Module) -> dict[str, Any]:
-    """Look a model over and try it, with two hundred small forwards or so.
+    """Examine a model with about two hundred small forwards.
 
     ``bits_per_weight`` is the average in memory, scales included. On the CPU half-precision
     weights and scales have become float32, so it is more than the checkpoint's.

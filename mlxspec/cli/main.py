@@ -24,7 +24,7 @@ _SHORT = 40  # characters of a prompt that can be repeated
 
 
 class LazyGroup(Group):
-    """Imports a subcommand when it is asked for."""
+    """Imports a subcommand when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [name for names in _COMMANDS.values() for name in names]

@@ -52,7 +52,7 @@ def models_command(as_json: bool) -> None:
 
 
 def _found(memory: int, default: str | None) -> Iterator[dict[str, Any]]:
-    """What ``--json`` reports of each model, the one that answers by default first."""
+    """The entries of ``--json``, the default model first."""
     import mlx.core as mx
 
     from ..models.on_machine import model_files
@@ -82,7 +82,7 @@ def _found(memory: int, default: str | None) -> Iterator[dict[str, Any]]:
 
 
 def _directories(named: list[str]) -> dict[str, Path]:
-    """Where models are, by their names, each under one.
+    """The directories of models by name, each once.
 
     Args:
         named: those that the user has named; if they are directories, they are added.
@@ -100,9 +100,9 @@ def _directories(named: list[str]) -> dict[str, Path]:
 
 
 def _measured() -> Callable[[str, str], bool]:
-    """Returns whether the step times of a model, given its name and architecture, are known here.
+    """Return a test whether a model's step times are known here, by its name and architecture.
 
-    They go by the model's shapes, so it is looked into if one of its architecture is known.
+    Step times belong to a model's shapes, so the test loads a model if its architecture is known.
     """
     from ..drafting.kept import CostCache
     from ..engine.costs import cost_key, machine_identity

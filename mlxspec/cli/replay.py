@@ -180,7 +180,7 @@ def _policies(asked: ReplayOptions, shows: ReportOptions) -> dict[str, ReplayPol
 
 
 def _chips(names: tuple[str, ...], file: Path | None) -> dict[str, Chip]:
-    """The chips that are asked for, by name."""
+    """The requested chips, by name."""
     from ..bench.replay import read_curve
     from ..drafting.chips import Chip, chip_names, known_chip
 
@@ -193,7 +193,7 @@ def _chips(names: tuple[str, ...], file: Path | None) -> dict[str, Chip]:
 def _verdict(
     asked: ReplayOptions, policies: Mapping[str, ReplayPolicy], comparison: Comparison
 ) -> list[str]:
-    """The comparison summed up in lines."""
+    """The result of the comparison, in lines."""
     from ..bench.replay import joint_verdict, memory_verdict, verdict
 
     if asked.memory is not None:
@@ -288,7 +288,7 @@ _TOGETHER: dict[str, Callable[[Report], str]] = {
 def _page(
     comparison: Comparison, policies: Mapping[str, ReplayPolicy], chips: Mapping[str, Chip]
 ) -> Iterator[RenderableType]:
-    """The tables of all chips, bars of speeds for each, and what the decoders are."""
+    """Bars and tables for each chip, and a description of each decoder."""
     from ..bench.policies import HINDSIGHT
     from ..bench.replay import SLOW
 

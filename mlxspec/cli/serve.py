@@ -1,4 +1,4 @@
-"""``mlxspec serve``: models behind OpenAI's and Anthropic's APIs, and the lines on requests."""
+"""``mlxspec serve``: models behind OpenAI's and Anthropic's APIs, and a log of requests."""
 
 from __future__ import annotations
 
@@ -81,13 +81,12 @@ class ServeOptions:
     port: int = _address_option("--port N", "The port; 0 takes a free one.", default=8080)
     allowed_hosts: tuple[str, ...] = _address_option(
         "--allowed-host NAME",
-        "Also answer requests that call the server so; repeatable.",
+        "Also answer requests to this host name; repeatable.",
         multiple=True,
     )
     api_key_file: Path | None = _address_option(  # noqa: RUF009
         "--api-key-file FILE",
-        f"Ask for one of the keys in this file, one a line. {API_KEY} in the environment is one, "
-        "too.",
+        f"Require one of the keys in this file, one per line, or the key in {API_KEY}.",
     )
     concurrency: int = _request_option(
         "--concurrency N", "Generate for N requests of a model at once.", default=8
@@ -110,13 +109,13 @@ class ServeOptions:
     )
     cache_bytes: int | None = option_field(
         "--cache-bytes SIZE",
-        "Keep so much of earlier prompts, as 8G.  [default: a share of the free memory]",
+        "Memory for caches of earlier prompts, such as 8G.  [default: a share of the free memory]",
         type=_size,
         group="Memory",
     )
     cache_dir: Path | None = option_field(  # noqa: RUF009
         "--cache-dir DIR",
-        "Keep them there from one start to the next. Only you may write to it.",
+        "Keep these caches here between runs. Only you may have write access.",
         group="Memory",
     )
     quiet: bool = option_field(
@@ -144,7 +143,7 @@ class ServeOptions:
         if self.port > _MOST_PORT:
             raise OptionError(f"--port is {self.port}: it is at most {_MOST_PORT}")
         if self.adapter_path is not None and models > 1:
-            raise OptionError("--adapter-path is of one model: give one --model with it")
+            raise OptionError("--adapter-path needs exactly one --model")
 
 
 @command("serve")
@@ -300,7 +299,7 @@ def _bracketed(host: str) -> str:
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """A socket that listens, before anything takes time.
+    """A listening socket, opened before the models are loaded.
 
     Raises:
         OptionError: it cannot.
@@ -311,8 +310,8 @@ def _listening(host: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:
         reason = str(getattr(error, "strerror", None) or error).partition(" (while")[0]
         raise OptionError(f"--host {host} --port {port}: {reason}; choose another one") from None
-    # asyncio does it only where it has made the socket. Without it, what follows within 40 ms
-    # waits for the client's word that it has what came before: each token, and each body.
+    # asyncio sets this only on sockets of its own. Without it, each token, and each body, can wait
+    # up to 40 ms for the client to acknowledge the previous packet.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listening
 
@@ -364,7 +363,7 @@ def _load(
 
 @contextmanager
 def _ours_alone(directory: Path) -> Iterator[bool]:
-    """Keep other servers from a directory of prefixes; gives whether it is ours."""
+    """Lock a directory of prefixes against other servers; yields whether it can be used."""
     trouble, held = "", None
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -426,7 +425,7 @@ def _panel(address: str, worker: Worker, with_key: bool) -> Panel:
 
 
 def _serve(app: Any, listening: socket.socket, worker: Worker, grace: float) -> None:
-    """Answer requests until Ctrl-C or SIGTERM, and those that run then for some seconds more."""
+    """Answer requests until Ctrl-C or SIGTERM; running ones then have ``grace`` seconds to end."""
     from ..server.connections import HttpServer
 
     def on_exit() -> None:
@@ -439,7 +438,7 @@ def _serve(app: Any, listening: socket.socket, worker: Worker, grace: float) -> 
         HttpServer(app, grace=grace, on_exit=on_exit).run(sockets=[listening])
 
 
-# --- the lines on requests ---
+# --- a log line for each request ---
 
 _LAST_LINES = 1.0  # seconds that a terminal has at the end to take what is left
 
@@ -448,7 +447,9 @@ _LAST_LINES = 1.0  # seconds that a terminal has at the end to take what is left
 def request_log(
     as_json: bool, quiet: bool = False, color: bool = False
 ) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Give what prints the line of a request, in a thread: a terminal may be held (Ctrl-S).
+    """Yield a function that prints a request's record.
+
+    A thread prints, so that a held terminal (Ctrl-S) holds up no request.
 
     Args:
         as_json: print JSON on standard output, not lines for people on standard error.
@@ -477,15 +478,15 @@ def request_log(
 
 
 def refusal_record(path: str, error: ApiError) -> dict[str, Any]:
-    """What is logged of a request that got an error; none of its values."""
+    """The log record of a request that was refused; it repeats no value of the request."""
     record = {"outcome": "refused", "path": printable(path), "status": error.status}
     return {**record, "param": error.param, "code": error.code}
 
 
 def end_record(requests: Sequence[ServedRequest]) -> dict[str, Any]:
-    """What is logged of a client's requests: their sums, and times from the first on.
+    """The log record of all choices of a request: summed, with times from the first choice on.
 
-    Neither prompts nor outputs are in it.
+    It has neither prompts nor outputs.
     """
     now, first = time.perf_counter(), requests[0]
     emitted = sum(request.stats.emitted for request in requests)
