@@ -7,8 +7,15 @@ import math
 
 import pytest
 
-from mlxspec.bench.measure import Difference, MeasuredPrompt, Run
-from mlxspec.bench.report import Report, bench_report, verdict, what_differs
+from mlxspec.bench.measure import (
+    Difference,
+    MeasuredPrompt,
+    Report,
+    Run,
+    bench_report,
+    verdict,
+    what_differs,
+)
 from mlxspec.generation.response import SpeculationStats
 
 FACTS = {

@@ -16,11 +16,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from rich.console import Console
 from starlette.requests import ClientDisconnect
 
 import mlxspec
-from mlxspec.cli.serve import RequestLog
+from mlxspec.cli.serve import refusal_record, request_log
 from mlxspec.drafting.costs import LiveCosts
 from mlxspec.generation.request import State
 from mlxspec.server import app
@@ -343,9 +342,8 @@ def test_an_error_does_not_repeat_a_long_text(
     assert len(answer.content) < 2000, answer.text
     (refusal,) = refusals
     for as_json in (False, True):
-        log = RequestLog(Console(stderr=True), as_json=as_json, quiet=False)
-        log.refused(*refusal)
-        log.close()
+        with request_log(as_json) as log:
+            log(refusal_record(*refusal))
         output = capsys.readouterr()
         assert 0 < len(output.out + output.err) < 500
 
