@@ -11,6 +11,7 @@ from mlxspec.bench.measure import (
     Difference,
     MeasuredPrompt,
     Report,
+    TimedRun,
     bench_report,
     verdict,
     what_differs,
