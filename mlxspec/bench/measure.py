@@ -240,7 +240,7 @@ Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
-class Run:
+class TimedRun:
     """One answer of a backend, and how long it took.
 
     Attributes:
@@ -271,7 +271,7 @@ def run(
     max_tokens: int,
     sampling: SamplingParams,
     clock: Clock = time.perf_counter,
-) -> Run:
+) -> TimedRun:
     """Let a backend answer a prompt."""
     tokens, texts, stats = list[int](), list[str](), None
     started = prefilled = ended = clock()
@@ -290,7 +290,7 @@ def run(
     cost, predicted_speed = backend.expected_cost(), None
     if stats and cost is not None:
         predicted_speed = stats.emitted / cost if cost else 1.0
-    return Run(
+    return TimedRun(
         tokens=tuple(tokens),
         text="".join(texts),
         prefill_seconds=prefilled - started,
@@ -317,7 +317,7 @@ class MeasuredPrompt:
     category: str
     messages: Messages
     prompt_tokens: int
-    runs: dict[str, list[Run]]
+    runs: dict[str, list[TimedRun]]
     differences: dict[str, list[Difference] | None]
 
 
@@ -389,7 +389,7 @@ class Measurement:
                 answer = runs[PLAIN][0].text.strip()
                 messages = [*messages, message("assistant", answer), message("user", question)]
 
-    def _take_turns(self, tokens: list[int]) -> dict[str, list[Run]]:
+    def _take_turns(self, tokens: list[int]) -> dict[str, list[TimedRun]]:
         names = list(self._backends)
         order = [] if self._warm else names.copy()
         for repeat in range(self.repeats):
@@ -397,7 +397,7 @@ class Measurement:
             # hotter machine.
             first = repeat % len(names)
             order += (names[first:] + names[:first])[:: (-1) ** repeat]
-        runs: dict[str, list[Run]] = {name: [] for name in names}
+        runs: dict[str, list[TimedRun]] = {name: [] for name in names}
         for name in order:
             backend, limits = self._backends[name], (self.max_tokens, self.sampling)
             runs[name].append(run(backend, tokens, *limits, clock=self.clock))
@@ -406,7 +406,7 @@ class Measurement:
         return {name: warm[-self.repeats :] for name, warm in runs.items()}
 
     def _compare(
-        self, name: str, prompt: list[int], runs: dict[str, list[Run]]
+        self, name: str, prompt: list[int], runs: dict[str, list[TimedRun]]
     ) -> list[Difference] | None:
         """How the distinct outputs of a backend differ from plain decoding's first one."""
         if self.sampling.temp > 0 and not self._backends[name].same_samples:

@@ -11,7 +11,7 @@ from mlxspec.bench.measure import (
     Difference,
     MeasuredPrompt,
     Report,
-    Run,
+    TimedRun,
     bench_report,
     verdict,
     what_differs,
@@ -28,9 +28,9 @@ FACTS = {
 }
 
 
-def run(rate: float, text: str = "text", predicted: float | None = None) -> Run:
+def run(rate: float, text: str = "text", predicted: float | None = None) -> TimedRun:
     stats = SpeculationStats(steps=4, rows=10, drafted=6, accepted=6, emitted=10)
-    return Run(tuple(range(10)), text, 0.5, 10 / rate, stats, predicted)
+    return TimedRun(tuple(range(10)), text, 0.5, 10 / rate, stats, predicted)
 
 
 def measured(
