@@ -27,6 +27,7 @@ from .model_files import (
     one_line,
     read_config,
     read_json_object,
+    without_patterns,
 )
 
 if TYPE_CHECKING:
@@ -142,7 +143,8 @@ def load_lazily(
     tensors = len(check_weights(directory))
     try:
         check_layers(config | changes, tensors)
-        model, config = load_model(directory, lazy=True, model_config=changes)
+        with without_patterns(directory) as place:
+            model, config = load_model(place, lazy=True, model_config=changes)
         _try(model)
     except SystemExit as error:  # of mlx-lm's OLMo 1, with a text that names the package
         raise LoadError(f"{directory}: the model needs a package that is not installed") from error

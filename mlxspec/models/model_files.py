@@ -8,9 +8,10 @@ import json
 import math
 import os
 import re
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from ..errors import LoadError, printable
@@ -202,11 +203,9 @@ def check_readable(directory: Path) -> None:
     """Refuse a directory with pipes, sockets or devices in it: reading one could block forever.
 
     Raises:
-        LoadError: it has one, or mlx-lm cannot open a directory of its name.
+        LoadError: it has one, or its name is not UTF-8.
     """
     check_name(directory)
-    if glob.escape(str(directory)) != str(directory):
-        raise LoadError(f"{directory}: mlx-lm reads no directory with [, * or ? in its name")
     with suppress(OSError):  # reading the files reports what cannot be listed
         for path in sorted(directory.iterdir()):
             if path.exists() and not path.is_file() and not path.is_dir():
@@ -344,3 +343,18 @@ def check_layers(settings: object, tensors: int) -> None:
 def one_line(error: Exception) -> str:
     """A library's error message, shortened to one line for a message of our own."""
     return " ".join(str(error).split())[:200]
+
+
+@contextmanager
+def without_patterns(directory: Path) -> Iterator[Path]:
+    """The directory, or a link to it if mlx-lm would read its name as a pattern.
+
+    Files that were opened below it stay open afterwards.
+    """
+    if glob.escape(str(directory)) == str(directory):
+        yield directory
+        return
+    with TemporaryDirectory() as place:
+        link = Path(place) / "model"
+        link.symlink_to(directory.absolute(), target_is_directory=True)
+        yield link
