@@ -78,7 +78,7 @@ def load_original(directory: Path, scratch: Path) -> tuple[nn.Module, dict[str, 
             weights.pop("lm_head.weight", None)
         model.load_weights(list(weights.items()))
         return model, config
-    except ValueError as error:  # MLX's
+    except (TypeError, ValueError) as error:  # MLX's, the former for sizes beyond its range
         raise ConversionError(f"{directory}: does not fit params.json: {one_line(error)}") from None
 
 
