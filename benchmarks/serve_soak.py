@@ -54,6 +54,7 @@ from mlxspec.server.prompts import (
     completion_prompts,
     is_constrained,
 )
+from mlxspec.server.requests import sampling_of_choice
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _CLIENTS = 8
@@ -569,7 +570,7 @@ def alone(decoder: mlxspec.Decoder, body: Body) -> tuple[tuple[Choice, ...], int
             decoder,
             prompt.tokens,
             request.max_tokens,
-            sampling=request.sampling.params(vocab_size, index),
+            sampling=sampling_of_choice(request.sampling, vocab_size, index),
             constraint=grammar,
             stop=(*request.stop, *prompt.stop),
             stop_tokens=(*request.stop_token_ids, *prompt.stop_tokens),

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from statistics import geometric_mean
 
-from mlxspec.bench.report import ratio_name
+from mlxspec.bench.measure import ratio_name
 from mlxspec.cli.bench import bench_tables
 from mlxspec.cli.common.output import print_tables
 

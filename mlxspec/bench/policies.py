@@ -10,19 +10,13 @@ from functools import partial
 from heapq import heappop, heappush
 
 from ..corpus.memory import MAX_TOKENS, Memory
-from ..corpus.suffix_index import SuffixIndex
-from ..drafting.acceptance import AcceptanceModel
 from ..drafting.costs import CostCurve, FixedCosts
 from ..drafting.drafter import Drafter, DraftTree, Limits, TreeBuilder, VerifiedStep, accept
 from ..drafting.kept import Experience
 from ..drafting.planner import Planner
 from ..drafting.policy import trees_pay
 from ..drafting.sources import NgramIndex, PromptLookupDrafter
-from ..drafting.suffix_source import (
-    CONTEXT,
-    SuffixSource,
-    SuffixTree,
-)
+from ..drafting.suffix_source import SuffixSource
 
 # --- the rules of other programs ---
 
@@ -34,7 +28,7 @@ class RuleDrafter(Drafter):
     """Drafts by another program's rule, as deep as the rule says.
 
     Args:
-        start: gives the rule with an empty text.
+        start: makes the rule, which begins with an empty text.
     """
 
     def __init__(self, start: Callable[[], Rule]) -> None:
@@ -250,30 +244,27 @@ class Hindsight(Drafter):
     branching: bool
     token_classes: bytes = b""
 
+    def __post_init__(self) -> None:
+        self._source = SuffixSource(self.token_classes)
+
     def begin(self, prompt: Sequence[int]) -> None:
-        self._text = SuffixIndex(prompt)
-        self._acceptance = AcceptanceModel(self.token_classes)
-        self._acceptance.begin()
+        self._source.begin(prompt)
         self._done = 0
 
     def propose(self, max_depth: int) -> DraftTree:
         following = self.output[self._done : self._done + self.curve.widest]
-        text = self._text
         # What is improbable may turn out to be right.
         least_p, depth = [0.0] * self.curve.widest, min(max_depth, len(following))
         limits = Limits(depth, self.curve.widest - 1, self.branching, least_p)
-        found = text.tokens, text.occurrences(), self._acceptance
-        self._candidates = SuffixTree(text.tokens[-1], CONTEXT, *found, limits)
-        everything = self._candidates.tree()
+        everything = self._source.search(limits)
         return everything.first(self._best_n_draft(verify(everything, following).accepted))
 
     def observe(self, step: VerifiedStep) -> None:
-        self._candidates.learn(step.tokens)
-        self._text.extend(step.tokens)
+        self._source.observe(step)
         self._done += len(step.tokens)
 
     def end(self) -> None:
-        del self._text, self._candidates
+        self._source.end()
 
     def _best_n_draft(self, right: Sequence[int]) -> int:
         """How many nodes to verify, given those on the output's path: up to one of them."""
@@ -285,7 +276,7 @@ class Hindsight(Drafter):
 # --- what can be replayed ---
 
 NewDrafter = Callable[[Sequence[int]], Drafter]
-"""Gives a new drafter for an output, which only hindsight reads."""
+"""Makes the drafter of an output; only hindsight reads the output."""
 
 
 @dataclass(frozen=True)
@@ -310,7 +301,7 @@ class ReplayPolicy:
 
 
 def _ruled(label: str, description: str, new: Callable[[], Drafter]) -> ReplayPolicy:
-    """A policy that knows the text alone."""
+    """A policy that drafts from the text alone."""
     return ReplayPolicy(label, description, lambda curve, classes: lambda output: new())
 
 
@@ -320,7 +311,7 @@ def planned(
     memory_tokens: int | None = 0,
     other: Callable[[], Drafter] | None = None,
 ) -> ReplayPolicy:
-    """The default decoder with a memory of this size, and with a drafter beside its own."""
+    """The default decoder with a memory of this size, and with another drafter if given."""
 
     def drafters(curve: CostCurve, classes: bytes) -> NewDrafter:
         experience = Experience()

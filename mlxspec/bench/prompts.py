@@ -1,10 +1,10 @@
-"""What ``bench`` asks and ``replay`` reads: prompts, and recorded conversations."""
+"""The inputs of ``bench`` and ``replay``: prompts, and recorded conversations."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
@@ -55,7 +55,8 @@ def read_prompts(path: str | Path) -> list[BenchPrompt]:
     - ``"messages"``: a conversation; answers at its end are cut off,
     - ``"turns"``: what the user says, one after the other,
 
-    and optionally ``"category"``. Any other file is one prompt, as it stands.
+    and optionally ``"category"``, such as Spec-Bench's ``question.jsonl``. Any other file is one
+    prompt, as it stands.
 
     Raises:
         PromptError: the file cannot be read, or a line of it is not a prompt.
@@ -69,23 +70,13 @@ def read_prompts(path: str | Path) -> list[BenchPrompt]:
     return [BenchPrompt("text", (message("user", text.removesuffix("\n")),))]
 
 
-def read_spec_bench(path: str | Path) -> list[BenchPrompt]:
-    """Read Spec-Bench's ``question.jsonl``; the questions of MT-bench become one category.
-
-    Raises:
-        PromptError: the file cannot be read, or a line of it is not a prompt.
-    """
-    return [
-        replace(prompt, category="mt_bench") if prompt.category in MT_BENCH else prompt
-        for prompt in _parse_prompts(read_text(Path(path)), str(path))
-    ]
-
-
 _Item = TypeVar("_Item", BenchPrompt, "Trace")
 
 
-def limited(items: Iterable[_Item], per_category: int) -> list[_Item]:
+def limited(items: Iterable[_Item], per_category: int | None) -> list[_Item]:
     """At most ``per_category`` items of each category, evenly spaced, category by category."""
+    if per_category is None:
+        return list(items)
     by_category: dict[str, list[_Item]] = {}
     for item in items:
         by_category.setdefault(item.category, []).append(item)
@@ -120,7 +111,7 @@ def read_text(path: Path) -> str:
 def parse_json_lines(
     text: str, source: str | Path, parse: Callable[[Any], _Item], form: str
 ) -> list[_Item]:
-    """Read a file of JSON lines; blank ones are passed over.
+    """Read a file of JSON lines, without the blank ones.
 
     Args:
         text: the file's.
@@ -129,7 +120,7 @@ def parse_json_lines(
         form: what a line should be, for errors.
 
     Raises:
-        PromptError: a line is not as it should be.
+        PromptError: a line has another form.
     """
     items = []
     # Not splitlines(): U+2028 and its like may stand within a JSON string.
@@ -143,6 +134,12 @@ def parse_json_lines(
             reason = "no valid JSON" if no_json else error
             raise PromptError(f"{source}, line {number}: {reason}; {form}") from error
     return items
+
+
+def _category(record: dict[str, Any], default: str, from_spec_bench: bool) -> str:
+    """The set that a line belongs to; Spec-Bench's questions of MT-bench are one."""
+    category = str(record.get("category", default))
+    return "mt_bench" if from_spec_bench and category in MT_BENCH else category
 
 
 def _parse_prompts(text: str, source: str) -> list[BenchPrompt]:
@@ -176,7 +173,7 @@ def _from_record(record: Any) -> BenchPrompt:
     raw = record.get("raw", False)
     if raw is not False and (raw is not True or given != ["prompt"]):
         raise ValueError('"raw" is true or false and goes with "prompt"')
-    category = str(record.get("category", "prompts"))
+    category = _category(record, "prompts", "question_id" in record)
     return BenchPrompt(category, messages, follow_ups, raw)
 
 
@@ -216,9 +213,8 @@ def read_traces(path: Path) -> list[Trace]:
 
 def _trace(default_category: str, record: Any) -> Trace:
     messages, completions = conversation_of(record)
-    category = str(record.get("category", default_category))
-    if str(record.get("id", "")).startswith("specbench-") and category in MT_BENCH:
-        category = "mt_bench"
+    from_spec_bench = str(record.get("id", "")).startswith("specbench-")
+    category = _category(record, default_category, from_spec_bench)
     return Trace(category, str(record.get("model", "")), messages, completions)
 
 

@@ -7,6 +7,7 @@ chip's cost curve.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,6 @@ from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any, cast
 
-from ..drafting.chips import ESTIMATED, Chip
 from ..drafting.costs import CostCurve, FixedCosts
 from ..drafting.drafter import Drafter, DraftTree, NoDraft
 from ..drafting.planner import Plan, Planner, plan_drafts
@@ -23,7 +23,6 @@ from ..errors import OptionError
 from ..jsonl import load_json
 from .policies import HINDSIGHT, POLICIES, NewDrafter, ReplayPolicy, planned, verify
 from .prompts import Completion
-from .report import Report
 
 SLOW = 0.98
 """A speed below this counts as slower than plain decoding, but for a few plain steps."""
@@ -37,7 +36,7 @@ _ANY_CURVE = CostCurve([(1, 1)])  # for policies that do not plan by it
 
 @dataclass(frozen=True)
 class Replayed:
-    """What replaying outputs gave.
+    """The steps of replayed outputs.
 
     Attributes:
         tokens: how many the outputs have in all.
@@ -112,19 +111,21 @@ def replay_jointly(
     try:
         while True:
             for completion in itertools.islice(waiting, most - len(active)):
-                active.append(_Output(completion, new_drafter(completion.output)))
+                drafter = new_drafter(completion.output)
+                drafter.begin(completion.prompt)
+                last = completion.context[completion.begin - 1]
+                active.append(_Output(completion.output, drafter, last))
             if not active:
                 break
-            plans = _plans(active, costs(len(active))) if len(active) > 1 else {}
-            step_rows, ahead = _step(active, ahead, plans)
+            step_rows, ahead = _step(active, ahead, costs(len(active)))
             rows.append(step_rows)
             sequences.append(len(active))
-            ended = [one for one in active if one.finished]
-            active = [one for one in active if not one.finished]
+            ended = [one for one in active if one.done >= len(one.output)]
+            active = [one for one in active if one not in ended]
             ahead = ahead and bool(active)
             for one in ended:
                 one.drafter.end()
-                spans.append((one.tokens, range(len(rows) - one.steps, len(rows))))
+                spans.append((len(one.output), range(len(rows) - one.steps, len(rows))))
                 on_progress()
     finally:
         for one in active:
@@ -133,63 +134,36 @@ def replay_jointly(
     return Replayed(tokens, tuple(rows), tuple(sequences), tuple(spans))
 
 
+@dataclass(eq=False)
 class _Output:
     """A recorded output on its way through the steps.
 
-    Args:
-        completion: what is replayed.
-        drafter: its own; it begins here, and has to be ended afterwards.
-
     Attributes:
+        output: what is replayed.
+        drafter: its own.
         last: the token that the next step's draft follows.
+        done: how many tokens have been emitted.
         steps: how many it has taken.
     """
 
-    def __init__(self, completion: Completion, drafter: Drafter) -> None:
-        self.drafter = drafter
-        self.last = completion.context[completion.begin - 1]
-        self.steps = 0
-        self._output, self._done = completion.output, 0
-        drafter.begin(completion.prompt)
-
-    @property
-    def tokens(self) -> int:
-        """How many it has."""
-        return len(self._output)
-
-    @property
-    def finished(self) -> bool:
-        """Whether all of it has been emitted."""
-        return self._done >= len(self._output)
-
-    def take(self, tree: DraftTree, rows: int, sequences: int, ahead: bool) -> None:
-        """Verify a tree in a step of ``rows`` rows and ``sequences`` sequences.
-
-        Args:
-            ahead: whether the next step is dispatched during this one.
-        """
-        step = verify(tree, self._output[self._done : self._done + len(tree)], ahead)
-        self._done += len(step.tokens)
-        self.last = step.tokens[-1]
-        self.steps += 1
-        self.drafter.observe(replace(step, rows=rows, sequences=sequences))
+    output: Sequence[int]
+    drafter: Drafter
+    last: int
+    done: int = 0
+    steps: int = 0
 
 
-def _plans(active: Sequence[_Output], costs: FixedCosts) -> dict[_Output, Plan]:
-    """Plan the drafts of those outputs together that have a planner."""
-    planners = {one: one.drafter for one in active if isinstance(one.drafter, Planner)}
-    depths = [MAX_DEPTH] * len(planners)
-    plans = plan_drafts(list(planners.values()), depths, costs, sequences=len(active))
-    return dict(zip(planners, plans, strict=True))
-
-
-def _step(
-    active: Sequence[_Output], ahead: bool, plans: Mapping[_Output, Plan]
-) -> tuple[int, bool]:
+def _step(active: Sequence[_Output], ahead: bool, costs: FixedCosts) -> tuple[int, bool]:
     """Run a step of all outputs; returns its rows, and whether the next one is dispatched in it."""
+    planners = [one.drafter for one in active if isinstance(one.drafter, Planner)]
+    shared: dict[Drafter, Plan] = {}
+    if len(active) > 1:
+        depths = [MAX_DEPTH] * len(planners)
+        plans = plan_drafts(planners, depths, costs, sequences=len(active))
+        shared = dict(zip(planners, plans, strict=True))
     proposals = [
-        cast(Planner, one.drafter).draft(plans[one])
-        if one in plans
+        cast(Planner, one.drafter).draft(shared[one.drafter])
+        if one.drafter in shared
         else one.drafter.propose(MAX_DEPTH)
         for one in active
     ]
@@ -201,7 +175,11 @@ def _step(
     )
     rows = sum(map(len, trees))
     for one, tree in zip(active, trees, strict=True):
-        one.take(tree, rows, len(active), ahead)
+        step = verify(tree, one.output[one.done : one.done + len(tree)], ahead)
+        one.done += len(step.tokens)
+        one.last = step.tokens[-1]
+        one.steps += 1
+        one.drafter.observe(replace(step, rows=rows, sequences=len(active)))
     return rows, ahead
 
 
@@ -218,8 +196,8 @@ def extended(curve: CostCurve) -> CostCurve:
 def joint_curve(curve: CostCurve, count: int) -> CostCurve:
     """T(rows)/T(1) of joint steps: one row is a plain step of all, each further one of a draft.
 
-    A joint step is taken to cost what as many rows of one sequence do, as
-    :meth:`mlxspec.drafting.costs.LiveCosts.for_sequences` takes it before such steps have run.
+    A joint step is assumed to cost as much as the same number of rows of one sequence, as
+    :meth:`mlxspec.drafting.costs.LiveCosts.for_sequences` assumes before such steps have run.
     What it costs to attend to several contexts is not in the curves.
 
     Args:
@@ -235,6 +213,9 @@ def joint_curve(curve: CostCurve, count: int) -> CostCurve:
 
 
 # --- figures ---
+
+Report = dict[str, Any]
+"""Figures by name, as JSON has them."""
 
 Comparison = Mapping[str, Mapping[str, Report]]
 """Reports by chip and policy."""
@@ -337,16 +318,6 @@ def joint_report(
 _WIDEST = 1024  # rows; far more than any draft has
 _UNUSABLE = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError)
 
-_GUESSES = (
-    "it drafts from the model's own guesses, and no model runs here; mlxspec bench measures it"
-)
-_NOT_REPLAYED = {
-    "plain": "all speeds are against plain decoding already; leave it out",
-    "lookahead": _GUESSES,
-    "combined": _GUESSES,
-}
-"""Decoders of the other commands, and why replay cannot give figures for them."""
-
 
 def chosen_policies(names: str, concurrency: int = 1) -> dict[str, ReplayPolicy]:
     """The policies that a comma-separated list names, in its order; "all" names all.
@@ -369,9 +340,9 @@ def chosen_policies(names: str, concurrency: int = 1) -> dict[str, ReplayPolicy]
     try:
         return {name: POLICIES[name] for name in wanted}
     except KeyError as error:
-        name = error.args[0]
-        reason = _NOT_REPLAYED.get(name) or f"choose among {', '.join(POLICIES)}"
-        raise OptionError(f"no decoder is replayed as {name!r}: {reason}") from None
+        raise OptionError(
+            f"no decoder is replayed as {error.args[0]!r}: choose among {', '.join(POLICIES)}"
+        ) from None
 
 
 def read_curve(path: Path) -> CostCurve:
@@ -466,42 +437,19 @@ def compare(
 # --- verdicts ---
 
 
-def _winner(policies: Mapping[str, ReplayPolicy], reports: Mapping[str, Report]) -> tuple[str, str]:
-    """The label and the speeds of the fastest decoder; empty where nothing is faster than plain."""
-    reachable = [name for name in reports if name != HINDSIGHT and reports[name]["speedup"] > 1]
-    if not reachable:
-        return "", ""
-    best = max(reachable, key=lambda name: reports[name]["speedup"])
-    speedup, worst = reports[best]["speedup"], reports[best]["worst"]
-    return policies[best].label, f"{speedup:.2f}×, worst set {worst:.2f}×"
-
-
 def verdict(policies: Mapping[str, ReplayPolicy], comparison: Comparison) -> list[str]:
     """Which policy wins where, a line for each winner; plain decoding where nothing gains."""
     won: dict[str, list[str]] = {}
     for chip, reports in comparison.items():
-        label, speeds = _winner(policies, reports)
-        where = f"{chip} ({speeds})" if speeds else chip
-        won.setdefault(label or "plain decoding", []).append(where)
+        faster = [name for name in reports if name != HINDSIGHT and reports[name]["speedup"] > 1]
+        if not faster:
+            won.setdefault("plain decoding", []).append(chip)
+            continue
+        best = max(faster, key=lambda name: reports[name]["speedup"])
+        speedup, worst = reports[best]["speedup"], reports[best]["worst"]
+        where = f"{chip} ({speedup:.2f}×, worst set {worst:.2f}×)"
+        won.setdefault(policies[best].label, []).append(where)
     return [f"{winner} wins on {', '.join(chips)}." for winner, chips in won.items()]
-
-
-def brief_verdict(
-    policies: Mapping[str, ReplayPolicy], comparison: Comparison, chips: Mapping[str, Chip]
-) -> list[str]:
-    """A heading on what was compared, then a line per chip with the fastest."""
-    sets = next(iter(next(iter(comparison.values())).values()))["sets"]
-    outputs = sum(one["completions"] for one in sets.values())
-    tokens = sum(one["tokens"] for one in sets.values())
-    heading = (
-        f"Modelled speed against plain decoding; outputs {outputs:,}, tokens {tokens:,}, sets "
-        f"{len(sets)}, decoders {len(policies)}; {ESTIMATED}: a curve with estimates"
-    )
-    lines = [heading]
-    for chip, reports in comparison.items():
-        won = " ".join(_winner(policies, reports)).strip()
-        lines.append(f"{chips[chip].label}: {won or 'nothing is faster'}")
-    return lines
 
 
 def joint_verdict(policies: Mapping[str, ReplayPolicy], comparison: Comparison) -> list[str]:
@@ -523,7 +471,6 @@ def joint_verdict(policies: Mapping[str, ReplayPolicy], comparison: Comparison) 
 
 # --- memories of several sizes ---
 
-_ALL = "all"
 _LETTERS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 _SIZE = re.compile(r"([0-9]{1,15})([km]?)", re.ASCII | re.IGNORECASE)
 
@@ -545,52 +492,33 @@ def memories(sizes: str) -> dict[str, ReplayPolicy]:
     Raises:
         OptionError: a size has another form, or one is named twice.
     """
-    found: list[int | None] = []
-    for text in sizes.split(","):
-        size = _size(text.strip())
-        if size in found:
-            raise OptionError(f"--memory names {_name(size)} twice: name each size once")
-        found.append(size)
-    bounded = sorted({0, *(size for size in found if size is not None)})
-    ordered = [*bounded, None] if None in found else bounded
-    names = [f"memory {_name(size)}" if size != 0 else "no memory" for size in ordered]
-    return {
-        name: planned(name, "the default decoder with a memory of this size", size)
-        for name, size in zip(names, ordered, strict=True)
-    }
-
-
-def _size(text: str) -> int | None:
-    if text == _ALL:
-        return None
-    match = _SIZE.fullmatch(text)
-    if match is None:
-        raise OptionError(
-            f"--memory: {text!r} is not a size: give tokens as 4096, 16k or 1M, 0 for none, or all"
-        )
-    return int(match[1]) * _LETTERS[match[2].lower()]
-
-
-def _name(size: int | None) -> str:
-    """A size in short: "0", "1,000", "16k", "1M", "all"."""
-    if size is None:
-        return _ALL
-    for letter in ("m", "k"):
-        if size and size % _LETTERS[letter] == 0:
-            return f"{size // _LETTERS[letter]:,}{'M' if letter == 'm' else letter}"
-    return f"{size:,}"
+    names: dict[int | None, str] = {}
+    for text in map(str.strip, sizes.split(",")):
+        match = _SIZE.fullmatch(text)
+        if match is None and text != "all":
+            raise OptionError(
+                f"--memory: {text!r} is not a size: give tokens as 4096, 16k or 1M, 0 for none, or "
+                "all"
+            )
+        size = int(match[1]) * _LETTERS[match[2].lower()] if match else None
+        if size in names:
+            raise OptionError(f"--memory names {text} twice: name each size once")
+        names[size] = f"memory {text}"
+    names[0] = "no memory"
+    ordered = sorted(names, key=lambda size: math.inf if size is None else size)
+    about = "the default decoder with a memory of this size"
+    return {names[size]: planned(names[size], about, size) for size in ordered}
 
 
 def memory_verdict(policies: Mapping[str, ReplayPolicy], comparison: Comparison) -> list[str]:
-    """What remembering gains, a line for each chip.
+    """What remembering gains: a line for each chip, with the smallest sufficient size.
 
-    The size that is named is enough: no larger one is faster by more than 1 %.
+    A size is sufficient if no larger one is faster by more than 1 %.
 
     Args:
         policies: from :func:`memories`.
         comparison: of these, by chip and name.
     """
-    sizes = [policy.memory_tokens for policy in policies.values()]
     lines = []
     for chip, reports in comparison.items():
         speeds = [report["speedup"] for report in reports.values()]
@@ -602,7 +530,9 @@ def memory_verdict(policies: Mapping[str, ReplayPolicy], comparison: Comparison)
         if enough == 0:
             lines.append(f"Remembering gains at most 1 % {where}.")
         else:
-            what = "everything" if sizes[enough] is None else f"{_name(sizes[enough])} tokens"
+            name = [*policies][enough]
+            unbounded = policies[name].memory_tokens is None
+            what = "everything" if unbounded else f"{name.removeprefix('memory ')} tokens"
             gain = 100 * (with_it / without - 1)
             lines.append(f"Remembering {what} gains {gain:.1f} % {where}.")
     return lines

@@ -15,7 +15,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ..engine.params import SamplingParams
-from ..errors import OptionError, PromptError
+from ..errors import PromptError
 from ..process import INTERRUPTED
 from ..terminal import visible
 from .common.model_choice import ABOUT, DEFAULT, model_argument, needed_model
@@ -37,18 +37,14 @@ from .common.output import (
     FoldingTable,
     ProgressBar,
     ReportOptions,
-    html_page,
-    print_tables,
     ratio,
     shown,
     speed_bars,
-    write_json,
 )
 
 if TYPE_CHECKING:
-    from ..bench.measure import MakeBackend, MeasuredPrompt
+    from ..bench.measure import MakeBackend, MeasuredPrompt, Report
     from ..bench.prompts import BenchPrompt
-    from ..bench.report import Report
 
 _DECODERS = ("plain", "mlx-lm", "prompt-lookup", "auto", "lookahead", "combined")
 _prompts = partial(option_field, group="Prompts")
@@ -61,13 +57,11 @@ class BenchOptions:
 
     adapter_path: str | None = option_field(ADAPTERS, ADAPTERS_HELP, type=NAME, group="Model")
     prompts: tuple[Path, ...] = _prompts(
-        "--prompts FILE",
-        "Prompts to answer; repeatable.  [default: a small set that comes with mlxspec]",
+        "--prompts --spec-bench FILE",
+        "Prompts to answer, such as Spec-Bench's question.jsonl; repeatable.  [default: a small "
+        "set that comes with mlxspec]",
         type=FILE,
         multiple=True,
-    )
-    spec_bench: Path | None = _prompts(  # noqa: RUF009
-        "--spec-bench FILE", "Spec-Bench's question.jsonl as prompts."
     )
     limit: int | None = _prompts("--limit N", "At most N prompts of each category.")
     decoders: str | None = _measurement(
@@ -107,8 +101,8 @@ def bench_command(
     each line; any other file is one prompt as it stands. Reports hold no prompts,
     no outputs and no paths unless you ask for them.
     """
-    from ..bench.measure import backends_with, chosen_backends
-    from ..bench.report import what_differs
+    from ..bench.measure import backends_with, chosen_backends, what_differs
+    from ..bench.prompts import bundled_prompts, limited, read_prompts
     from ..drafting.drafter import load_drafter
 
     # All that needs no model is checked before one is loaded, or even downloaded.
@@ -118,40 +112,19 @@ def bench_command(
         backends |= backends_with(load_drafter(asked.drafter))
     check_least(1, max_tokens=asked.max_tokens, repeats=asked.repeats, limit=asked.limit)
     sampling = SamplingParams(temp=asked.temp, seed=asked.seed)
-    questions = _questions(asked)
+    prompts = [prompt for file in asked.prompts for prompt in read_prompts(file)]
+    questions = limited(prompts or bundled_prompts(), asked.limit)
     shows.check()
 
     report = _report(model, asked, backends, sampling, questions, include_text)
     wrong = list(what_differs(report))
-
-    def show() -> None:
-        if shows.as_json:
-            write_json(report)
-        else:
-            print_tables(_tables(report))
-        for line in wrong:
-            click.echo(f"Error: {shown(line)}", err=True)
-
-    shows.show(show, lambda: bench_page(report))
+    shows.show_tables("mlxspec bench", report, lambda: _tables(report), lambda: page_parts(report))
+    for line in wrong:
+        click.echo(f"Error: {shown(line)}", err=True)
     if wrong:
         sys.exit(1)
     if report["settings"]["interrupted"]:
         sys.exit(INTERRUPTED)
-
-
-def _questions(asked: BenchOptions) -> list[BenchPrompt]:
-    """The prompts to answer."""
-    from ..bench.prompts import bundled_prompts, limited, read_prompts, read_spec_bench
-
-    if asked.prompts and asked.spec_bench:
-        raise OptionError("--prompts and --spec-bench are given together: choose one")
-    if asked.spec_bench:
-        prompts = read_spec_bench(asked.spec_bench)
-    elif asked.prompts:
-        prompts = [prompt for file in asked.prompts for prompt in read_prompts(file)]
-    else:
-        prompts = bundled_prompts()
-    return prompts if asked.limit is None else limited(prompts, asked.limit)
 
 
 def _report(
@@ -163,8 +136,7 @@ def _report(
     include_text: bool,
 ) -> Report:
     """Load the model, measure until the end or Ctrl-C, and sum up."""
-    from ..bench.measure import Measurement
-    from ..bench.report import bench_report, machine_facts, model_facts
+    from ..bench.measure import Measurement, bench_report, machine_facts, model_facts
     from ..models.model import load
 
     loaded, tokenizer = load(model, adapter_path=asked.adapter_path)
@@ -206,13 +178,9 @@ def _report(
 # --- tables and the page ---
 
 
-def bench_page(report: Report) -> str:
+def page_parts(report: Report) -> Iterator[RenderableType]:
     """The tables of a report with bars of speeds, the settings, and texts if it has them."""
-    return html_page(_page(report), "mlxspec bench", 160)
-
-
-def _page(report: Report) -> Iterator[RenderableType]:
-    from ..bench.report import SLOW, ratio_name, what_differs
+    from ..bench.measure import SLOW, ratio_name, what_differs
 
     yield from _tables(report)
     yield from (Text(shown(line), "red") for line in what_differs(report))
@@ -235,7 +203,7 @@ def _page(report: Report) -> Iterator[RenderableType]:
 
 
 def _tables(report: Report) -> Iterator[RenderableType]:
-    from ..bench.report import ratio_name, verdict
+    from ..bench.measure import ratio_name, verdict
 
     model, machine = report["model"], report["machine"]
     yield shown(

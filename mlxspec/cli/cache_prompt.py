@@ -233,7 +233,7 @@ def _following(
         for content in (_QUERY, prompt):
             messages, how = options.turns([{"role": "user", "content": content}])
             how["tokenize"] = False
-            texts.append(in_template(messages, tokenizer, options.remedy, **how))
+            texts.append(in_template(messages, tokenizer, **how))
         opening, prompt = texts
         prompt = prompt[len(opening.partition(_QUERY)[0]) :]
     return tokenizer.encode(prompt, add_special_tokens=False)

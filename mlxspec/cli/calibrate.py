@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import io
-import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.bar import Bar
 from rich.box import SIMPLE
-from rich.console import Console
+from rich.console import RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from ..errors import MlxspecError, OptionError
 from ..terminal import visible
 from .common.model_choice import ABOUT, DEFAULT, model_argument, needed_model
 from .common.notes import note
-from .common.options import ADAPTERS, ADAPTERS_HELP, FILE, NAME, check_least, command, option
-from .common.output import (
-    FORCE_HELP,
-    ProgressBar,
-    check_report,
-    output_console,
-    write_json,
-    write_report,
-)
+from .common.options import ADAPTERS, ADAPTERS_HELP, NAME, check_least, command, option, options_of
+from .common.output import ProgressBar, ReportOptions, output_console
 
 if TYPE_CHECKING:
     from ..drafting.kept import CostCache, CostKey, KnownRange
@@ -35,7 +26,6 @@ _DIGEST = 8  # characters, enough to distinguish models of one kind and size
 
 _WIDEST_BAR = 60  # columns
 _measurement = partial(option, group="Measurement")
-_output = partial(option, group="Output")
 
 
 @command("calibrate", short_help="Measure what steps of MODEL cost by their rows.")
@@ -44,9 +34,7 @@ _output = partial(option, group="Output")
 @_measurement("--context N", "Measure behind N tokens of context.  [default: 256]", type=int)
 @_measurement("--sequences N", "Measure steps that N sequences share.", default=1, type=int)
 @_measurement("--show", "Show what is known of MODEL, or else of all, and measure nothing.")
-@_output("--svg FILE", "Draw the curve as a picture, too.", type=FILE)
-@_output("--force", FORCE_HELP)
-@_output("--json", "Write one JSON object and no table.", "as_json")
+@options_of(ReportOptions, "shows", "Output")
 def calibrate_command(
     *,
     model: str | None,
@@ -54,16 +42,14 @@ def calibrate_command(
     context: int | None,
     sequences: int,
     show: bool,
-    svg: Path | None,
-    force: bool,
-    as_json: bool,
+    shows: ReportOptions,
 ) -> None:
     """Measure what steps of MODEL cost by their number of rows, and keep it.
 
     \b
     Examples:
       mlxspec calibrate mlx-community/Mistral-7B-Instruct-v0.3-4bit
-      mlxspec calibrate demo --context 500 --svg curve.svg
+      mlxspec calibrate demo --context 500 --html curve.html
       mlxspec calibrate demo --sequences 4
       mlxspec calibrate --show
 
@@ -75,8 +61,7 @@ def calibrate_command(
     """
     from ..drafting.kept import CostCache
 
-    if svg:
-        check_report(svg, "--svg", force=force)
+    shows.check()
     check_least(1, context=context, sequences=sequences)
     if adapter_path is not None and model is None:
         raise OptionError("--adapter-path is given without its MODEL: name that, too")
@@ -85,24 +70,13 @@ def calibrate_command(
         curves, plain = _kept(cache, model, adapter_path, context)
     else:
         curves, plain = _measured(cache, needed_model(model), adapter_path, context, sequences)
-    if svg and len(curves) != 1:
-        raise OptionError(
-            f"a picture shows one curve, and there are {len(curves)}: name the model, and a "
-            "--context where several ranges are known"
-        )
-    console = output_console()
-    if as_json:
-        write_json({"curves": curves} if show else curves[0])
-    elif not curves:
-        of_what = f" of {visible(model)} on this machine" if model else ""
-        console.print(
-            f"No step times{of_what} are known yet: mlxspec calibrate MODEL measures them."
-        )
-    else:
-        for curve in curves:
-            _print(curve, plain, console)
-    if svg:
-        write_report(svg, _picture(curves[0], plain), "--svg", force=force)
+    bars = not output_console().options.ascii_only
+    shows.show_tables(
+        "mlxspec calibrate",
+        {"curves": curves} if show else curves[0],
+        lambda: _parts(curves, plain, model, bars),
+        lambda: _parts(curves, plain, model, bars=True),
+    )
 
 
 # --- the curves: measured, or kept from before ---
@@ -190,7 +164,7 @@ def _measured(
 def _kept(
     cache: CostCache, name: str | None, adapter_path: str | None, context: int | None
 ) -> tuple[list[Curve], bool]:
-    """What the cache has: of one model on this machine, or of all.
+    """The curves in the cache: of one model on this machine, or all.
 
     Returns:
         the curves, and whether that model is known to verify no drafts.
@@ -223,42 +197,41 @@ def _kept(
 # --- tables and pictures ---
 
 
-def _print(curve: Curve, plain: bool, console: Console) -> None:
-    """Print a curve; ``plain`` says that its model is known to verify no drafts."""
-    model, machine, times = curve["model"], curve["machine"], curve["times"]
-    console.print(visible(curve["name"] or str(model.get("type"))), style="bold")
-    millions = float(model.get("parameters") or 0) / 1e6
-    size = f"{millions / 1000:.2f} B" if millions >= 1000 else f"{millions:.1f} M"
-    sequences = int(model.get("sequences") or 1)
-    about = [
-        f"{model.get('type')}, {size} parameters, {model.get('bits_per_weight')} bits each in "
-        f"memory, digest {str(model.get('digest'))[:_DIGEST]}"
-    ]
-    if sequences > 1:
-        about.append(f"{sequences} sequences")
-    measured = [machine.get("chip"), machine.get("device")]
-    if machine.get("blas") not in (None, "own"):
-        measured.append(machine["blas"])
-    measured += [f"MLX {machine.get('mlx')}", f"context below {curve['context_below']:,}"]
-    measured += [curve["source"], curve["updated"][:10]]
-    for facts in (about, measured):
-        console.print(visible(", ".join(map(str, facts))))
-    console.print(_table(times, bars=len(times) > 1 and not console.options.ascii_only))
-    if len(times) == 1:
-        reason = "This model verifies no drafts, so only" if plain else "Only"
-        console.print(f"{reason} plain steps were measured.")
-    elif sequences > 1:
-        console.print(
-            f"T(1) is a plain step of all {sequences} sequences; each further row is one of a "
-            "draft."
-        )
-    else:
-        console.print("A draft pays when its step emits more than T(M)/T(1) tokens.")
-    if len(times) > 1:
-        console.print(
-            "± is half the width of a 95 % confidence interval of T(M)/T(1).", style="dim"
-        )
-    console.print()
+def _parts(
+    curves: list[Curve], plain: bool, asked: str | None, bars: bool
+) -> Iterator[RenderableType]:
+    """The tables of curves; ``plain`` says that their model is known to verify no drafts."""
+    if not curves:
+        of_what = f" of {visible(asked)} on this machine" if asked else ""
+        yield f"No step times{of_what} are known yet: mlxspec calibrate MODEL measures them."
+    for curve in curves:
+        model, machine, times = curve["model"], curve["machine"], curve["times"]
+        yield Text(visible(curve["name"] or str(model.get("type"))), "bold")
+        millions = float(model.get("parameters") or 0) / 1e6
+        size = f"{millions / 1000:.2f} B" if millions >= 1000 else f"{millions:.1f} M"
+        sequences = int(model.get("sequences") or 1)
+        about = [
+            f"{model.get('type')}, {size} parameters, {model.get('bits_per_weight')} bits each in "
+            f"memory, digest {str(model.get('digest'))[:_DIGEST]}"
+        ]
+        if sequences > 1:
+            about.append(f"{sequences} sequences")
+        measured = [machine.get("chip"), machine.get("device")]
+        if machine.get("blas") not in (None, "own"):
+            measured.append(machine["blas"])
+        measured += [f"MLX {machine.get('mlx')}", f"context below {curve['context_below']:,}"]
+        measured += [curve["source"], curve["updated"][:10]]
+        yield from (visible(", ".join(map(str, facts))) for facts in (about, measured))
+        yield _table(times, bars=bars and len(times) > 1)
+        if len(times) == 1:
+            reason = "This model verifies no drafts, so only" if plain else "Only"
+            yield f"{reason} plain steps were measured.\n"
+            continue
+        if sequences > 1:
+            yield f"T(1) is a plain step of all {sequences} sequences; other rows are of drafts."
+        else:
+            yield "A draft pays when its step emits more than T(M)/T(1) tokens."
+        yield Text("± is half the width of a 95 % confidence interval of T(M)/T(1).\n", "dim")
 
 
 def _table(points: Sequence[dict[str, float]], bars: bool) -> Table:
@@ -284,12 +257,3 @@ def _table(points: Sequence[dict[str, float]], bars: bool) -> Table:
 
 def _milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:.2f}" if seconds < 1 else f"{1000 * seconds:.0f}"
-
-
-def _picture(curve: Curve, plain: bool) -> str:
-    """What is printed of a curve, as an SVG that needs no network."""
-    console = Console(file=io.StringIO(), record=True, width=100, force_terminal=True)
-    _print(curve, plain, console)
-    svg = console.export_svg(title="mlxspec calibrate")
-    svg = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)
-    return re.sub(r"<!-- Generated with Rich .*? -->", "<!-- mlxspec -->", svg)

@@ -7,7 +7,6 @@ from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
-from rich.table import Table
 
 from ..errors import MlxspecError, OptionError
 from ..models.model_files import DEMO, hub_repository, instead_of, is_repository_name, local_path
@@ -139,16 +138,12 @@ def unset_command(key: str) -> None:
 
 
 def _show(config: UserConfig) -> None:
-    entries = config.entries()
+    console, entries = output_console(), config.entries()
     there = "" if config.path.exists() else " (not there yet)"
-    console = output_console()
-    rows = Table.grid(padding=(0, 2))
-    rows.add_column()
-    rows.add_column(overflow="fold")
-    rows.add_row("file", f"{one_line(config.path)}{there}")
-    for key, value in entries.items():
-        rows.add_row(key, one_line(value))
-    console.print(rows)
+    rows = {"file": f"{config.path}{there}", **entries}
+    width = max(map(len, rows))
+    for key, value in rows.items():
+        console.print(f"{key:<{width}}  {one_line(value)}")
     if not entries:
         console.print("Nothing is set. 'mlxspec config --help' says what can be.")
     default = default_model()
@@ -157,7 +152,7 @@ def _show(config: UserConfig) -> None:
 
 
 def _spelled(key: str) -> str:
-    """The name of a setting, of one in which words are joined otherwise, too.
+    """The name of a setting, also of one written with underscores.
 
     Raises:
         OptionError: no setting has that name.
@@ -171,10 +166,10 @@ def _spelled(key: str) -> str:
 
 
 def _model(name: str) -> str:
-    """A model's name that is right in every directory.
+    """A model's name that is valid in every directory: a directory becomes an absolute path.
 
     Raises:
-        OptionError: there can be no such model.
+        OptionError: it is neither a directory nor a possible repository.
     """
     directory = local_path(name)
     if name != DEMO and directory.is_dir():

@@ -1,8 +1,8 @@
-"""``mlxspec connect``: what points an editor, an agent or a chat page at a server of ours.
+"""``mlxspec connect``: point an editor, an agent or a chat page at a running server.
 
-Where a client takes a file of its own for that, it gets one, so that what it did before goes on
-as it was. What each file may hold is from the client's documentation or source; the function that
-makes it names the place.
+A client that can be started with a settings file gets one of its own, so that its usual settings
+stay as they are. The settings follow the client's documentation or source, which its template
+names.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from difflib import unified_diff
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import click
 from rich.console import Console
@@ -28,47 +27,32 @@ from .common.model_choice import MODEL
 from .common.notes import say
 from .common.options import argument, check_least, color_option, command, option
 from .common.output import at_terminal, output_console
-from .settings import Settings, SettingsFile
+from .settings import SettingsFile
 
-_US = "mlxspec"  # what clients call us; Zed makes the name of the key's variable, API_KEY, from it
-_NO_KEY = "none"  # for clients that insist on one
 _MOST_OUTPUT = 8192
 _SERVER = "http://127.0.0.1"
 _PORT = 8080  # of mlxspec serve
 
 
-@dataclass(frozen=True)
-class Server:
-    """A server that clients connect to.
+CLIENTS = {
+    "opencode": ("opencode", "a provider in its settings"),
+    "claude-code": ("Claude Code", "settings to start it with"),
+    "codex": ("Codex", "a profile to start it with"),
+    "zed": ("Zed", "a provider in its settings"),
+    "continue": ("Continue", "models in its settings"),
+    "aider": ("aider", "settings to start it with"),
+    "cline": ("Cline", "fields in its window, or a command"),
+    "open-webui": ("Open WebUI", "fields in its window, or variables"),
+}
+"""By the names that the command line has for them: their own names, and how they are set up.
 
-    Attributes:
-        address: of its root.
-        models: those it serves; clients start with the first.
-        needs_key: whether clients must send a key.
-    """
-
-    address: str
-    models: list[ModelCard]
-    needs_key: bool
-
-    @property
-    def api(self) -> str:
-        """The base URL of OpenAI's API."""
-        return f"{self.address}/v1"
-
-    @property
-    def model(self) -> str:
-        """The name of the model to begin with."""
-        return self.models[0].name
-
-    def key(self, named: str = f'"${API_KEY}"') -> str:
-        """The key as a client is given it, by its name; as commands name it by default."""
-        return named if self.needs_key else _NO_KEY
+What points each of them at a server is in ``clients/NAME.yaml``, a template of Jinja's.
+"""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What points a client at a server.
+    """How a client is pointed at a server.
 
     Attributes:
         files: the settings to write to its files.
@@ -77,253 +61,84 @@ class Setup:
         notes: what else there is to know, a sentence each.
     """
 
-    files: list[SettingsFile] = field(default_factory=list)
-    fields: dict[str, str] = field(default_factory=dict)
-    commands: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    files: list[SettingsFile]
+    fields: dict[str, str]
+    commands: list[str]
+    notes: list[str]
 
 
-class Client(NamedTuple):
-    """A client: its name as it writes it, how it is set up in words, and for a server."""
-
-    title: str
-    way: str
-    setup: Callable[[Server], Setup]
-
-
-def _output(context: int) -> int:
-    """Tokens of an answer, which clients keep free for it; the rest is for the prompt."""
-    return min(_MOST_OUTPUT, context // 4)
-
-
-def _folder(variable: str, default: str, *below: str) -> Path:
-    """A directory that an environment variable can override."""
-    named = os.environ.get(variable)
-    return Path(named, *below) if named else Path.home() / default / Path(*below)
-
-
-def _in_shell(path: Path) -> str:
-    """A path as one writes it in a shell."""
-    if path.is_relative_to(Path.home()):
-        return f"~/{shlex.quote(str(path.relative_to(Path.home())))}"
-    return shlex.quote(str(path))
-
-
-def _opencode(server: Server) -> Setup:
-    """https://opencode.ai/docs/providers (custom provider) and https://opencode.ai/config.json."""
-    models: Settings = {}
-    for model in server.models:
-        length = model.context_length
-        limit = {"context": length, "output": _output(length)} if length else None
-        models[model.name] = {"name": model.name, "limit": limit}
-    key = f"{{env:{API_KEY}}}" if server.needs_key else None
-    provider = {
-        "npm": "@ai-sdk/openai-compatible",
-        "name": _US,
-        "options": {"baseURL": server.api, "apiKey": key},
-        "models": models,
-    }
-    path = _folder("XDG_CONFIG_HOME", ".config", "opencode", "opencode.json")
-    schema = {"$schema": "https://opencode.ai/config.json"}
-    return Setup(
-        files=[SettingsFile(path, {"provider": {_US: provider}}, schema)],
-        commands=[f"opencode --model {shlex.quote(f'{_US}/{server.model}')}"],
-    )
-
-
-def _claude_code(server: Server) -> Setup:
-    """https://code.claude.com/docs/en/env-vars, /settings and /llm-gateway."""
-    length = server.models[0].context_length
-    environment: Settings = {
-        "ANTHROPIC_BASE_URL": server.address,  # it appends /v1/messages
-        "ANTHROPIC_AUTH_TOKEN": None if server.needs_key else _NO_KEY,
-        "ANTHROPIC_MODEL": server.model,
-        **{f"ANTHROPIC_DEFAULT_{size}_MODEL": server.model for size in ("OPUS", "SONNET", "HAIKU")},
-        "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(length) if length else None,
-        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(_output(length)) if length else None,
-        # A line at the front that is another one in each request: no prompt would be reused.
-        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
-    }
-    settings = {
-        "env": environment,
-        "apiKeyHelper": f"printenv {API_KEY}" if server.needs_key else None,
-    }
-    path = _folder("CLAUDE_CONFIG_DIR", ".claude", f"{_US}.json")
-    return Setup(
-        files=[SettingsFile(path, settings)],
-        commands=[f"claude --settings {_in_shell(path)}"],
-        notes=["Without --settings Claude Code is as before."],
-    )
-
-
-def _codex(server: Server) -> Setup:
-    """https://developers.openai.com/codex/config-advanced (profiles, custom model providers)."""
-    provider = {
-        "name": _US,
-        "base_url": server.api,
-        "wire_api": "responses",
-        "env_key": API_KEY if server.needs_key else None,
-    }
-    settings = {
-        "model": server.model,
-        "model_provider": _US,
-        "model_context_window": server.models[0].context_length,
-        "model_providers": {_US: provider},
-    }
-    path = _folder("CODEX_HOME", ".codex", f"{_US}.config.toml")
-    return Setup(
-        files=[SettingsFile(path, settings)],
-        commands=[f"codex --profile {_US}"],
-        notes=["Without --profile Codex is as before. Profiles are files since Codex 0.134."],
-    )
-
-
-def _zed(server: Server) -> Setup:
-    """https://zed.dev/docs/ai/use-api-access (OpenAI-compatible endpoints).
+def _setup(client: str, address: str, models: list[ModelCard]) -> Setup:
+    """Fill in a client's template.
 
     Raises:
         OptionError: a model's context length is unknown, without which Zed takes no model.
     """
-    for model in server.models:
-        if not model.context_length:
-            raise OptionError(
-                f"Zed needs to know the context length of {model.name}, which the server does not "
-                "know: give it with --context-length"
-            )
-    models = [
-        {
-            "name": model.name,
-            "max_tokens": model.context_length,
-            "max_output_tokens": _output(model.context_length or 0),
-        }
-        for model in server.models
+    import yaml
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    unknown = [model.name for model in models if not model.context_length]
+    if client == "zed" and unknown:
+        raise OptionError(
+            f"Zed needs to know the context length of {unknown[0]}, which the server does not "
+            "know: give it with --context-length"
+        )
+    known = [_known(model) for model in models]
+    needs_key = bool(os.environ.get(API_KEY))
+    environment = Environment(
+        loader=PackageLoader(__package__, "clients"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_as_yaml,
+    )
+    environment.filters |= {"sh": shlex.quote, "in_shell": _in_shell}
+    text = environment.get_template(f"{client}.yaml").render(
+        address=address,
+        api=f"{address}/v1",
+        models=known,
+        model=known[0]["name"],
+        context=known[0]["context"],
+        output=known[0]["output"],
+        key=needs_key,
+        key_in_shell=f'"${API_KEY}"' if needs_key else "none",
+        folder=_folder,
+        mac=sys.platform == "darwin",
+    )
+    found = yaml.safe_load(text)
+    files = [
+        SettingsFile(Path(file["path"]), file["settings"], file.get("defaults", {}))
+        for file in found.get("files", [])
     ]
-    provider = {"api_url": server.api, "available_models": models}
-    settings = "zed", "settings.json"
-    if sys.platform == "darwin":  # where it does not look for the variable
-        path = Path.home().joinpath(".config", *settings)
-    else:
-        path = _folder("XDG_CONFIG_HOME", ".config", *settings)
-    key = "the server's key" if server.needs_key else f"any key, as {_NO_KEY!r}"
-    return Setup(
-        files=[SettingsFile(path, {"language_models": {"openai_compatible": {_US: provider}}})],
-        notes=[
-            f"Zed asks for a key in Settings, AI, LLM Providers, {_US}: give {key}. It also takes "
-            f"{API_KEY} from the environment that it is started in.",
-            "Then choose the model in the agent panel.",
-        ],
-    )
+    others = found.get("fields", {}), found.get("commands", []), found.get("notes", [])
+    return Setup(files, *others)
 
 
-def _continue(server: Server) -> Setup:
-    """https://docs.continue.dev/reference (config.yaml)."""
-    models: list[Settings] = []
-    for model in server.models:
-        length = model.context_length
-        limits = {"contextLength": length, "maxTokens": _output(length)} if length else None
-        entry = {
-            "name": f"{model.name} ({_US})",
-            "provider": "openai",
-            "model": model.name,
-            "apiBase": server.api,
-            "apiKey": server.key(f"${{{{ secrets.{API_KEY} }}}}"),
-            "roles": ["chat", "edit", "apply"],
-            "defaultCompletionOptions": limits,
-        }
-        models.append(entry)
-    folder = _folder("CONTINUE_GLOBAL_DIR", ".continue")
-    notes = ["Then choose the model below Continue's input."]
-    if server.needs_key:
-        notes.append(f"It reads the key from a line {API_KEY}=… in {_in_shell(folder / '.env')}.")
-    defaults = {"name": "Local Config", "version": "1.0.0", "schema": "v1"}
-    return Setup(
-        files=[SettingsFile(folder / "config.yaml", {"models": models}, defaults)], notes=notes
-    )
+def _known(model: ModelCard) -> dict[str, Any]:
+    """A model's name and context, and the tokens of an answer that clients keep free in it."""
+    context = model.context_length
+    output = min(_MOST_OUTPUT, context // 4) if context else None
+    return {"name": model.name, "context": context, "output": output}
 
 
-def _aider(server: Server) -> Setup:
-    """https://aider.chat/docs/llms/openai-compat.html and /docs/config."""
-    lengths = {
-        f"openai/{model.name}": {
-            "max_input_tokens": model.context_length,
-            "max_output_tokens": _output(model.context_length),
-            "input_cost_per_token": 0,
-            "output_cost_per_token": 0,
-            "litellm_provider": "openai",
-            "mode": "chat",
-        }
-        for model in server.models
-        if model.context_length
-    }
-    settings = {
-        "model": f"openai/{server.model}",
-        "openai-api-base": server.api,
-        "openai-api-key": None if server.needs_key else _NO_KEY,
-    }
-    path = Path.home() / f".aider.{_US}.yml"
-    files = [SettingsFile(path, settings)]
-    if lengths:  # aider looks for this name by itself
-        files.append(SettingsFile(Path.home() / ".aider.model.metadata.json", lengths))
-    key = f"OPENAI_API_KEY={server.key()} " if server.needs_key else ""
-    return Setup(
-        files=files,
-        commands=[f"{key}aider --config {_in_shell(path)}"],
-        notes=["Without --config aider is as before."],
-    )
+def _as_yaml(value: object) -> str:
+    """A value as YAML: a text in quotes, with all but ASCII escaped."""
+    if isinstance(value, str):
+        escaped = value.encode("unicode_escape").decode().replace('"', r"\"")
+        return f'"{escaped}"'
+    return "null" if value is None else str(value)
 
 
-def _cline(server: Server) -> Setup:
-    """https://docs.cline.bot/provider-config/openai-compatible, and ``cline auth --help``."""
-    length = server.models[0].context_length
-    fields = {
-        "API Provider": "OpenAI Compatible",
-        "Base URL": server.api,
-        "API Key": server.key("the server's key"),
-        "Model ID": server.model,
-    }
-    if length:
-        fields["Context Window Size"] = str(length)
-        fields["Max Output Tokens"] = str(_output(length))
-    command = (
-        f"cline auth --provider openai-compatible --baseurl {shlex.quote(server.api)} "
-        f"--modelid {shlex.quote(server.model)} --apikey {server.key()}"
-    )
-    return Setup(
-        fields=fields,
-        commands=[command],
-        notes=["The fields are in Cline's settings in the editor; the command is for its CLI."],
-    )
+def _folder(variable: str, default: str) -> str:
+    """A place in the home directory that an environment variable can override."""
+    return os.environ.get(variable) or str(Path.home() / default)
 
 
-def _open_webui(server: Server) -> Setup:
-    """https://docs.openwebui.com/reference/env-configuration (OpenAI), and its quick starts."""
-    command = (
-        f"OPENAI_API_BASE_URL={shlex.quote(server.api)} OPENAI_API_KEY={server.key()} "
-        "open-webui serve --port 3000"
-    )
-    return Setup(
-        fields={"URL": server.api, "Key": server.key("the server's key")},
-        commands=[command],
-        notes=[
-            "The fields are in Admin Settings, Connections, OpenAI, Add Connection. Open WebUI "
-            "reads the variables at its first start only.",
-            "In Docker write host.docker.internal for 127.0.0.1, and start the server with "
-            "--allowed-host host.docker.internal.",
-        ],
-    )
-
-
-CLIENTS = {
-    "opencode": Client("opencode", "a provider in its settings", _opencode),
-    "claude-code": Client("Claude Code", "settings to start it with", _claude_code),
-    "codex": Client("Codex", "a profile to start it with", _codex),
-    "zed": Client("Zed", "a provider in its settings", _zed),
-    "continue": Client("Continue", "models in its settings", _continue),
-    "aider": Client("aider", "settings to start it with", _aider),
-    "cline": Client("Cline", "fields in its window, or a command", _cline),
-    "open-webui": Client("Open WebUI", "fields in its window, or variables", _open_webui),
-}
-"""By the names that the command line has for them."""
+def _in_shell(name: str) -> str:
+    """A path as one writes it in a shell."""
+    path = Path(name)
+    if path.is_relative_to(Path.home()):
+        return f"~/{shlex.quote(str(path.relative_to(Path.home())))}"
+    return shlex.quote(name)
 
 
 # --- the command ---
@@ -390,25 +205,25 @@ def connect_command(
         if write:
             raise OptionError("--write needs a client: 'mlxspec connect' lists them")
         width = max(map(len, CLIENTS))
-        for name, known in CLIENTS.items():
-            _print(console, f"{name:<{width}}  {known.title}: {known.way}")
+        for name, (title, way) in CLIENTS.items():
+            _print(console, f"{name:<{width}}  {title}: {way}")
         return
-    chosen = CLIENTS[client]
+    title, _ = CLIENTS[client]
     asked = ApiClient(server or f"{_SERVER}:{port or _PORT}")
     first, *others = asked.models(model)
     models = [
         replace(first, context_length=context_length or first.context_length),
         *(replace(one, context_length=one.context_length or context_length) for one in others),
     ]
-    setup = chosen.setup(Server(asked.address, models, bool(os.environ.get(API_KEY))))
+    setup = _setup(client, asked.address, models)
     if not write:
         _show(console, setup)
         return
     if not setup.files:
         raise OptionError(
-            f"{chosen.title} has no file for it: 'mlxspec connect {client}' says what to fill in"
+            f"{title} has no file for it: 'mlxspec connect {client}' says what to fill in"
         )
-    _write(console, setup, chosen.title, yes)
+    _write(console, setup, title, yes)
     _show_start(console, setup)
 
 
@@ -416,7 +231,7 @@ def _write(console: Console, setup: Setup, title: str, yes: bool) -> None:
     """Show what changes in the client's files, ask, and write them.
 
     Raises:
-        OptionError: no one can be asked.
+        OptionError: there is no terminal to ask at.
         SettingsError: a file cannot be changed; then what to put there is shown.
     """
     try:
@@ -462,7 +277,7 @@ def _show_start(console: Console, setup: Setup) -> None:
 
 
 def _may_write(changes: list[tuple[SettingsFile, str, str]]) -> bool:
-    """Ask at a terminal.
+    """Ask the user.
 
     Raises:
         OptionError: there is no terminal to ask on.
@@ -474,5 +289,5 @@ def _may_write(changes: list[tuple[SettingsFile, str, str]]) -> bool:
 
 
 def _print(console: Console, line: str, style: str = "") -> None:
-    """A line as long as it is: what is broken cannot be copied."""
+    """Print a line without breaking it, so that it can be copied."""
     console.print(Text(visible(line), style), soft_wrap=True)

@@ -62,10 +62,10 @@ def convert_command(model: str | None, **options: Any) -> None:
 
 
 def _take(model: str, options: dict[str, Any]) -> None:
-    """Put the checkpoint among the options, as the kind that it is.
+    """Set the option for the checkpoint's kind.
 
     Raises:
-        click.UsageError: they name one already.
+        click.UsageError: an option names a checkpoint already.
     """
     for name in ("torch_path", "hf_path"):
         if options[name] is not None:

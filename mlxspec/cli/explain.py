@@ -2,16 +2,41 @@
 
 from __future__ import annotations
 
+import unicodedata
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple
+
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
 
 from ..errors import OptionError
+from ..terminal import one_line, visible
 from .common.generation import Generation
 from .common.model_choice import model_or_default, note_which_model
 from .common.options import check_least, color_option, command, option, options_of
-from .common.output import ProgressBar, ReportOptions, error_console, output_console, prefill_bar
+from .common.output import (
+    ProgressBar,
+    ReportOptions,
+    error_console,
+    html_page,
+    output_console,
+    prefill_bar,
+)
 from .common.prompt import PromptOptions, model_option, prompt_argument
 from .memory import Memories
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    from ..drafting.sources import RecordedStep
+    from ..generation.response import SpeculationStats
 
 _view = partial(option, group="Steps and output")
 
@@ -58,9 +83,8 @@ def explain_command(
     check_least(0, skip=skip)
     shows.check()
 
-    from ..drafting.sources import RecordedStep, RecordingDrafter
+    from ..drafting.sources import RecordingDrafter
     from ..models.model_files import given_name
-    from .explained import Explained, Pieces, most_instructive
 
     console = error_console(color)
     with Memories(not generation.drafting.no_memory) as memories:
@@ -69,9 +93,9 @@ def explain_command(
         tokens = prompt.tokens(source, decoder.tokenizer, templated)
         recorded: list[RecordedStep] = []
         decoder.wrap_drafter = partial(RecordingDrafter, steps=recorded)
+        how = {"templated": templated, "begun": prompt.prefill_response}
         with prefill_bar(console) as on_progress, ProgressBar("Generating", console=console) as bar:
-            how: Any = {"begun": prompt.prefill_response, "on_progress": on_progress}
-            for last in generation.stream(decoder, tokens, templated=templated, **how):
+            for last in generation.stream(decoder, tokens, on_progress=on_progress, **how):
                 bar(last.generation_tokens, generation.max_tokens)
         if skip is not None and skip >= len(recorded):
             raise OptionError(f"--skip is {skip}: the output has {len(recorded)} steps, skip fewer")
@@ -90,3 +114,291 @@ def explain_command(
         shows.show(lambda: explained.print(output_console(color)), explained.page)
         generation.note_if_full(decoder.model, last.finish_reason, last.generation_tokens)
         memories.tell_once()
+
+
+def most_instructive(steps: Sequence[RecordedStep], count: int) -> int:
+    """The first of the ``count`` successive steps in which most drafts were accepted in part.
+
+    Among equals the steps with the largest windows, then those with most accepted tokens, then
+    the first ones.
+    """
+
+    def rank(first: int) -> tuple[int, int, int]:
+        run = steps[first : first + count]
+        partly = sum(0 < len(one.verified.accepted) < one.verified.drafted for one in run)
+        accepted = sum(len(one.verified.accepted) for one in run)
+        return partly, sum(len(one.window) for one in run), accepted
+
+    return max(range(max(1, len(steps) - count + 1)), key=rank)
+
+
+# --- what became of a draft ---
+
+
+class Fate(Enum):
+    """What became of a node: its meaning in the key, its sign and its style."""
+
+    ROOT = ("emitted before", "●", "")
+    ACCEPTED = ("accepted", "✓", "bold color(32)")  # as in the generated text
+    REJECTED = ("rejected", "✗", "color(166)")
+    UNREACHED = ("not reached", "○", "dim")
+    BONUS = ("the target's own", "★", "bold")
+
+    def __init__(self, meaning: str, sign: str, style: str) -> None:
+        self.meaning, self.sign, self.style = meaning, sign, style
+
+
+class Node(NamedTuple):
+    """A node of a verified tree, or the bonus token, a child of the last accepted node.
+
+    Attributes:
+        token: its id.
+        fate: what became of it.
+        parent: the parent's number, -1 for the root.
+        origin: where it was drafted from.
+        choice: what the target chose after it; None after the bonus token.
+    """
+
+    token: int
+    fate: Fate
+    parent: int = -1
+    origin: str = ""
+    choice: int | None = None
+
+
+def nodes_of(step: RecordedStep) -> list[Node]:
+    """The nodes of a step's tree, and last the bonus token, unless the output ended before it.
+
+    A node is rejected if its parent was accepted and the target chose another token there.
+    Nodes below a rejected one, or behind the output's end, were not reached.
+    """
+    verified, tree = step.verified, step.verified.tree
+    has_bonus = len(verified.tokens) > len(verified.accepted)
+    walked = {0, *(verified.accepted if has_bonus else verified.accepted[:-1])}
+
+    def fate(number: int, parent: int) -> Fate:
+        if number == 0:
+            return Fate.ROOT
+        if number in verified.accepted:
+            return Fate.ACCEPTED
+        return Fate.REJECTED if parent in walked else Fate.UNREACHED
+
+    columns = tree.tokens, tree.parents, step.origins, verified.choices
+    nodes = [
+        Node(token, fate(number, parent), parent, origin, choice)
+        for number, (token, parent, origin, choice) in enumerate(zip(*columns, strict=True))
+    ]
+    if has_bonus:
+        nodes.append(Node(verified.tokens[-1], Fate.BONUS, (0, *verified.accepted)[-1]))
+    return nodes
+
+
+def window_of(step: RecordedStep) -> dict[str, list[tuple[int, bool] | None]]:
+    """Lookahead decoding's window: its Jacobi iterations, oldest first, last the new one.
+
+    By the iteration's name ("t−2", "t−1", "now") the token in each column and whether it was
+    accepted; None where the step had no room for a row. The tokens of a column are an n-gram
+    (Fu et al., "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding", 2024,
+    figure 2). Empty without a window.
+    """
+    if not step.window:
+        return {}
+    verified = step.verified
+    height = 1 + max(level for level, _ in step.window)
+    width = 1 + max(column for _, column in step.window)
+    result: dict[str, list[tuple[int, bool] | None]] = {}
+    for level in range(height + 1):
+        tokens = verified.argmaxes if level == height else verified.tree.tokens
+        nodes = [step.window.get((min(level, height - 1), column)) for column in range(width)]
+        result[f"t−{height - level}" if level < height else "now"] = [
+            None if node is None else (tokens[node], level < height and node in verified.accepted)
+            for node in nodes
+        ]
+    return result
+
+
+# --- the drawing ---
+
+_SPACE, _NEWLINE, _TAB = "·", "↵", "⇥"
+_SIGNS = str.maketrans(
+    {"\n": _NEWLINE, "\t": _TAB, "\r": "␍", "\u2028": _NEWLINE, "\u2029": _NEWLINE}
+)
+_PIECE_WIDTH = 24
+
+
+class Pieces:
+    """The text of tokens, with visible white space.
+
+    Args:
+        tokenizer: the model's.
+    """
+
+    def __init__(self, tokenizer: TokenizerWrapper) -> None:
+        self._tokenizer = tokenizer
+
+    def __getitem__(self, token: int) -> str:
+        """One token, its white space as signs; never empty and without spaces."""
+        text = self._decode([token])
+        if text and unicodedata.combining(text[0]):
+            text = f"◌{text}"  # or it would change the sign before it
+        elif not text.strip("\ufffd") or cell_len(_readable(text)) == 0:
+            # A part of a character, or a token without text.
+            name = self._tokenizer.convert_ids_to_tokens(token)
+            text = name if isinstance(name, str) and name.startswith("<0x") else f"<{token}>"
+        return _readable(text).replace(" ", _SPACE)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Successive tokens on one line: spaces stay, other white space becomes signs."""
+        return _readable(self._decode(tokens))
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        from ..models.detokenizer import detokenizer_of
+
+        detokenizer = detokenizer_of(self._tokenizer)
+        for token in tokens:
+            detokenizer.add_token(token)
+        detokenizer.finalize()
+        return detokenizer.text
+
+
+def _readable(text: str) -> str:
+    return visible(text.translate(_SIGNS))
+
+
+_CONTEXT = 30  # tokens shown before a step
+
+
+@dataclass(frozen=True)
+class Explained:
+    """Steps of one generation, to be drawn.
+
+    Attributes:
+        model, decoder: their names, as the user gave them.
+        prompt: the prompt's tokens.
+        steps: all steps of the generation.
+        first, count: which of them to show; the first has number 0.
+        stats: the generation's figures.
+        pieces: the text of tokens.
+        chosen: whether :func:`most_instructive` has chosen the first step.
+    """
+
+    model: str
+    decoder: str
+    prompt: Sequence[int]
+    steps: Sequence[RecordedStep]
+    first: int
+    count: int
+    stats: SpeculationStats
+    pieces: Pieces
+    chosen: bool = False
+
+    def print(self, console: Console) -> None:
+        """Draw the steps on a console of any width."""
+        for part in self._parts():
+            console.print(part)
+
+    def page(self) -> str:
+        """The same as an HTML page, with all text escaped."""
+        prompt = Text(f"Prompt: {self.pieces.text(self.prompt)}", "dim")
+        return html_page([prompt, *self._parts()], "mlxspec explain")
+
+    def _parts(self) -> Iterator[RenderableType]:
+        stats = self.stats
+        yield Text(
+            f"{one_line(self.model)}, decoder {self.decoder}: tokens {stats.emitted}, "
+            f"steps {stats.steps}, tokens per step {stats.tokens_per_step:.2f}, "
+            f"rows per step {stats.rows / stats.steps:.1f}"
+        )
+        if self.chosen and self.first:
+            yield Text(
+                f"This begins at step {self.first + 1}, where drafts show most; "
+                "--skip 0 begins at the first.",
+                "dim",
+            )
+        text, windows = list(self.prompt), False
+        for number, step in enumerate(self.steps[: self.first + self.count], start=1):
+            if number > self.first:
+                yield Text(f"\nStep {number} of {len(self.steps)}", "bold")
+                yield from self._step(step, text)
+                windows = windows or bool(step.window)
+            text.extend(step.verified.tokens)
+        yield ""
+        yield Text("  ").join(Text(f"{fate.sign} {fate.meaning}", fate.style) for fate in Fate)
+        signs = f"{_SPACE} space  {_NEWLINE} newline  {_TAB} tab"
+        yield Text(f"{signs}  → the target's next choice", "dim")
+        if windows:
+            yield Text(
+                "Row i of the window is an n-gram that may follow i tokens after the current one: "
+                "the step adds it to the pool once the window has all levels.",
+                "dim",
+            )
+
+    def _step(self, step: RecordedStep, before: list[int]) -> Iterator[RenderableType]:
+        verified = step.verified
+        emitted = f"{len(verified.tokens)} emitted"
+        accepted = f"{len(verified.accepted)} of {verified.drafted} draft tokens accepted"
+        yield Text(
+            f"{len(verified.tree)} rows: {accepted}, {emitted}"
+            if verified.drafted
+            else f"1 row, {emitted}; nothing drafted: {step.no_draft}"
+        )
+        cut = "…" if len(before) > _CONTEXT else ""
+        yield Text(f"after {cut}{self.pieces.text(before[-_CONTEXT:])}", "dim")
+        yield self._tree(nodes_of(step))
+        if window := window_of(step):
+            yield Text("\nWindow: Jacobi iterations", "bold")
+            yield self._window(window)
+
+    def _tree(self, nodes: Sequence[Node]) -> Tree:
+        """The draft tree: successive nodes without branches share a line."""
+        children: dict[int, list[int]] = defaultdict(list)
+        order = [Fate.ACCEPTED, Fate.BONUS, Fate.REJECTED, Fate.UNREACHED]
+        for number in sorted(range(1, len(nodes)), key=lambda one: order.index(nodes[one].fate)):
+            children[nodes[number].parent].append(number)
+
+        def grow(tree: Tree, start: int) -> None:
+            for child in children[start]:
+                run, accepted = [child], nodes[child].fate is Fate.ACCEPTED
+                while len(below := children[run[-1]]) == 1:
+                    if (nodes[below[0]].fate is Fate.ACCEPTED) != accepted:
+                        break
+                    run.append(below[0])
+                grow(tree.add(self._run(nodes, run)), run[-1])
+
+        tree = Tree(self._run(nodes, [0]), guide_style="dim")
+        grow(tree, 0)
+        return tree
+
+    def _run(self, nodes: Sequence[Node], run: Sequence[int]) -> Text:
+        """A line: the tokens, what the target chose after them, and a new origin."""
+        first, last = nodes[run[0]], nodes[run[-1]]
+        line = Text().append(first.fate.sign, first.fate.style)
+        for number in run:
+            line.append(" ").append(self._piece(nodes[number].token), nodes[number].fate.style)
+        if first.fate in (Fate.ROOT, Fate.BONUS):
+            return line
+        if last.fate is not Fate.ACCEPTED and last.choice is not None:
+            line.append(f" → {self._piece(last.choice)}", "dim")
+        origins = list(dict.fromkeys(nodes[number].origin for number in run))
+        if origins != [nodes[first.parent].origin]:
+            line.append(f" ({', '.join(origins)})", "italic dim")
+        return line
+
+    def _window(self, window: dict[str, list[tuple[int, bool] | None]]) -> Table:
+        table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
+        table.add_column("", style="dim", no_wrap=True)
+        for name in window:
+            table.add_column(name, no_wrap=True, style="bold" if name == "now" else "")
+        for column, cells in enumerate(zip(*window.values(), strict=True)):
+            row = []
+            for token, accepted in (cell or (None, False) for cell in cells):
+                piece = "" if token is None else self._piece(token)
+                mark = Fate.ACCEPTED
+                row.append(Text(mark.sign + piece, mark.style) if accepted else Text(piece))
+            table.add_row(str(column), *row)
+        return table
+
+    def _piece(self, token: int) -> str:
+        piece = Text(self.pieces[token])
+        piece.truncate(_PIECE_WIDTH, overflow="ellipsis")
+        return piece.plain

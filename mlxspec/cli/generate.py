@@ -6,21 +6,20 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-import click
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ..distributed.launch import launched_rank, let_rank_0_speak
+from ..distributed.launch import launched_rank
 from ..errors import OptionError, PromptError
 from ..process import INTERRUPTED
 from ..terminal import TokenPrinter, colored
 from .common.generation import Generation
 from .common.model_choice import model_or_default, note_which_model
 from .common.notes import silence_notes
-from .common.options import NAME, Command, check_least, color_option, command, option, options_of
+from .common.options import NAME, check_least, color_option, command, option, options_of
 from .common.output import (
     Figures,
     error_console,
@@ -37,15 +36,7 @@ if TYPE_CHECKING:
     from .cache_prompt import CachedPrompt
 
 
-class _GenerateCommand(Command):
-    """Lets rank 0 alone complain of wrong options, where several are launched."""
-
-    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        let_rank_0_speak()
-        return super().make_context(*args, **kwargs)
-
-
-@command("generate", cls=_GenerateCommand)
+@command("generate")
 @prompt_argument
 @model_option
 @options_of(PromptOptions, "prompt", "Model and prompt")

@@ -12,7 +12,7 @@ from rich.text import Text
 from ..terminal import one_line, visible
 from .common.model_choice import ABOUT, DEFAULT, model_argument, needed_model
 from .common.options import ADAPTERS, ADAPTERS_HELP, NAME, command, option
-from .common.output import output_console, write_json
+from .common.output import output_console, size_in_words, write_json
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -57,7 +57,7 @@ def inspect_command(model: str | None, adapter_path: str | None, as_json: bool) 
 
 
 def _report(model: nn.Module) -> dict[str, Any]:
-    """Look a model over and try it, with two hundred small forwards or so.
+    """Examine a model with about two hundred small forwards.
 
     ``bits_per_weight`` is the average in memory, scales included. On the CPU half-precision
     weights and scales have become float32, so it is more than the checkpoint's.
@@ -109,7 +109,7 @@ def _table(report: dict[str, Any]) -> Table:
         for kind in report["quantisation"]
     ]
     context = report["context"]
-    size = f"{_number(report['parameters'])}, {report['bits_per_weight']} bits each in memory"
+    size = f"{report['parameters'] / 1e6:,.1f} M, {report['bits_per_weight']} bits each in memory"
     rows: list[tuple[str, str | Text]] = [
         ("architecture", f"{visible(report['type'])}, {report['layers']} layers"),
         ("parameters", size),
@@ -145,24 +145,11 @@ def _holds(kind: dict[str, Any]) -> str:
     """How many caches of a kind there are, and what one of them holds."""
     positions, each = kind["positions"], kind["bytes_per_position"]
     if kind["state_bytes"] is not None:
-        holds = f"state, {_size(kind['state_bytes'])} however long the context"
+        holds = f"state, {size_in_words(kind['state_bytes'])} however long the context"
     elif each is None:
         holds = "a kind of its own"
     elif positions is None:
-        holds = f"all positions, {_size(each)} each"
+        holds = f"all positions, {size_in_words(each)} each"
     else:
-        holds = f"the latest {positions:,} positions, {_size(positions * each)} at most"
+        holds = f"the latest {positions:,} positions, {size_in_words(positions * each)} at most"
     return f"{kind['count']} × {kind['name']}: {holds}"
-
-
-def _number(count: int) -> str:
-    return f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
-
-
-def _size(count: int) -> str:
-    size = float(count)
-    for unit in ("bytes", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} GiB"

@@ -24,7 +24,7 @@ _SHORT = 40  # characters of a prompt that can be repeated
 
 
 class LazyGroup(Group):
-    """Imports a subcommand when it is asked for."""
+    """Imports a subcommand when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [name for names in _COMMANDS.values() for name in names]
@@ -98,38 +98,23 @@ def help_command(ctx: click.Context, words: tuple[str, ...]) -> None:
       mlxspec help generate
       mlxspec help memory forget
     """
-    about = ctx.find_root()
-    for word in words:
-        group = about.command
-        if not isinstance(group, click.Group):
-            raise click.UsageError(f"{about.command_path} has no commands of its own", about)
-        name, found, _ = group.resolve_command(about, [word])
-        if found is None:
-            raise click.UsageError(f"{word} is an option: name a command", ctx)
-        about = found.context_class(found, about, name, **found.context_settings)
-    click.echo(about.get_help())
+    ctx.find_root().command.main([*words, "--help"], prog_name=_NAME, standalone_mode=False)
 
 
 _NAME = "mlxspec"
 _VARIABLE = "_MLXSPEC_COMPLETE"  # by which click knows what the shell asks for
 _INSTALLED = {
     "bash": """\
-# mlxspec in bash 4.4 or newer (macOS has an older one). For every new shell:
-#   mkdir -p ~/.local/share/bash-completion/completions
-#   mlxspec completion bash > ~/.local/share/bash-completion/completions/mlxspec
-# or, without the package bash-completion, in ~/.bashrc:  eval "$(mlxspec completion bash)"
-# For this one:  eval "$(mlxspec completion bash)"
+# mlxspec in bash 4.4 or newer (macOS has an older one). For every new shell, in ~/.bashrc:
+#   eval "$(mlxspec completion bash)"
 """,
     "zsh": """\
 # mlxspec in zsh. For every new shell, in ~/.zshrc, after compinit:
 #   eval "$(mlxspec completion zsh)"
-# or without the time that takes: mlxspec completion zsh > DIRECTORY/_mlxspec, with a DIRECTORY of
-# $fpath, before compinit.
 """,
     "fish": """\
 # mlxspec in fish. For every new shell:
 #   mlxspec completion fish > ~/.config/fish/completions/mlxspec.fish
-# For this one:  mlxspec completion fish | source
 """,
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -17,9 +17,6 @@ from .common.notes import note
 from .common.options import command, option
 from .common.output import FoldingTable, print_tables, shown, size_in_words, write_json
 from .settings import load_config
-
-if TYPE_CHECKING:
-    pass
 
 _RESERVE = 1.1  # of what the weights take: caches and a forward
 
@@ -55,7 +52,7 @@ def models_command(as_json: bool) -> None:
 
 
 def _found(memory: int, default: str | None) -> Iterator[dict[str, Any]]:
-    """What ``--json`` reports of each model, the one that answers by default first."""
+    """The entries of ``--json``, the default model first."""
     import mlx.core as mx
 
     from ..models.on_machine import model_files
@@ -85,7 +82,7 @@ def _found(memory: int, default: str | None) -> Iterator[dict[str, Any]]:
 
 
 def _directories(named: list[str]) -> dict[str, Path]:
-    """Where models are, by their names, each under one.
+    """The directories of models by name, each once.
 
     Args:
         named: those that the user has named; if they are directories, they are added.
@@ -103,9 +100,9 @@ def _directories(named: list[str]) -> dict[str, Path]:
 
 
 def _measured() -> Callable[[str, str], bool]:
-    """Returns whether the step times of a model, given its name and architecture, are known here.
+    """Return a test whether a model's step times are known here, by its name and architecture.
 
-    They go by the model's shapes, so it is looked into if one of its architecture is known.
+    Step times belong to a model's shapes, so the test loads a model if its architecture is known.
     """
     from ..drafting.kept import CostCache
     from ..engine.costs import cost_key, machine_identity
@@ -147,17 +144,13 @@ def _tables(
     yield table
     for one in models:
         yield from (shown(f"{alias} stands for {one['name']}") for alias in one["aliases"])
-    if any(one["aliases"] for one in models):
-        yield ""
     if others:
-        yield Text("Not to be run as they are", style="bold")
+        yield Text("\nNot to be run as they are", style="bold")
     for one in others:
         yield shown(f"{one['name']}, {_size(one['bytes'])}: {one['reason']}")
     if [one["name"] for one in usable] == [DEMO]:
-        if others:
-            yield ""
         yield (
-            "A model of the Hugging Face Hub is downloaded when it is first named: "
+            "\nA model of the Hugging Face Hub is downloaded when it is first named: "
             f"mlxspec chat {SMALL_MODEL}"
         )
 

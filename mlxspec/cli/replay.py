@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,18 +25,14 @@ from .common.output import (
     FoldingTable,
     ProgressBar,
     ReportOptions,
-    html_page,
-    print_tables,
     ratio,
     shown,
     speed_bars,
-    write_json,
 )
 
 if TYPE_CHECKING:
     from ..bench.policies import ReplayPolicy
-    from ..bench.replay import Comparison
-    from ..bench.report import Report
+    from ..bench.replay import Comparison, Report
     from ..drafting.chips import Chip
 
 _ALL = "all"
@@ -126,7 +122,7 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
     "category", "model" and "completions", the indices of the messages to replay.
     """
     from ..bench.prompts import load_trace_tokenizer, read_completions
-    from ..bench.replay import brief_verdict, compare
+    from ..bench.replay import compare
 
     policies = _policies(asked, shows)
     default = _ALL if shows.html else _DEFAULT_CHIP
@@ -140,24 +136,14 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
     work = completions, tokenizer.classes, policies, curves, asked.concurrency
     with ProgressBar("Replaying") as on_progress:
         comparison = compare(*work, on_progress)
-    verdict = _verdict(asked, policies, comparison)
-
-    def show() -> None:
-        if shows.as_json:
-            write_json(_report(asked, policies, comparison, chips))
-        else:
-            print_tables(_tables(comparison, policies, chips, asked.concurrency))
-            print_tables(map(shown, verdict))
-
-    def show_briefly() -> None:
-        lines = verdict if asked.memory else brief_verdict(policies, comparison, chips)
-        print_tables(map(shown, [*lines, f"The tables are in {shows.html}."]))
-
-    def page() -> str:
-        parts = _page(comparison, policies, chips)
-        return html_page([*map(shown, verdict), *parts], "mlxspec replay", 160)
-
-    shows.show(show, page, None if shows.as_json else show_briefly)
+    verdict = [*map(shown, _verdict(asked, policies, comparison))]
+    shows.show_tables(
+        "mlxspec replay",
+        _report(asked, policies, comparison, chips),
+        lambda: [*_tables(comparison, policies, chips, asked.concurrency), *verdict],
+        lambda: [*verdict, *_page(comparison, policies, chips)],
+        verdict,
+    )
 
 
 def _policies(asked: ReplayOptions, shows: ReportOptions) -> dict[str, ReplayPolicy]:
@@ -194,7 +180,7 @@ def _policies(asked: ReplayOptions, shows: ReportOptions) -> dict[str, ReplayPol
 
 
 def _chips(names: tuple[str, ...], file: Path | None) -> dict[str, Chip]:
-    """The chips that are asked for, by name."""
+    """The requested chips, by name."""
     from ..bench.replay import read_curve
     from ..drafting.chips import Chip, chip_names, known_chip
 
@@ -207,7 +193,7 @@ def _chips(names: tuple[str, ...], file: Path | None) -> dict[str, Chip]:
 def _verdict(
     asked: ReplayOptions, policies: Mapping[str, ReplayPolicy], comparison: Comparison
 ) -> list[str]:
-    """The comparison summed up in lines."""
+    """The result of the comparison, in lines."""
     from ..bench.replay import joint_verdict, memory_verdict, verdict
 
     if asked.memory is not None:
@@ -243,22 +229,66 @@ def _tables(
     chips: Mapping[str, Chip],
     several: int,
 ) -> Iterator[RenderableType]:
-    labels = {name: policy.label for name, policy in policies.items()}
     for chip, reports in comparison.items():
         at_once = f", {several} outputs at once" if several > 1 else ""
         estimates = f" ({chips[chip].about})" if chips[chip].about else ""
         yield shown(f"Modelled on: {chip}{at_once}{estimates}")
-        if several > 1:
-            yield _joint_figures(reports, labels)
-        else:
-            yield _sets(reports, labels)
-            yield _decoder_figures(reports, labels)
+        labels = [policies[name].label for name in reports]
+        if several == 1:
+            sets = FoldingTable("set", "outputs", "tokens", *labels, caption=_SETS)
+            for name, first in next(iter(reports.values()))["sets"].items():
+                speeds = [ratio(report["sets"][name]["speedup"]) for report in reports.values()]
+                counts = str(first["completions"]), f"{first['tokens']:,}"
+                sets.add_row(shown(name), *counts, *speeds)
+            yield sets
+        columns, caption = (_TOGETHER, _BATCHED) if several > 1 else (_ALONE, _DECODERS)
+        table = FoldingTable("decoder", *columns, caption=caption)
+        for label, report in zip(labels, reports.values(), strict=True):
+            table.add_row(label, *(cell(report) for cell in columns.values()))
+        yield table
+
+
+_SETS = "speed against plain decoding"
+_DECODERS = (
+    "speed: geometric mean over the sets; slow outputs, which lose more than 2 % and two plain "
+    "steps: mean share over the sets"
+)
+_BATCHED = (
+    "speed of all outputs against one plain output; what it costs to attend to several contexts is "
+    "not modelled; slow: more than 2 % and two steps behind plain batching"
+)
+
+
+def _worst(report: Report) -> str:
+    sets = report["sets"]
+    return f"{shown(min(sets, key=lambda name: sets[name]['speedup']))} {ratio(report['worst'])}"
+
+
+_STEPS: dict[str, Callable[[Report], str]] = {
+    "tokens per step": lambda report: f"{report['tokens_per_step']:.2f}",
+    "rows per step": lambda report: f"{report['rows_per_step']:.2f}",
+}
+_ALONE: dict[str, Callable[[Report], str]] = {
+    "speed": lambda report: ratio(report["speedup"]),
+    "worst set": _worst,
+    "slow outputs": lambda report: f"{report['share_slow']:.1%}",
+    **_STEPS,
+}
+_TOGETHER: dict[str, Callable[[Report], str]] = {
+    "plain batching": lambda report: ratio(report["plain_batching"]),
+    "drafts, one at a time": lambda report: ratio(report["one_at_a_time"]),
+    "both": lambda report: ratio(report["speedup"]),
+    "both against batching": lambda report: ratio(report["over_plain_batching"]),
+    "slow outputs": lambda report: f"{report['share_slow']:.1%}",
+    "outputs per step": lambda report: f"{report['sequences_per_step']:.2f}",
+    **_STEPS,
+}
 
 
 def _page(
     comparison: Comparison, policies: Mapping[str, ReplayPolicy], chips: Mapping[str, Chip]
 ) -> Iterator[RenderableType]:
-    """The tables of all chips, bars of speeds for each, and what the decoders are."""
+    """Bars and tables for each chip, and a description of each decoder."""
     from ..bench.policies import HINDSIGHT
     from ..bench.replay import SLOW
 
@@ -270,54 +300,3 @@ def _page(
     yield from _tables(comparison, policies, chips, 1)
     for name, policy in policies.items():
         yield shown(f"{policy.label}: {policy.description} (--decoder {name})")
-
-
-def _joint_figures(reports: Mapping[str, Report], labels: Mapping[str, str]) -> RenderableType:
-    result = FoldingTable(
-        *("decoder", "plain batching", "drafts, one at a time", "both", "both against batching"),
-        *("slow outputs", "outputs per step", "tokens per step", "rows per step"),
-        caption="speed of all outputs against one plain output; what it costs to attend to "
-        "several contexts is not modelled; slow: more than 2 % and two steps behind plain batching",
-    )
-    for name, report in reports.items():
-        speeds = (report["plain_batching"], report["one_at_a_time"], report["speedup"])
-        sizes = (report["sequences_per_step"], report["tokens_per_step"], report["rows_per_step"])
-        result.add_row(
-            labels[name],
-            *map(ratio, (*speeds, report["over_plain_batching"])),
-            f"{report['share_slow']:.1%}",
-            *(f"{size:.2f}" for size in sizes),
-        )
-    return result
-
-
-def _sets(reports: Mapping[str, Report], labels: Mapping[str, str]) -> RenderableType:
-    """Speed by set and decoder."""
-    result = FoldingTable(
-        *("set", "outputs", "tokens", *(labels[name] for name in reports)),
-        caption="speed against plain decoding",
-    )
-    for name, first in next(iter(reports.values()))["sets"].items():
-        speeds = [ratio(report["sets"][name]["speedup"]) for report in reports.values()]
-        result.add_row(shown(name), str(first["completions"]), f"{first['tokens']:,}", *speeds)
-    return result
-
-
-def _decoder_figures(reports: Mapping[str, Report], labels: Mapping[str, str]) -> RenderableType:
-    result = FoldingTable(
-        *("decoder", "speed", "worst set", "slow outputs"),
-        *("tokens per step", "rows per step"),
-        caption="speed: geometric mean over the sets; slow outputs, which lose more than 2 % and "
-        "two plain steps: mean share over the sets",
-    )
-    for name, report in reports.items():
-        worst = min(report["sets"], key=lambda one: report["sets"][one]["speedup"])
-        result.add_row(
-            labels[name],
-            ratio(report["speedup"]),
-            f"{shown(worst)} {ratio(report['worst'])}",
-            f"{report['share_slow']:.1%}",
-            f"{report['tokens_per_step']:.2f}",
-            f"{report['rows_per_step']:.2f}",
-        )
-    return result

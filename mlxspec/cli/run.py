@@ -66,10 +66,7 @@ def run_command(module: str | None, no_memory: bool, arguments: tuple[str, ...])
     """
     if module is None and not arguments:
         raise click.UsageError("name a script, or a module with -m")
-    if module is not None:
-        program = _module(module, arguments)
-    else:
-        program = _script(arguments[0], arguments[1:])
+    program = _module(module, arguments) if module else _script(arguments[0], arguments[1:])
     with Memories(not no_memory) as memories:
         _run(program, memories)
 
@@ -102,17 +99,14 @@ def _module(name: str, arguments: Sequence[str]) -> Callable[[], object]:
         # Run as __main__ it would call its own functions, not those that speculate.
         name, arguments = "mlx_lm", ["generate", *arguments]
     sys.path[0] = os.getcwd()
-    if not _is_there(name):
+    try:
+        found = find_spec(name)
+    except (ImportError, ValueError):  # not even the package that it should be in, or no name
+        found = None
+    if found is None:
         raise click.ClickException(f"{name}: no such module; a script is run without -m")
     sys.argv = [name, *arguments]
     return partial(runpy.run_module, name, run_name="__main__", alter_sys=True)
-
-
-def _is_there(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except (ImportError, ValueError):  # not even the package that it should be in, or no name
-        return False
 
 
 def _run(program: Callable[[], object], memories: Memories) -> None:

@@ -1,4 +1,4 @@
-"""``mlxspec serve``: models behind OpenAI's and Anthropic's APIs, and the lines on requests."""
+"""``mlxspec serve``: models behind OpenAI's and Anthropic's APIs, and a log of requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -81,13 +81,12 @@ class ServeOptions:
     port: int = _address_option("--port N", "The port; 0 takes a free one.", default=8080)
     allowed_hosts: tuple[str, ...] = _address_option(
         "--allowed-host NAME",
-        "Also answer requests that call the server so; repeatable.",
+        "Also answer requests to this host name; repeatable.",
         multiple=True,
     )
     api_key_file: Path | None = _address_option(  # noqa: RUF009
         "--api-key-file FILE",
-        f"Ask for one of the keys in this file, one a line. {API_KEY} in the environment is one, "
-        "too.",
+        f"Require one of the keys in this file, one per line, or the key in {API_KEY}.",
     )
     concurrency: int = _request_option(
         "--concurrency N", "Generate for N requests of a model at once.", default=8
@@ -110,13 +109,13 @@ class ServeOptions:
     )
     cache_bytes: int | None = option_field(
         "--cache-bytes SIZE",
-        "Keep so much of earlier prompts, as 8G.  [default: a share of the free memory]",
+        "Memory for caches of earlier prompts, such as 8G.  [default: a share of the free memory]",
         type=_size,
         group="Memory",
     )
     cache_dir: Path | None = option_field(  # noqa: RUF009
         "--cache-dir DIR",
-        "Keep them there from one start to the next. Only you may write to it.",
+        "Keep these caches here between runs. Only you may have write access.",
         group="Memory",
     )
     quiet: bool = option_field(
@@ -144,7 +143,7 @@ class ServeOptions:
         if self.port > _MOST_PORT:
             raise OptionError(f"--port is {self.port}: it is at most {_MOST_PORT}")
         if self.adapter_path is not None and models > 1:
-            raise OptionError("--adapter-path is of one model: give one --model with it")
+            raise OptionError("--adapter-path needs exactly one --model")
 
 
 @command("serve")
@@ -212,10 +211,11 @@ def _run(
         keeps = _keeps_answers(asked[0].drafting, keys)
         memories = serving.enter_context(Memories(keeps, len(asked) > 1))
         served = _load(asked, console, memories, options.cache_bytes, template, keys)
-        log = RequestLog(console, options.log_json, options.quiet)
-        serving.callback(log.close)
+        log = serving.enter_context(
+            request_log(options.log_json, options.quiet, not console.no_color)
+        )
         limits = WorkerLimits(options.concurrency, options.queue, options.stall)
-        worker = Worker(served, limits, log.ended)
+        worker = Worker(served, limits, lambda requests: log(end_record(requests)))
         # SIGTERM does what Ctrl-C does.
         usual = signal.signal(signal.SIGTERM, signal.default_int_handler)
         serving.callback(signal.signal, signal.SIGTERM, usual)
@@ -231,7 +231,11 @@ def _run(
             if not options.log_json:
                 memories.tell_once()
         app = create_app(
-            worker, max_tokens=options.max_tokens, hosts=hosts, keys=keys, on_refusal=log.refused
+            worker,
+            max_tokens=options.max_tokens,
+            hosts=hosts,
+            keys=keys,
+            on_refusal=lambda path, error: log(refusal_record(path, error)),
         )
         # Nothing that is loaded by now becomes garbage. Each full collection would look through it
         # all, and hold up every request for 100 ms.
@@ -295,7 +299,7 @@ def _bracketed(host: str) -> str:
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """A socket that listens, before anything takes time.
+    """A listening socket, opened before the models are loaded.
 
     Raises:
         OptionError: it cannot.
@@ -306,8 +310,8 @@ def _listening(host: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:
         reason = str(getattr(error, "strerror", None) or error).partition(" (while")[0]
         raise OptionError(f"--host {host} --port {port}: {reason}; choose another one") from None
-    # asyncio does it only where it has made the socket. Without it, what follows within 40 ms
-    # waits for the client's word that it has what came before: each token, and each body.
+    # asyncio sets this only on sockets of its own. Without it, each token, and each body, can wait
+    # up to 40 ms for the client to acknowledge the previous packet.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listening
 
@@ -359,7 +363,7 @@ def _load(
 
 @contextmanager
 def _ours_alone(directory: Path) -> Iterator[bool]:
-    """Keep other servers from a directory of prefixes; gives whether it is ours."""
+    """Lock a directory of prefixes against other servers; yields whether it can be used."""
     trouble, held = "", None
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -421,11 +425,11 @@ def _panel(address: str, worker: Worker, with_key: bool) -> Panel:
 
 
 def _serve(app: Any, listening: socket.socket, worker: Worker, grace: float) -> None:
-    """Answer requests until Ctrl-C or SIGTERM, and those that run then for some seconds more."""
+    """Answer requests until Ctrl-C or SIGTERM; running ones then have ``grace`` seconds to end."""
     from ..server.connections import HttpServer
 
     def on_exit() -> None:
-        if running := len({request.stream for request in worker.records.requests.copy()}):
+        if running := len({request.stream for request in worker.requests.copy()}):
             have = f"{counted(running, 'running request')} {'has' if running == 1 else 'have'}"
             seconds = "1 second" if grace == 1 else f"{grace:g} seconds"
             note(f"{have} {seconds} to end; Ctrl-C again ends at once")
@@ -434,61 +438,56 @@ def _serve(app: Any, listening: socket.socket, worker: Worker, grace: float) -> 
         HttpServer(app, grace=grace, on_exit=on_exit).run(sockets=[listening])
 
 
-# --- the lines on requests ---
+# --- a log line for each request ---
 
 _LAST_LINES = 1.0  # seconds that a terminal has at the end to take what is left
 
 
-class RequestLog:
-    """Prints a line for each request, in a thread of its own: a terminal may be held (Ctrl-S).
+@contextmanager
+def request_log(
+    as_json: bool, quiet: bool = False, color: bool = False
+) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Yield a function that prints a request's record.
 
-    Neither prompts nor outputs are in it, and of what was refused no value.
+    A thread prints, so that a held terminal (Ctrl-S) holds up no request.
 
     Args:
-        console: for lines for people.
-        as_json: print JSON on standard output instead.
+        as_json: print JSON on standard output, not lines for people on standard error.
         quiet: print nothing.
+        color: print what went wrong in red.
     """
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
-    def __init__(self, console: Console, as_json: bool, quiet: bool) -> None:
-        self._console = console
-        self._as_json = as_json
-        self._quiet = quiet
-        self._records: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="mlxspec log", daemon=True)
-        self._thread.start()
+    def run() -> None:
+        with suppress(OSError):  # its reader is gone
+            while line := lines.get():
+                click.echo(line, err=not as_json, color=color)
 
-    def ended(self, requests: Sequence[ServedRequest]) -> None:
-        """Print the line of a request, whose generations have all ended."""
-        self._add(_record(requests))
+    def add(record: dict[str, Any]) -> None:
+        if not quiet and thread.is_alive():
+            record = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **record}
+            lines.put(json.dumps(record) if as_json else _line(record))
 
-    def refused(self, path: str, error: ApiError) -> None:
-        """Print the line of a request that got an error instead of generations."""
-        record = {"outcome": "refused", "path": printable(path), "status": error.status}
-        self._add({**record, "param": error.param, "code": error.code})
-
-    def close(self) -> None:
-        """Print what is left, if the terminal takes it."""
-        self._records.put(None)
-        self._thread.join(_LAST_LINES)
-
-    def _add(self, record: dict[str, Any]) -> None:
-        if not self._quiet:
-            self._records.put({"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **record})
-
-    def _run(self) -> None:
-        while record := self._records.get():
-            try:
-                if self._as_json:
-                    click.echo(json.dumps(record))
-                else:
-                    self._console.print(_line(record), soft_wrap=True, highlight=False)
-            except OSError:  # its reader is gone
-                self._quiet = True
+    thread = threading.Thread(target=run, name="mlxspec log", daemon=True)
+    thread.start()
+    try:
+        yield add
+    finally:
+        lines.put(None)
+        thread.join(_LAST_LINES)
 
 
-def _record(requests: Sequence[ServedRequest]) -> dict[str, Any]:
-    """The figures of a client's requests: their sums, and times from the first on."""
+def refusal_record(path: str, error: ApiError) -> dict[str, Any]:
+    """The log record of a request that was refused; it repeats no value of the request."""
+    record = {"outcome": "refused", "path": printable(path), "status": error.status}
+    return {**record, "param": error.param, "code": error.code}
+
+
+def end_record(requests: Sequence[ServedRequest]) -> dict[str, Any]:
+    """The log record of all choices of a request: summed, with times from the first choice on.
+
+    It has neither prompts nor outputs.
+    """
     now, first = time.perf_counter(), requests[0]
     emitted = sum(request.stats.emitted for request in requests)
     steps = sum(request.stats.steps for request in requests)
@@ -519,13 +518,14 @@ def _record(requests: Sequence[ServedRequest]) -> dict[str, Any]:
     }
 
 
-def _line(record: dict[str, Any]) -> Text:
+def _line(record: dict[str, Any]) -> str:
     """A request's line, red where it was refused or failed."""
-    when = record["time"][11:19]
+    line = f"{record['time'][11:19]}  "
     if record["outcome"] == "refused":
         what = " ".join(shown(record[name]) for name in ("code", "param") if record[name])
-        return Text(f"{when}  {record['status']} {shown(record['path'])}  {what}".rstrip(), "red")
-    line = f"{when}  {record['prompt_tokens']:>6} + {record['tokens']:<5} tokens"
+        line += f"{record['status']} {shown(record['path'])}  {what}".rstrip()
+        return click.style(line, fg="red")
+    line += f"{record['prompt_tokens']:>6} + {record['tokens']:<5} tokens"
     line += f"  {record['seconds']:6.2f} s"
     if record["tokens_per_step"]:
         line += f"  {record['tokens_per_step']:5.2f} tokens/step"
@@ -535,6 +535,4 @@ def _line(record: dict[str, Any]) -> Text:
         line += f"  {record['choices']} choices"
     if record["cached_tokens"]:
         line += f"  {record['cached_tokens']} cached"
-    if record["error"]:
-        line += f"  {shown(record['error'])}"
-    return Text(line, "red" if record["error"] else "")
+    return click.style(f"{line}  {shown(record['error'])}", fg="red") if record["error"] else line

@@ -41,7 +41,7 @@ class Setting(NamedTuple):
 
     Attributes:
         about: what it is.
-        kind: ``str``, not blank; ``int``, from 1 on; or ``float``, from 0 on.
+        kind: ``str`` (not blank), ``int`` (at least 1) or ``float`` (at least 0).
         must_be: what values it takes, in words.
         commands: those whose option of this name gets it for a default.
     """
@@ -76,10 +76,10 @@ KNOWN = f"{', '.join(KEYS)} and {ALIAS_PREFIX}NAME"
 
 @dataclass(frozen=True)
 class UserConfig:
-    """What is set.
+    """The user's settings.
 
     Attributes:
-        path: the file, which need not be there.
+        path: the file, which may be missing.
         values: by the name of the setting.
         aliases: models by the user's names for them.
     """
@@ -89,7 +89,7 @@ class UserConfig:
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     def entries(self) -> dict[str, Any]:
-        """All of it, with the aliases under names such as ``alias.fast``."""
+        """All settings by name; aliases have names such as ``alias.fast``."""
         aliases = {ALIAS_PREFIX + name: model for name, model in self.aliases.items()}
         return {**self.values, **aliases}
 
@@ -98,7 +98,7 @@ class UserConfig:
         return self.aliases.get(name, name)
 
     def defaults_of(self, command: str) -> dict[str, Any]:
-        """What is set of a command's options, by the names of its parameters."""
+        """The defaults that are set for a command, by the names of its parameters."""
         return {
             name.replace("-", "_"): value
             for name, value in self.values.items()
@@ -110,7 +110,7 @@ def config_path() -> Path:
     """Where the file is.
 
     Raises:
-        OptionError: the environment variable names no directory that there can be.
+        OptionError: the environment variable names the home directory of an unknown user.
     """
     chosen = os.environ.get(ENVIRONMENT_VARIABLE)
     if not chosen:
@@ -125,11 +125,11 @@ def config_path() -> Path:
 
 
 def load_config() -> UserConfig:
-    """What the user has set; nothing where there is no file.
+    """Read the user's settings; without a file there are none.
 
     Raises:
         OptionError: as :func:`config_path`.
-        SettingsError: the file cannot be read, or holds what cannot be set.
+        SettingsError: the file cannot be read, or has a wrong setting.
     """
     path = config_path()
     try:
@@ -158,11 +158,11 @@ def _parsed(path: Path, document: Mapping[str, Any]) -> UserConfig:
 
 
 def check_settings(document: Mapping[str, Any]) -> None:
-    """Check all that is set, as it stands in the file.
+    """Check all settings, as they stand in the file.
 
     Raises:
-        OptionError: there is no such setting, or it does not take its value; an alias cannot be
-            one, or stands for no model.
+        OptionError: a setting is unknown or has a wrong value, or an alias or its model is not
+            valid.
     """
     for name, value in document.items():
         if name not in (*KEYS, ALIAS):
@@ -199,7 +199,7 @@ class SettingsFile:
     """A settings file, and what to put into it.
 
     Attributes:
-        path: its place; the name's suffix says how it is written.
+        path: where it is; its suffix gives the format.
         settings: the values to set.
         defaults: values to set only where the file has none.
     """
@@ -215,32 +215,34 @@ class SettingsFile:
             SettingsError: it cannot be read or written, or is not UTF-8.
         """
         try:
-            if self._place.parent.is_dir():
-                check_writable(self._place, SettingsError)
-            return self._place.read_bytes().decode()
+            place = self.path.resolve()
+            if place.parent.is_dir():
+                check_writable(place, SettingsError)
+            return place.read_bytes().decode()
         except FileNotFoundError:
             return ""
-        except OSError as error:
-            raise SettingsError(f"{self.path}: {error.strerror}; make it readable") from error
-        except ValueError as error:
+        except UnicodeDecodeError as error:
             raise SettingsError(f"{self.path}: is not UTF-8 text; convert it") from error
+        except (OSError, RuntimeError) as error:
+            reason = getattr(error, "strerror", None) or "the link leads nowhere"
+            raise SettingsError(f"{self.path}: {reason}; make it readable") from error
 
     def merged(self, text: str) -> str:
-        """A text of the file with the settings in it; an empty one becomes a new file's.
+        """Merge the settings into the text of the file, which is empty for a new file.
 
         Raises:
-            SettingsError: something in it would be lost.
+            SettingsError: something in the text would be lost.
         """
         kind = _KINDS[self.path.suffix]
         try:
-            document, before = _parse(kind, text), _plain(_parse(kind, text))
+            document = _parse(kind, text)
+            before = _plain(document)
+            _merge(document, self.defaults, keep=True)
+            _merge(document, self.settings)
             expected = _plain(document)
-            for merged in (document, expected):
-                _merge(merged, self.defaults, keep=True)
-                _merge(merged, self.settings)
             if expected == before:
                 return text
-            new = _render(kind, document if kind == "TOML" else expected, text)
+            new = _render(kind, document, text)
             if _plain(_parse(kind, new)) != expected:
                 raise SettingsError("not all in it would stay as it is")
         except SettingsError as error:
@@ -258,8 +260,8 @@ class SettingsFile:
         Raises:
             SettingsError: it cannot be written.
         """
-        place = self._place
         try:
+            place = self.path.resolve()
             place.parent.mkdir(parents=True, exist_ok=True)
             mode = stat.S_IMODE(place.stat().st_mode) if place.exists() else SHARED
         except OSError as error:
@@ -267,14 +269,6 @@ class SettingsFile:
             raise SettingsError(f"{self.path}: cannot be written ({reason}); make it") from error
         with replaced(place, SettingsError, mode) as file:
             file.write(text.encode())
-
-    @property
-    def _place(self) -> Path:
-        """Where the file is, since those who keep their settings elsewhere link to them."""
-        try:
-            return self.path.resolve()
-        except (OSError, RuntimeError) as error:
-            raise SettingsError(f"{self.path}: the link leads nowhere; correct it") from error
 
 
 def _merge(document: MutableMapping[str, Any], settings: Settings, keep: bool = False) -> None:
@@ -286,7 +280,7 @@ def _merge(document: MutableMapping[str, Any], settings: Settings, keep: bool = 
         keep: leave a value that is already there.
 
     Raises:
-        SettingsError: it has something of another kind where settings are nested.
+        SettingsError: the document has another type where settings are nested.
     """
     for name, value in settings.items():
         there = document.get(name)
@@ -323,7 +317,7 @@ def _given(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """What a library has read as Python's own objects and lists."""
+    """A copy as plain dictionaries and lists."""
     if isinstance(value, MutableMapping):
         return {name: _plain(one) for name, one in value.items()}
     return [_plain(one) for one in value] if isinstance(value, list) else value
@@ -347,7 +341,7 @@ def _parse(kind: str, text: str) -> Any:
         except TOMLKitError as error:
             raise ValueError(error) from error
     if kind == "YAML":
-        document = _parse_yaml(text)
+        document = _plain(_parse_yaml(text))  # what it shares is copied
     else:
         document = json.loads(text or "{}", object_pairs_hook=_without_repetition)
     if not isinstance(document, dict):

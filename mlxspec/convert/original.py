@@ -11,12 +11,11 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from safetensors import SafetensorError
 
 from ..errors import ConversionError, LoadError, printable
 from ..models.model_files import (
     check_layers,
-    check_safetensors,
+    check_weights_file,
     one_line,
     read_json_object,
 )
@@ -88,39 +87,42 @@ def _read_tensors(directory: Path, params: Mapping[str, Any], scratch: Path) -> 
     tensors: dict[str, mx.array] = {}
     if safetensors := sorted(directory.glob("consolidated*.safetensors")):
         for path in safetensors:
-            try:
-                check_safetensors(path)
-                tensors |= _load(path)
-            except (SafetensorError, OSError, RuntimeError, ValueError) as error:
-                raise ConversionError(f"{path}: truncated or damaged ({error})") from None
-    elif shards := sorted(directory.glob("consolidated.*.pth")):
-        for index, path in enumerate(shards):
-            number = re.fullmatch(r"consolidated\.([0-9]+)\.pth", path.name)
-            if number is None or int(number[1]) != index:
-                raise ConversionError(f"{path}: the shard consolidated.{index:02d}.pth is missing")
-        contents = {path: read_torch_file(path) for path in shards}
-        names = dict.fromkeys(name for content in contents.values() for name in content)
-        for index, name in enumerate(n for n in names if not n.endswith("rope.freqs")):
-            pieces: dict[str, mx.array] = {}
-            for path, content in contents.items():
-                if name not in content:
-                    raise ConversionError(f"{path}: {printable(name)} is missing")
-                pieces[str(len(pieces))] = as_array(content[name])
-            place = scratch / f"{index}.safetensors"
-            mx.save_safetensors(str(place), pieces)
-            del pieces  # not while the next one is read
-            tensors[name] = _join(name, list(_load(place).values()), params.get("dim"))
-    else:
+            check_weights_file(path)
+            tensors |= _load(path)
+        return {name: array for name, array in tensors.items() if not _is_table(name)}
+    shards = sorted(directory.glob("consolidated.*.pth"))
+    if not shards:
         raise ConversionError(
             f"{directory}: has neither consolidated.*.pth nor consolidated.safetensors"
         )
-    return {name: array for name, array in tensors.items() if not name.endswith("rope.freqs")}
+    for index, path in enumerate(shards):
+        if path.name != f"consolidated.{index:02d}.pth":
+            raise ConversionError(f"{path}: the shard consolidated.{index:02d}.pth is missing")
+    contents = {path: read_torch_file(path) for path in shards}
+    names = dict.fromkeys(name for content in contents.values() for name in content)
+    for index, name in enumerate(name for name in names if not _is_table(name)):
+        pieces: dict[str, mx.array] = {}
+        for path, content in contents.items():
+            if name not in content:
+                raise ConversionError(f"{path}: {printable(name)} is missing")
+            pieces[str(len(pieces))] = as_array(content[name])
+        place = scratch / f"{index}.safetensors"
+        mx.save_safetensors(str(place), pieces)
+        del pieces  # not while the next one is read
+        loaded = _load(place)
+        in_order = [loaded[str(number)] for number in range(len(shards))]
+        tensors[name] = _join(name, in_order, params.get("dim"))
+    return tensors
+
+
+def _is_table(name: str) -> bool:
+    return name.endswith("rope.freqs")
 
 
 def _load(path: Path) -> dict[str, mx.array]:
     loaded = mx.load(str(path))
     assert isinstance(loaded, dict)
-    return dict(sorted(loaded.items()))
+    return loaded
 
 
 def _join(name: str, pieces: list[mx.array], dim: int | None) -> mx.array:

@@ -87,24 +87,32 @@ def read_torch_file(path: Path) -> dict[str, np.ndarray]:
             prefix = pickles[0].removesuffix("data.pkl")
             # PyTorch before 2.1 did not write it, and wrote on little-endian machines.
             if (byte_order := f"{prefix}byteorder") in members:
-                with archive.open(_member(path, members, byte_order)) as record:
+                with archive.open(byte_order) as record:
                     if record.read(16) != b"little":
                         raise ConversionError(f"{path}: was not written on a little-endian machine")
-            with archive.open(_member(path, members, pickles[0])) as content:
+            with archive.open(pickles[0]) as content:
                 data = content.read(_MAX_PICKLE_BYTES + 1)
     except _ZIP_ERRORS as error:
-        raise ConversionError(f"{path}: {_why_not_a_zip(mapped, error)}") from None
+        problem = "is not a file of PyTorch 1.6 or newer; save it again with a newer torch.save"
+        if mapped[:4].tobytes() == b"PK\3\4":
+            problem = f"is truncated or damaged ({printable(error)})"
+        raise ConversionError(f"{path}: {problem}") from None
 
     @functools.cache
     def storage(record: str, dtype: np.dtype, size: int) -> np.ndarray:
-        member = _member(path, members, f"{prefix}data/{record}")
-        start, nbytes = _data_offset(path, mapped, member), size * dtype.itemsize
-        if member.file_size != nbytes:
-            raise ConversionError(
-                f"{path}: {printable(member.filename)} has {member.file_size} bytes "
-                f"where {nbytes} are announced"
-            )
-        return mapped[start : start + nbytes].view(dtype)
+        name, nbytes = f"{prefix}data/{record}", size * dtype.itemsize
+        member = members.get(name)
+        if member is None:
+            problem = f"has no {printable(name)}; the file is damaged"
+        elif member.compress_type != zipfile.ZIP_STORED or member.flag_bits & _ENCRYPTED:
+            problem = f"{printable(name)} is compressed or encrypted; save it with torch.save"
+        elif not member.file_size == member.compress_size == nbytes:
+            problem = f"{printable(name)} has {member.file_size} bytes where {nbytes} are announced"
+        elif (start := _data_offset(mapped, member)) is None:
+            problem = f"{printable(name)} does not lie in the file; it is damaged"
+        else:
+            return mapped[start : start + nbytes].view(dtype)
+        raise ConversionError(f"{path}: {problem}")
 
     return _read_state_dict(data, path, storage)
 
@@ -117,40 +125,16 @@ def as_array(tensor: np.ndarray) -> mx.array:
     return mx.array(tensor.astype(np.float32) if tensor.dtype == np.float64 else tensor)
 
 
-def _member(path: Path, members: dict[str, zipfile.ZipInfo], name: str) -> zipfile.ZipInfo:
-    if name not in members:
-        raise ConversionError(f"{path}: has no {printable(name)}; the file is damaged")
-    member = members[name]
-    if member.flag_bits & _ENCRYPTED:
-        raise ConversionError(f"{path}: {printable(name)} is encrypted")
-    if member.compress_type != zipfile.ZIP_STORED or member.compress_size != member.file_size:
-        raise ConversionError(
-            f"{path}: {printable(name)} is compressed; save it again with torch.save"
-        )
-    return member
-
-
-def _data_offset(path: Path, mapped: np.ndarray, member: zipfile.ZipInfo) -> int:
+def _data_offset(mapped: np.ndarray, member: zipfile.ZipInfo) -> int | None:
     """Where the member's bytes begin; its local header has lengths of its own."""
     start = member.header_offset
     header = mapped[start : start + _LOCAL_HEADER.size].tobytes()
-    if start >= 0 and len(header) == _LOCAL_HEADER.size:
-        signature, name_length, extra_length = _LOCAL_HEADER.unpack(header)
-        offset = start + _LOCAL_HEADER.size + name_length + extra_length
-        if signature == b"PK\3\4" and offset + member.file_size <= mapped.size:
-            return offset
-    name = printable(member.filename)
-    raise ConversionError(f"{path}: {name} does not lie in the file; it is damaged")
-
-
-def _why_not_a_zip(mapped: np.ndarray, error: Exception) -> str:
-    start = mapped[:512].tobytes()
-    if start.startswith(b"PK\3\4"):
-        return f"is truncated or damaged ({printable(error)})"
-    # A pickled long, PyTorch's magic number, or the tar archive of its first releases.
-    if start.startswith(b"\x80\x02\x8a\x0al\xfc\x9cF\xf9") or start[257:262] == b"ustar":
-        return "has the format before PyTorch 1.6; save it again with a newer torch.save"
-    return "is not a PyTorch file"
+    if start < 0 or len(header) < _LOCAL_HEADER.size:
+        return None
+    signature, name_length, extra_length = _LOCAL_HEADER.unpack(header)
+    offset: int = start + _LOCAL_HEADER.size + name_length + extra_length
+    lies_within = signature == b"PK\3\4" and offset + member.file_size <= mapped.size
+    return offset if lies_within else None
 
 
 # --- the pickle ---

@@ -217,11 +217,6 @@ class LeadingTarget(Target):
             finally:
                 self._sent = False
 
-    def prefill(self, tokens: Sequence[int], *args: Any, **options: Any) -> None:
-        """As :meth:`Target.prefill`, sent to the followers chunk by chunk."""
-        super().prefill(tokens, *args, **options)
-        self._leader.send("prefill", self._number, [])  # caches change for steps at its end
-
     def forward(self, tokens: mx.array, tree: DraftTree) -> mx.array:
         """As :meth:`Target.forward`, and dispatched: the other ranks wait for its values."""
         with self._sending("forward", tree.tokens, tree.parents):
@@ -232,6 +227,7 @@ class LeadingTarget(Target):
         return logits
 
     _prefill_chunk = _repeated("_prefill_chunk")
+    _change_for_steps = _repeated("_change_for_steps")
     commit_moved = _repeated("commit_moved", "commit")  # the leader has moved its rows already
     truncate = _repeated("truncate")
     flush_pending = _repeated("flush_pending")

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -124,7 +124,7 @@ def check_bounds(constraint: Constraint) -> None:
         numbers = _IN_REGEX.findall(text)
     elif constraint.kind == "json_schema":
         try:
-            longest, patterns = _texts_of(json.loads(text))
+            longest, patterns = _texts_of(text)
         except (ValueError, RecursionError) as error:
             raise _refusal(constraint, error) from error
         numbers = [number for pattern in patterns for number in _IN_REGEX.findall(pattern)]
@@ -145,9 +145,10 @@ def check_bounds(constraint: Constraint) -> None:
             )
 
 
-def _texts_of(schema: Any) -> tuple[int, list[str]]:
+def _texts_of(schema: str) -> tuple[int, list[str]]:
     """The characters of the longest text that a schema fixes, and its regular expressions."""
-    objects = list(_objects_in(schema))
+    objects: list[dict[str, Any]] = []
+    json.loads(schema, object_hook=lambda one: objects.append(one) or one)  # type: ignore[func-returns-value]
 
     def members(key: str, kind: type) -> list[Any]:
         found = [one[key] for one in objects if isinstance(one.get(key), kind)]
@@ -160,18 +161,6 @@ def _texts_of(schema: Any) -> tuple[int, list[str]]:
     # One constant may follow the other, and all that is between them may be fixed, too.
     constants = sum(len(json.dumps(one["const"])) for one in objects if "const" in one)
     return max(constants, max(map(len, texts), default=0)), patterns
-
-
-def _objects_in(value: Any) -> Iterator[dict[str, Any]]:
-    """All JSON objects in a value, at any depth."""
-    waiting = [value]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, dict):
-            yield value
-            waiting += value.values()
-        elif isinstance(value, list):
-            waiting += value
 
 
 def tried(constraint: Constraint, outline: Outline) -> str:

@@ -287,29 +287,21 @@ class GrammarState:
         Yields:
             each node, and whether it may come; if not, the state is somewhere above it.
         """
-        may_come = [True]
-        path = [0]
+        ways: list[list[int] | None] = [[]]  # from the root to each node that may come
+        here: list[int] = []
         try:
             yield 0, True
             for node in range(1, len(tokens)):
-                above: list[int] = []  # the way down to the node's parent, from the end
-                parent = parents[node]
-                if may_come[parent]:
-                    while parent not in path:
-                        above.append(parent)
-                        parent = parents[parent]
-                    while path[-1] != parent:
+                above = ways[parents[node]]
+                if above is not None:
+                    while here != above[: len(here)]:
                         self._retreat()
-                        path.pop()
-                    for passed in reversed(above):
+                        here.pop()
+                    for passed in above[len(here) :]:
                         self._advance(tokens[passed])
-                        path.append(passed)
-                    may_come.append(self._advance(tokens[node]))
-                    if may_come[node]:
-                        path.append(node)
-                else:
-                    may_come.append(False)
-                yield node, may_come[node]
+                    here = [*above, node] if self._advance(tokens[node]) else [*above]
+                ways.append([*here] if here[-1:] == [node] else None)
+                yield node, ways[node] is not None
         finally:
             while self._path:
                 self._retreat()

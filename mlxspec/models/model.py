@@ -23,11 +23,11 @@ from .model_files import (
     check_weights,
     check_weights_file,
     find_directory,
-    load_mlx_lm_model,
     local_path,
     one_line,
     read_config,
     read_json_object,
+    without_patterns,
 )
 
 if TYPE_CHECKING:
@@ -137,11 +137,14 @@ def load_lazily(
     Raises:
         LoadError: what is missing, damaged or not supported.
     """
+    from mlx_lm.utils import load_model
+
     changes = changes or {}
     tensors = len(check_weights(directory))
     try:
         check_layers(config | changes, tensors)
-        model, config = load_mlx_lm_model(directory, changes)
+        with without_patterns(directory) as place:
+            model, config = load_model(place, lazy=True, model_config=changes)
         _try(model)
     except SystemExit as error:  # of mlx-lm's OLMo 1, with a text that names the package
         raise LoadError(f"{directory}: the model needs a package that is not installed") from error

@@ -12,12 +12,9 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import LoadError, printable
-
-if TYPE_CHECKING:
-    import mlx.nn as nn
 
 # What a model and its tokenizer are loaded from; no repository's code, no other formats.
 _TOKENIZER_AND_SETTINGS = ["*.json", "*.jsonl", "*.jinja", "*.txt", "tokenizer.model"]
@@ -120,7 +117,10 @@ def download(repository: str, revision: str | None = None, *, weights: bool = Tr
     try:
         found = Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the HTTP library differs between versions of huggingface-hub
-        problem = _download_problem(error, revision)
+        reason = one_line(error) or type(error).__name__
+        problem = _DOWNLOAD_PROBLEMS.get(
+            type(error).__name__, f"the download failed ({reason}); what has arrived is kept"
+        )
         if "gguf" in repository.lower():
             problem += f"; by its name {_USE_MLX}"
         raise LoadError(f"{repository}: {problem}") from error
@@ -134,20 +134,15 @@ def download(repository: str, revision: str | None = None, *, weights: bool = Tr
     return found
 
 
-def _download_problem(error: Exception, revision: str | None) -> str:
-    from huggingface_hub import errors
-
-    match error:
-        case errors.GatedRepoError():
-            return "the repository is gated; accept its terms there and log in with `hf auth login`"
-        case errors.RevisionNotFoundError():
-            return f"the repository has no revision {revision!r}"
-        case errors.RepositoryNotFoundError():
-            return "no such directory or public repository (a private one needs `hf auth login`)"
-        case errors.LocalEntryNotFoundError():
-            return "not downloaded before, and the Hub cannot be reached; check name and network"
-    reason = one_line(error) or type(error).__name__
-    return f"the download failed ({reason}); what has arrived is kept, try again"
+_DOWNLOAD_PROBLEMS = {
+    "GatedRepoError": "the repository is gated; accept its terms there and log in with "
+    "`hf auth login`",
+    "RepositoryNotFoundError": "no such directory or public repository (a private one needs "
+    "`hf auth login`)",
+    "RevisionNotFoundError": "the repository has no such revision",
+    "LocalEntryNotFoundError": "not downloaded before, and the Hub cannot be reached; check name "
+    "and network",
+}
 
 
 # --- files of other programs ---
@@ -350,19 +345,8 @@ def one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
-# --- mlx-lm's reader ---
-
-
-def load_mlx_lm_model(directory: Path, changes: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
-    """Load a directory with mlx-lm, weights unevaluated; its errors pass through."""
-    from mlx_lm.utils import load_model
-
-    with _without_patterns(directory) as place:
-        return load_model(place, lazy=True, model_config=changes)
-
-
 @contextmanager
-def _without_patterns(directory: Path) -> Iterator[Path]:
+def without_patterns(directory: Path) -> Iterator[Path]:
     """The directory, or a link to it if mlx-lm would read its name as a pattern.
 
     Files that were opened below it stay open afterwards.

@@ -218,31 +218,27 @@ def _read_model(path: Path) -> tuple[Any, Any]:
         raise LoadError(f"{path}: no SentencePiece model, or a damaged one") from error
     if not all(isinstance(piece, str) for piece in pieces):  # SentencePiece does not mind
         raise LoadError(f"{path}: a piece of it is not UTF-8 text; {_REMEDY}")
-    if obstacle := _obstacle(model):
-        raise LoadError(f"{path}: {obstacle} cannot be reproduced exactly; {_REMEDY}")
+    if not _is_reproducible(model):
+        raise LoadError(f"{path}: not a BPE model that can be reproduced exactly; {_REMEDY}")
     return model, reference
 
 
-def _obstacle(model: Any) -> str | None:
-    """What in the model has no exact counterpart in ``tokenizers``."""
-    normalizer = model.normalizer_spec
-    if model.trainer_spec.model_type != _BPE:
-        return "a SentencePiece model other than BPE"
-    if model.trainer_spec.treat_whitespace_as_suffix or not normalizer.escape_whitespaces:
-        return f"SentencePiece whitespace that is not a leading {_SPACE}"
-    if normalizer.precompiled_charsmap or model.denormalizer_spec.precompiled_charsmap:
-        return f"the SentencePiece normalisation {normalizer.name!r}"
-    if unused := _piece_names(model, _UNUSED):
-        return f"the unused SentencePiece piece {unused[0]!r}"
+def _is_reproducible(model: Any) -> bool:
+    """Whether everything in the model has an exact counterpart in ``tokenizers``."""
+    trainer, normalizer = model.trainer_spec, model.normalizer_spec
     normal = _piece_names(model, _NORMAL)
     known = {*normal, *_piece_names(model, _USER_DEFINED)}
-    for name in normal:
-        if not known.issuperset(name):
-            return f"the SentencePiece piece {name!r}, whose characters are not pieces,"
-    scores = Counter(p.score for p in model.pieces if p.type == _NORMAL)
-    if scores and scores.most_common(1)[0][1] > _MOST_OF_ONE_SCORE:
-        return f"the order of more than {_MOST_OF_ONE_SCORE} SentencePiece pieces of one score"
-    return None
+    scores = Counter(piece.score for piece in model.pieces if piece.type == _NORMAL)
+    return (
+        trainer.model_type == _BPE
+        and normalizer.escape_whitespaces
+        and not trainer.treat_whitespace_as_suffix
+        and not normalizer.precompiled_charsmap
+        and not model.denormalizer_spec.precompiled_charsmap
+        and not _piece_names(model, _UNUSED)
+        and all(map(known.issuperset, normal))  # every character of a piece is a piece
+        and max(scores.values(), default=0) <= _MOST_OF_ONE_SCORE
+    )
 
 
 def _piece_names(model: Any, kind: int) -> list[str]:

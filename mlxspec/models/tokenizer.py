@@ -14,11 +14,8 @@ from ..drafting.acceptance import token_classes
 from ..errors import LoadError
 from .detokenizer import with_own_detokenizer, wrap
 from .model_files import (
-    DEMO,
-    check_name,
     check_readable,
     find_directory,
-    is_gguf,
     local_path,
     one_line,
     read_json_object,
@@ -31,44 +28,26 @@ _OTHER_FILES = ("tekken.json", "*.tiktoken", "tiktoken.model")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token")
 
 
-def load_tokenizer_of(source: str | Path, *, revision: str | None = None) -> Any:
+def load_tokenizer_of(source: str | Path) -> Any:
     """Load a model's tokenizer and nothing else of the model.
 
     Args:
         source: whatever :func:`mlxspec.load` takes (of a repository on the Hub only the
-            tokenizer is downloaded), a directory with no more than a tokenizer's files, a
-            ``tokenizer.json``, or SentencePiece's model in a file of any name.
-        revision: branch, tag or commit of the repository.
+            tokenizer is downloaded), or a directory with no more than a tokenizer's files, or the
+            ``tokenizer.json`` or ``tokenizer.model`` in one.
 
     Returns:
-        mlx-lm's tokenizer wrapper, as :func:`mlxspec.load` gives it.
+        mlx-lm's tokenizer wrapper, as :func:`mlxspec.load` returns it.
 
     Raises:
         LoadError: there is no tokenizer of a supported kind.
     """
     path = local_path(source)
-    check_name(path)
-    if source != DEMO and path.is_file() and not is_gguf(path):
-        return wrap(_from_file(path))
-    directory = find_directory(source, revision, weights=False)
+    if path.name in ("tokenizer.json", "tokenizer.model") and path.is_file():
+        source = path.parent
+    directory = find_directory(source, None, weights=False)
     check_readable(directory)
     return load_tokenizer(directory, None)
-
-
-def _from_file(path: Path) -> PreTrainedTokenizerFast:
-    # tokenizer.json and tokenizer.model are called after where they are.
-    name = str(path.parent if path.stem == "tokenizer" else path)
-    if path.suffix != ".json":
-        return _fast(build_tokenizer(path), name, tokenizer_config(path))
-    try:
-        return _fast(Tokenizer.from_file(str(path)), name, {})
-    except Exception as error:  # the library raises nothing more specific
-        raise LoadError(f"{path}: no tokenizer of Hugging Face's ({error})") from error
-
-
-def _fast(tokenizer: Tokenizer, name: str, settings: dict[str, Any]) -> PreTrainedTokenizerFast:
-    settings = {key: value for key, value in settings.items() if key != "tokenizer_class"}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, name_or_path=name, **settings)
 
 
 def load_tokenizer(
@@ -154,7 +133,9 @@ def _sentencepiece(directory: Path, given: dict[str, Any]) -> PreTrainedTokenize
     template = directory / "chat_template.jinja"
     if template.is_file() and "chat_template" not in given:
         settings["chat_template"] = template.read_text(encoding="utf-8")
-    return _fast(tokenizer, str(directory), given | settings)
+    del settings["tokenizer_class"]
+    settings |= {"name_or_path": str(directory)} | given
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings)
 
 
 def _add_tokens(tokenizer: Tokenizer, added: dict[str, Any], path: Path) -> None:

@@ -138,18 +138,6 @@ class Delta:
     name: str = ""
 
 
-def joined(deltas: Iterable[Delta]) -> list[Delta]:
-    """The deltas, with neighbours of one kind made one."""
-    result: list[Delta] = []
-    for delta in deltas:
-        last = result[-1] if result else Delta("")
-        if delta.kind != "call" and (last.kind, last.index) == (delta.kind, delta.index):
-            result[-1] = replace(last, text=last.text + delta.text)
-        else:
-            result.append(delta)
-    return result
-
-
 class OutputParser:
     """Reads one output as it comes, in segments of any length.
 
@@ -189,7 +177,7 @@ class OutputParser:
             if index:
                 deltas += self._enter(state)
             deltas += self._add(segment)
-        return joined(deltas)
+        return deltas
 
     def finish(self, cut: bool = False) -> list[Delta]:
         """The output has ended: what was held back.
@@ -205,7 +193,7 @@ class OutputParser:
         elif self._gap:
             deltas += [self._said(self._gap)]
         self._ready, self._gap = [], ""
-        return joined(deltas)
+        return deltas
 
     def _enter(self, state: str) -> list[Delta]:
         """A marker has been passed."""
@@ -320,31 +308,28 @@ class _CallText:
         self.taken = at
         self.in_arguments = True
         self._depth = 0
-        self._in_string = self._escaped = False
+        self._in_string = False
 
     def take_arguments(self) -> str:
-        """As much of the object as is there."""
+        """As much of the object as is there, without a backslash that escapes what follows."""
         begin = self.taken
-        for at in range(begin, len(self.text)):
-            self._pass(self.text[at])
-            self.taken = at + 1
+        while stop := (_IN_STRING if self._in_string else _OUTSIDE).search(self.text, self.taken):
+            mark = stop[0]
+            if mark == "\\":
+                self.taken = stop.start()
+                return self.text[begin : self.taken]
+            self.taken = stop.end()
+            self._in_string ^= mark == '"'
+            self._depth += (mark in "{[") - (mark in "}]")
             if not self._depth:
                 self.in_arguments = False
-                break
-        return self.text[begin : self.taken]
+                return self.text[begin : self.taken]
+        self.taken = len(self.text)
+        return self.text[begin:]
 
-    def _pass(self, character: str) -> None:
-        if self._in_string:
-            if self._escaped or character == "\\":
-                self._escaped = not self._escaped
-            elif character == '"':
-                self._in_string = False
-        elif character == '"':
-            self._in_string = True
-        elif character in "{[":
-            self._depth += 1
-        elif character in "}]":
-            self._depth -= 1
+
+_IN_STRING = re.compile(r'"|\\.?', re.DOTALL)
+_OUTSIDE = re.compile(r'["{}\[\]]')
 
 
 def _read_call(call: dict[str, Any]) -> tuple[str, str, object]:

@@ -1,16 +1,19 @@
-"""The application: its routes and errors, and the status that it shows."""
+"""The application: the paths of all APIs, from a body to the response, and the server's status."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from functools import partial
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 from prometheus_client import Gauge
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -18,14 +21,42 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from .. import __version__
-from ..errors import printable
+from ..engine.grammar import Grammar, Vocabulary
+from ..errors import OptionError, printable
 from ..generation.request import State
-from .answer import FAILED, KeepAlive, is_answered
-from .auth import AuthMiddleware, OnRefusal
-from .body import ApiError, error_response
-from .endpoints import Endpoints
-from .prefix_cache import PrefixCache
-from .worker import Worker
+from .answer import FAILED, ApiAnswer, KeepAlive, answered, is_answered
+from .auth import AuthMiddleware, OnRefusal, body_of
+from .body import ApiError, error_response, new_request_id, parse, read_body, shown
+from .messages import MessagesAnswer, messages_headers, parse_messages
+from .openai import (
+    ChatAnswer,
+    CompletionAnswer,
+    DetokenizeBody,
+    detokenized,
+    parse_chat,
+    parse_completion,
+    parse_tokenize,
+)
+from .prompts import (
+    ChatPrompt,
+    Prompt,
+    chat_prompt,
+    compiled_constraint,
+    completion_prompts,
+    is_constrained,
+    text_ids,
+)
+from .requests import ApiRequest, ChatRequest, check_ids, sampling_of_choice
+from .responses import (
+    ResponsesAnswer,
+    ResponsesRequest,
+    ResponseStore,
+    StoredResponse,
+    input_items_answer,
+    parse_responses,
+)
+from .served_model import ServedModel
+from .worker import ServedRequest, Worker
 
 
 def create_app(
@@ -53,9 +84,8 @@ def create_app(
             on_refusal(request.url.path, refusal)
         return error_response(refusal, request.url.path)
 
-    routes = [*Endpoints(worker, max_tokens, keep_alive).routes, *_status_routes(worker)]
     return Starlette(
-        routes=routes,
+        routes=[*Endpoints(worker, max_tokens, keep_alive).routes, *_status_routes(worker)],
         middleware=[Middleware(AuthMiddleware, hosts=hosts, keys=keys, on_refusal=on_refusal)],
         exception_handlers={
             ApiError: refused,
@@ -79,32 +109,356 @@ async def _server_error(request: Request, error: Exception) -> Response:
     return error_response(failed, request.url.path)
 
 
-def _status_routes(worker: Worker) -> list[Route]:
-    """The endpoints of health, metrics and status."""
+# --- the three APIs ---
 
-    async def health(request: Request) -> Response:
-        return _state(worker.alive, "ok", "the worker has failed")
+_COMPILING = 4  # requests whose constraints are compiled at a time
+_LARGE = 1 << 20  # bytes of a body that others wait for
 
-    async def ready(request: Request) -> Response:
-        return _state(worker.ready.is_set(), "ready", "not ready")
+_Result = TypeVar("_Result")
+_Chat = TypeVar("_Chat", bound=ChatRequest)
 
-    async def metrics(request: Request) -> Response:
-        return Response(worker.records.metrics.text(), media_type="text/plain; version=0.0.4")
 
-    async def status(request: Request) -> Response:
-        return JSONResponse(status_of(worker))
+class Endpoints:
+    """Answers requests to the paths of the three APIs.
 
-    async def page(request: Request) -> Response:
-        return HTMLResponse(_PAGE, headers=_PAGE_HEADERS)
+    Args:
+        worker: runs them.
+        max_tokens: the default of requests, within the context's room.
+        keep_alive: when keep-alives are sent.
+    """
 
-    return [
-        Route("/health", health),
-        Route("/ready", ready),
-        Route("/metrics", metrics),
-        Route("/status", status),
-        Route("/", page),
-    ]
+    def __init__(self, worker: Worker, max_tokens: int, keep_alive: KeepAlive) -> None:
+        self._worker = worker
+        self._max_tokens = max_tokens
+        self._keep_alive = keep_alive
+        self._models = worker.models
+        # Large bodies are read one at a time: each may take a second and some 100 MB.
+        self._reading = asyncio.Lock()
+        # A tokenizer serves one thread at a time.
+        self._tokenizing = {name: asyncio.Lock() for name in worker.models}
+        # So that a few slow ones hold up no others, and many do not take all threads.
+        self._compiling = asyncio.Semaphore(_COMPILING)
+        self._responses = ResponseStore()
 
+    @property
+    def routes(self) -> list[Route]:
+        """The paths, and what answers them."""
+        post = ["POST"]
+        return [
+            Route("/v1/chat/completions", self.chat, methods=post),
+            Route("/v1/completions", self.complete, methods=post),
+            Route("/v1/models", self.list_models),
+            Route("/v1/models/{name:path}", self.show_model),
+            Route("/v1/tokenize", self.tokenize, methods=post),
+            Route("/v1/detokenize", self.detokenize, methods=post),
+            Route("/v1/responses", self.create_response, methods=post),
+            Route("/v1/responses/input_tokens", self.count_input, methods=post),
+            Route("/v1/responses/{id}", self.show_response),
+            Route("/v1/responses/{id}", self.delete_response, methods=["DELETE"]),
+            Route("/v1/responses/{id}/cancel", self.cancel_response, methods=post),
+            Route("/v1/responses/{id}/input_items", self.input_items),
+            Route("/v1/messages", self.message, methods=post),
+            Route("/v1/messages/count_tokens", self.count_tokens, methods=post),
+        ]
+
+    # --- OpenAI's API ---
+
+    async def chat(self, request: Request) -> Response:
+        """``/v1/chat/completions``"""
+        body, served, prompt = await self._read_chat(request, parse_chat)
+        answer = ChatAnswer(body, served.name, served.decoder.tokenizer, prompt.format)
+        return await self._respond(request, served, body, [prompt], answer)
+
+    async def complete(self, request: Request) -> Response:
+        """``/v1/completions``"""
+        body = await self.read(request, parse_completion)
+        served = self._served(body.model)
+        tokenizer, vocab_size = served.decoder.tokenizer, served.decoder.vocab_size
+
+        def made() -> tuple[list[Prompt], CompletionAnswer]:
+            prompts = completion_prompts(body, tokenizer, vocab_size, served.context_length)
+            return prompts, CompletionAnswer(body, served.name, tokenizer)
+
+        prompts, answer = await self._tokenized(served, made)
+        return await self._respond(request, served, body, prompts, answer)
+
+    async def list_models(self, request: Request) -> Response:
+        """``/v1/models``"""
+        entries = [*map(_entry, self._models.values())]
+        return JSONResponse({"object": "list", "data": entries})
+
+    async def show_model(self, request: Request) -> Response:
+        """``/v1/models/NAME``"""
+        return JSONResponse(_entry(self._served(request.path_params["name"])))
+
+    async def tokenize(self, request: Request) -> Response:
+        """``/v1/tokenize``"""
+        body, chat = await self.read(request, parse_tokenize)
+        served = self._served(body.model)
+        if chat:
+            tokens = (await self._chat_prompt(served, chat)).tokens
+        else:
+            tokens = await self._ids(served, body.text or "", "prompt", body.add_special_tokens)
+        answer = {"tokens": tokens, "count": len(tokens), "max_model_len": served.context_length}
+        return JSONResponse(answer)
+
+    async def detokenize(self, request: Request) -> Response:
+        """``/v1/detokenize``"""
+        body = await self.read(request, partial(parse, DetokenizeBody))
+        served = self._served(body.model)
+        check_ids(body.tokens, served.decoder.vocab_size, "tokens")
+        make = partial(detokenized, served.decoder.tokenizer, body.tokens)
+        return JSONResponse({"prompt": await self._tokenized(served, make)})
+
+    # --- OpenAI's Responses API ---
+
+    async def create_response(self, request: Request) -> Response:
+        """``/v1/responses``"""
+        body, served, prompt = await self._read_chat(request, self._response_parser(request))
+        keep = partial(self._responses.put, request.state.partition)
+        tokenizer = served.decoder.tokenizer
+        answer = ResponsesAnswer(body, served.name, tokenizer, prompt.format, keep)
+        return await self._respond(request, served, body, [prompt], answer)
+
+    async def count_input(self, request: Request) -> Response:
+        """``/v1/responses/input_tokens``"""
+        _, _, prompt = await self._read_chat(request, self._response_parser(request))
+        count = len(prompt.tokens)
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
+
+    async def show_response(self, request: Request) -> Response:
+        """``/v1/responses/ID``"""
+        if request.query_params.get("stream") == "true":
+            raise ApiError(
+                "stream: a kept response is sent as a whole; leave it out", param="stream"
+            )
+        return JSONResponse(self._kept(request).response)
+
+    async def delete_response(self, request: Request) -> Response:
+        """``DELETE /v1/responses/ID``"""
+        response_id = self._kept(request).response["id"]
+        self._responses.delete(request.state.partition, response_id)
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+    async def cancel_response(self, request: Request) -> Response:
+        """``/v1/responses/ID/cancel``"""
+        self._kept(request)
+        raise ApiError(
+            "a response ends when its client leaves, since none is made in the background: "
+            "close the connection",
+        )
+
+    async def input_items(self, request: Request) -> Response:
+        """``/v1/responses/ID/input_items``"""
+        return JSONResponse(input_items_answer(self._kept(request).given, request.query_params))
+
+    def _response_parser(self, request: Request) -> Callable[[Any], ResponsesRequest]:
+        return partial(parse_responses, store=self._responses, partition=request.state.partition)
+
+    def _kept(self, request: Request) -> StoredResponse:
+        """The response of the path.
+
+        Raises:
+            ApiError: 404, it does not exist.
+        """
+        response_id = request.path_params["id"]
+        found = self._responses.response(request.state.partition, response_id)
+        if found is None:
+            raise ApiError(
+                f"there is no response {shown(response_id)} here, or no longer: make it again",
+                status=404,
+                param="response_id",
+            )
+        return found
+
+    # --- Anthropic's Messages API ---
+
+    async def message(self, request: Request) -> Response:
+        """``/v1/messages``"""
+        body, served, prompt = await self._read_chat(request, parse_messages, "claude-")
+        answer = MessagesAnswer(body, served.name, prompt.format)
+        return await self._respond(request, served, body, [prompt], answer)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """``/v1/messages/count_tokens``"""
+        read = partial(parse_messages, to_count=True)
+        _, served, prompt = await self._read_chat(request, read, "claude-")
+        headers = messages_headers(served.name, new_request_id())
+        return JSONResponse({"input_tokens": len(prompt.tokens)}, headers=headers)
+
+    # --- from a body to a response ---
+
+    async def read(self, request: Request, parse: Callable[[Any], _Result]) -> _Result:
+        """Read a body and parse its JSON, in a thread outside the event loop.
+
+        Args:
+            request: whose body it is.
+            parse: makes the result of the JSON value.
+
+        Raises:
+            ApiError: the body is not JSON or is out of bounds, or ``parse`` raises it.
+        """
+        data = await body_of(request)
+        async with self._reading if len(data) > _LARGE else nullcontext():
+            return await run_in_threadpool(lambda: parse(read_body(data)))
+
+    async def _read_chat(
+        self, request: Request, parse: Callable[[Any], _Chat], elsewhere: str = "\0"
+    ) -> tuple[_Chat, ServedModel, ChatPrompt]:
+        """Read a conversation; returns it, its model, and the prompt that it becomes.
+
+        The default model stands in for unknown ones whose names begin with ``elsewhere``.
+        """
+        body = await self.read(request, parse)
+        name = body.model
+        if name and name.startswith(elsewhere) and name not in self._models:
+            name = None
+        served = self._served(name)
+        return body, served, await self._chat_prompt(served, body)
+
+    def _served(self, name: str | None) -> ServedModel:
+        """The model of this name or path, or the default for None.
+
+        Raises:
+            ApiError: 404, it does not exist.
+        """
+        for served in self._models.values():
+            if name in (None, served.name):
+                return served
+        for served in self._models.values():
+            if served.path == name:
+                return served
+        known = ", ".join(self._models)
+        raise ApiError(
+            f"there is no model {shown(name)} here: ask for {known}",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
+
+    async def _tokenized(self, served: ServedModel, make: Callable[[], _Result]) -> _Result:
+        """Call a function that uses a model's tokenizer, in a thread outside the event loop."""
+        async with self._tokenizing[served.name]:
+            return await run_in_threadpool(make)
+
+    async def _chat_prompt(self, served: ServedModel, body: ChatRequest) -> ChatPrompt:
+        longest, arguments = served.context_length, served.template_arguments
+        make = partial(chat_prompt, body, served.decoder.tokenizer, longest, arguments)
+        return await self._tokenized(served, make)
+
+    async def _ids(
+        self, served: ServedModel, text: str, param: str, special: bool = False
+    ) -> list[int]:
+        tokenizer, longest = served.decoder.tokenizer, served.context_length
+        return await self._tokenized(
+            served, partial(text_ids, text, param, tokenizer, longest, special)
+        )
+
+    async def _respond(
+        self,
+        request: Request,
+        served: ServedModel,
+        body: ApiRequest,
+        prompts: Sequence[Prompt],
+        answer: ApiAnswer,
+    ) -> Response:
+        """Queue ``n`` generations of each prompt, and answer with their results.
+
+        Raises:
+            ApiError: an option is out of range, a prompt is too long, the queue is full, or a
+                generation has failed before anything was sent.
+        """
+        prediction: Sequence[int] = ()
+        if body.prediction:
+            if not served.predicts:
+                raise ApiError(
+                    f"prediction: {served.name} is served with one kind of drafts, which are not "
+                    "from what clients expect; leave it out, or serve it without --decoder",
+                    param="prediction",
+                )
+            expected = await self._ids(served, body.prediction, "prediction")
+            prediction = expected[: served.context_length]  # no output is longer
+        requests: list[ServedRequest] = []
+        for prompt in prompts:
+            max_tokens = served.max_tokens_for(len(prompt.tokens), body, self._max_tokens)
+            grammar = await self._grammar(served, body, prompt)
+            shared = {"prediction": prediction, "partition": request.state.partition}
+            make = partial(_choices, served, body, prompt, grammar, max_tokens)
+            requests += await run_in_threadpool(make, first=len(requests), **shared)
+        stream = self._worker.submit(served, requests)
+        return await answered(request, stream, answer, body.stream, self._keep_alive)
+
+    async def _grammar(
+        self, served: ServedModel, body: ApiRequest, prompt: Prompt
+    ) -> Grammar | None:
+        """What an answer has to be, compiled."""
+        if not is_constrained(body):
+            return None
+        tokenizer = served.decoder.tokenizer
+        try:
+            make = partial(Vocabulary.of, tokenizer, served.decoder.vocab_size)
+            vocabulary = await self._tokenized(served, make)
+        except OptionError as error:
+            if body.constraint is None:  # calls of strict tools are as they come
+                return None
+            raise ApiError(f"{body.constrained_by}: {error}", param=body.constrained_by) from error
+        async with self._compiling:
+            return await run_in_threadpool(compiled_constraint, body, prompt, tokenizer, vocabulary)
+
+
+def _choices(
+    served: ServedModel,
+    body: ApiRequest,
+    prompt: Prompt,
+    grammar: Grammar | None,
+    max_tokens: int,
+    *,
+    first: int,
+    prediction: Sequence[int],
+    partition: str,
+) -> list[ServedRequest]:
+    """The requests for a prompt's choices; the first one has the index ``first``.
+
+    Raises:
+        ApiError: a token or an option is out of range.
+    """
+    vocab_size, tokens = served.decoder.vocab_size, tuple(prompt.tokens)
+    check_ids(tokens, vocab_size, body.param)
+    if not tokens:
+        raise ApiError(f"{body.param} gives no token: send a text.", param=body.param)
+    try:
+        return [
+            ServedRequest(
+                *(served, tokens, max_tokens),
+                {
+                    "constraint": grammar,
+                    "stop": (*body.stop, *prompt.stop),
+                    "stop_tokens": (*body.stop_token_ids, *prompt.stop_tokens),
+                    "sampling": sampling_of_choice(
+                        body.sampling, vocab_size, choice, served.special_tokens
+                    ),
+                },
+                index=first + choice,
+                prediction=prediction,
+                top_logprobs=body.logprobs,
+                partition=partition,
+            )
+            for choice in range(body.n)
+        ]
+    except OptionError as error:
+        raise ApiError(str(error)) from error
+
+
+def _entry(served: ServedModel) -> dict[str, Any]:
+    """A model of ``/v1/models``; its context has the two names that clients look for."""
+    entry = {"id": served.name, "object": "model", "created": served.created}
+    entry["owned_by"] = "mlxspec"
+    if (length := served.context_length) is None:
+        return entry
+    return entry | {"context_length": length, "max_model_len": length}
+
+
+# --- status ---
 
 _PAGE = (files("mlxspec.server") / "page.html").read_text(encoding="utf-8")
 _PAGE_HEADERS = {
@@ -116,36 +470,57 @@ _PAGE_HEADERS = {
 }
 
 
+def _status_routes(worker: Worker) -> list[Route]:
+    """The endpoints of health, metrics and status."""
+
+    async def health(request: Request) -> Response:
+        return _state(worker.alive, "ok", "the worker has failed")
+
+    async def ready(request: Request) -> Response:
+        return _state(worker.ready.is_set(), "ready", "not ready")
+
+    async def metrics(request: Request) -> Response:
+        return Response(worker.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def status(request: Request) -> Response:
+        return JSONResponse(status_of(worker))
+
+    async def page(request: Request) -> Response:
+        return HTMLResponse(_PAGE, headers=_PAGE_HEADERS)
+
+    named = {"health": health, "ready": ready, "metrics": metrics, "status": status, "": page}
+    return [Route(f"/{name}", endpoint) for name, endpoint in named.items()]
+
+
 def _state(good: bool, word: str, other: str) -> Response:
     return JSONResponse({"status": word if good else other}, 200 if good else 503)
 
 
-# --- status ---
-
 _WIDEST = 32  # rows of the cost curve that is shown
+_CACHE_FIGURES = ("entries", "max_bytes", "hits", "misses", "forks", "evictions")
 
 
 def status_of(worker: Worker) -> dict[str, Any]:
     """All figures of the status page, as JSON."""
-    metrics, now = worker.records.metrics, time.perf_counter()
+    metrics, now = worker.metrics, time.perf_counter()
     totals = metrics.totals
+    steps, forwards = totals["steps"], totals["forwards"]
     return {
         "version": __version__,
         "ready": worker.ready.is_set(),
-        "requests": [one.figures() for one in worker.records.requests.copy()],
-        "recent": [one | {"ended": now - one["ended"]} for one in worker.records.recent.copy()],
+        "requests": [one.figures() for one in worker.requests.copy()],
+        "recent": [one | {"ended": now - one["ended"]} for one in worker.recent.copy()],
         "totals": totals,
-        "tokens_per_step": totals["generated"] / totals["steps"] if totals["steps"] else None,
-        "sequences_per_forward": (
-            totals["steps"] / totals["forwards"] if totals["forwards"] else None
-        ),
+        "tokens_per_step": totals["generated"] / steps if steps else None,
+        "sequences_per_forward": steps / forwards if forwards else None,
         "sources": metrics.sources,
         "models": [
             {
                 "name": served.name,
                 "context_length": served.context_length,
-                "cost_curve": _curve(worker, served.name),
-                "cache": _cache(served.cache),
+                "cost_curve": _curve(served) if worker.ready.is_set() else None,
+                "cache": {"bytes": served.cache.nbytes}
+                | {name: getattr(served.cache, name) for name in _CACHE_FIGURES},
                 "memory_limit": served.memory.limit,
             }
             for served in worker.models.values()
@@ -160,24 +535,11 @@ def status_of(worker: Worker) -> dict[str, Any]:
     }
 
 
-def _cache(cache: PrefixCache) -> dict[str, int]:
-    return {
-        "entries": cache.entries,
-        "bytes": cache.nbytes,
-        "max_bytes": cache.max_bytes,
-        "hits": cache.hits,
-        "misses": cache.misses,
-        "forks": cache.forks,
-        "evictions": cache.evictions,
-    }
-
-
-def _curve(worker: Worker, name: str) -> list[list[float]] | None:
+def _curve(served: ServedModel) -> list[list[float]] | None:
     """Pairs of rows and a step's time relative to one row; None if not measured."""
-    decoder = worker.models[name].decoder
-    if not decoder.plans or not worker.ready.is_set():
+    if not served.decoder.plans:
         return None
-    curve = decoder.costs.curve
+    curve = served.decoder.costs.curve
     return [[rows, curve(rows)] for rows in range(1, _WIDEST + 1)]
 
 
@@ -185,14 +547,13 @@ def _add_gauges(worker: Worker) -> None:
     """What is the case at the moment, for Prometheus."""
 
     def gauge(name: str, help: str, *labels: str) -> Gauge:
-        return Gauge(f"mlxspec_{name}", help, labels, registry=worker.records.metrics.registry)
+        return Gauge(f"mlxspec_{name}", help, labels, registry=worker.metrics.registry)
 
     def count(*states: State) -> int:
-        return sum(one.state in states for one in worker.records.requests.copy())
+        return sum(one.state in states for one in worker.requests.copy())
 
     for states in ((State.WAITING,), (State.PREFILL,), (State.DECODE, State.PAUSED)):
-        state = states[0]
-        now = gauge(f"{state}_generations", f"Generations now: {state}.")
+        now = gauge(f"{states[0]}_generations", f"Generations now: {states[0]}.")
         now.set_function(partial(count, *states))
     kept = gauge("cache_bytes", "Bytes of kept prefixes.", "model")
     for served in worker.models.values():

@@ -275,7 +275,7 @@ def as_integer(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def without_nulls(value: object) -> object:
+def without_nulls(value: Any) -> Any:
     """An object without the fields that are null; other values as they are."""
     if not isinstance(value, dict):
         return value
@@ -307,9 +307,9 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
         given = without_nulls(value)
-        if not isinstance(given, dict):
-            return given
         kind = given.get("type", given.get("role"))
         # null for a required field is refused under that field's name.
         return dict.fromkeys(cls.needed.get(kind, ()) if isinstance(kind, str) else ()) | given

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
 from pydantic import BeforeValidator, Field
@@ -30,14 +31,16 @@ from .body import (
 )
 from .requests import (
     ChatRequest,
+    Options,
     ResponseFormat,
-    Sampling,
+    SamplingBody,
+    Stops,
     as_parts,
     chosen_tool,
     conversation,
     left_out,
     made_constraint,
-    sampling_of,
+    template_kwargs,
 )
 from .worker import Begun, Ended
 
@@ -81,10 +84,13 @@ class _Block(Body):
         return self.text
 
     def result(self) -> str:
-        """The text of a block in a tool's result."""
+        """The text of a tool's result, or of a block in it."""
         if self.type == "tool_reference":  # to a tool that has been offered already
             return self.tool_name
-        return self.text if self.type == "text" else left_out(self.type)
+        if self.type != "tool_result":
+            return self.text if self.type == "text" else left_out(self.type)
+        error = "Error: " if self.is_error else ""  # templates have no other place for it
+        return error + "".join(inner.result() for inner in self.content)
 
 
 _Blocks = Annotated[Items[_Block], BeforeValidator(as_parts)]
@@ -122,17 +128,7 @@ class _MessagesToolChoice(Body):
     needed = {"tool": ("name",)}
 
 
-class _Thinking(Body):
-    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
-    budget_tokens: Annotated[Integer, Field(ge=0, le=2**63)] = 0
-
-
-class _OutputConfig(Body):
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: ResponseFormat | None = None
-
-
-class MessagesBody(Sampling):
+class MessagesBody(SamplingBody):
     """A body of ``/v1/messages`` or ``/v1/messages/count_tokens``."""
 
     model: str | None = None
@@ -141,20 +137,14 @@ class MessagesBody(Sampling):
     messages: Annotated[Items[_Turn], Field(min_length=1)]
     tools: Items[_MessagesTool] = []
     tool_choice: _MessagesToolChoice = _MessagesToolChoice(type="auto")
-    thinking: _Thinking | None = None
-    output_config: _OutputConfig = _OutputConfig()
+    thinking: dict[str, Any] | None = None
+    output_config: Options = Options()
     output_format: ResponseFormat | None = None
-    stop_sequences: Annotated[
-        Items[Annotated[str, Field(min_length=1, max_length=1000)]], Field(max_length=32)
-    ] = []
+    stop_sequences: Stops = []
     stream: bool = False
     chat_template_kwargs: dict[str, Any] = {}
-    metadata: dict[str, Any] = {}
-    context_management: dict[str, Any] = {}
-    cache_control: dict[str, Any] = {}
-    service_tier: str | None = None
 
-    unsupported: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {
+    unsupported = {
         "compaction": ((), "leave it out, since the server sums up no conversations"),
         "container": ((), "leave it out, since the server runs no code"),
         "mcp_servers": (([],), "leave it out, since the server calls no tools; send them as tools"),
@@ -183,43 +173,38 @@ def parse_messages(body: object, *, to_count: bool = False) -> ChatRequest:
     choice, tools = asked.tool_choice, [tool.for_chat() for tool in asked.tools]
     word = {"any": "required", "tool": "function"}.get(choice.type, choice.type)
     named = choice.name if choice.type == "tool" else None
-    constraint, constrained_by = _constraint(asked)
-    kwargs: dict[str, Any] = {}
-    if asked.output_config.effort:
-        kwargs["reasoning_effort"] = asked.output_config.effort
-    if asked.thinking:
-        kwargs["enable_thinking"] = _THINKING[asked.thinking.type]
-    given = asked.chat_template_kwargs
-    kwargs |= {name: value for name, value in given.items() if value is not None}
+    path, format = "output_config.format", asked.output_config.format
+    if format is None:
+        path, format = "output_format", asked.output_format
+    if format and format.type != "json_schema":
+        refuse(f"{path}.type", format.type, 'send "json_schema" with a schema')
+    place, schema = (format and format.schema_at(path, inner=False)) or ("", None)
     return ChatRequest(
         model=asked.model,
-        sampling=sampling_of(asked),
+        sampling=asked.sampling,
         max_tokens=asked.max_tokens and min(asked.max_tokens, 2**31 - 1),
         cuts_max_tokens=True,  # clients ask for what the largest of models can write
         stop=tuple(asked.stop_sequences),
         stream=asked.stream,
-        constraint=constraint,
-        constrained_by=constrained_by,
+        constraint=made_constraint(Constraint.json_schema, schema, place) if place else None,
+        constrained_by=place,
         **conversation(_messages(asked), "messages"),
         **chosen_tool(word, named, tools, "tool_choice.name" if named else "tool_choice.type"),
         tool_places=tuple(f"tools[{index}].input_schema" for index in range(len(tools))),
         parallel_tool_calls=not choice.disable_parallel_tool_use,
-        template_kwargs=kwargs,
+        template_kwargs=_template_kwargs(asked),
     )
 
 
-def _constraint(asked: MessagesBody) -> tuple[Constraint | None, str]:
-    """What the answer has to be, and the field that says so."""
-    path, format = "output_config.format", asked.output_config.format
-    if format is None:
-        path, format = "output_format", asked.output_format
-    if format is None:
-        return None, ""
-    if format.type != "json_schema":
-        refuse(f"{path}.type", format.type, 'send "json_schema" with a schema')
-    found = format.schema_at(path, inner=False)
-    assert found
-    return made_constraint(Constraint.json_schema, found[1], found[0]), found[0]
+def _template_kwargs(asked: MessagesBody) -> dict[str, Any]:
+    effort, thinking = asked.output_config.effort, None
+    if effort in ("none", "minimal"):
+        refuse("output_config.effort", effort, "choose low, medium, high, xhigh or max")
+    if asked.thinking is not None:
+        thinking = _THINKING.get(str(kind := asked.thinking.get("type")))
+        if thinking is None:
+            refuse("thinking.type", kind, f"choose one of {', '.join(_THINKING)}")
+    return template_kwargs(effort, thinking, asked.chat_template_kwargs)
 
 
 # --- messages ---
@@ -265,23 +250,16 @@ def _messages_of(turn: _Turn, path: str) -> list[dict[str, Any]]:
         marked = f"<system-reminder>\n{text}\n</system-reminder>"
         return [{"role": "user", "content": [marked]}] if text else []
     messages: list[dict[str, Any]] = []
-    texts: list[str] = []  # since the last result
-    for block, place in places:
-        if block.type != "tool_result":
-            texts.append(block.plain(place))
-            continue
-        result = "".join(inner.result() for inner in block.content)
-        if block.is_error:
-            result = f"Error: {result}"  # templates have no other place for it
-        messages += _said(texts)
-        messages.append({"role": "tool", "content": [result], "tool_call_id": block.tool_use_id})
-        texts = []
-    return [*messages, *_said(texts)]
-
-
-def _said(texts: Sequence[str]) -> list[dict[str, Any]]:
-    """A message of the user, if there are texts for one."""
-    return [{"role": "user", "content": ["".join(texts)]}] if texts else []
+    for is_result, group in groupby(places, key=lambda one: one[0].type == "tool_result"):
+        if is_result:
+            messages += [
+                {"role": "tool", "content": [block.result()], "tool_call_id": block.tool_use_id}
+                for block, _ in group
+            ]
+        else:
+            text = "".join(block.plain(place) for block, place in group)
+            messages.append({"role": "user", "content": [text]})
+    return messages
 
 
 def _answer(places: Sequence[tuple[_Block, str]]) -> dict[str, Any]:

@@ -110,18 +110,11 @@ class Metrics:
         self._prompt.inc(prompt_tokens)
         self._cached.inc(cached_tokens)
 
-    def add_step(
-        self,
-        step: VerifiedStep,
-        origins: Sequence[str],
-        seconds: float,
-        plain_seconds: float | None,
-    ) -> None:
+    def add_step(self, step: VerifiedStep, seconds: float, plain_seconds: float | None) -> None:
         """A sequence's part in a step.
 
         Args:
             step: of the sequence.
-            origins: per node of its tree, the source that proposed it; the root's first.
             seconds: the wall time of the step.
             plain_seconds: what its tokens would have taken without drafts, if known.
         """
@@ -129,6 +122,7 @@ class Metrics:
         self.history.add(generated=len(step.tokens), steps=1)
         if plain_seconds is not None:
             self.history.add(seconds=seconds, plain_seconds=plain_seconds)
+        origins = step.tree.node_origins
         drafted = Count(origins[1 : len(step.tree)])
         accepted = Count(origins[node] for node in step.accepted if node < len(origins))
         for source, count in drafted.items():

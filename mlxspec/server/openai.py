@@ -10,17 +10,30 @@ from __future__ import annotations
 import time
 import uuid
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from pydantic import BeforeValidator, Discriminator, Field, Tag, WrapValidator
+from pydantic import Discriminator, Field, Tag, WrapValidator
 
 from .. import __version__
 from ..models.detokenizer import token_bytes
 from .answer import ApiAnswer, Choice, OutputFormat, Part, Run
-from .body import ApiError, Body, Integer, Items, Name, TokenId, parse, refuse
+from .body import (
+    BY_TEXT,
+    NO_TEXT,
+    TEXT,
+    ApiError,
+    Body,
+    Integer,
+    Items,
+    Name,
+    TokenId,
+    parse,
+    refuse,
+    without_nulls,
+)
 from .requests import (
     MOST_CHOICES,
     UNSUPPORTED_IN_CHATS,
@@ -28,7 +41,6 @@ from .requests import (
     ChatRequest,
     CommonBody,
     CompletionRequest,
-    ResponseFormat,
     Texts,
     chosen_tool,
     conversation,
@@ -54,12 +66,12 @@ class _Tool(Body):
     function: _Function
     id: str | None = None
 
-
-class _ToolChoice(Body):
-    type: Literal["none", "auto", "required", "function"]
-    function: _Function = _Function(name="-")
-
     needed = {"function": ("function",)}
+
+    def for_template(self) -> dict[str, Any]:
+        """A call as chat templates take it."""
+        called = {"name": self.function.name, "arguments": self.function.arguments or {}}
+        return without_nulls({"type": "function", "function": called, "id": self.id})
 
 
 class _Message(Body):
@@ -79,28 +91,17 @@ class _Message(Body):
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates take it."""
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
-        message: dict[str, Any] = {"role": role, "content": joined(self.content)}
-        if self.name is not None:
-            message["name"] = self.name
-        if self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id
+        about = {"name": self.name, "tool_call_id": self.tool_call_id}
+        message = {"role": role, "content": joined(self.content), **without_nulls(about)}
         if role != "assistant":
             return message
         message["content"] = message["content"] or self.refusal
         if reasoning := self.reasoning_content or self.reasoning:
             message["reasoning_content"] = reasoning
-        calls = [_template_call(call.function, call.id) for call in self.tool_calls]
-        if self.function_call:
-            calls.append(_template_call(self.function_call, None))
+        calls = [*self.tool_calls, *([_Tool(function=old)] if (old := self.function_call) else [])]
         if calls:
-            message["tool_calls"] = calls
+            message["tool_calls"] = [call.for_template() for call in calls]
         return message
-
-
-def _template_call(function: _Function, call_id: str | None) -> dict[str, Any]:
-    called = {"name": function.name, "arguments": function.arguments or {}}
-    call: dict[str, Any] = {"type": "function", "function": called}
-    return call if call_id is None else call | {"id": call_id}
 
 
 def _as_sent(value: Any, check: Any) -> Any:
@@ -115,17 +116,13 @@ class ChatBody(CommonBody):
     messages: Annotated[Items[_Message], Field(min_length=1)]
     tools: Items[Annotated[_Tool, WrapValidator(_as_sent)]] = []
     tool_choice: Annotated[
-        _ToolChoice,
-        BeforeValidator(lambda value: {"type": value} if isinstance(value, str) else value),
-    ] = _ToolChoice(type="auto")
+        Annotated[Literal["none", "auto", "required"], Tag(TEXT)] | Annotated[_Tool, Tag(NO_TEXT)],
+        BY_TEXT,
+    ] = "auto"
     logprobs: bool = False
     top_logprobs: _Top = 0
-    response_format: ResponseFormat | None = None
 
-    unsupported: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {
-        **CommonBody.unsupported,
-        **UNSUPPORTED_IN_CHATS,
-    }
+    unsupported = {**CommonBody.unsupported, **UNSUPPORTED_IN_CHATS}
 
 
 def parse_chat(body: object) -> ChatRequest:
@@ -137,17 +134,15 @@ def parse_chat(body: object) -> ChatRequest:
     chat = parse(ChatBody, body)
     if chat.top_logprobs and not chat.logprobs:
         refuse("top_logprobs", chat.top_logprobs, "send logprobs: true with it")
-    format, choice = chat.response_format, chat.tool_choice
+    asked, named, param = chat.tool_choice, None, "tool_choice"
+    if isinstance(asked, _Tool):
+        named, param = asked.function.name, "tool_choice.function.name"
+    messages = [message.for_template() for message in chat.messages]
     tools = cast(list[dict[str, Any]], chat.tools)
-    named = choice.function.name if choice.type == "function" else None
-    param = "tool_choice.function.name" if named else "tool_choice"
     return ChatRequest(
-        **chat.common(format.schema_at("response_format", inner=True) if format else None),
-        **conversation(
-            [message.for_template() for message in chat.messages],
-            *("messages", chat.continue_final_message),
-        ),
-        **chosen_tool(choice.type, named, tools, param),
+        **chat.common(),
+        **conversation(messages, "messages", chat.continue_final_message),
+        **chosen_tool("function" if isinstance(asked, _Tool) else asked, named, tools, param),
         tool_places=tuple(f"tools[{index}].function.parameters" for index in range(len(tools))),
         logprobs=chat.top_logprobs if chat.logprobs else None,
         parallel_tool_calls=chat.parallel_tool_calls,
@@ -155,40 +150,25 @@ def parse_chat(body: object) -> ChatRequest:
     )
 
 
-def _kind(prompt: object) -> str | None:
-    if isinstance(prompt, str):
-        return "text"
-    return "ids" if isinstance(prompt, list) else None
-
-
-def _kind_of_all(prompt: Any) -> str | None:
+def _form(prompt: Any) -> str:
     if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], (int, float))):
         return "several"
-    return _kind(prompt)
+    return TEXT if isinstance(prompt, str) else NO_TEXT
 
 
-_WRONG_PROMPT = ("prompt", "send a string, token ids, or a list of several of them")
-_Ids = Annotated[Items[TokenId], Field(min_length=1), Tag("ids")]
-_Prompt = Annotated[
-    Annotated[str, Tag("text")] | _Ids,
-    Discriminator(_kind, *_WRONG_PROMPT),
-]
-_Several = Annotated[Items[_Prompt], Field(min_length=1), Tag("several")]
-_Prompts = Annotated[
-    Annotated[str, Tag("text")] | _Ids | _Several,
-    Discriminator(_kind_of_all, *_WRONG_PROMPT),
-]
+_Text = Annotated[str, Tag(TEXT)]
+_Ids = Annotated[Items[TokenId], Field(min_length=1), Tag(NO_TEXT)]
+_Several = Annotated[Items[Annotated[_Text | _Ids, BY_TEXT]], Field(min_length=1), Tag("several")]
 
 
 class CompletionBody(CommonBody):
     """A body of ``/v1/completions``."""
 
-    prompt: _Prompts
+    prompt: Annotated[_Text | _Ids | _Several, Discriminator(_form)]
     suffix: str = ""
     echo: bool = False
     best_of: Annotated[Integer, Field(ge=1, le=MOST_CHOICES)] | None = None
     logprobs: _Top | None = None
-    response_format: ResponseFormat | None = None
 
 
 def parse_completion(body: object) -> CompletionRequest:
@@ -198,7 +178,7 @@ def parse_completion(body: object) -> CompletionRequest:
         ApiError: as for :func:`parse_chat`.
     """
     completion = parse(CompletionBody, body)
-    prompt, n, format = completion.prompt, completion.n, completion.response_format
+    prompt, n = completion.prompt, completion.n
     several: list[Any] = [prompt]
     if isinstance(prompt, list) and isinstance(prompt[0], (str, list)):
         several = prompt
@@ -214,7 +194,7 @@ def parse_completion(body: object) -> CompletionRequest:
     if completion.echo and completion.logprobs is not None:
         refuse("echo", True, "leave it out, since the tokens of a prompt have no logprobs here")
     return CompletionRequest(
-        **completion.common(format.schema_at("response_format", inner=True) if format else None),
+        **completion.common(),
         logprobs=completion.logprobs,
         prompts=prompts,
         suffix=completion.suffix or None,

@@ -97,6 +97,14 @@ def chat_prompt(
     return ChatPrompt(_ids(text, tokenizer), format=format)
 
 
+def text_ids(
+    text: str, param: str, tokenizer: TokenizerWrapper, longest: int | None, special: bool
+) -> list[int]:
+    """The ids of a text, with BOS if ``special``; refuses it as :func:`check_length` does."""
+    check_length(text, param, tokenizer, longest)
+    return cast(list[int], tokenizer.encode(text, add_special_tokens=special))
+
+
 _SPARSEST = 8  # characters that a token has on average in texts that people write, at most
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
@@ -30,6 +30,7 @@ from .body import (
     TokenId,
     as_integer,
     refuse,
+    without_nulls,
 )
 
 MOST_CHOICES = 128  # of all prompts together
@@ -62,80 +63,78 @@ def _repetition_penalty(value: float) -> float:
     return value
 
 
-def _token_keys(biases: dict[str, float]) -> dict[str, float]:
+def _by_token(biases: dict[str, float]) -> dict[int, float] | None:
     if not all(map(_TOKEN_ID.fullmatch, biases)):
         raise PydanticCustomError("token", "name tokens by their ids")
-    return biases
+    return {int(token): bias for token, bias in biases.items()} or None
 
 
+_DEFAULT = SamplingParams(seed=None)
 _Fraction = Annotated[float, Field(ge=0, le=1)]
-_Penalty = Annotated[float, Field(ge=-_STRONGEST, le=_STRONGEST)]
+_Penalty = Annotated[float, Field(ge=-_STRONGEST, le=_STRONGEST)] | None
 _Bias = Annotated[float, Field(ge=-100, le=100)]
-_Biases = Annotated[Dictionary[str, _Bias], Field(max_length=10_000), AfterValidator(_token_keys)]
-MaxTokens = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_or_none)]
+_Biases = Annotated[Dictionary[str, _Bias], Field(max_length=10_000), AfterValidator(_by_token)]
+_MinusOne = BeforeValidator(_or_none)
+MaxTokens = Annotated[Annotated[int, Field(ge=1)] | None, _MinusOne]
 
 
-class Sampling(Body):
-    """How to pick tokens; :class:`SamplingParams` says what the fields mean.
+class SamplingBody(Body):
+    """How to pick tokens; :class:`SamplingParams` says what the fields mean, and has the defaults.
 
-    By default the output is greedy, as that of ``mlxspec generate``. At a temperature above 0
-    without a seed, each answer is another one.
+    Without a seed, each answer at a temperature above 0 is another one.
     """
 
-    temperature: Annotated[float, Field(ge=0, le=_HOTTEST), AfterValidator(_temperature)] = 0.0
-    top_p: _Fraction = 1.0
-    top_k: Annotated[Annotated[int, Field(ge=0, le=2**63)] | None, BeforeValidator(_or_none)] = None
-    min_p: _Fraction = 0.0
-    seed: Annotated[Annotated[int, Field(ge=0, le=2**64 - 1)] | None, BeforeValidator(_or_none)] = (
-        None
+    temperature: Annotated[float, Field(ge=0, le=_HOTTEST), AfterValidator(_temperature)] = (
+        _DEFAULT.temp
     )
-    logit_bias: _Biases = {}
-    repetition_penalty: Annotated[
-        float, Field(ge=0, le=_STRONGEST), AfterValidator(_repetition_penalty)
-    ] = 0.0
-    repetition_context_size: TokenId = 20
-    presence_penalty: _Penalty = 0.0
-    presence_context_size: TokenId = 20
-    frequency_penalty: _Penalty = 0.0
-    frequency_context_size: TokenId = 20
-    xtc_probability: _Fraction = 0.0
-    xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] = 0.1
+    top_p: _Fraction = _DEFAULT.top_p
+    top_k: Annotated[Annotated[int, Field(ge=0, le=2**63)] | None, _MinusOne] = _DEFAULT.top_k
+    min_p: _Fraction = _DEFAULT.min_p
+    seed: Annotated[Annotated[int, Field(ge=0, le=2**64 - 1)] | None, _MinusOne] = _DEFAULT.seed
+    logit_bias: _Biases | None = None
+    repetition_penalty: (
+        Annotated[float, Field(ge=0, le=_STRONGEST), AfterValidator(_repetition_penalty)] | None
+    ) = _DEFAULT.repetition_penalty
+    repetition_context_size: TokenId = _DEFAULT.repetition_context_size
+    presence_penalty: _Penalty = _DEFAULT.presence_penalty
+    presence_context_size: TokenId = _DEFAULT.presence_context_size
+    frequency_penalty: _Penalty = _DEFAULT.frequency_penalty
+    frequency_context_size: TokenId = _DEFAULT.frequency_context_size
+    xtc_probability: _Fraction = _DEFAULT.xtc_probability
+    xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] = _DEFAULT.xtc_threshold
 
-    def params(
-        self, vocab_size: int, choice: int = 0, xtc_special_tokens: Sequence[int] = ()
-    ) -> SamplingParams:
-        """The settings for the decoder.
-
-        Args:
-            vocab_size: the number of token ids that the model knows.
-            choice: which of a prompt's ``n`` answers. The first has the seed as it was sent, so
-                it is what ``n: 1`` gives; the others have those that follow.
-            xtc_special_tokens: ids that XTC never drops.
-
-        Raises:
-            ApiError: a logit bias is for an unknown token id.
-        """
-        bias = {int(token): value for token, value in self.logit_bias.items()}
-        check_ids(bias, vocab_size, "logit_bias")
-        top_k = self.top_k or 0
-        same: dict[str, Any] = {name: getattr(self, name) for name in _SAME}
-        same |= {name: getattr(self, name) or None for name in _PENALTIES}
-        return SamplingParams(
-            temp=self.temperature,
-            top_k=top_k if top_k < vocab_size else 0,
-            seed=None if self.seed is None else (self.seed + choice) % 2**64,
-            logit_bias=bias or None,
-            xtc_special_tokens=tuple(xtc_special_tokens),
-            **same,
-        )
+    @property
+    def sampling(self) -> SamplingParams:
+        """The parameters that they mean."""
+        given = {name: getattr(self, name) for name in SamplingBody.model_fields}
+        return SamplingParams(given.pop("temperature"), **given | {"top_k": self.top_k or 0})
 
 
-_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-_SAME = (
-    *("top_p", "min_p", "xtc_probability", "xtc_threshold"),
-    *("repetition_context_size", "presence_context_size", "frequency_context_size"),
-)
-"""Fields of :class:`SamplingParams` under the same names."""
+def sampling_of_choice(
+    sampling: SamplingParams,
+    vocab_size: int,
+    choice: int = 0,
+    xtc_special_tokens: Sequence[int] = (),
+) -> SamplingParams:
+    """A request's parameters for one choice.
+
+    Args:
+        sampling: of the request.
+        vocab_size: the number of token ids that the model knows.
+        choice: which of a prompt's ``n`` answers. The first has the seed as it was sent, so
+            it is what ``n: 1`` gives; the others have those that follow.
+        xtc_special_tokens: ids that XTC never drops.
+
+    Raises:
+        ApiError: a logit bias is for an unknown token id.
+    """
+    check_ids(sampling.logit_bias or (), vocab_size, "logit_bias")
+    return replace(
+        sampling,
+        top_k=sampling.top_k if sampling.top_k < vocab_size else 0,
+        seed=None if sampling.seed is None else (sampling.seed + choice) % 2**64,
+        xtc_special_tokens=tuple(xtc_special_tokens),
+    )
 
 
 def check_ids(ids: Iterable[int], vocab_size: int, param: str) -> None:
@@ -180,7 +179,7 @@ class ApiRequest:
     param: ClassVar[str] = "prompt"
 
     model: str | None = None
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: SamplingParams = _DEFAULT
     max_tokens: int | None = None
     cuts_max_tokens: bool = False
     n: int = 1
@@ -307,16 +306,10 @@ def as_parts(value: object) -> list[Any]:
     return value
 
 
-def _text_type(kind: str) -> str:
-    if kind not in ("text", "input_text", "output_text", "summary_text", "reasoning_text"):
-        raise PydanticCustomError("part", "send text, since the model reads nothing else")
-    return kind
-
-
 class TextPart(Body):
-    """A part of a message's content."""
+    """A part of a message's content; the model reads nothing but text."""
 
-    type: Annotated[str, AfterValidator(_text_type)]
+    type: Literal["text", "input_text", "output_text", "summary_text", "reasoning_text"]
     text: str
 
     @model_validator(mode="before")
@@ -336,18 +329,15 @@ def joined(parts: Iterable[TextPart] | None) -> str:
     return "".join(part.text for part in parts or ())
 
 
-class _JsonSchema(Body):
+class ResponseFormat(Body):
+    """The answer's required format. Some APIs put the schema next to ``type``, some below it."""
+
+    type: Literal["text", "json_object", "json_schema"] | None = None
     name: str = ""
     description: str = ""
     strict: bool = False
     schema_: Any = Field(None, alias="schema")
-
-
-class ResponseFormat(_JsonSchema):
-    """The answer's required format. Some APIs put the schema next to ``type``, some below it."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: _JsonSchema | None = None
+    json_schema: ResponseFormat | None = None
 
     def schema_at(self, path: str, inner: bool) -> tuple[str, Any] | None:
         """The field that constrains the answer, and its schema.
@@ -357,18 +347,18 @@ class ResponseFormat(_JsonSchema):
             inner: the schema is below ``json_schema``.
 
         Raises:
-            ApiError: there is no schema.
+            ApiError: there is no type or schema.
         """
+        if self.type is None:
+            refuse(f"{path}.type", None, 'send "json_schema", or leave all of it out')
         if self.type == "text":
             return None
         if self.type == "json_object":  # llama.cpp has a schema here
             return path, self.schema_ or {"type": "object"}
-        place: _JsonSchema | None = self
-        if inner:
-            path, place = f"{path}.json_schema", self.json_schema
-            if place is None:
-                refuse(path, None, "send an object with a name and a schema")
-        assert place
+        place = self.json_schema if inner else self
+        path += ".json_schema" if inner else ""
+        if place is None:
+            refuse(path, None, "send an object with a name and a schema")
         if place.schema_ is None:
             refuse(f"{path}.schema", None, "send a JSON Schema")
         return f"{path}.schema", place.schema_
@@ -379,7 +369,7 @@ class _StructuredOutputs(Body):
 
     model_config = ConfigDict(extra="forbid")
 
-    json_: Any = Field(None, alias="json")
+    json_: Any = Field(default=None, validation_alias="json")
     regex: str = ""
     choice: Items[Any] = []
     grammar: str = ""
@@ -392,23 +382,34 @@ class _StructuredOutputs(Body):
             return value
         return {name: one for name, one in value.items() if one is not False}
 
+    @property
+    def by_kind(self) -> list[tuple[str, Any]]:
+        """The constraints by their kinds."""
+        return [(name.rstrip("_"), value) for name, value in self]
+
 
 class _Prediction(Body):
     type: Literal["content"]
     content: Texts
 
 
-class _StreamOptions(Body):
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class Options(Body):
+    """The nested objects with options, of all APIs."""
+
     include_usage: bool = False
-    include_obfuscation: bool = False
     continuous_usage_stats: bool = False
+    effort: Effort | None = None
+    verbosity: Literal["low", "medium", "high"] = "medium"
+    format: ResponseFormat | None = None
 
 
-_Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _Stop = Annotated[str, Field(min_length=1, max_length=1000)]
-_Stops = Annotated[
-    Items[_Stop],
-    Field(max_length=32),
+Stops = Annotated[Items[_Stop], Field(max_length=32)]
+_OneOrMoreStops = Annotated[
+    Stops,
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
 ]
 
@@ -431,22 +432,22 @@ UNSUPPORTED_IN_CHATS: _Unsupported = {
 """Fields of conversations, in chats and responses, besides those of :class:`CommonBody`."""
 
 
-class CommonBody(Sampling):
+class CommonBody(SamplingBody):
     """The fields of chats, completions and responses."""
 
     model: str | None = None
     max_tokens: MaxTokens = None
     max_completion_tokens: MaxTokens = None
     n: Annotated[Integer, Field(ge=1, le=MOST_CHOICES)] = 1
-    stop: _Stops = []
+    stop: _OneOrMoreStops = []
     stop_token_ids: Annotated[Items[TokenId], Field(max_length=1024)] = []
     stream: bool = False
-    stream_options: _StreamOptions = _StreamOptions()
+    stream_options: Options = Options()
     prediction: _Prediction | None = None
     mlxspec: Dictionary[Literal["drafts"], bool] = {}
     chat_template_kwargs: dict[str, Any] = {}
     enable_thinking: bool | None = None
-    reasoning_effort: _Effort | None = None
+    reasoning_effort: Effort | None = None
     parallel_tool_calls: bool = True
     continue_final_message: bool | None = None
     store: bool | None = None
@@ -455,17 +456,16 @@ class CommonBody(Sampling):
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
+    response_format: ResponseFormat | None = None
     grammar: str = ""
     json_schema: Any = None
     guided_json: Any = None
     guided_regex: str = ""
     guided_choice: Items[Any] = []
     guided_grammar: str = ""
-    structured_outputs: _StructuredOutputs = Field(
-        default_factory=lambda: _StructuredOutputs.model_validate({})
-    )
+    structured_outputs: _StructuredOutputs = _StructuredOutputs()
 
-    unsupported: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {
+    unsupported = {
         "adapters": ((), "start a server with the adapter's model"),
         "allowed_token_ids": (([],), "leave it out, or use logit_bias"),
         "bad_words": (([],), "leave it out, or use logit_bias"),
@@ -492,13 +492,16 @@ class CommonBody(Sampling):
         """The attributes of an :class:`ApiRequest`.
 
         Args:
-            format: the field that gives the answer a JSON Schema, and the schema.
+            format: the field that gives the answer a JSON Schema, and the schema, if that is
+                not ``response_format``.
 
         Raises:
             ApiError: a constraint cannot be enforced, or comes with another one.
         """
         if self.stream_options.continuous_usage_stats:
             refuse("stream_options.continuous_usage_stats", True, "use include_usage")
+        if self.response_format:
+            format = self.response_format.schema_at("response_format", inner=True)
         # The newer of the two fields counts.
         max_tokens = self.max_completion_tokens or self.max_tokens
         constraint, constrained_by = self._constraint(format)
@@ -506,7 +509,7 @@ class CommonBody(Sampling):
             "constraint": constraint,
             "constrained_by": constrained_by,
             "model": self.model,
-            "sampling": sampling_of(self),
+            "sampling": self.sampling,
             "max_tokens": max_tokens and min(max_tokens, _MOST_TOKENS),
             "n": self.n,
             "stop": tuple(self.stop),
@@ -517,43 +520,48 @@ class CommonBody(Sampling):
             "drafts": self.mlxspec.get("drafts", False),
         }
 
-    def template_kwargs(self, effort: str | None) -> dict[str, Any]:
-        """Arguments of the chat template. Templates ignore those that they do not know."""
-        kwargs: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
-        if effort == "none":
-            kwargs["enable_thinking"] = False
-        if self.enable_thinking is not None:
-            kwargs["enable_thinking"] = self.enable_thinking
-        given = self.chat_template_kwargs
-        return kwargs | {name: value for name, value in given.items() if value is not None}
+    def template_kwargs(self, effort: Effort | None) -> dict[str, Any]:
+        """Arguments of the chat template."""
+        return template_kwargs(effort, self.enable_thinking, self.chat_template_kwargs)
 
     def _constraint(self, format: tuple[str, Any] | None) -> tuple[Constraint | None, str]:
         """The constraint, and the field that asks for it; empty fields ask for nothing."""
-        more = self.structured_outputs or _StructuredOutputs.model_validate({})
-        object_schema = {"type": "object"} if more.json_object else None
-        asked: list[tuple[str, Any, Callable[[Any], Constraint]]] = [
-            ("guided_json", self.guided_json, Constraint.json_schema),
-            ("guided_regex", self.guided_regex, Constraint.regex),
-            ("guided_choice", self.guided_choice, Constraint.choice),
-            ("guided_grammar", self.guided_grammar, Constraint.grammar),
-            ("structured_outputs.json", more.json_, Constraint.json_schema),
-            ("structured_outputs.regex", more.regex, Constraint.regex),
-            ("structured_outputs.choice", more.choice, Constraint.choice),
-            ("structured_outputs.grammar", more.grammar, Constraint.grammar),
-            ("structured_outputs.json_object", object_schema, Constraint.json_schema),
-            ("grammar", self.grammar, Constraint.grammar),
-            ("json_schema", self.json_schema, Constraint.json_schema),
+        more = self.structured_outputs
+        asked = [
+            (*(format or ("", None)), "json"),
+            *((f"guided_{kind}", getattr(self, f"guided_{kind}"), kind) for kind in _GUIDED),
+            *((f"structured_outputs.{kind}", value, kind) for kind, value in more.by_kind),
+            ("grammar", self.grammar, "grammar"),
+            ("json_schema", self.json_schema, "json"),
         ]
         found = [one for one in asked if one[1]]
-        if format:
-            found.insert(0, (*format, Constraint.json_schema))
         if not found:
             return None, ""
         if len(found) > 1:
-            (first, *_), (second, *_) = found[:2]
+            first, second = found[0][0], found[1][0]
             raise ApiError(f"{second} comes with {first}: send one of them.", param=second)
-        ((path, value, make),) = found
-        return made_constraint(make, value, path), path
+        ((path, value, kind),) = found
+        return made_constraint(_MAKE_CONSTRAINT[kind], value, path), path
+
+
+_MAKE_CONSTRAINT: dict[str, Callable[[Any], Constraint]] = {
+    "json": Constraint.json_schema,
+    "regex": Constraint.regex,
+    "choice": Constraint.choice,
+    "grammar": Constraint.grammar,
+    "json_object": lambda value: Constraint.json_object(),
+}
+_GUIDED = ("json", "regex", "choice", "grammar")
+
+
+def template_kwargs(
+    effort: Effort | None, thinking: bool | None, given: dict[str, Any]
+) -> dict[str, Any]:
+    """Arguments of the chat template. Templates ignore those that they do not know."""
+    if thinking is None and effort == "none":
+        thinking = False
+    kwargs = {"reasoning_effort": effort, "enable_thinking": thinking}
+    return without_nulls(kwargs) | without_nulls(given)
 
 
 def made_constraint(make: Callable[[Any], Constraint], value: Any, path: str) -> Constraint:
@@ -566,11 +574,6 @@ def made_constraint(make: Callable[[Any], Constraint], value: Any, path: str) ->
         return make(value)
     except OptionError as error:
         raise ApiError(f"{path}: {error}.", param=path) from error
-
-
-def sampling_of(body: Sampling) -> Sampling:
-    """The sampling fields of a body."""
-    return Sampling.model_construct(**{name: getattr(body, name) for name in Sampling.model_fields})
 
 
 def left_out(kind: str) -> str:

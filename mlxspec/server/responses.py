@@ -38,7 +38,7 @@ from .requests import (
     UNSUPPORTED_IN_CHATS,
     ChatRequest,
     CommonBody,
-    ResponseFormat,
+    Options,
     Texts,
     chosen_tool,
     conversation,
@@ -58,11 +58,15 @@ class Tool(NamedTuple):
         name: within its namespace.
         namespace: None where it has none.
         custom: it takes a text, not JSON.
+        place: the body's name of its schema.
+        function: the tool in OpenAI's form for chats.
     """
 
     name: str
     namespace: str | None = None
     custom: bool = False
+    place: str = ""
+    function: Mapping[str, Any] = {}
 
     @property
     def flat_name(self) -> str:
@@ -92,16 +96,8 @@ class ResponsesRequest(ChatRequest):
     repeated: Mapping[str, Any] = field(default_factory=dict)
 
 
-class _ToolFormat(Body):
-    type: Literal["text", "grammar"] = "text"
-    syntax: Literal["lark", "regex"] = "lark"
-    definition: Name = "-"
-
-    needed = {"grammar": ("syntax", "definition")}
-
-
 class _ToolBody(Body):
-    """A tool that is offered, a namespace of tools, or a choice among them."""
+    """A tool that is offered, its format, a namespace of tools, or a choice among them."""
 
     type: str
     name: Name = "-"
@@ -109,11 +105,16 @@ class _ToolBody(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    format: _ToolFormat = _ToolFormat(type="text")
+    format: _ToolBody | None = None
+    syntax: Literal["lark", "regex"] = "lark"
+    definition: Name = "-"
     mode: Literal["auto", "required"] = "auto"
     tools: Items[_ToolBody] = []
 
-    needed = dict.fromkeys(("function", "custom", "namespace"), ("name",))
+    needed = {
+        **dict.fromkeys(("function", "custom", "namespace"), ("name",)),
+        "grammar": ("syntax", "definition"),
+    }
 
     @property
     def hosted(self) -> bool:
@@ -169,17 +170,6 @@ class _InputItem(Body):
         return value | {"type": "item_reference" if value.get("role") is None else "message"}
 
 
-class _TextBody(Body):
-    verbosity: Literal["low", "medium", "high"] = "medium"
-    format: ResponseFormat | None = None
-
-
-class _ReasoningBody(Body):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    summary: str | None = None
-    generate_summary: str | None = None
-
-
 def _as_items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
@@ -201,12 +191,12 @@ class ResponsesBody(CommonBody):
     max_output_tokens: Annotated[Integer, Field(ge=1, le=2**31 - 1)] | None = None
     max_tool_calls: TokenId | None = None
     metadata: Annotated[Dictionary[str, str], Field(max_length=16)] = {}  # as at OpenAI
-    reasoning: _ReasoningBody = _ReasoningBody()
+    reasoning: Options = Options()
     store: bool = True
-    text: _TextBody = _TextBody()
+    text: Options = Options()
     truncation: Literal["auto", "disabled"] = "disabled"
 
-    unsupported: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {
+    unsupported = {
         **CommonBody.unsupported,
         **UNSUPPORTED_IN_CHATS,
         "background": ((False,), "leave it out, since a response is made while its client waits"),
@@ -237,7 +227,8 @@ def parse_responses(
     items = [*_before(asked, store, partition), *_items(asked, store, partition)]
     if not items:
         refuse("input", asked.input, "send a string, or a list with one item or more")
-    tools = _Tools(asked, items)
+    known = _known_tools(asked, items)
+    word, named, kept = _tool_choice(asked.tool_choice, known)
     text, top = asked.text, asked.top_logprobs
     asks_logprobs = top or "message.output_text.logprobs" in asked.include
     common = asked.common(text.format.schema_at("text.format", False) if text.format else None)
@@ -246,15 +237,15 @@ def parse_responses(
     request = ResponsesRequest(
         **common | {"max_tokens": asked.max_output_tokens or common["max_tokens"]},
         **conversation(_messages(asked.instructions, items), "input", continues),
-        **chosen_tool(*tools.choice, tools.for_chat, "tool_choice"),
-        tool_places=tuple(tools.places),
+        **chosen_tool(word, named, [dict(tool.function) for tool in kept], "tool_choice"),
+        tool_places=tuple(tool.place for tool in kept),
         logprobs=top if asks_logprobs else None,
         parallel_tool_calls=asked.parallel_tool_calls,
         template_kwargs=asked.template_kwargs(asked.reasoning.effort or asked.reasoning_effort),
         items=tuple(items),
-        known_tools=tools.known,
+        known_tools=known,
         store=asked.store,
-        repeated=_repeated(asked, body, tools),
+        repeated=_repeated(asked, body),
     )
     if (length := len(json.dumps(request.repeated))) > _MOST_REPEATED:
         raise ApiError(
@@ -264,144 +255,126 @@ def parse_responses(
     return request
 
 
-def _repeated(asked: ResponsesBody, body: Any, tools: _Tools) -> dict[str, Any]:
-    """The request's fields in its response: those in force, where these are not those asked for."""
-    same = (
-        *("frequency_penalty", "instructions", "max_output_tokens", "max_tool_calls", "metadata"),
-        *("parallel_tool_calls", "presence_penalty", "previous_response_id", "prompt_cache_key"),
-        *("safety_identifier", "store", "temperature", "top_logprobs", "top_p", "user"),
-    )
+_REPEATED = (
+    *("instructions", "max_output_tokens", "max_tool_calls", "metadata", "parallel_tool_calls"),
+    *("previous_response_id", "prompt_cache_key", "safety_identifier", "store", "temperature"),
+    *("top_logprobs", "top_p", "user"),
+)
+
+
+def _repeated(asked: ResponsesBody, body: Any) -> dict[str, Any]:
+    """The request's fields in its response, with the values in force."""
     format = asked.text.format and body["text"]["format"]
     return {
-        **{name: getattr(asked, name) for name in same},
+        **{name: getattr(asked, name) for name in _REPEATED},
         "background": False,
+        "frequency_penalty": asked.frequency_penalty or 0.0,
+        "presence_penalty": asked.presence_penalty or 0.0,
         "reasoning": {"effort": asked.reasoning.effort, "summary": None},
         "service_tier": "default",
         "text": {"format": format or {"type": "text"}, "verbosity": "medium"},
         "tool_choice": body.get("tool_choice") or "auto",
-        "tools": tools.offered,
+        "tools": [_repeated_tool(tool) for tool in asked.tools if not tool.hosted],
         "truncation": "disabled",
     }
+
+
+def _repeated_tool(tool: _ToolBody) -> dict[str, Any]:
+    """A tool as the response repeats it, with the fields that clients expect."""
+    absent: dict[str, Any] = {"description": "" if tool.type == "namespace" else None}
+    if tool.type == "function":
+        absent |= {"parameters": None, "strict": None}
+    given = tool.model_dump(exclude_unset=True)
+    return absent | given | ({"tools": [*map(_repeated_tool, tool.tools)]} if tool.tools else {})
 
 
 # --- tools ---
 
 
-class _Tools:
-    """The tools that a request offers, and their use.
+def _known_tools(asked: ResponsesBody, items: Sequence[dict[str, Any]]) -> dict[str, Tool]:
+    """The tools that a request offers, by the names that the model knows.
 
     Agents such as Codex offer a web search besides their own tools, whatever the server can
     do. They get along without it, so it is left out; where nothing else is offered it is refused.
-
-    Attributes:
-        for_chat: the tools in OpenAI's form for chats.
-        places: where each of them is in the body.
-        known: by the names that the model knows.
-        offered: the tools as the response repeats them.
-        choice: the choice in the form of a chat, and the name of the function to call.
     """
-
-    def __init__(self, asked: ResponsesBody, items: Sequence[dict[str, Any]]) -> None:
-        self.for_chat: list[dict[str, Any]] = []
-        self.places: list[str] = []
-        self.known: dict[str, Tool] = {}
-        self.offered: list[dict[str, Any]] = []
+    known: dict[str, Tool] = {}
+    for index, tool in enumerate(asked.tools):
+        _add_tools(tool, f"tools[{index}]", known)
+    for item in items:
+        if item["type"] == "additional_tools":
+            for index, tool in enumerate(map(_ToolBody.model_validate, item["tools"])):
+                _add_tools(tool, f"additional_tools[{index}]", known, again=True)
+    if not known:
         for index, tool in enumerate(asked.tools):
-            if not tool.hosted:
-                self.offered.append(self._add(tool, f"tools[{index}]"))
-        for item in items:
-            if item["type"] == "additional_tools":
-                for index, tool in enumerate(map(_ToolBody.model_validate, item["tools"])):
-                    if not tool.hosted:
-                        self._add(tool, f"additional_tools[{index}]", again=True)
-        for index, tool in enumerate(asked.tools):
-            if tool.hosted and not self.known:
-                remedy = "offer functions, since the server itself runs no tools"
-                refuse(f"tools[{index}].type", tool.type, remedy)
-        self.choice = self._choice(asked.tool_choice)
+            remedy = "offer functions, since the server itself runs no tools"
+            refuse(f"tools[{index}].type", tool.type, remedy)
+    return known
 
-    def _add(self, tool: _ToolBody, path: str, again: bool = False) -> dict[str, Any]:
-        """Add a tool, which may be a known one if ``again``; returns it as it is repeated."""
-        if tool.type != "namespace":
-            return self._add_one(tool, path, None, again)
-        inner = [
-            self._add_one(one, f"{path}.tools[{index}]", tool, again)
-            for index, one in enumerate(tool.tools)
-        ]
-        about = tool.description or ""
-        return {"type": "namespace", "name": tool.name, "description": about, "tools": inner}
 
-    def _add_one(
-        self, one: _ToolBody, path: str, space: _ToolBody | None, again: bool
-    ) -> dict[str, Any]:
+def _add_tools(tool: _ToolBody, path: str, known: dict[str, Tool], again: bool = False) -> None:
+    """Add a tool, or those of a namespace; known ones are skipped if ``again``."""
+    space = tool if tool.type == "namespace" else None
+    if tool.hosted:
+        return
+    for index, one in enumerate(space.tools if space else [tool]):
+        place = f"{path}.tools[{index}]" if space else path
         if one.type not in ("function", "custom"):
             inside = "" if space else ', or a "namespace" of them'
-            remedy = f'offer tools of the type "function" or "custom"{inside}'
-            refuse(f"{path}.type", one.type, remedy)
-        tool = Tool(one.name, space.name if space else None, one.type == "custom")
-        name = tool.flat_name
-        if name in self.known:
-            if again:
-                return {}
-            refuse(f"{path}.name", one.name, "give each tool a name of its own")
-        offered: dict[str, Any] = {"type": one.type, "name": one.name}
-        offered["description"] = one.description
-        if tool.custom:
-            format = one.format
-            offered["format"] = format.model_dump(exclude_unset=True)
-            function = {"description": one.description or "", "parameters": _text_schema(format)}
-        else:
-            offered |= {"parameters": one.parameters, "strict": one.strict}
-            given: dict[str, Any] = {"description": one.description, "parameters": one.parameters}
-            given["strict"] = one.strict
-            function = {key: value for key, value in given.items() if value is not None}
-        if space and space.description and one is space.tools[0]:
-            about = f"{space.description}\n\n{function.get('description', '')}"
-            function["description"] = about.rstrip()
-        self.known[name] = tool
-        self.places.append(f"{path}.parameters")
-        self.for_chat.append({"type": "function", "function": {"name": name, **function}})
-        return offered
-
-    def _choice(self, choice: str | _ToolBody) -> tuple[str, str | None]:
-        """The choice of a chat; tools that are not allowed are not offered."""
-        if isinstance(choice, str):
-            return choice, None
-        places: dict[tuple[str, str | None], str] = {}
-        for flat_name, tool in self.known.items():
-            for namespace in (None, tool.namespace):  # in any namespace, the first counts
-                places.setdefault((tool.name, namespace), flat_name)
-        if choice.type in ("function", "custom"):
-            return "function", _found(choice, places, "tool_choice")
-        if choice.type != "allowed_tools":
-            remedy = 'send "function", "custom" or "allowed_tools", or a string'
-            refuse("tool_choice.type", choice.type, remedy)
-        allowed = {
-            _found(tool, places, f"tool_choice.tools[{index}]")
-            for index, tool in enumerate(choice.tools)
-            if not tool.hosted
-        }
-        kept = [tool["function"]["name"] in allowed for tool in self.for_chat]
-        self.for_chat = [tool for tool, keep in zip(self.for_chat, kept, strict=True) if keep]
-        self.places = [place for place, keep in zip(self.places, kept, strict=True) if keep]
-        return choice.mode, None
+            refuse(
+                f"{place}.type", one.type, f'offer tools of the type "function" or "custom"{inside}'
+            )
+        about = one.description
+        if space and space.description and not index:
+            about = f"{space.description}\n\n{about or ''}".rstrip()
+        custom = one.type == "custom"
+        made = Tool(one.name, space.name if space else None, custom, f"{place}.parameters")
+        name = made.flat_name
+        if name not in known:
+            function: dict[str, Any] = {"name": name, "description": about, "strict": one.strict}
+            function["parameters"] = _text_schema(one.format) if custom else one.parameters
+            function = {key: value for key, value in function.items() if value is not None}
+            known[name] = made._replace(function={"type": "function", "function": function})
+        elif not again:
+            refuse(f"{place}.name", one.name, "give each tool a name of its own")
 
 
-def _found(named: _ToolBody, places: Mapping[tuple[str, str | None], str], path: str) -> str:
-    """The name by which the model knows the tool that a choice names."""
-    found = places.get((named.name, named.namespace))
-    if found is None:
-        refuse(f"{path}.name", named.name, "name one of the tools")
-    return found
+def _tool_choice(
+    choice: str | _ToolBody, known: Mapping[str, Tool]
+) -> tuple[str, str | None, list[Tool]]:
+    """The choice of a chat, the name of the function to call, and the tools that are allowed."""
+    if isinstance(choice, str):
+        return choice, None, [*known.values()]
+    names: dict[tuple[str, str | None], str] = {}
+    for flat_name, tool in known.items():
+        for namespace in (None, tool.namespace):  # in any namespace, the first counts
+            names.setdefault((tool.name, namespace), flat_name)
+
+    def found(named: _ToolBody, path: str) -> str:
+        flat_name = names.get((named.name, named.namespace))
+        if flat_name is None:
+            refuse(f"{path}.name", named.name, "name one of the tools")
+        return flat_name
+
+    if choice.type in ("function", "custom"):
+        return "function", found(choice, "tool_choice"), [*known.values()]
+    if choice.type != "allowed_tools":
+        remedy = 'send "function", "custom" or "allowed_tools", or a string'
+        refuse("tool_choice.type", choice.type, remedy)
+    allowed = {
+        found(tool, f"tool_choice.tools[{index}]")
+        for index, tool in enumerate(choice.tools)
+        if not tool.hosted
+    }
+    return choice.mode, None, [tool for name, tool in known.items() if name in allowed]
 
 
-def _text_schema(format: _ToolFormat) -> dict[str, Any]:
+def _text_schema(format: _ToolBody | None) -> dict[str, Any]:
     """The parameters of a custom tool as a function: one text.
 
     A grammar is shown to the model but not enforced.
     """
     about = "The text that the tool takes, as it is."
-    if format.type == "grammar":
+    if format and format.type == "grammar":
         about += f" It follows this {format.syntax} grammar:\n{format.definition}"
     text = {"type": "string", "description": about}
     return {"type": "object", "properties": {_INPUT: text}, "required": [_INPUT]}
@@ -447,78 +420,59 @@ def _items(
                 remedy = "send the item itself, since the server has none of this id"
                 refuse(f"input[{index}].id", one.id, remedy)
             yield found
-        elif one.type in _MAKE_ITEM:
-            yield _MAKE_ITEM[one.type](one, f"input[{index}]")
+        elif one.type in _ITEM_FIELDS:
+            yield _item(one, f"input[{index}]")
 
 
-def _message(one: _InputItem, path: str) -> dict[str, Any]:
-    texts = [part.text for part in one.content]
-    item = _item_of(one, "msg", role=one.role)
-    if one.role != "assistant":
-        return item | {"content": [{"type": "input_text", "text": text} for text in texts]}
-    more: dict[str, Any] = {"annotations": [], "logprobs": []}
-    item["content"] = [{"type": "output_text", "text": text, **more} for text in texts]
-    return item | ({"phase": one.phase} if one.phase else {})
-
-
-def _item_of(one: _InputItem, prefix: str, **fields: Any) -> dict[str, Any]:
-    status = {"type": one.type, "status": "completed"}
-    return {"id": one.id or new_id(prefix), **status, **fields}
-
-
-def _call(one: _InputItem, path: str) -> dict[str, Any]:
-    custom = one.type == "custom_tool_call"
-    item = _item_of(one, "ctc" if custom else "fc", call_id=one.call_id, name=one.name)
-    if one.namespace is not None:
-        item["namespace"] = one.namespace
-    if custom:
-        return item | {"input": one.input}
-    arguments = one.arguments
-    return item | {"arguments": arguments if isinstance(arguments, str) else json.dumps(arguments)}
-
-
-def _call_output(one: _InputItem, path: str) -> dict[str, Any]:
-    output: Any = one.output
-    if not isinstance(one.output, str):
-        output = []
-        for index, part in enumerate(one.output):
-            kind, text = part.get("type"), part.get("text")
-            text = "" if text is None else text
-            if not isinstance(kind, str) or not kind:
-                refuse(f"{path}.output[{index}].type", kind, "send a string")
-            if kind not in ("input_text", "output_text", "text"):
-                text = left_out(kind.removeprefix("input_"))
-            if not isinstance(text, str):
-                refuse(f"{path}.output[{index}].text", text, "send a string")
-            output.append({"type": "input_text", "text": text})
-    prefix = "ctco" if one.type.startswith("custom") else "fco"
-    return _item_of(one, prefix, call_id=one.call_id, output=output)
-
-
-def _reasoning(one: _InputItem, path: str) -> dict[str, Any]:
-    """Reasoning: of this server with its text, of others perhaps with a summary alone."""
-    return _item_of(
-        one,
-        "rs",
-        summary=[{"type": "summary_text", "text": part.text} for part in one.summary],
-        content=[{"type": "reasoning_text", "text": part.text} for part in one.content],
-        encrypted_content=one.encrypted_content,
-    )
-
-
-def _additional_tools(one: _InputItem, path: str) -> dict[str, Any]:
-    """Tools within a conversation, as newer agents send them."""
-    item = {"id": one.id or new_id("at"), "type": "additional_tools", "role": "developer"}
-    return item | {"tools": [tool.model_dump(exclude_unset=True) for tool in one.tools]}
-
-
-_MAKE_ITEM: dict[str, Callable[[_InputItem, str], dict[str, Any]]] = {
-    "message": _message,
-    **dict.fromkeys(_CALLS, _call),
-    **dict.fromkeys(_OUTPUTS, _call_output),
-    "reasoning": _reasoning,
-    "additional_tools": _additional_tools,
+_ITEM_FIELDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "message": ("msg", ("role", "content", "phase")),
+    "function_call": ("fc", ("call_id", "name", "namespace", "arguments")),
+    "custom_tool_call": ("ctc", ("call_id", "name", "namespace", "input")),
+    "function_call_output": ("fco", ("call_id", "output")),
+    "custom_tool_call_output": ("ctco", ("call_id", "output")),
+    "reasoning": ("rs", ("summary", "content", "encrypted_content")),
+    "additional_tools": ("at", ("tools",)),
 }
+"""By the type of an item: the prefix of its id, and the fields that it has."""
+
+
+def _item(one: _InputItem, path: str) -> dict[str, Any]:
+    """An item as the server keeps and returns it."""
+    prefix, names = _ITEM_FIELDS[one.type]
+    item: dict[str, Any] = {"id": one.id or new_id(prefix), "type": one.type}
+    item |= {"status": "completed"}
+    item |= {name: value for name in names if (value := getattr(one, name)) is not None}
+    if one.type == "additional_tools":
+        tools = [tool.model_dump(exclude_unset=True) for tool in one.tools]
+        item |= {"role": "developer", "tools": tools}
+    elif one.type == "reasoning":
+        item["summary"] = [{"type": "summary_text", "text": part.text} for part in one.summary]
+        item["content"] = [{"type": "reasoning_text", "text": part.text} for part in one.content]
+    elif one.type == "message":
+        part: dict[str, Any] = {"type": "input_text"}
+        if one.role == "assistant":
+            part = {"type": "output_text", "annotations": [], "logprobs": []}
+        item["content"] = [{**part, "text": given.text} for given in one.content]
+    elif isinstance(item.get("arguments"), dict):
+        item["arguments"] = json.dumps(one.arguments)
+    elif "output" in item and not isinstance(one.output, str):
+        item["output"] = [
+            {"type": "input_text", "text": _output_text(part, f"{path}.output[{index}]")}
+            for index, part in enumerate(one.output)
+        ]
+    return item
+
+
+def _output_text(part: Mapping[str, Any], path: str) -> str:
+    """The text of a part of a tool's output, or a note in place of something else."""
+    kind, text = part.get("type"), part.get("text")
+    if not isinstance(kind, str) or not kind:
+        refuse(f"{path}.type", kind, "send a string")
+    if kind not in ("input_text", "output_text", "text"):
+        return left_out(kind.removeprefix("input_"))
+    if text is not None and not isinstance(text, str):
+        refuse(f"{path}.text", text, "send a string")
+    return text or ""
 
 
 def _messages(instructions: str | None, items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -721,15 +675,14 @@ class ResponsesAnswer(ApiAnswer):
     def begin(self) -> list[dict[str, Any]]:
         if self._sent:
             return []
-        return [self._lifecycle("response.created"), self._lifecycle("response.in_progress")]
+        return [self._lifecycle("created"), self._lifecycle("in_progress")]
 
     def feed_choice(self, choice: Choice, runs: Sequence[Run]) -> list[dict[str, Any]]:
         events: list[dict[str, Any]] = []
         for run in runs:
             if run.begins:
                 events += [*self._end_item("completed"), *self._begin_item(run.part)]
-            logprobs = self._names.of_chat(run.pieces)
-            events += self._events(self._items[-1].add(run.text, logprobs))
+            events += self._add(run.text, self._names.of_chat(run.pieces))
         if choice.end:
             if not self._items:
                 events += self._begin_item(Part("text"))
@@ -742,7 +695,7 @@ class ResponsesAnswer(ApiAnswer):
     def close(self) -> list[dict[str, Any]]:
         if self._request.store:
             self._keep(StoredResponse(self.whole(), self._request.items))
-        return [self._lifecycle(f"response.{self._status}")]
+        return [self._lifecycle(self._status)]
 
     def whole(self) -> dict[str, Any]:
         cut_off, running = self._status == "incomplete", self._status == "in_progress"
@@ -764,49 +717,83 @@ class ResponsesAnswer(ApiAnswer):
         return f"event: {chunk['type']}\n{super().framed(chunk)}"
 
     def keep_alive(self) -> str:
-        events = self.begin() or [self._lifecycle("response.in_progress")]
-        return "".join(map(self.framed, events))
+        return "".join(map(self.framed, self.begin() or [self._lifecycle("in_progress")]))
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         self._status = "failed"
-        self._error = {"code": _error_code(error), "message": error.message}
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        code = "rate_limit_exceeded" if error.status == 429 else code
+        if error.code == "context_length_exceeded":
+            code = error.code
+        self._error = {"code": code, "message": error.message}
         if self._items and self._items[-1].status == "in_progress":
             self._items[-1].status = "incomplete"
-        return self._lifecycle("response.failed") if self._request.stream else self.whole()
+        return self._lifecycle("failed") if self._request.stream else self.whole()
+
+    # --- events ---
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        self._sent += 1
+        return {"type": f"response.{kind}", "sequence_number": self._sent - 1, **fields}
+
+    def _lifecycle(self, kind: str) -> dict[str, Any]:
+        return self._event(kind, response=self.whole())
+
+    def _of_item(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """An event of the last item; the one content that it may have is the first."""
+        item = self._items[-1]
+        index = {} if item.tool else {"content_index": 0}
+        place = {"item_id": item.id, "output_index": len(self._items) - 1, **index}
+        return self._event(kind, **place, **fields)
+
+    def _whole_item(self, kind: str) -> dict[str, Any]:
+        item = self._items[-1].as_json()
+        return self._event(kind, output_index=len(self._items) - 1, item=item)
 
     def _begin_item(self, part: Part) -> list[dict[str, Any]]:
         tool = None
         if part.kind == "call":
             tool = self._request.known_tools.get(part.name, Tool(part.name))
-        kind = "custom_tool_call" if tool and tool.custom else _TYPES[part.kind]
-        item = _Item(kind, part.id, tool)
+        item = _Item(part.kind, part.id, tool)
         self._items.append(item)
-        return [self._of_item("response.output_item.added"), *self._events(item.begun())]
+        events = [self._whole_item("output_item.added")]
+        return events if tool else [*events, self._of_item("content_part.added", part=item.part())]
+
+    def _add(self, text: str, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Add to the last item."""
+        item = self._items[-1]
+        if item.custom:
+            item.written += text
+            text = _input_so_far(item.written).removeprefix(item.text)
+        return self._delta(text, logprobs)
+
+    def _delta(self, text: str, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        item = self._items[-1]
+        item.texts.append(text)
+        if not text:
+            return []
+        if item.type != "message":
+            return [self._of_item(f"{item.event}.delta", delta=text)]
+        item.logprobs += logprobs
+        return [self._of_item(f"{item.event}.delta", delta=text, logprobs=logprobs)]
 
     def _end_item(self, status: str) -> list[dict[str, Any]]:
         """End the last item, if there is one."""
         if not self._items:
             return []
-        item = self._items[-1]
-        events = self._events(item.ended())
+        item, events = self._items[-1], []
+        if item.custom:
+            events = self._delta(_whole_input(item.written).removeprefix(item.text), [])
+        done: dict[str, Any] = {item.field: item.text}
+        if item.type == "message":
+            done["logprobs"] = item.logprobs
+        if item.tool and not item.custom:
+            done["name"] = item.tool.name
+        events.append(self._of_item(f"{item.event}.done", **done))
+        if not item.tool:
+            events.append(self._of_item("content_part.done", part=item.part()))
         item.status = status
-        return [*events, self._of_item("response.output_item.done")]
-
-    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
-        self._sent += 1
-        return {"type": kind, "sequence_number": self._sent - 1, **fields}
-
-    def _lifecycle(self, kind: str) -> dict[str, Any]:
-        return self._event(kind, response=self.whole())
-
-    def _of_item(self, kind: str) -> dict[str, Any]:
-        index = len(self._items) - 1
-        return self._event(kind, output_index=index, item=self._items[-1].as_json())
-
-    def _events(self, events: Sequence[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-        """Events of the last item."""
-        place = {"item_id": self._items[-1].id, "output_index": len(self._items) - 1}
-        return [self._event(f"response.{kind}", **place, **fields) for kind, fields in events]
+        return [*events, self._whole_item("output_item.done")]
 
     def _usage(self) -> dict[str, Any] | None:
         """None until the answer has ended."""
@@ -827,119 +814,63 @@ class ResponsesAnswer(ApiAnswer):
         }
 
 
-def _error_code(error: ApiError) -> str:
-    """The nearest of the codes that clients know."""
-    if error.code == "context_length_exceeded":
-        return error.code
-    if error.status == 429:
-        return "rate_limit_exceeded"
-    return "server_error" if error.status >= 500 else "invalid_prompt"
-
-
-# --- items ---
-
-_ItemEvents = list[tuple[str, dict[str, Any]]]
-"""Kinds of events and their fields, without those that name the item."""
-
-_TYPES = {"text": "message", "reasoning": "reasoning", "call": "function_call"}
-_PREFIXES = {
-    "message": "msg",
-    "reasoning": "rs",
-    "function_call": "fc",
-    "custom_tool_call": "ctc",
+_KINDS = {
+    "text": ("message", "msg", "output_text", "text"),
+    "reasoning": ("reasoning", "rs", "reasoning_text", "text"),
+    "call": ("function_call", "fc", "function_call_arguments", "arguments"),
+    "custom": ("custom_tool_call", "ctc", "custom_tool_call_input", "input"),
 }
+"""By the kind of a part: an item's type, the prefix of its id, its events, and the text's field."""
 
 
 class _Item:
     """An item of the output: a message, reasoning, or a call.
 
     Args:
-        kind: of the item, as the API names it.
+        kind: of the part of the answer that it is.
         call_id: by which the client returns a call's result.
         tool: that is called.
 
     Attributes:
         status: "in_progress", "completed" or "incomplete".
+        texts: what was sent of its text.
+        written: the arguments of a custom call, whose text is in one of them.
     """
 
     def __init__(self, kind: str, call_id: str = "", tool: Tool | None = None) -> None:
-        self.kind = kind
-        self.id = new_id(_PREFIXES[kind])
+        self.custom = tool is not None and tool.custom
+        self.type, prefix, self.event, self.field = _KINDS["custom" if self.custom else kind]
+        self.id = new_id(prefix)
+        self.tool = tool
         self.status = "in_progress"
+        self.texts: list[str] = []
+        self.logprobs: list[dict[str, Any]] = []
+        self.written = ""
         self._call_id = call_id
-        self._tool = tool
-        self._texts: list[str] = []
-        self._logprobs: list[dict[str, Any]] = []
-        self._written = ""
-        """The arguments of a custom call, whose text is in one of them."""
 
     @property
-    def _text(self) -> str:
-        return "".join(self._texts)
+    def text(self) -> str:
+        """What was sent of its text."""
+        return "".join(self.texts)
 
-    @property
-    def _field(self) -> str:
-        """The field with a call's text."""
-        return "input" if self.kind == "custom_tool_call" else "arguments"
+    def part(self) -> dict[str, Any]:
+        """The one part of the content."""
+        part: dict[str, Any] = {"type": self.event, "text": self.text}
+        if self.type == "message":
+            part |= {"annotations": [], "logprobs": [*self.logprobs]}
+        return part
 
     def as_json(self) -> dict[str, Any]:
         """The item as it is now."""
-        item: dict[str, Any] = {"id": self.id, "type": self.kind, "status": self.status}
-        if self._tool:
-            item |= {"call_id": self._call_id, "name": self._tool.name, self._field: self._text}
-            space = self._tool.namespace
+        item: dict[str, Any] = {"id": self.id, "type": self.type, "status": self.status}
+        if self.tool:
+            item |= {"call_id": self._call_id, "name": self.tool.name, self.field: self.text}
+            space = self.tool.namespace
             return item if space is None else item | {"namespace": space}
-        item["content"] = [] if self.status == "in_progress" else [self._part()]
-        if self.kind == "message":
+        item["content"] = [] if self.status == "in_progress" else [self.part()]
+        if self.type == "message":
             return item | {"role": "assistant"}
         return item | {"summary": [], "encrypted_content": None}
-
-    def _part(self) -> dict[str, Any]:
-        """The one part of the content."""
-        if self.kind == "reasoning":
-            return {"type": "reasoning_text", "text": self._text}
-        more: dict[str, Any] = {"annotations": [], "logprobs": [*self._logprobs]}
-        return {"type": "output_text", "text": self._text, **more}
-
-    def begun(self) -> _ItemEvents:
-        """The events after it was added."""
-        if self._tool:
-            return []
-        return [("content_part.added", {"content_index": 0, "part": self._part()})]
-
-    def add(self, text: str, logprobs: list[dict[str, Any]]) -> _ItemEvents:
-        """Take more of its text; returns the events for it."""
-        if self.kind == "custom_tool_call":
-            self._written += text
-            return self._add(_input_so_far(self._written).removeprefix(self._text), [])
-        return self._add(text, logprobs)
-
-    def _add(self, text: str, logprobs: list[dict[str, Any]]) -> _ItemEvents:
-        if self._tool and not text:
-            return []
-        self._texts.append(text)
-        self._logprobs += logprobs
-        if self._tool:
-            return [(f"{self.kind}_{self._field}.delta", {"delta": text})]
-        fields: dict[str, Any] = {"content_index": 0, "delta": text}
-        if self.kind == "message":
-            return [("output_text.delta", fields | {"logprobs": logprobs})]
-        return [("reasoning_text.delta", fields)]
-
-    def ended(self) -> _ItemEvents:
-        """The events before it is done."""
-        if not self._tool:
-            part = self._part()
-            fields = {name: value for name, value in part.items() if name in ("text", "logprobs")}
-            return [
-                (f"{part['type']}.done", {"content_index": 0, **fields}),
-                ("content_part.done", {"content_index": 0, "part": part}),
-            ]
-        events = []
-        if self.kind == "custom_tool_call":
-            events = self._add(_whole_input(self._written).removeprefix(self._text), [])
-        named = {"name": self._tool.name} if self.kind == "function_call" else {}
-        return [*events, (f"{self.kind}_{self._field}.done", {self._field: self._text, **named})]
 
 
 def _input_so_far(written: str) -> str:

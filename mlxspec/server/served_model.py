@@ -6,7 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -15,14 +15,15 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..corpus import MAX_TOKENS
+from ..drafting.drafter import Drafter
 from ..engine.costs import free_memory
 from ..engine.model_sizes import CacheKind, cache_kinds, context_length
 from ..engine.params import CacheOptions
 from ..engine.target import vocabulary_size
 from ..generation.decoder import Decoder
 from ..generation.drafting import Auto
-from ..generation.options import GenerationOptions, MakeDrafter
-from ..generation.session import MARKS, UNDOABLE
+from ..generation.options import GenerationOptions
+from ..generation.session import MARKS, UNDOABLE, Session
 from .body import ApiError
 from .prefix_cache import PrefixCache
 from .requests import ApiRequest
@@ -224,18 +225,21 @@ class ServedModel:
             )
         return wanted
 
-    def make_drafter(self, prediction: Sequence[int], partition: str) -> MakeDrafter:
-        """Return a factory for the drafter of one generation; called only in the worker's thread.
+    def make_drafter(
+        self, prediction: Sequence[int], partition: str, session: Session | None
+    ) -> Drafter:
+        """The drafter of one generation; called only in the worker's thread.
 
         Args:
             prediction: token ids that the output is expected to follow.
             partition: whose answers it drafts from, and adds its own to.
+            session: of the generation.
         """
         decoder = self._decoder_of(partition)
         drafting = decoder.drafting
         if isinstance(drafting, Auto):
             drafting = replace(drafting, prediction=prediction)
-        return partial(drafting.make, decoder)
+        return drafting.make(decoder, session)
 
     def _decoder_of(self, partition: str) -> Decoder:
         if partition == self.owner:

@@ -14,7 +14,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple, cast
@@ -28,6 +28,10 @@ from ..generation.response import GenerationResponse
 from .body import ApiError
 from .metrics import Metrics
 from .served_model import ServedModel
+
+_log = logging.getLogger("mlxspec.server")
+
+# --- events ---
 
 
 @dataclass(frozen=True)
@@ -93,10 +97,7 @@ class Ended:
 
 Event = Begun | Piece | Ended
 
-
-_log = logging.getLogger("mlxspec.server")
-
-_RECENT = 12  # ended requests whose figures are kept
+# --- requests ---
 
 _numbers = itertools.count(1)
 
@@ -143,9 +144,10 @@ class ServedRequest(Request):
         partition: str = "",
     ) -> None:
         decoder = served.decoder
+        given = cast(GenerationOptions, {**served.options, **options})
         super().__init__(
-            *(decoder, prompt, max_tokens, cast(GenerationOptions, {**served.options, **options})),
-            lambda session: served.make_drafter(prediction, partition)(session),
+            *(decoder, prompt, max_tokens, given),
+            partial(served.make_drafter, prediction, partition),
         )
         self.number = next(_numbers)
         self.served = served
@@ -187,32 +189,33 @@ class ServedRequest(Request):
 
     def on_step(self, step: steps.DecodedStep, seconds: float, plain_seconds: float | None) -> None:
         super().on_step(step, seconds, plain_seconds)
-        origins = step.verified.tree.node_origins
-        metrics = self.stream.records.metrics
-        metrics.add_step(step.verified, origins, seconds, plain_seconds)
+        self.stream.worker.metrics.add_step(step.verified, seconds, plain_seconds)
 
     def on_response(self, response: GenerationResponse) -> None:
-        """Turn a response into an event."""
-        records = self.stream.records
+        """Turn a response into events."""
+        worker = self.stream.worker
         if self.first_token is None:
             self.first_token = time.perf_counter()
             n_prompt = len(self.prompt)
-            records.metrics.add_first_token(self.first_token - self.asked, n_prompt, self.n_cached)
-            records.queue(self, Begun(self.index, n_prompt, self.n_cached))
-        wanted = self.top_logprobs
-        logprobs = None if wanted is None else response.token_logprobs(wanted)
-        piece = Piece(
-            *(self.index, response.text, response.token, response.from_draft),
-            logprobs.logprob if logprobs else None,
-            tuple(logprobs.top) if logprobs else (),
-        )
-        records.queue(self, piece)
+            worker.metrics.add_first_token(self.first_token - self.asked, n_prompt, self.n_cached)
+            worker.queue(self, Begun(self.index, n_prompt, self.n_cached))
+        piece = Piece(self.index, response.text, response.token, response.from_draft)
+        if self.top_logprobs is not None:
+            found = response.token_logprobs(self.top_logprobs)
+            piece = replace(piece, logprob=found.logprob, top=tuple(found.top))
+        worker.queue(self, piece)
 
     def on_end(self) -> None:
-        """Send the last event, and give the caches back to the prefix cache."""
-        failed = self.error is not None and self.finish_reason is None
-        ended = _failure(self.error) if self.error and failed else self._end()
-        self.stream.records.end(self, ended)
+        """Queue the last event, and give the caches back to the prefix cache."""
+        if self.error is not None and self.finish_reason is None:
+            self.stream.worker.end_of(self, _failure(self.error))
+        else:
+            stop = self.output.stop_string if self.finish_reason else None
+            ended = Ended(  # with "stop" if it was cancelled without an error
+                *(self.index, self.finish_reason or "stop", len(self.prompt), self.n_cached),
+                *(self.generated, self.stats.drafted, self.stats.accepted, stop),
+            )
+            self.stream.worker.end_of(self, ended)
         try:
             if self.session:
                 self.served.cache.give_back(self.session)
@@ -220,14 +223,6 @@ class ServedRequest(Request):
             _log.exception("a prompt could not be kept")
         # The stream leads here: the caches would wait for the garbage collector.
         self.session = None
-
-    def _end(self) -> Ended:
-        """The last event; a request that was cancelled without an error ends with "stop"."""
-        stop = self.output.stop_string if self.finish_reason else None
-        return Ended(
-            *(self.index, self.finish_reason or "stop", len(self.prompt), self.n_cached),
-            *(self.generated, self.stats.drafted, self.stats.accepted, stop),
-        )
 
 
 def _failure(error: Exception) -> ApiError:
@@ -240,7 +235,7 @@ def _failure(error: Exception) -> ApiError:
     return ApiError(f"the generation has failed: {error}", status=500)
 
 
-Batch = tuple[ServedRequest, list[Event | ApiError]]
+EventBatch = tuple[ServedRequest, list[Event | ApiError]]
 """A request and its events of one turn, in order; never empty."""
 
 
@@ -253,31 +248,12 @@ class EventStream:
     """
 
     def __init__(self, worker: Worker, requests: Sequence[ServedRequest]) -> None:
+        self.worker = worker
         self.requests = requests
-        self.records = worker.records
-        self._worker = worker
-        self._loop = asyncio.get_running_loop()
-        self._batches: asyncio.Queue[Batch] = asyncio.Queue()
+        self.loop = asyncio.get_running_loop()
+        self.batches: asyncio.Queue[EventBatch] = asyncio.Queue()
         for request in requests:
             request.stream = self
-
-    @staticmethod
-    def deliver(batches: Sequence[Batch]) -> None:
-        """Hand over events to the streams of their requests; called in any thread.
-
-        There is one call per event loop, since each interrupts the loop, and the worker waits.
-        """
-        of_loops: defaultdict[asyncio.AbstractEventLoop, list[Batch]] = defaultdict(list)
-        for request, batch in batches:
-            of_loops[request.stream._loop].append((request, batch))
-        for loop, some in of_loops.items():
-            with suppress(RuntimeError):  # the loop has ended; no task waits
-                loop.call_soon_threadsafe(EventStream._take, some)
-
-    @staticmethod
-    def _take(batches: Sequence[Batch]) -> None:
-        for request, batch in batches:
-            request.stream._batches.put_nowait((request, batch))
 
     async def events(self, keep_alive: float) -> AsyncGenerator[list[Event], None]:
         """The events, in batches, until all generations have ended.
@@ -295,7 +271,7 @@ class EventStream:
             while left:
                 try:
                     async with asyncio.timeout(keep_alive):
-                        request, batch = await self._batches.get()
+                        request, batch = await self.batches.get()
                 except TimeoutError:
                     yield []
                     continue
@@ -303,7 +279,7 @@ class EventStream:
                 if isinstance(batch[-1], ApiError):
                     raise batch[-1]
                 left -= isinstance(batch[-1], Ended)
-                self._worker.has_read(request, sum(isinstance(one, Piece) for one in batch))
+                self.worker.has_read(request, sum(isinstance(one, Piece) for one in batch))
         finally:
             self.close()
 
@@ -311,69 +287,16 @@ class EventStream:
         """End generations by the indices of their choices, as if the model had ended them."""
         for request in self.requests:
             if request.state in (State.DECODE, State.PAUSED) and finished(request.index):
-                self._worker.end(request)
+                self.worker.end(request)
 
     def close(self) -> None:
         """Cancel all generations that have not ended."""
         for request in self.requests:
             if not request.done:
-                self._worker.end(request, ApiError("cancelled", status=499))
+                self.worker.end(request, ApiError("cancelled", status=499))
 
 
-_OUTCOMES = {499: "cancelled", 429: "refused", 503: "ending"}
-
-
-def _outcome(ended: Ended | ApiError) -> str:
-    """How a generation has ended, in a word."""
-    return ended.finish_reason if isinstance(ended, Ended) else _OUTCOMES.get(ended.status, "error")
-
-
-class Records:
-    """The generations of all models; the worker's thread writes, others read.
-
-    Args:
-        on_end: called in the worker's thread with all requests of a client's body, once all its
-            generations have ended.
-
-    Attributes:
-        metrics: of all that has happened.
-        requests: that have not ended, in the order in which they came.
-        recent: figures of those that have ended last, with when that was.
-    """
-
-    def __init__(self, on_end: Callable[[Sequence[ServedRequest]], object]) -> None:
-        self.on_end = on_end
-        self.metrics = Metrics()
-        self.requests: list[ServedRequest] = []
-        self.recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
-        self._outbox: dict[ServedRequest, list[Event | ApiError]] = {}
-
-    def queue(self, request: ServedRequest, event: Event | ApiError) -> None:
-        """Queue an event for its client, until the end of the turn."""
-        self._outbox.setdefault(request, []).append(event)
-
-    def end(self, request: ServedRequest, ended: Ended | ApiError) -> None:
-        """Record the end of a request, and queue it for the client."""
-        now = time.perf_counter()
-        request.outcome = _outcome(ended)
-        request.failure = ended if isinstance(ended, ApiError) else None
-        self.queue(request, ended)
-        self.recent.append(request.figures() | {"ended": now})
-        self.requests.remove(request)
-        self.metrics.add_end(request.outcome, now - request.asked)
-        try:
-            if all(one.outcome for one in request.stream.requests):
-                self.on_end(request.stream.requests)
-        except Exception:  # such as a log without a reader
-            _log.exception("the end of a generation could not be recorded")
-
-    def deliver(self) -> None:
-        """Hand over the queued events, at the end of a turn."""
-        outbox, self._outbox = self._outbox, {}
-        EventStream.deliver([*outbox.items()])
-
-
-_log = logging.getLogger("mlxspec.server")
+# --- the queue of a model ---
 
 _MOST_UNREAD = 64  # tokens that a slow reader may leave unread before its generation waits
 
@@ -383,20 +306,22 @@ class ModelQueue(Engine):
 
     Args:
         served: the model.
-        active: how many generations run at once at most.
-        stall: seconds for which running ones may wait for others' prompts.
-        records: of all requests.
+        worker: whose limits and metrics it has.
     """
 
-    def __init__(self, served: ServedModel, active: int, stall: float, records: Records) -> None:
-        super().__init__(served.decoder, max_active=active, stall=stall, max_unread=_MOST_UNREAD)
+    def __init__(self, served: ServedModel, worker: Worker) -> None:
+        limits = worker.limits
+        stall = limits.stall / len(worker.models)
+        super().__init__(
+            served.decoder, max_active=limits.active, stall=stall, max_unread=_MOST_UNREAD
+        )
         self._served = served
-        self._records = records
+        self._metrics = worker.metrics
 
     def warm_up(self) -> None:
         """Find out what the model verifies and what steps cost, before the first request."""
         decoder = self._served.decoder
-        make_drafter = self._served.make_drafter((), self._served.owner)
+        make_drafter = partial(self._served.make_drafter, (), self._served.owner)
         decoder.remembers = False  # no user has asked for these
         for prompt in ([1, 1], [1, 1, 1]):
             self.add(decoder.new_request(prompt, 8, GenerationOptions(), make_drafter))
@@ -419,7 +344,7 @@ class ModelQueue(Engine):
             self.close(error)
             return False
         if self.steps > steps:
-            self._records.metrics.add_forward(self.step_seconds, *self.step_shape)
+            self._metrics.add_forward(self.step_seconds, *self.step_shape)
         return busy
 
     def next_waiting(self) -> Request | None:
@@ -449,9 +374,11 @@ class ModelQueue(Engine):
         return sum(one.nbytes for one in self._running if isinstance(one, ServedRequest))
 
 
-_log = logging.getLogger("mlxspec.server")
+# --- the worker ---
 
 _RETRY_AFTER = 5  # seconds, in the answer to a client that finds the queue full
+_RECENT = 12  # ended requests whose figures are kept
+_OUTCOMES = {499: "cancelled", 429: "refused", 503: "ending"}
 
 
 class WorkerLimits(NamedTuple):
@@ -476,6 +403,13 @@ class Worker:
         limits: what is taken at once.
         on_end: called in the worker's thread with all requests of a client's body, once they have
             ended.
+
+    Attributes:
+        models: by their names.
+        metrics: of all that has happened.
+        requests: that have not ended, in the order in which they came.
+        recent: figures of those that have ended last, with when that was.
+        ready: set while requests are answered.
     """
 
     def __init__(
@@ -486,14 +420,14 @@ class Worker:
     ) -> None:
         self.models = {served.name: served for served in models}
         self.limits = limits
-        self.records = Records(on_end)
+        self.on_end = on_end
+        self.metrics = Metrics()
+        self.requests: list[ServedRequest] = []
+        self.recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
         self.ready = threading.Event()
-        """Set while requests are answered."""
+        self._outbox: dict[ServedRequest, list[Event | ApiError]] = {}
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        stall = limits.stall / len(models)
-        self._queues = {
-            served.name: ModelQueue(served, limits.active, stall, self.records) for served in models
-        }
+        self._queues = {served.name: ModelQueue(served, self) for served in models}
         self._stopping: ApiError | None = None
         """Why no more is taken on."""
         self._taking = threading.Lock()
@@ -516,11 +450,7 @@ class Worker:
 
     def stop(self) -> None:
         """End all generations and the thread, and wait for it."""
-
-        def stop() -> None:
-            self._stopping = ApiError("the server is ending", status=503)
-
-        self._commands.put(stop)
+        self._commands.put(partial(self._stop, ApiError("the server is ending", status=503)))
         self._thread.join()
 
     @property
@@ -535,30 +465,29 @@ class Worker:
             ApiError: 400, this many can never fit; 429, the queue is full; 503, the server
                 is ending.
         """
-        most = self.limits.active + self.limits.queued
-        if len(requests) > most:
+        active, queued, _ = self.limits
+        if len(requests) > active + queued:
             raise ApiError(
                 f"{len(requests)} choices are more than the server takes at once, which are "
-                f"{most}: ask for fewer",
+                f"{active + queued}: ask for fewer",
                 param="n",
             )
-        states = [one.state for one in self.records.requests.copy() if one.served is served]
+        states = [one.state for one in self.requests.copy() if one.served is served]
         waiting = states.count(State.WAITING)
-        free = max(0, self.limits.active - (len(states) - waiting))
-        if waiting + len(requests) > self.limits.queued + free:
-            full = ApiError(
+        free = max(0, active - (len(states) - waiting))
+        if waiting + len(requests) > queued + free:
+            self.metrics.add_end("refused")
+            raise ApiError(
                 f"{waiting} generations are waiting already: try again later",
                 status=429,
                 code="queue_full",
                 headers={"Retry-After": str(_RETRY_AFTER)},
             )
-            self.records.metrics.add_end("refused")
-            raise full
         stream = EventStream(self, requests)
         with self._taking:
             if self._stopping:
                 raise self._stopping
-            self.records.requests += requests
+            self.requests += requests
             self._commands.put(partial(self._queues[served.name].add, *requests))
         return stream
 
@@ -569,6 +498,30 @@ class Worker:
     def has_read(self, request: ServedRequest, count: int) -> None:
         """Note that the client has read ``count`` tokens; a paused request may resume."""
         self._commands.put(partial(self._queues[request.served.name].has_read, request, count))
+
+    # --- in the thread ---
+
+    def queue(self, request: ServedRequest, event: Event | ApiError) -> None:
+        """Queue an event for its client, until the end of the turn."""
+        self._outbox.setdefault(request, []).append(event)
+
+    def end_of(self, request: ServedRequest, ended: Ended | ApiError) -> None:
+        """Record the end of a request, and queue it for the client."""
+        now = time.perf_counter()
+        if isinstance(ended, ApiError):
+            request.failure = ended
+            request.outcome = _OUTCOMES.get(ended.status, "error")
+        else:
+            request.outcome = ended.finish_reason
+        self.queue(request, ended)
+        self.recent.append(request.figures() | {"ended": now})
+        self.requests.remove(request)
+        self.metrics.add_end(request.outcome, now - request.asked)
+        try:
+            if all(one.outcome for one in request.stream.requests):
+                self.on_end(request.stream.requests)
+        except Exception:  # such as a log without a reader
+            _log.exception("the end of a generation could not be recorded")
 
     def _run(self) -> None:
         """The thread: obey commands, then a turn of every model that has something to do."""
@@ -588,19 +541,21 @@ class Worker:
             finally:
                 self.ready.clear()
                 with self._taking:
-                    failed = ApiError("the worker has failed: restart the server", status=503)
-                    self._stopping = self._stopping or failed
+                    self._stop(ApiError("the worker has failed: restart the server", status=503))
                 self._obey(wait=False)  # what came before
                 for queue in queues:
                     queue.close(self._stopping)
-                self.records.deliver()
+                self._deliver()
 
     def _turn(self, queues: Sequence[ModelQueue]) -> bool:
         """A turn of each model; returns whether there is more to do at once."""
         waiting = [queue for queue in queues if queue.decoding]
         busy = [queue.turn(hurried=any(one is not queue for one in waiting)) for queue in queues]
-        self.records.deliver()
+        self._deliver()
         return any(busy)
+
+    def _stop(self, reason: ApiError) -> None:
+        self._stopping = self._stopping or reason
 
     def _obey(self, wait: bool) -> None:
         """Run the commands that have come; if there is nothing else to do, wait for one."""
@@ -611,3 +566,21 @@ class Worker:
                 command()
             except Exception:  # no caller waits for its result, and others must go on
                 _log.exception("a command has failed")
+
+    def _deliver(self) -> None:
+        """Hand the queued events to the event loops of their clients.
+
+        There is one call per loop, since each interrupts the loop, and the worker waits.
+        """
+        outbox, self._outbox = self._outbox, {}
+        of_loops: defaultdict[asyncio.AbstractEventLoop, list[EventBatch]] = defaultdict(list)
+        for batch in outbox.items():
+            of_loops[batch[0].stream.loop].append(batch)
+        for loop, batches in of_loops.items():
+            with suppress(RuntimeError):  # the loop has ended; no task waits
+                loop.call_soon_threadsafe(_take, batches)
+
+
+def _take(batches: Sequence[EventBatch]) -> None:
+    for batch in batches:
+        batch[0].stream.batches.put_nowait(batch)

@@ -33,10 +33,9 @@ def test_what_knows_no_costs_is_replayed_once_for_all_chips() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [("plain", "leave it out"), ("lookahead", "mlxspec bench"), ("warp", "choose among auto, ")],
-)
-def test_what_is_not_replayed_is_told_why(name: str, reason: str) -> None:
-    with pytest.raises(OptionError, match=f"no decoder is replayed as '{name}': .*{reason}"):
+@pytest.mark.parametrize("name", ["plain", "lookahead", "warp"])
+def test_what_is_not_replayed_is_named_with_what_is(name: str) -> None:
+    with pytest.raises(
+        OptionError, match=f"no decoder is replayed as '{name}': choose among auto, "
+    ):
         chosen_policies(name)

@@ -13,7 +13,6 @@ from mlxspec.bench.prompts import (
     bundled_prompts,
     limited,
     read_prompts,
-    read_spec_bench,
 )
 from mlxspec.errors import PromptError
 
@@ -70,13 +69,6 @@ def test_messages_may_have_parts_and_calls_of_tools(tmp_path: Path) -> None:
     )
 
 
-def test_spec_bench_is_json_lines_whatever_its_name(tmp_path: Path) -> None:
-    path = tmp_path / "book.txt"
-    path.write_text("It was the best of times.\n")
-    with pytest.raises(PromptError, match=r"book\.txt, line 1: no valid JSON"):
-        read_spec_bench(path)
-
-
 def test_any_other_file_is_one_prompt_with_its_blank_lines(tmp_path: Path) -> None:
     path = tmp_path / "question.txt"
     path.write_text("\ufeffdef f():\n\n    pass\n", encoding="utf-8")
@@ -127,7 +119,7 @@ def test_a_file_that_is_missing_or_binary_is_refused(tmp_path: Path) -> None:
 
 
 def test_spec_bench_has_80_prompts_in_each_of_six_categories(shared: Path) -> None:
-    prompts = read_spec_bench(shared / "prompts" / "spec_bench" / "question.jsonl")
+    prompts = read_prompts(shared / "prompts" / "spec_bench" / "question.jsonl")
     assert Counter(prompt.category for prompt in prompts) == {
         "mt_bench": 80,
         "translation": 80,

@@ -7,8 +7,15 @@ import math
 
 import pytest
 
-from mlxspec.bench.measure import Difference, MeasuredPrompt, Run
-from mlxspec.bench.report import Report, bench_report, verdict, what_differs
+from mlxspec.bench.measure import (
+    Difference,
+    MeasuredPrompt,
+    Report,
+    TimedRun,
+    bench_report,
+    verdict,
+    what_differs,
+)
 from mlxspec.generation.response import SpeculationStats
 
 FACTS = {
@@ -21,9 +28,9 @@ FACTS = {
 }
 
 
-def run(rate: float, text: str = "text", predicted: float | None = None) -> Run:
+def run(rate: float, text: str = "text", predicted: float | None = None) -> TimedRun:
     stats = SpeculationStats(steps=4, rows=10, drafted=6, accepted=6, emitted=10)
-    return Run(tuple(range(10)), text, 0.5, 10 / rate, stats, predicted)
+    return TimedRun(tuple(range(10)), text, 0.5, 10 / rate, stats, predicted)
 
 
 def measured(

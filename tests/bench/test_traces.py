@@ -9,6 +9,7 @@ import pytest
 
 from mlxspec.bench.prompts import TraceTokenizer, read_completions, read_traces, render
 from mlxspec.errors import OptionError, PromptError
+from tests.support.examples import LONG
 
 
 def written(path: Path, *records: Any) -> Path:
@@ -129,15 +130,16 @@ def test_vicunas_conversations_are_in_vicunas_template(tmp_path: Path) -> None:
 
 
 def test_a_long_conversation_takes_no_more_memory_than_its_tokens(tmp_path: Path) -> None:
+    count = 20_000 if LONG else 4_000
     turns = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
-    (trace,) = read_traces(written(tmp_path / "t.jsonl", {"messages": turns * 20_000}))
+    (trace,) = read_traces(written(tmp_path / "t.jsonl", {"messages": turns * count}))
     tracemalloc.start()
     try:
         completions = list(render(trace, encode, 1, 2))
-        assert tracemalloc.get_traced_memory()[1] < 50e6
+        assert tracemalloc.get_traced_memory()[1] < 2500 * count
     finally:
         tracemalloc.stop()
-    assert len(completions) == 20_000
+    assert len(completions) == count
     assert completions[-1].prompt[-5:] == encode("ant:\n")
 
 

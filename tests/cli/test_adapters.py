@@ -171,7 +171,11 @@ def test_nothing_is_downloaded_for_a_bad_directory(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("command", "arguments", "complaint"),
     [
-        (serve_command, ("--model", "a", "--model", "b"), "--adapter-path is of one model"),
+        (
+            serve_command,
+            ("--model", "a", "--model", "b"),
+            "--adapter-path needs exactly one --model",
+        ),
         (calibrate_command, ("--show",), "--adapter-path is given without its MODEL"),
         (chat_command, ("--server", "http://127.0.0.1:1"), "is for 'mlxspec serve'"),
     ],

@@ -122,7 +122,7 @@ def test_ctrl_c_shows_what_was_measured(
         (("--limit", "0"), "--limit is 0"),
         (("--temp", "-1"), "temp is -1.0"),
         (("--prompts", "missing.jsonl"), "missing.jsonl cannot be read"),
-        (("--prompts", "a", "--spec-bench", "b"), "--prompts and --spec-bench"),
+        (("--spec-bench", "missing.jsonl"), "missing.jsonl cannot be read"),
         (("--html", "missing/page.html"), "--html missing/page.html"),
     ],
 )

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
-from mlxspec.bench.measure import Difference
-from mlxspec.bench.report import what_differs
-from mlxspec.cli.bench import bench_page
+from mlxspec.bench.measure import Difference, Report, what_differs
+from mlxspec.cli.bench import page_parts
+from mlxspec.cli.common.output import html_page
 from tests.bench.test_report import FACTS, measured, report
 
 HOSTILE = "<script src='https://example.org/x.js'>alert(1)</script><img src=x onerror=y>&\"'"
+
+
+def bench_page(report: Report) -> str:
+    return html_page(page_parts(report), "mlxspec bench", 160)
 
 
 class Page(HTMLParser):

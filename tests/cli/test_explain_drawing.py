@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from mlxspec.cli.explain import explain_command
-from mlxspec.cli.explained import Fate, nodes_of
+from mlxspec.cli.explain import Fate, explain_command, nodes_of
 from mlxspec.drafting.drafter import DraftTree, VerifiedStep
 from mlxspec.drafting.sources import RecordedStep
 from tests.support.explained_steps import Letters, explained, lookahead_step, verified
@@ -119,17 +118,6 @@ def test_a_plain_step_is_its_token():
     assert "1 row, 1 emitted; nothing drafted: no match\n" in shown
     assert "● a\n└── ★ b\n" in shown
     assert "Window" not in shown
-
-
-def test_a_terminal_without_unicode_gets_ascii():
-    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    explained(lookahead_step()).print(Console(file=stream, width=60, highlight=False))
-    stream.flush()
-    shown = stream.buffer.getvalue().decode("ascii")
-    assert "+-- + b c (guess)" in shown
-    assert "1 x   n   N" in shown
-    widths = [len(line.rstrip()) for line in shown.splitlines()]
-    assert widths == list(map(len, printed(lookahead_step(), width=60).splitlines()))
 
 
 @st.composite

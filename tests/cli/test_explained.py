@@ -10,7 +10,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from rich.cells import cell_len
 
 from mlxspec import load
-from mlxspec.cli.explained import (
+from mlxspec.cli.explain import (
     Fate,
     Pieces,
     most_instructive,

@@ -35,7 +35,7 @@ def test_the_demo_model_verifies_trees() -> None:
     [
         (
             "gemma3",
-            ["the latest 16 positions, 2 KiB at most", "all positions, 128 bytes each", "joint: "],
+            ["the latest 16 positions, 2.0 kB at most", "all positions, 128 bytes each", "joint: "],
         ),
         ("mamba2", ["2 × ArraysCache: state", "however long the context", "computed again"]),
         (

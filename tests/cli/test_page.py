@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from mlxspec.cli.common.output import check_report, html_page, write_report
+from mlxspec.cli.common.output import check_page, html_page, write_page
 from mlxspec.cli.main import main
 from mlxspec.errors import OptionError
 
@@ -23,8 +23,8 @@ def page(name: str) -> str:
 def test_a_report_replaces_an_older_one_and_leaves_nothing_else(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "report"
     path.write_bytes({"html": page("a").encode(), "nothing yet": b""}[kind])
-    check_report(path, "--html", force=False)
-    write_report(path, "new ×", "--html", force=False)
+    check_page(path, force=False)
+    write_page(path, "new ×", force=False)
     assert path.read_text(encoding="utf-8") == "new ×"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -36,15 +36,15 @@ def test_another_file_is_replaced_with_force_alone(tmp_path: Path, content: byte
     path = tmp_path / "notes"
     path.write_bytes(content)
     for write in (
-        lambda: check_report(path, "--html", force=False),
-        lambda: write_report(path, "new", "--html", force=False),
+        lambda: check_page(path, force=False),
+        lambda: write_page(path, "new", force=False),
     ):
         with pytest.raises(
             OptionError, match=r"--html .*notes: exists and is not a report .*--force"
         ):
             write()
     assert path.read_bytes() == content
-    write_report(path, "new", "--html", force=True)
+    write_page(path, "new", force=True)
     assert path.read_text() == "new"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -65,17 +65,17 @@ def test_what_is_no_regular_file_stays_as_it_is(tmp_path: Path, kind: str, force
         path.symlink_to(report if kind == "link to a report" else "nowhere")
     before = os.lstat(path)
     for write in (
-        lambda: check_report(path, "--svg", force=force),
-        lambda: write_report(path, "new", "--svg", force=force),
+        lambda: check_page(path, force=force),
+        lambda: write_page(path, "new", force=force),
     ):
-        with pytest.raises(OptionError, match=r"--svg .*: is a link, a pipe or a device; name a"):
+        with pytest.raises(OptionError, match=r"--html .*: is a link, a pipe or a device; name a"):
             write()
     assert os.path.samestat(os.lstat(path), before)
     assert report.read_text() == page("a")
 
 
 def test_names_that_are_no_utf_8_do_not_keep_a_page_from_being_written(tmp_path: Path) -> None:
-    write_report(tmp_path / "page", "half \ud800", "--html", force=False)
+    write_page(tmp_path / "page", "half \ud800", force=False)
     assert (tmp_path / "page").read_text() == "half ?"
 
 
@@ -84,7 +84,7 @@ def test_names_that_are_no_utf_8_do_not_keep_a_page_from_being_written(tmp_path:
 )
 def test_a_place_that_takes_no_page_is_known_before(tmp_path: Path, name: str, reason: str) -> None:
     with pytest.raises(OptionError, match=f"--html .*{reason}"):
-        check_report(tmp_path / name, "--html", force=False)
+        check_page(tmp_path / name, force=False)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_place_that_takes_no_page_is_known_before(tmp_path: Path, name: str, r
         ["explain", "--model", "owner/none", "--prompt", "a", "--html"],
         ["bench", "owner/none", "--html"],
         ["replay", "nowhere.jsonl", "--tokenizer", "owner/none", "--html"],
-        ["calibrate", "owner/none", "--svg"],
+        ["calibrate", "owner/none", "--html"],
     ],
 )
 def test_every_command_refuses_another_file_before_its_work(

@@ -139,20 +139,12 @@ def test_peers_have_their_own_names_in_table_page_and_json(traces: Path, tmp_pat
 def test_beside_a_page_the_verdict_has_at_most_ten_lines(traces: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     result = replay(traces, "--tokenizer", TOKENIZER, "--html", page)
-    first, *chips, last = result.stdout.splitlines()
-    assert len(result.stdout.splitlines()) <= 10
-    assert "outputs 2, tokens 48, sets 2, decoders 11;" in first
-    labels = [known_chip(name).label for name in chip_names()]
-    assert [line.partition(":")[0] for line in chips] == labels
+    *lines, last = result.stdout.splitlines()
+    assert len(lines) < 10
     assert last == f"The tables are in {page}."
-    shown = Page(page.read_text(encoding="utf-8")).text
-    for line in chips:
-        label, _, speeds = line.partition(": ")
-        name = label.removesuffix(" ≈")
-        speed = speeds.partition("×")[0].rpartition(" ")[2]
-        assert speeds == "nothing is faster" or f"{name} ({speed}×, worst set" in " ".join(
-            shown.split()
-        )
+    text = " ".join(Page(page.read_text(encoding="utf-8")).text.split())
+    assert all(" wins on " in line and line in text for line in lines)
+    assert all(known_chip(name).label in text for name in chip_names())
 
 
 def test_hindsight_is_shown_as_unreachable_and_wins_nothing(traces: Path, tmp_path: Path) -> None:
@@ -162,7 +154,7 @@ def test_hindsight_is_shown_as_unreachable_and_wins_nothing(traces: Path, tmp_pa
         *("--html", page),
     )
     assert result.exit_code == 0, result.stderr
-    assert "M4 Pro ≈: auto" in result.stdout
+    assert "auto wins on M4 Pro" in result.stdout
     html = page.read_text(encoding="utf-8")
     assert "hindsight (unreachable)" in html
     assert "auto wins on M4 Pro" in html
@@ -339,7 +331,7 @@ def test_the_page_of_memories_has_a_bar_for_each_size_and_chip(
         (("--memory", ""), "--memory: '' is not a size: give tokens as 4096, 16k or 1M"),
         (("--memory", "x"), "--memory: 'x' is not a size"),
         (("--memory", "-5"), "--memory: '-5' is not a size"),
-        (("--memory", "16k,16384"), "--memory names 16k twice: name each size once"),
+        (("--memory", "16k,16384"), "--memory names 16384 twice: name each size once"),
         (("--memory", "1M", "--decoder", "vllm"), "--decoder vllm with --memory: "),
         (("--memory", "1M", "--decoder", "auto,vllm"), "--decoder auto,vllm with --memory: "),
         (("--memory", "1M", "--drafter", "mlxspec:PromptLookupDrafter"), "Drafter with --memory: "),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
 import pytest
-from rich.console import Console
 
-from mlxspec.cli.serve import RequestLog
+from mlxspec.cli.serve import end_record, request_log
 from mlxspec.server.body import ApiError
 from tests.support.brake import braked, until
 from tests.support.serving import Running, running_server
@@ -20,19 +20,20 @@ pytestmark = pytest.mark.slow
 
 def record_of(capsys: pytest.CaptureFixture[str], *ends: tuple[int, ApiError]) -> dict[str, Any]:
     """The record of a request with two choices that end so, by their indices."""
+    logging = ExitStack()
     with running_server() as server, braked(server.decoder.model) as brake:
-        log = RequestLog(Console(), as_json=True, quiet=False)
-        server.worker.records.on_end = log.ended
+        log = logging.enter_context(request_log(as_json=True))
+        server.worker.on_end = lambda requests: log(end_record(requests))
         with ThreadPoolExecutor() as pool:
             with brake.holding():
                 asked = pool.submit(ask_for_two, server)
-                until(lambda: len(server.worker.records.requests) == 2)
-                requests = server.worker.records.requests.copy()
+                until(lambda: len(server.worker.requests) == 2)
+                requests = server.worker.requests.copy()
                 for index, error in ends:
                     server.worker.end(requests[index], error)
             asked.result()
-        until(lambda: not server.worker.records.requests)
-        log.close()
+        until(lambda: not server.worker.requests)
+        logging.close()
     (line,) = capsys.readouterr().out.splitlines()
     found: dict[str, Any] = json.loads(line)
     return found
@@ -58,11 +59,12 @@ def test_who_left_has_cancelled(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_tokens_are_those_of_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
     body = {"prompt": ["Once upon a time", "The"], "n": 2, "max_tokens": 3}
+    logging = ExitStack()
     with running_server() as server:
-        log = RequestLog(Console(), as_json=True, quiet=False)
-        server.worker.records.on_end = log.ended
+        log = logging.enter_context(request_log(as_json=True))
+        server.worker.on_end = lambda requests: log(end_record(requests))
         answers = [httpx.post(f"{server.address}/v1/completions", json=body) for _ in range(2)]
-        log.close()
+        logging.close()
     lines = capsys.readouterr().out.splitlines()
     for answer, line in zip(answers, lines, strict=True):
         usage, record = answer.json()["usage"], json.loads(line)

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from mlxspec.convert.conversion import convert
-from mlxspec.errors import ConversionError
+from mlxspec.errors import MlxspecError
 
 
 def read(path: Path) -> None:
@@ -22,7 +22,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path, kept: int):
     path = tmp_path / "consolidated.safetensors"
     mx.save_safetensors(str(path), {"a": mx.zeros((4, 4))})
     path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(ConversionError, match=r"consolidated\.safetensors: truncated or damaged"):
+    with pytest.raises(MlxspecError, match=r"consolidated\.safetensors: truncated or damaged"):
         read(path)
 
 
@@ -46,7 +46,7 @@ def test_a_header_that_lies_is_refused(tmp_path: Path, entry: object):
     header = json.dumps({"a": entry}).encode()
     path = tmp_path / "consolidated.safetensors"
     path.write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 8)
-    with pytest.raises(ConversionError, match=r".+"):
+    with pytest.raises(MlxspecError, match=r".+"):
         read(path)
 
 
@@ -54,5 +54,5 @@ def test_a_header_that_lies_is_refused(tmp_path: Path, entry: object):
 def test_a_header_of_impossible_length_is_refused(tmp_path: Path, length: int):
     path = tmp_path / "consolidated.safetensors"
     path.write_bytes(struct.pack("<Q", length) + b"{}" * 20)
-    with pytest.raises(ConversionError, match="truncated or damaged"):
+    with pytest.raises(MlxspecError, match="truncated or damaged"):
         read(path)

@@ -37,7 +37,7 @@ def check_weights(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("embedding_axis", [0, 1], ids=["llama3", "llama2"])
-@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("count", [1, 2, 4, 16])
 def test_model_parallel_shards_are_joined_along_the_right_axes(
     tmp_path: Path, tokenizer_model: Path, count: int, embedding_axis: int
 ):

@@ -110,7 +110,7 @@ def test_encrypted_members_are_refused(tmp_path: Path):
     entry = content.index(b"PK\1\2", content.index(b"PK\1\2") + 1)  # of archive/byteorder
     content[entry + 8] |= 1
     path.write_bytes(content)
-    with pytest.raises(ConversionError, match="is encrypted"):
+    with pytest.raises(ConversionError, match="encrypted"):
         read_torch_file(path)
 
 
@@ -174,7 +174,7 @@ TAR = b"\0" * 257 + b"ustar\x0000" + b"\0" * 300
 def test_the_formats_before_zip_are_refused_by_name(tmp_path: Path, content: bytes):
     path = tmp_path / "old.pth"
     path.write_bytes(content)
-    with pytest.raises(ConversionError, match=r"old\.pth: has the format before PyTorch 1\.6"):
+    with pytest.raises(ConversionError, match=r"old\.pth: is not a file of PyTorch 1\.6"):
         read_torch_file(path)
 
 

@@ -203,14 +203,6 @@ def test_every_form_of_a_tokenizer_gives_sentencepieces_ids(
         assert Path(tokenizer.name_or_path).name in {"demo_model", "only"}
 
 
-def test_sentencepieces_model_may_have_any_name(tmp_path: Path) -> None:
-    path = tmp_path / "tokenizer.model.v1"
-    shutil.copyfile(DEMO_DIRECTORY / "tokenizer.model", path)
-    tokenizer = load_tokenizer_of(path)
-    assert tokenizer.encode(SENTENCE, add_special_tokens=False) == reference(path)
-    assert tokenizer.name_or_path == str(path)
-
-
 @pytest.mark.slow
 def test_of_a_repository_the_weights_are_not_fetched(tmp_path: Path) -> None:
     repository = tmp_path / "repository"
@@ -237,13 +229,13 @@ def test_of_a_repository_the_weights_are_not_fetched(tmp_path: Path) -> None:
 
 
 def test_what_is_no_tokenizer_is_named(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text("{}")
-    (tmp_path / "tokenizer.model").write_text("nothing")
-    for source, problem in (
-        (tmp_path / "nowhere", "no such directory"),
-        (tmp_path / "tokenizer.json", "no tokenizer of Hugging Face's"),
-        (tmp_path / "tokenizer.model", "no SentencePiece model"),
+    for name, problem in (
+        ("nowhere", "no such directory"),
+        ("tokenizer.model", "no SentencePiece model"),
+        ("tokenizer.json", "the tokenizer cannot be loaded"),
     ):
+        if name != "nowhere":
+            (tmp_path / name).write_text("{}")
         with pytest.raises(LoadError, match=problem) as caught:
-            load_tokenizer_of(source)
-        assert str(caught.value).startswith(f"{source}: ")
+            load_tokenizer_of(tmp_path / name)
+        assert str(tmp_path) in str(caught.value)

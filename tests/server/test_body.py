@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxspec.server.answer import KeepAlive
+from mlxspec.server.app import Endpoints
 from mlxspec.server.body import MOST_VALUES, ApiError, JsonReader, read_body
-from mlxspec.server.endpoints import Endpoints
 from mlxspec.server.openai import parse_chat
 from tests.server.test_requests import FULL_CHAT
 from tests.support.examples import examples

@@ -34,5 +34,5 @@ def test_a_client_that_leaves_in_its_body_is_no_failure_of_the_server(
             time.sleep(0.05)  # the request has begun
         assert httpx.get(f"{server.address}/health").status_code == 200
         time.sleep(0.05)
-        assert not server.worker.records.requests
+        assert not server.worker.requests
     assert caplog.messages == []

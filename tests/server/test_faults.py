@@ -16,14 +16,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from rich.console import Console
 from starlette.requests import ClientDisconnect
 
 import mlxspec
-from mlxspec.cli.serve import RequestLog
+from mlxspec.cli.serve import refusal_record, request_log
 from mlxspec.drafting.costs import LiveCosts
 from mlxspec.generation.request import State
-from mlxspec.server import endpoints
+from mlxspec.server import app
 from mlxspec.server.answer import KeepAlive
 from mlxspec.server.auth import MOST_BYTES
 from mlxspec.server.body import ApiError
@@ -48,7 +47,7 @@ HTTP = httpx.Client(timeout=30)
 def brake(server: Running) -> Iterator[Brake]:
     with braked(server.decoder.model) as brake:
         yield brake
-    until(lambda: not server.worker.records.requests)
+    until(lambda: not server.worker.requests)
 
 
 def post(server: Running, path: str, body: Any, **options: Any) -> httpx.Response:
@@ -343,9 +342,8 @@ def test_an_error_does_not_repeat_a_long_text(
     assert len(answer.content) < 2000, answer.text
     (refusal,) = refusals
     for as_json in (False, True):
-        log = RequestLog(Console(stderr=True), as_json=as_json, quiet=False)
-        log.refused(*refusal)
-        log.close()
+        with request_log(as_json) as log:
+            log(refusal_record(*refusal))
         output = capsys.readouterr()
         assert 0 < len(output.out + output.err) < 500
 
@@ -411,7 +409,7 @@ def narrow() -> Iterator[Running]:
 
 
 def only_request(server: Running) -> ServedRequest:
-    (request,) = server.worker.records.requests
+    (request,) = server.worker.requests
     return request
 
 
@@ -420,10 +418,10 @@ def test_who_leaves_while_tokens_come_ends_the_generation(narrow: Running, strea
     with braked(narrow.decoder.model) as brake:
         brake.seconds = 0.01
         client = RawClient(narrow, TEXT, {**ENDLESS, "stream": stream})
-        until(lambda: narrow.worker.records.requests and only_request(narrow).stats.emitted > 4)
+        until(lambda: narrow.worker.requests and only_request(narrow).stats.emitted > 4)
         client.leave()
         before = len(brake.rows)
-        until(lambda: not narrow.worker.records.requests)
+        until(lambda: not narrow.worker.requests)
         assert len(brake.rows) - before < 20  # a fifth of a second, for a busy machine
     check_goes_on(narrow)
 
@@ -436,9 +434,9 @@ def test_who_leaves_while_the_prompt_runs_leaves_its_beginning(
     with braked(narrow.decoder.model) as brake:
         brake.seconds = 0.01
         client = RawClient(narrow, TEXT, {"prompt": prompt, "stream": stream})
-        until(lambda: narrow.worker.records.requests and only_request(narrow).prefilled > 200)
+        until(lambda: narrow.worker.requests and only_request(narrow).prefilled > 200)
         client.leave()
-        until(lambda: not narrow.worker.records.requests)
+        until(lambda: not narrow.worker.requests)
         run = sum(brake.rows)
         assert 200 < run < len(prompt) - 200
         brake.seconds = 0
@@ -453,16 +451,16 @@ def test_who_leaves_the_queue_is_not_generated_for(narrow: Running, stream: bool
     with braked(narrow.decoder.model) as brake:
         brake.seconds = 0.01
         first = RawClient(narrow, TEXT, ENDLESS)
-        until(lambda: narrow.worker.records.requests and only_request(narrow).stats.emitted)
+        until(lambda: narrow.worker.requests and only_request(narrow).stats.emitted)
         running = only_request(narrow)
         second = RawClient(narrow, TEXT, {"prompt": LONG, "stream": stream})
-        until(lambda: len(narrow.worker.records.requests) == 2)
-        waiting = narrow.worker.records.requests[1]
+        until(lambda: len(narrow.worker.requests) == 2)
+        waiting = narrow.worker.requests[1]
         second.leave()
-        until(lambda: narrow.worker.records.requests == [running])
+        until(lambda: narrow.worker.requests == [running])
         assert (waiting.prefilled, waiting.sequence, waiting.state) == (0, None, "ended")
         first.leave()
-        until(lambda: not narrow.worker.records.requests)
+        until(lambda: not narrow.worker.requests)
     check_goes_on(narrow)
 
 
@@ -471,22 +469,22 @@ def test_who_leaves_before_the_answer_begins_is_not_generated_for(
     server: Running, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[ServedRequest] = []
-    tokenizing, gone, plain = threading.Event(), threading.Event(), endpoints.completion_prompts
+    tokenizing, gone, plain = threading.Event(), threading.Event(), app.completion_prompts
 
     def slowly(*args: Any) -> Any:
         tokenizing.set()
         assert gone.wait(30)
         return plain(*args)
 
-    monkeypatch.setattr(endpoints, "completion_prompts", slowly)
-    monkeypatch.setattr(server.worker.records, "on_end", seen.extend)
+    monkeypatch.setattr(app, "completion_prompts", slowly)
+    monkeypatch.setattr(server.worker, "on_end", seen.extend)
     client = RawClient(server, TEXT, {**ENDLESS, "stream": stream})
     assert tokenizing.wait(30)
     client.leave()
     until(lambda: HTTP.get(f"{server.address}/health").is_success)  # the loop has seen it
     gone.set()
     until(lambda: seen)
-    assert not server.worker.records.requests
+    assert not server.worker.requests
     assert seen[0].stats.emitted < 1000
 
 
@@ -511,11 +509,11 @@ def test_who_has_left_when_the_answer_begins_is_not_generated_for(server: Runnin
     async def ask() -> None:
         with pytest.raises(ClientDisconnect):
             await server.app(scope, receive, send)
-        assert len(server.worker.records.requests) == 1
+        assert len(server.worker.requests) == 1
 
     with braked(server.decoder.model) as brake, brake.holding():
         asyncio.run(ask())
-    until(lambda: not server.worker.records.requests)
+    until(lambda: not server.worker.requests)
 
 
 def test_who_leaves_while_sending_is_no_fault(
@@ -539,7 +537,7 @@ def test_a_slow_reader_pauses_its_own_generation_only() -> None:
         client = RawClient(server, TEXT, body, receives=1 << 12)
 
         def paused() -> bool:
-            requests = server.worker.records.requests
+            requests = server.worker.requests
             return bool(requests and requests[0].state is State.PAUSED)
 
         until(paused)
@@ -568,10 +566,10 @@ def test_who_reads_nothing_at_all_makes_room_in_the_end(stream: bool) -> None:
             path, body = "/v1/tokenize", {"prompt": "a b " * 100_000}
         client = RawClient(server, path, body, receives=1 << 12)
         if stream:
-            until(lambda: server.worker.records.requests)
+            until(lambda: server.worker.requests)
         check_goes_on(server)
         until(lambda: not server.connections)
-        until(lambda: not server.worker.records.requests)
+        until(lambda: not server.worker.requests)
         client.leave()
 
 
@@ -584,13 +582,13 @@ def test_silent_phases_have_keep_alives() -> None:
         body = {"prompt": "Once upon", "max_tokens": 4}
         with brake.holding():
             prefilling = RawClient(server, TEXT, {**body, "stream": True})
-            until(lambda: server.worker.records.requests)
+            until(lambda: server.worker.requests)
             queued = RawClient(server, TEXT, {**body, "stream": True})
             whole = pool.submit(post, server, TEXT, body)
-            until(lambda: len(server.worker.records.requests) == 3)
+            until(lambda: len(server.worker.requests) == 3)
             for client in (prefilling, queued):
                 assert client.read_until(b": still working\n\n").startswith(b"HTTP/1.1 200 OK")
-            assert server.worker.records.requests[1].state == "queued"
+            assert server.worker.requests[1].state == "queued"
             unstreamed = RawClient(server, TEXT, body)
             begun = unstreamed.read_until(b"\r\n\r\n1\r\n ")  # a chunk of one space
             assert b"application/json" in begun
@@ -659,7 +657,7 @@ def test_a_fault_in_one_request_leaves_the_others(
                 for prompt, top in (("Once upon", 3), ("So", 7), ("Then", 2))
             ]
             answers = [pool.submit(post, server, TEXT, body) for body in bodies]
-            until(lambda: len(server.worker.records.requests) == 3)
+            until(lambda: len(server.worker.requests) == 3)
         first, second, third = [answer.result() for answer in answers]
     assert second.status_code == 500
     assert "out of order" in error_of(second)["message"]
@@ -685,12 +683,12 @@ def test_a_log_that_cannot_be_written_stops_nothing(
     def broken(requests: Sequence[ServedRequest]) -> None:
         raise BrokenPipeError
 
-    monkeypatch.setattr(narrow.worker.records, "on_end", broken)
+    monkeypatch.setattr(narrow.worker, "on_end", broken)
     prompt = [1, *range(500, 560)]
     for cached in (0, len(prompt) - 1):
         answer = post(narrow, TEXT, {"prompt": prompt, "max_tokens": 4}).json()
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
-    assert not narrow.worker.records.requests
+    assert not narrow.worker.requests
 
 
 def check_answers_together(server: Running, brake: Brake) -> None:
@@ -700,7 +698,7 @@ def check_answers_together(server: Running, brake: Brake) -> None:
         with brake.holding():
             bodies = [{"prompt": prompt, "max_tokens": 30} for prompt in prompts]
             answers = [pool.submit(post, server, TEXT, body) for body in bodies]
-            until(lambda: len(server.worker.records.requests) == 3)
+            until(lambda: len(server.worker.requests) == 3)
         told = [answer.result() for answer in answers]
     assert [answer.status_code for answer in told] == [200] * 3
     texts = [answer.json()["choices"][0]["text"] for answer in told]
@@ -756,7 +754,7 @@ def test_a_fault_in_an_answer_is_told_in_its_stream(
         assert error_of(whole)["type"] == "server_error"
         assert whole.headers["Connection"] == "close"  # or the next request would get no answer
         assert "secret" not in streamed.text + whole.text
-    until(lambda: not server.worker.records.requests)
+    until(lambda: not server.worker.requests)
     check_goes_on(server)
 
 
@@ -768,7 +766,7 @@ def test_a_server_that_ends_says_so_and_leaves_nothing(stream: bool) -> None:
         with ThreadPoolExecutor() as pool:
             body = {"prompt": prompt, "max_tokens": 20_000, "stream": stream}
             running = pool.submit(post, server, TEXT, body)
-            until(lambda: server.worker.records.requests and only_request(server).stats.emitted)
+            until(lambda: server.worker.requests and only_request(server).stats.emitted)
             server.worker.stop()
             answer = running.result()
         if stream:
@@ -780,7 +778,7 @@ def test_a_server_that_ends_says_so_and_leaves_nothing(stream: bool) -> None:
         late = post(server, TEXT, {"prompt": "Once", "stream": stream})
         assert (late.status_code, error_of(late)["message"]) == (503, "the server is ending")
         assert HTTP.get(f"{server.address}/health").status_code == 503
-    assert not server.worker.records.requests
+    assert not server.worker.requests
     left = {*threading.enumerate()} - threads
     assert not [thread for thread in left if not thread.name.startswith("AnyIO")]  # it is idle
     assert model.cache.lend(prompt).length >= len(prompt)  # which was given back
@@ -800,8 +798,8 @@ def test_who_finds_the_queue_full_is_told_when_to_come_again() -> None:
             accepted = []
             for count in (1, 2):
                 accepted.append(pool.submit(post, server, TEXT, body))
-                until(lambda count=count: len(server.worker.records.requests) == count)  # type: ignore[misc]
-                until(lambda: server.worker.records.requests[0].state != "queued")
+                until(lambda count=count: len(server.worker.requests) == count)  # type: ignore[misc]
+                until(lambda: server.worker.requests[0].state != "queued")
             with pytest.raises(openai.RateLimitError) as refused:
                 server.client().completions.create(model="small", **body)  # type: ignore[call-overload]
             assert refused.value.code == "queue_full"
@@ -831,7 +829,7 @@ def test_requests_wait_for_memory() -> None:
         at_once: set[int] = set()
 
         def look() -> None:
-            running = [t for t in server.worker.records.requests if t.state != "queued"]
+            running = [t for t in server.worker.requests if t.state != "queued"]
             at_once.add(len(running))
 
         brake.on_forward = look
@@ -839,7 +837,7 @@ def test_requests_wait_for_memory() -> None:
         bodies = [{"prompt": prompt, "max_tokens": 16} for prompt in prompts]
         with brake.holding():
             answers = [pool.submit(post, server, TEXT, body) for body in bodies]
-            until(lambda: len(server.worker.records.requests) == len(bodies))
+            until(lambda: len(server.worker.requests) == len(bodies))
         for prompt, answer in zip(prompts, answers, strict=True):
             assert answer.result().json()["choices"][0]["text"] == alone(prompt, 16)
         assert max(at_once) == 2
@@ -891,7 +889,7 @@ def test_two_agents_share_their_system_prompt(server: Running, brake: Brake, at_
         if at_once:
             with brake.holding():
                 waiting = [pool.submit(post, server, CHAT, body) for body in bodies]
-                until(lambda: len(server.worker.records.requests) == 2)
+                until(lambda: len(server.worker.requests) == 2)
             answers = [answer.result() for answer in waiting]
         else:
             answers = [post(server, CHAT, body) for body in bodies]

@@ -14,7 +14,7 @@ from mlxspec.drafting.planner import Planner
 from mlxspec.drafting.sources import DrafterSource
 from mlxspec.generation import engine
 from mlxspec.server.served_model import ServedModel
-from mlxspec.server.worker import ModelQueue, Records, ServedRequest
+from mlxspec.server.worker import ModelQueue, ServedRequest, Worker
 from tests.support.demo import FLAT
 from tests.support.serving import served
 
@@ -26,28 +26,28 @@ DISTURBED = (0.02, 3.0, 40.0, 0.0001, 0.5)
 
 def run_requests(
     model: ServedModel, seconds: Sequence[float], monkeypatch: pytest.MonkeyPatch, count: int = 1
-) -> tuple[list[ServedRequest], Records]:
+) -> tuple[list[ServedRequest], Worker]:
     """Run requests whose steps take so long, in turn."""
     time = itertools.accumulate(itertools.cycle(seconds))
     clock = SimpleNamespace(perf_counter=lambda: next(time))
     monkeypatch.setattr(engine, "time", clock)
-    records = Records(lambda requests: None)
-    queue = ModelQueue(model, 8, 0.15, records)
+    worker = Worker([model])
+    queue = ModelQueue(model, worker)
     prompt = tuple(model.decoder.tokenizer.encode(PROMPT))
     requests = [ServedRequest(model, prompt, 40, {}, index=index) for index in range(count)]
-    stream: Any = SimpleNamespace(requests=requests, records=records)
+    stream: Any = SimpleNamespace(requests=requests, worker=worker)
     for request in requests:
         request.stream = stream
-    records.requests += requests
+    worker.requests += requests
     queue.add(*requests)
     while queue.turn():
         pass
     assert all(request.outcome == "length" for request in requests)
-    return requests, records
+    return requests, worker
 
 
-def summed(records: Records, name: str) -> float:
-    return sum(sums[name] for _, sums in records.metrics.history._sums)
+def summed(worker: Worker, name: str) -> float:
+    return sum(sums[name] for _, sums in worker.metrics.history._sums)
 
 
 @pytest.mark.parametrize("seconds", [STEADY, DISTURBED])
@@ -59,12 +59,12 @@ def test_without_drafts_nothing_is_gained_or_lost(
     costs = cast(Any, model.decoder).costs
 
     def make_drafter(*args: object) -> Any:
-        return lambda session: Planner(costs.for_generation(), [DrafterSource(NoDraft())])
+        return Planner(costs.for_generation(), [DrafterSource(NoDraft())])
 
     monkeypatch.setattr(model, "make_drafter", make_drafter)
-    requests, records = run_requests(model, seconds, monkeypatch, count)
+    requests, worker = run_requests(model, seconds, monkeypatch, count)
     assert [request.figures()["gain"] for request in requests] == pytest.approx([1.0] * count)
-    assert summed(records, "plain_seconds") == pytest.approx(summed(records, "seconds"))
+    assert summed(worker, "plain_seconds") == pytest.approx(summed(worker, "seconds"))
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ def test_caches_go_with_their_request_without_garbage_collection(streamed: bool)
     gc.disable()
     try:
         with running_server(served(cache_bytes=0)) as server:
-            server.worker.records.on_end = note
+            server.worker.on_end = note
             client = server.client()
             for turn in range(3):
                 prompt = f"Request {turn} with a prompt of some length."

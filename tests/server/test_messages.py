@@ -393,8 +393,8 @@ def test_who_finds_the_queue_full_or_the_server_ending_is_told_so() -> None:
             accepted = []
             for count in (1, 2):
                 accepted.append(pool.submit(message, client))
-                until(lambda count=count: len(server.worker.records.requests) == count)  # type: ignore[misc]
-                until(lambda: server.worker.records.requests[0].state != "queued")
+                until(lambda count=count: len(server.worker.requests) == count)  # type: ignore[misc]
+                until(lambda: server.worker.requests[0].state != "queued")
             with pytest.raises(anthropic.RateLimitError) as refused:
                 message(client)
             assert int(refused.value.response.headers["Retry-After"]) > 0
@@ -416,7 +416,7 @@ def test_a_stream_says_that_it_lives_and_how_it_fails() -> None:
         body = {"messages": HELLO, "max_tokens": 24, "stream": True}
         with brake.holding():
             told = pool.submit(httpx.post, f"{server.address}/v1/messages", json=body, timeout=60)
-            until(lambda: server.worker.records.requests)
+            until(lambda: server.worker.requests)
             time.sleep(0.3)
         events = [event.split("\n")[0] for event in told.result().text.split("\n\n")]
         assert events[0] == "event: ping"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,6 @@ from mlxspec.server.answer import (
     Delta,
     OutputFormat,
     OutputParser,
-    joined,
     output_format,
 )
 from mlxspec.server.prompts import call_opening
@@ -41,6 +41,18 @@ Call = tuple[str, Any]
 def format_of(parser: str | None = "json_tools", **changes: Any) -> OutputFormat:
     format = output_format(chat_tokenizer(parser), TOOLS if parser else ())
     return replace(format, **changes)
+
+
+def joined(deltas: Iterable[Delta]) -> list[Delta]:
+    """The deltas, with neighbours of one kind made one."""
+    result: list[Delta] = []
+    for delta in deltas:
+        last = result[-1] if result else Delta("")
+        if delta.kind != "call" and (last.kind, last.index) == (delta.kind, delta.index):
+            result[-1] = replace(last, text=last.text + delta.text)
+        else:
+            result.append(delta)
+    return result
 
 
 def read(format: OutputFormat, *segments: str) -> list[Delta]:

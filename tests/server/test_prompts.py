@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,12 @@ def completions(
 
 
 @pytest.fixture(scope="module")
-def mistral(shared: Path) -> TokenizerWrapper:
+def mistral(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> TokenizerWrapper:
     """Mistral's published tokenizer, version 3."""
     path = shared / "tokenizers/mistral/mistral_instruct_tokenizer_240323.model.v3"
-    return load_tokenizer_of(path)
+    directory = tmp_path_factory.mktemp("mistral")
+    shutil.copyfile(path, directory / "tokenizer.model")
+    return load_tokenizer_of(directory)
 
 
 def refused(**fields: Any) -> str | None:

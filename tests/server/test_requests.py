@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxspec import Constraint
+from mlxspec import Constraint, SamplingParams
 from mlxspec.server.body import ApiError, parse, read_body
 from mlxspec.server.openai import DetokenizeBody, parse_chat, parse_completion, parse_tokenize
-from mlxspec.server.requests import ChatRequest, CompletionRequest, Sampling
+from mlxspec.server.requests import ChatRequest, CompletionRequest, sampling_of_choice
 from tests.support.examples import examples
 from tests.support.hostile import json_values
 
@@ -109,7 +109,7 @@ def param_of(body: object, parse: Any = parse_chat) -> str | None:
 def test_a_request_without_options_has_the_defaults_of_generate() -> None:
     request = chat()
     assert request == ChatRequest(messages=({"role": "user", "content": "Hello"},))
-    params = request.sampling.params(vocab_size=100)
+    params = sampling_of_choice(request.sampling, 100)
     assert (params.temp, params.top_p, params.top_k, params.seed) == (0.0, 1.0, 0, None)
     assert params.logit_bias is None
     assert params.repetition_penalty is None
@@ -132,7 +132,7 @@ def test_every_option_of_sampling_arrives() -> None:
         "xtc_probability": 0.5,
         "xtc_threshold": 0.2,
     }
-    params = chat(**body).sampling.params(100, xtc_special_tokens=[1])
+    params = sampling_of_choice(chat(**body).sampling, 100, xtc_special_tokens=[1])
     assert params.temp == 0.7
     assert params.logit_bias == {5: -100.0, 12: 2.5}
     assert params.xtc_special_tokens == (1,)
@@ -194,7 +194,7 @@ def test_what_the_clients_of_other_servers_send_is_taken() -> None:
         verbosity="medium",
     )
     assert request.max_tokens == 50
-    assert request.sampling == Sampling()
+    assert request.sampling == SamplingParams(seed=None)
     assert request.stop == ("END",)
     assert (request.stream, request.include_usage) == (True, False)
     assert chat(max_tokens=-1).max_tokens is None
@@ -206,20 +206,24 @@ def test_what_the_clients_of_other_servers_send_is_taken() -> None:
 
 
 def test_a_top_k_above_the_vocabulary_keeps_all() -> None:
-    assert chat(top_k=100).sampling.params(100).top_k == 0
-    assert chat(top_k=99).sampling.params(100).top_k == 99
+    assert sampling_of_choice(chat(top_k=100).sampling, 100).top_k == 0
+    assert sampling_of_choice(chat(top_k=99).sampling, 100).top_k == 99
 
 
 def test_a_bias_for_an_id_that_is_no_token_is_refused() -> None:
     sampling = chat(logit_bias={"99": 1, "100": 1}).sampling
     with pytest.raises(ApiError, match="0 to 99") as caught:
-        sampling.params(100)
+        sampling_of_choice(sampling, 100)
     assert caught.value.param == "logit_bias"
 
 
 def test_choices_have_seeds_of_their_own_and_the_first_has_the_clients() -> None:
     sampling = chat(seed=2**64 - 1, n=3).sampling
-    assert [sampling.params(9, choice).seed for choice in range(3)] == [2**64 - 1, 0, 1]
+    assert [sampling_of_choice(sampling, 9, choice).seed for choice in range(3)] == [
+        2**64 - 1,
+        0,
+        1,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -645,7 +649,7 @@ def check_any(parse: Any, body: Any) -> None:
     """A body is read, or refused with an error that can be sent."""
     try:
         request = parse(read_body(json.dumps(body).encode()))
-        request.sampling.params(32_000, choice=request.n - 1)
+        sampling_of_choice(request.sampling, 32_000, request.n - 1)
     except ApiError as refused:
         error = refused
     else:

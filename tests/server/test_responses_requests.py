@@ -194,7 +194,7 @@ def test_options_are_those_of_a_chat() -> None:
     request = parsed(FULL)
     assert isinstance(request, ChatRequest)
     assert request.max_tokens == 9
-    assert (request.sampling.temperature, request.sampling.top_p) == (0.5, 0.9)
+    assert (request.sampling.temp, request.sampling.top_p) == (0.5, 0.9)
     assert request.sampling.seed == 5
     assert request.logprobs == 2
     assert asked(include=["message.output_text.logprobs"]).logprobs == 0

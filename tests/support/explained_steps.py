@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mlxspec.cli.explained import Explained
+from mlxspec.cli.explain import Explained
 from mlxspec.drafting.drafter import DraftTree, VerifiedStep
 from mlxspec.drafting.sources import RecordedStep
 from mlxspec.generation.response import SpeculationStats

@@ -60,6 +60,10 @@ _LOOKUP = ("prompt-lookup", "combined")
 _LOOKAHEAD = ("lookahead", "combined")
 
 
+_lookup = partial(option_field, of=_LOOKUP)
+_lookahead = partial(option_field, of=_LOOKAHEAD)
+
+
 @dataclass(frozen=True)
 class DraftingOptions:
     """How to draft, as the user asked for it; None where an option is not given.
@@ -96,44 +100,35 @@ class DraftingOptions:
         "--num-draft-tokens N", "Tokens that --draft-model drafts at most.  [default: 2]"
     )
     no_memory: bool = option_field(NO_MEMORY, NO_MEMORY_HELP, default=False)
-    n_draft: int | None = option_field(
+    n_draft: int | None = _lookup(
         "--n-draft --prompt-lookup-num-tokens N",
         "Draft tokens per step at most; 0 is plain decoding.  [default: 10]",
-        of=_LOOKUP,
     )
-    ngram_max: int | None = option_field(
+    ngram_max: int | None = _lookup(
         "--ngram-max --max-matching-ngram-size N",
         "Longest n-gram that is looked up in prompt and output.  [default: 3]",
-        of=_LOOKUP,
     )
-    ngram_min: int | None = option_field(
-        "--ngram-min N", "Shortest n-gram.  [default: 1]", of=_LOOKUP
-    )
-    prompt_lookup_config: str | None = option_field(
+    ngram_min: int | None = _lookup("--ngram-min N", "Shortest n-gram.  [default: 1]")
+    prompt_lookup_config: str | None = _lookup(
         "--prompt-lookup-config [N,N,[0]]",
         "TensorRT-LLM's form of --n-draft and --ngram-max, in their place.",
-        of=_LOOKUP,
     )
-    window_size: str | None = option_field(
+    window_size: str | None = _lookahead(
         "-W --window-size --WINDOW_SIZE W",
         "Lookahead: columns of the window, or auto: look-ups instead, as many as pay.  "
         "[default: auto]",
-        of=_LOOKAHEAD,
     )
-    ngram_size: int | None = option_field(
+    ngram_size: int | None = _lookahead(
         "-N --ngram-size --LEVEL N",
         "Lookahead: length of the n-grams; with auto, at most.  [default: 5]",
-        of=_LOOKAHEAD,
     )
-    guess_set_size: int | None = option_field(
+    guess_set_size: int | None = _lookahead(
         "-G --guess-set-size --GUESS_SET_SIZE G",
         "Lookahead: n-grams kept for a token, -1 for 64.  [default: W, or 16 with auto]",
-        of=_LOOKAHEAD,
     )
-    pool_from_prompt: bool | None = option_field(
+    pool_from_prompt: bool | None = _lookahead(
         "--pool-from-prompt/--no-pool-from-prompt --POOL_FROM_PROMPT",
         "Lookahead: start with the prompt's n-grams.  [default: yes]",
-        of=_LOOKAHEAD,
     )
 
     def __post_init__(self) -> None:

@@ -125,22 +125,14 @@ def _errors_in_one_line() -> Iterator[None]:
         _fail(_complaint(error))
 
 
-_REMEDIES = {
-    errno.EACCES: "give yourself the permission, or name another one",
-    errno.ENAMETOOLONG: "name one with a shorter name",
-    errno.ENOENT: "name one that is there",
-}
-
-
 def _complaint(error: OSError) -> str:
-    """The message and remedy for a file that cannot be read, written or found.
+    """The message for a file that cannot be read, written or found.
 
     Raises:
         OSError: it names no file; then it is shown with its traceback.
     """
     if isinstance(error.filename, str):
-        remedy = _REMEDIES.get(error.errno or 0, "name another one")
-        return f"{error.filename}: {error.strerror}; {remedy}"
+        return f"{error.filename}: {error.strerror}; name another one"
     if error.errno == errno.ENOENT:  # what os.getcwd() raises
         return "the working directory is gone: change to one that is there"
     raise error

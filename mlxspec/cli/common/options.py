@@ -1,7 +1,7 @@
 """Options and arguments of the commands: declared as ``--help`` shows them, under headings.
 
-Options that several commands share are the fields of a dataclass, which such a command is then
-called with: :func:`options_of`.
+Options that several commands share are the fields of a dataclass. :func:`options_of` adds them to a
+command, which then gets an instance of it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Context(click.Context):
     """A context whose help is no wider than the terminal."""
 
     def make_formatter(self) -> click.HelpFormatter:
-        """As click's, whose help is 50 columns wide at least."""
+        """Like click's, which is never narrower than 50 columns."""
         width = self.terminal_width or min(get_terminal_size().columns, 80) - 2
         return click.HelpFormatter(width=width)
 
@@ -58,7 +58,7 @@ class SectionedCommand(click.Command):
         _version(self)
 
     def format_arguments(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Nothing: :meth:`format_options` writes them, in the section of ``--model``."""
+        """Write nothing: :meth:`format_options` writes the arguments, next to ``--model``."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the sections in the order in which their first options were declared."""
@@ -80,8 +80,8 @@ class SectionedCommand(click.Command):
 class Command(SectionedCommand):
     """A command whose help ends with examples, and whose errors end in one line.
 
-    Of its docstring, the examples and what follows them are shown below the options. For what
-    goes wrong in it see :func:`.common.notes.reported`.
+    The help shows the examples of its docstring, and what follows them, below the options. For
+    errors see :func:`.common.notes.reported`.
     """
 
     def __init__(self, name: str, help: str, **more: Any) -> None:
@@ -89,7 +89,7 @@ class Command(SectionedCommand):
         super().__init__(name, help=about, **{"epilog": examples + rest, **more})
 
     def make_context(self, *args: Any, **more: Any) -> click.Context:
-        """As click does, with what the user has set of the options for their defaults."""
+        """Like click's; the user's settings are the options' defaults."""
         with suppress(MlxspecError):  # which the command reports, and --help need not
             more.setdefault("default_map", load_config().defaults_of(self.name or ""))
         return super().make_context(*args, **more)
@@ -100,7 +100,7 @@ class Command(SectionedCommand):
 
 
 class Group(click.Group):
-    """A command of commands, which guesses what a mistyped one was to be."""
+    """A command with subcommands; for a mistyped one it suggests the nearest."""
 
     command_class = Command
     context_class = _Context
@@ -134,11 +134,11 @@ _version = click.version_option(mlxspec.__version__, prog_name="mlxspec")
 
 
 def argument(name: str, help: str, **more: Any) -> Decorator:
-    """An argument of a command, which ``--help`` has a sentence about.
+    """An argument of a command.
 
     Args:
-        name: of the command's parameter; its capitals stand in the help if no ``metavar`` is given.
-        help: the sentence.
+        name: of the command's parameter; the help shows it in capitals if there is no ``metavar``.
+        help: a sentence about it.
         more: as for :class:`click.Argument`.
     """
     return click.argument(name, help=help, **more)
@@ -147,7 +147,7 @@ def argument(name: str, help: str, **more: Any) -> Decorator:
 class Option(click.Option):
     """An option with the heading that it stands under.
 
-    Where it takes a text, that is UTF-8. (Names of files need not be.)
+    A text must be UTF-8; names of files need not be.
     """
 
     def __init__(self, *args: Any, group: str | None = None, **kwargs: Any) -> None:
@@ -155,7 +155,7 @@ class Option(click.Option):
         self.group = group
 
     def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
-        """As click does, after decoding what Python could not decode in the arguments."""
+        """Like click's, after decoding what Python could not decode in the arguments."""
         if self.type is click.STRING and value is not None:
             try:
                 value = [*map(_as_utf8, value)] if self.multiple else _as_utf8(value)
@@ -168,12 +168,12 @@ class Option(click.Option):
 
 
 def _as_utf8(text: str) -> str:
-    """A text of the arguments, in which bytes that are not the locale's are lone surrogates."""
+    """Decode an argument; bytes that the locale lacks are lone surrogates in it."""
     return text.encode(errors="surrogateescape").decode() if isinstance(text, str) else text
 
 
 class Name(click.Path):
-    """A name, which is not empty: as a path that would be the working directory."""
+    """A name that must not be empty: as a path, "" would be the working directory."""
 
     def convert(
         self,
@@ -201,7 +201,7 @@ command = partial(click.command, cls=Command, context_settings=SETTINGS)
 def option(spelling: str, help: str, name: str | None = None, **more: Any) -> Decorator:
     """An option, spelled as ``--help`` shows it: ``option("-o --output FILE", "What to write.")``.
 
-    One without the name of a value is a flag, if it has no ``type``.
+    Without the name of a value and without a ``type`` it is a flag.
 
     Args:
         spelling: its names, and what stands for its value.
@@ -234,12 +234,12 @@ _TYPES = {"bool": bool, "float": float, "int": int, "str": str, "Path": FILE}
 
 
 def nested(kind: type, group: str, **read: Callable) -> dict[str, Any]:
-    """The metadata of a dataclass's field for :func:`options_of` that is such a dataclass itself.
+    """The metadata of a field that is itself a dataclass of options, for :func:`options_of`.
 
     Args:
         kind: the field's.
         group: the heading of its options.
-        read: by its field, what makes the value of the texts that were given.
+        read: by field, a function that makes the value from the given texts.
     """
     return {"options": kind, "group": group, "read": read}
 
@@ -282,7 +282,7 @@ def _options_in(kind: type, group: str | None, leave_out: Collection[str]) -> It
 
 
 def _taken(kind: type, options: dict[str, Any], **read: Callable) -> Any:
-    """A dataclass of a command's options, which are taken out."""
+    """Make the dataclass from a command's options, and remove these from ``options``."""
     values = {}
     for own in fields(kind):
         if "options" in own.metadata:
@@ -311,10 +311,10 @@ def color_option(group: str, help: str = "Colour accepted draft tokens.") -> Dec
 
 
 def names_completed(names: Callable[[], Iterable[str]]) -> Callable[..., list[str]]:
-    """What completes an option's value in a shell: one name, or several with commas between them.
+    """Shell completion for an option that takes a name, or several separated by commas.
 
     Args:
-        names: gives those that there are.
+        names: returns all names.
     """
 
     def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:

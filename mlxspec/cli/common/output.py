@@ -7,9 +7,9 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from threading import Lock, Timer
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ...generation.response import GenerationResponse, GenerationResult, SpeculationStats
 
 _UNLIMITED = 10_000  # columns
+_LONG_PROMPT = 1000  # tokens; shorter ones are processed in a blink
 _BAR = 60  # columns of a page
 
 
@@ -81,16 +82,14 @@ def at_terminal() -> bool:
 class ProgressBar:
     """Shows a bar on an interactive terminal, nothing elsewhere.
 
-    Call it with how much is done and how much there is to do, None if unknown. The bar
-    appears with the first call, so work that turns out to be unnecessary shows none. It is erased
-    when all is done, at the latest at the end of the ``with`` block.
+    Call it with how much is done and how much there is to do, None if unknown. It is erased when
+    all is done, at the latest at the end of the ``with`` block.
 
     Args:
         what: the words before the bar.
         figures: what stands behind it; by default the percentage.
         console: where it is drawn; by default standard error.
-        delay: seconds from the first call to the bar. A timer brings it up, since the first part
-            of the work alone may take longer.
+        least: no bar is shown if there is less to do than this.
         then: the words before a full bar, if work is left when all is counted; it then stays
             until the end of the block.
     """
@@ -100,7 +99,7 @@ class ProgressBar:
         what: str,
         *figures: ProgressColumn,
         console: Console | None = None,
-        delay: float = 0.0,
+        least: float = 0,
         then: str | None = None,
     ) -> None:
         console = console or error_console()
@@ -115,51 +114,29 @@ class ProgressBar:
             disable=not console.is_interactive,
         )
         self._task = self._bar.add_task(what, total=None)
-        self._delay, self._then = delay, then
-        self._timer: Timer | None = None
-        self._lock = Lock()  # the timer may fire while the work ends
-        self._ended = False
+        self._least, self._then = least, then
 
     def __enter__(self) -> ProgressBar:
         return self
 
     def __call__(self, done: float, total: float | None = 1.0) -> None:
         self._bar.update(self._task, completed=done, total=total)
-        if total is None or done < total:
-            self._appear()
-        elif self._then:
-            self._bar.update(self._task, description=self._then)
-        else:
-            self._end()
+        if total is not None and done >= total:
+            if self._then:
+                self._bar.update(self._task, description=self._then)
+            else:
+                self._bar.stop()
+        elif total is None or total >= self._least:
+            self._bar.start()
 
     def __exit__(self, *_: object) -> None:
-        self._end()
-
-    def _appear(self) -> None:
-        if not self._delay:
-            self._show()
-        elif self._timer is None:
-            self._timer = Timer(self._delay, self._show)
-            self._timer.daemon = True
-            self._timer.start()
-
-    def _show(self) -> None:
-        with self._lock:
-            if not self._ended:
-                self._bar.start()
-
-    def _end(self) -> None:
-        if self._timer:
-            self._timer.cancel()
-        with self._lock:
-            self._ended = True
-            self._bar.stop()
+        self._bar.stop()
 
 
-def prefill_bar(console: Console, delay: float = 1.0) -> ProgressBar:
-    """A bar for prefills that take longer than ``delay`` seconds."""
+def prefill_bar(console: Console) -> ProgressBar:
+    """A bar for the prefill of a long prompt."""
     figures = MofNCompleteColumn(), TimeElapsedColumn()
-    return ProgressBar("prefill", *figures, console=console, delay=delay)
+    return ProgressBar("prefill", *figures, console=console, least=_LONG_PROMPT)
 
 
 class FoldingTable(Table):
@@ -255,17 +232,15 @@ def _same_file(path: Path, other: object) -> bool:
     return isinstance(other, Path) and path.exists() and other.exists() and path.samefile(other)
 
 
-# What a page and an SVG of ours have near the beginning.
-_MARKS = (b'<meta name="generator" content="mlxspec">', b"<!-- mlxspec -->")
-_BEGINNING = 1024  # bytes in which the mark stands
+_MARK = b'<meta name="generator" content="mlxspec">'
+_BEGINNING = 1024  # bytes of a page in which the mark stands
 
 
-def check_report(path: Path, option: str, *, force: bool) -> None:
-    """Check that a report can be written, before the work for it begins.
+def check_page(path: Path, *, force: bool) -> None:
+    """Check that a page can be written, before the work for it begins.
 
     Args:
-        path: the file. An older report there, page or picture, makes room for the new one.
-        option: that gave the path, for errors.
+        path: the file. An older page there makes room for the new one.
         force: replace whatever regular file is there.
 
     Raises:
@@ -273,42 +248,31 @@ def check_report(path: Path, option: str, *, force: bool) -> None:
     """
     is_file = path.is_file() and not path.is_symlink()
     if not is_file and not path.is_dir() and os.path.lexists(path):
-        raise OptionError(f"{option} {path}: is a link, a pipe or a device; name a regular file")
+        raise OptionError(f"--html {path}: is a link, a pipe or a device; name a regular file")
     try:
         check_writable(path, OptionError)
     except OptionError as error:
-        raise OptionError(f"{option} {error}") from error
-    if is_file and not force and not _is_report(path):
+        raise OptionError(f"--html {error}") from error
+    if is_file and not force:
+        with suppress(OSError), path.open("rb") as file:
+            beginning = file.read(_BEGINNING)
+            if not beginning or _MARK in beginning:
+                return
         raise OptionError(
-            f"{option} {path}: exists and is not a report of mlxspec; name another file, or "
+            f"--html {path}: exists and is not a report of mlxspec; name another file, or "
             "replace it with --force"
         )
 
 
-def write_report(path: Path, content: str | bytes, option: str, *, force: bool) -> None:
-    """Write a page or a picture, whole or not at all; the arguments are :func:`check_report`'s.
+def write_page(path: Path, content: str, *, force: bool) -> None:
+    """Write a page, whole or not at all; the arguments are :func:`check_page`'s.
 
     Raises:
         OptionError: it cannot be written; what was there before is unchanged.
     """
-    check_report(path, option, force=force)
-    if isinstance(content, str):
-        content = content.encode(errors="replace")  # names of files may be no UTF-8
+    check_page(path, force=force)
     with replaced(path, OptionError, SHARED) as file:
-        file.write(content)
-
-
-def _is_report(path: Path) -> bool:
-    """Whether a file is a report, or empty."""
-    try:
-        with path.open("rb") as file:
-            beginning = file.read(_BEGINNING)
-    except OSError:
-        return False
-    return not beginning or any(mark in beginning for mark in _MARKS)
-
-
-FORCE_HELP = "Let the report replace whatever file is there, not only an older report."
+        file.write(content.encode(errors="replace"))  # names of files may be no UTF-8
 
 
 @dataclass(frozen=True)
@@ -316,7 +280,11 @@ class ReportOptions:
     """How to show a report: as tables or as one JSON object, and on a page as well."""
 
     html: Path | None = option_field("--html FILE", "Write a page with drawings as well.")  # noqa: RUF009
-    force: bool = option_field("--force", FORCE_HELP, default=False)
+    force: bool = option_field(
+        "--force",
+        "Let the report replace whatever file is there, not only an older report.",
+        default=False,
+    )
     as_json: bool = option_field("--json", "Write one JSON object and no table.", default=False)
 
     def check(self) -> None:
@@ -327,12 +295,45 @@ class ReportOptions:
         """
         if not self.html:
             return
-        check_report(self.html, "--html", force=self.force)
+        check_page(self.html, force=self.force)
         given = click.get_current_context().params
         for name, value in given.items():
             read = value if isinstance(value, tuple) else (value,)
             if name != "html" and any(_same_file(self.html, path) for path in read):
                 raise OptionError(f"--html {self.html}: is read by this command; name another file")
+
+    def show_tables(
+        self,
+        title: str,
+        figures: dict[str, Any],
+        tables: Callable[[], Iterable[RenderableType]],
+        page: Callable[[], Iterable[RenderableType]] | None = None,
+        brief: Iterable[str] = (),
+    ) -> None:
+        """Show figures as JSON or as tables, and write these as a page if asked to.
+
+        Args:
+            title: of the page.
+            figures: as JSON has them.
+            tables: makes the tables.
+            page: makes what is on the page; by default the tables.
+            brief: lines that are shown in place of the tables where there is a page.
+        """
+
+        def show() -> None:
+            if self.as_json:
+                write_json(figures)
+            else:
+                print_tables(tables())
+
+        def show_briefly() -> None:
+            print_tables([*brief, shown(f"The tables are in {self.html}.")])
+
+        self.show(
+            show,
+            lambda: html_page((page or tables)(), title, 160),
+            show_briefly if brief and not self.as_json else None,
+        )
 
     def show(
         self,
@@ -353,16 +354,11 @@ class ReportOptions:
         Raises:
             OptionError: the page cannot be written.
         """
-        written = False
         try:
             if self.html:
-                write_report(self.html, page(), "--html", force=self.force)
-                written = True
+                write_page(self.html, page(), force=self.force)
         finally:
-            if written and briefly:
-                briefly()
-            else:
-                show()
+            (briefly if self.html and briefly else show)()
 
 
 def shown(name: str) -> str:
@@ -485,11 +481,12 @@ class Figures:
             ]
         if self.cost and self.plain_cost:
             rows.append(("against plain", ratio(self.plain_cost / self.cost), "estimated"))
+        n_columns = 3 if any(any(row[2:]) for row in rows) else 2  # an empty one wraps names
         grid = Table.grid(padding=(0, 2))
-        for justify in ("left", "right", "left"):
-            grid.add_column(justify=justify)
+        grid.add_column()
+        grid.add_column(justify="right")
         for row in rows:
-            grid.add_row(*row)
+            grid.add_row(*row[:n_columns])
         return Panel(Group(grid, *below), expand=False, border_style="dim", subtitle=subtitle)
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ...models.chat_template import Messages
 
 _MOST_BYTES = 100_000_000  # no context holds as much, and some devices never end
-_SOON, _LATE = 2.0, 8.0  # seconds of waiting for a pipe's first byte before and after saying so
+_PATIENCE = 10.0  # seconds of waiting for a pipe's first byte
 
 model_option = named_model("Model and prompt")
 
@@ -145,12 +145,6 @@ class PromptOptions:
         return [name for name, value in options.items() if value is not None]
 
     @property
-    def remedy(self) -> str:
-        """What to do about a chat template that does not apply."""
-        given = [one for one in self.for_template() if one != "--chat"]
-        return f"leave out {' and '.join(given)}" if given else _REMEDY
-
-    @property
     def reads_standard_input(self) -> bool:
         """Whether it was asked for by its name, which is -."""
         return "-" in (self.argument, self.prompt, self.prompt_file)
@@ -267,7 +261,7 @@ class PromptOptions:
         if not templated:
             return encode_prompt(tokenizer, prompt)
         messages, how = self.turns([{"role": "user", "content": prompt}], ended)
-        tokens: list[int] = in_template(messages, tokenizer, self.remedy, **how)
+        tokens: list[int] = in_template(messages, tokenizer, **how)
         return tokens
 
 
@@ -333,17 +327,9 @@ def _all_of(descriptor: int) -> bytes:
 
 def _begins(pipe: int, waits: bool) -> bool:
     """Wait for a pipe's first byte or its end; false if neither came in time."""
-
-    def comes(seconds: float) -> bool:
-        return bool(select.select([pipe], [], [], seconds)[0])
-
-    if comes(_SOON):
+    if select.select([pipe], [], [], None if waits else _PATIENCE)[0]:
         return True
-    what = "the prompt" if waits else f"a text, {_SOON + _LATE:g} s at most"
-    note(f"standard input is an open pipe: waiting for {what} (not with < /dev/null)")
-    if waits or comes(_LATE):
-        return True
-    note("nothing came through the pipe: sending the prompt alone; --prompt-file - would wait")
+    note("nothing came through the open pipe: sending the prompt alone; --prompt-file - would wait")
     return False
 
 
@@ -379,18 +365,12 @@ def _decode(data: bytes, source: str) -> str:
     return text
 
 
-_REMEDY = "use --raw"
-
-
-def in_template(
-    messages: Messages, tokenizer: TokenizerWrapper, remedy: str = _REMEDY, **how: Any
-) -> Any:
+def in_template(messages: Messages, tokenizer: TokenizerWrapper, **how: Any) -> Any:
     """A conversation in the chat template: its tokens, or its text with ``tokenize=False``.
 
     Args:
         messages: the conversation; the model's turn comes next.
         tokenizer: the model's.
-        remedy: what to do about a template that does not apply.
         how: as for ``apply_chat_template`` of transformers.
 
     Raises:
@@ -401,4 +381,6 @@ def in_template(
     try:
         return apply_template(tokenizer, messages, **{"add_generation_prompt": True, **how})
     except PromptError as error:
-        raise OptionError(f"{error}: {remedy}") from error
+        raise OptionError(
+            f"{error}: use --raw, or leave out the options of the chat template"
+        ) from error
