@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
+from operator import itemgetter
 from pathlib import Path
-from shutil import rmtree
 from threading import Timer
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -35,7 +35,9 @@ from .common.output import (
 )
 
 if TYPE_CHECKING:
-    from ..corpus import KeptAnswer, KeptAnswers, Memory, Settings, TokenizerIdentity
+    import numpy as np
+
+    from ..corpus import KeptAnswers, Memory, Settings, TokenizerIdentity
 
 _DAYS = 7  # that are shown one by one
 _ALWAYS = ("context", "memory")  # shown even where no draft came from there
@@ -101,28 +103,22 @@ class Memories:
             tokenizer: a model's.
             model: what the user calls the model.
         """
-        from ..corpus import Memory, identify
+        from ..corpus import KeptAnswers, Memory, identify, memory_directory
 
         self._asked = True
         if not self._needs_identity:
             return None
         identity = identify(tokenizer)
         if identity.fingerprint not in self._memories:
-            self._memories[identity.fingerprint] = self._kept(identity, model) or Memory()
+            kept = None
+            if self._settings.keeps(identity):
+                most, name = self._settings.max_tokens, _absolute(model)
+                try:
+                    kept = KeptAnswers(memory_directory(), identity, name, most)
+                except StoreError as error:
+                    note(f"{error}; answers are remembered until this command ends")
+            self._memories[identity.fingerprint] = Memory(kept=kept, on_trouble=note)
         return self._memories[identity.fingerprint]
-
-    def _kept(self, identity: TokenizerIdentity, model: str) -> Memory | None:
-        from ..corpus import KeptAnswers, Memory, memory_directory
-
-        if not self._settings.keeps(identity):
-            return None
-        try:
-            most = self._settings.max_tokens
-            kept = KeptAnswers(memory_directory(), identity, _absolute(model), most)
-            return Memory(kept=kept, on_trouble=note)
-        except StoreError as error:
-            note(f"{error}; answers are remembered until this command ends")
-            return None
 
     def tell_once(self) -> None:
         """Mention at a terminal that answers can be kept, once per user.
@@ -131,26 +127,32 @@ class Memories:
         """
         from ..corpus import memory_directory
 
-        if not (self._asked and self._undecided and sys.stderr.isatty()):
-            return
-        with suppress(OSError):
-            memory_directory().mkdir(mode=0o700, parents=True)
-            note(
-                "mlxspec can remember answers over runs and draft from them: mlxspec memory on "
-                "(said once)"
-            )
+        if self._asked and self._undecided and sys.stderr.isatty():
+            with suppress(OSError):
+                memory_directory().mkdir(mode=0o700, parents=True)
+                note(
+                    "mlxspec can remember answers over runs and draft from them: "
+                    "mlxspec memory on (said once)"
+                )
 
     def __enter__(self) -> Memories:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for memory in self._memories.values():
-            if memory.kept and kind is None:
-                _sort(memory)
             if memory.kept:
-                memory.close(patience=0)
+                timer = Timer(
+                    _QUIETLY, note, ["sorting answers; Ctrl-C leaves that to the next run"]
+                )
+                try:
+                    if kind is None:
+                        timer.start()
+                        memory.close()
+                except KeyboardInterrupt:
+                    note("the answers are kept, and the next run sorts them")
+                finally:
+                    timer.cancel()
+                    memory.close(patience=0)
 
 
 def _absolute(model: str) -> str:
@@ -159,20 +161,6 @@ def _absolute(model: str) -> str:
 
     is_there = model != DEMO and local_path(model).exists()
     return os.path.abspath(local_path(model)) if is_there else model
-
-
-def _sort(memory: Memory) -> None:
-    """Let a memory sort what was remembered, and say so if that takes long."""
-    line = "sorting what was remembered; Ctrl-C leaves that to the next run"
-    timer = Timer(_QUIETLY, note, [line])
-    timer.daemon = True
-    timer.start()
-    try:
-        memory.close()
-    except KeyboardInterrupt:
-        note("what was remembered is kept, and sorted by the next run")
-    finally:
-        timer.cancel()
 
 
 @click.group(
@@ -257,21 +245,30 @@ def show_command(model: str | None, as_json: bool) -> None:
     For each day the last table shows which share of the answers' tokens were accepted drafts, by
     source: the context, these answers, a store, and so on.
     """
-    from ..corpus import memory_directory, old_directories, settings_in_force
+    from ..corpus import memory_directory, settings_in_force
     from ..drafting.kept import experience_directory, kept_experience
 
     taught = len(kept_experience())
     settings = settings_in_force(note)
     kept = _kept(_tokenizer_of(model))
-    for old in old_directories():
-        note(f"{old}: an earlier format, no longer read; mlxspec memory forget --all removes it")
     if as_json:
         report = {
             "on": settings.everything,
             "max_tokens": settings.max_tokens,
             "directory": str(memory_directory()),
             "experience": {"models": taught, "directory": str(experience_directory())},
-            "tokenizers": [_report(one, settings) for one in kept],
+            "tokenizers": [
+                {
+                    "tokenizer": one.identity.name,
+                    "vocab_size": one.identity.vocab_size,
+                    "fingerprint": one.identity.fingerprint.hex(),
+                    "model": one.model,
+                    "on": settings.keeps(one.identity),
+                    **one.count(),
+                    "earned": one.earned_by_day(),
+                }
+                for one in kept
+            ],
         }
         write_json(report, indent=2)
         return
@@ -316,49 +313,56 @@ def forget_command(
     if matching is not None and not matching.strip():
         raise OptionError("--matching is empty: give a text, or forget --all")
     first, last = _when("--since", since), _when("--before", before)
-    chosen = (first, last, matching) != (None, None, None)
-    if everything and chosen:
+    choice = (first, last, matching) != (None, None, None)
+    if everything and choice:
         raise OptionError("--all and other choices are given together: leave out --all or these")
-    if not everything and not chosen:
+    if not everything and not choice:
         raise OptionError("choose what to forget: give --since, --before, --matching or --all")
     if first is not None and last is not None and first >= last:
         raise OptionError(f"--since {since} is not before --before {before}: nothing lies between")
-    from ..corpus import memory_directory, old_directories
+    from ..corpus import memory_directory
     from ..drafting.kept import kept_experience
 
     tokenizer = _tokenizer_of(model)
-    found: list[tuple[KeptAnswers, list[KeptAnswer]]] = []
+    found: list[tuple[KeptAnswers, list[int]]] = []
     for kept in _kept(tokenizer):
-        contains = _matcher(kept, tokenizer, matching)
-        answers = [
-            one
-            for one in kept.read()
-            if (first is None or one.ended >= first)
-            and (last is None or one.ended < last)
-            and contains(one)
-        ]
-        if answers:
-            say(f"{kept.identity}: {_in_words(answers)}")
-            found.append((kept, answers))
-    if found and not (yes or _may_forget()):
-        say("Nothing was forgotten.")
-        sys.exit(1)
-    for kept, answers in found:
-        kept.forget(one.id for one in answers)
+        chosen = _chosen(kept, tokenizer, matching, first or 0, last or math.inf)
+        if chosen:
+            tokens = counted(sum(len(one) for _, one, _ in chosen), "token")
+            times = [ended for _, _, ended in chosen]
+            ended = " to ".join(dict.fromkeys((_at(min(times)), _at(max(times)))))
+            say(f"{kept.identity}: {counted(len(chosen), 'answer')}, {tokens}, {ended}")
+            found.append((kept, [row for row, _, _ in chosen]))
+    if found and not yes:
+        if not at_terminal():
+            raise OptionError("forget asks first, which needs a terminal: add --yes")
+        if not click.confirm("Forget them?", err=True):
+            say("Nothing was forgotten.")
+            sys.exit(1)
+    for kept, rows in found:
+        kept.forget(rows)
     for damaged in memory_directory().glob("*.damaged*"):
         damaged.unlink(missing_ok=True)
         note(f"{damaged}: removed, with all that was in it")
     taught = kept_experience() if everything and model is None else []
     for path in taught:
         path.unlink(missing_ok=True)
-    if everything and model is None:
-        for old in old_directories():
-            rmtree(old)
     if taught:
         say(f"Forgot which drafts were right for {counted(len(taught), 'model')}.")
-    number = sum(len(answers) for _, answers in found)
+    number = sum(len(rows) for _, rows in found)
     if number or not taught:
         say(f"Forgot {counted(number, 'answer')}." if number else "There is nothing to forget.")
+
+
+def _chosen(
+    kept: KeptAnswers, tokenizer: Any, matching: str | None, first: float, last: float
+) -> list[tuple[int, np.ndarray, int]]:
+    """The answers that ended from ``first`` to before ``last``, with a text in them."""
+    within = (one for one in kept.read() if first <= one[2] < last)
+    if matching is None:
+        return [*within]
+    decode, text = _decoder(kept, tokenizer), matching.casefold()
+    return [one for one in within if text in decode(one[1]).casefold()]
 
 
 @memory_command.command("export", context_settings=SETTINGS)
@@ -375,34 +379,20 @@ def export_command(model: str | None, output: Path | None, force: bool) -> None:
         check_writable(output, OptionError)
         if output.exists() and not force:
             raise OptionError(f"--output {output}: exists; name another file, or add --force")
-    lines = _export(_tokenizer_of(model))
-    if output is None:
-        for line in lines:
-            click.echo(line)
-        return
-    number = 0
-    with replaced(output, StoreError) as file:
-        for line in lines:
-            file.write(line.encode() + b"\n")
-            number += 1
-    say(f"Wrote {output}: {counted(number, 'answer')}.")
-
-
-def _export(tokenizer: Any) -> Iterator[str]:
-    """Lines of JSON, the oldest answer of each tokenizer first.
-
-    Raises:
-        OptionError: no answer is kept.
-        LoadError: a tokenizer cannot be loaded.
-    """
-    found = [one for one in _kept(tokenizer) if one.count()["texts"]]
-    if not found:
+    tokenizer = _tokenizer_of(model)
+    kept = [one for one in _kept(tokenizer) if one.count()["texts"]]
+    if not kept:
         raise OptionError("no answer is kept: 'mlxspec memory on' keeps those from then on")
-    decoders = [_decoder(one, tokenizer) for one in found]  # all, before the first line
-    for one, decode in zip(found, decoders, strict=True):
-        for answer in sorted(one.read(), key=lambda answer: answer.ended):
-            messages = [{"role": "assistant", "content": decode(answer)}]
-            yield json_text({"messages": messages, "created": answer.ended})
+    decoders = [_decoder(one, tokenizer) for one in kept]  # all, before the first line
+    number = 0
+    with replaced(output, StoreError) if output else nullcontext(sys.stdout.buffer) as file:
+        for one, decode in zip(kept, decoders, strict=True):
+            for _, tokens, ended in sorted(one.read(), key=itemgetter(2)):
+                messages = [{"role": "assistant", "content": decode(tokens)}]
+                file.write(json_text({"messages": messages, "created": ended}).encode() + b"\n")
+                number += 1
+    if output:
+        say(f"Wrote {output}: {counted(number, 'answer')}.")
 
 
 def _kept(tokenizer: Any) -> list[KeptAnswers]:
@@ -431,8 +421,8 @@ def _tokenizer_of(model: str | None) -> Any:
     return load_tokenizer_of(model)
 
 
-def _decoder(kept: KeptAnswers, tokenizer: Any) -> Callable[[KeptAnswer], str]:
-    """A function that turns answers into text.
+def _decoder(kept: KeptAnswers, tokenizer: Any) -> Callable[[np.ndarray], str]:
+    """A function that turns the tokens of answers into text.
 
     Args:
         kept: the answers.
@@ -452,22 +442,8 @@ def _decoder(kept: KeptAnswers, tokenizer: Any) -> Callable[[KeptAnswer], str]:
             f"{error}; answers of {kept.identity} are read with its tokenizer: name a copy of it "
             "with --model"
         ) from error
-
-    def decode(answer: KeptAnswer) -> str:
-        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-        return str(tokenizer.decode(answer.tokens.tolist(), **options))
-
-    return decode
-
-
-def _matcher(
-    kept: KeptAnswers, tokenizer: Any, matching: str | None
-) -> Callable[[KeptAnswer], bool]:
-    """A function that says whether an answer contains a text, in capitals or not."""
-    if matching is None:
-        return lambda answer: True
-    decode, folded = _decoder(kept, tokenizer), matching.casefold()
-    return lambda answer: folded in decode(answer).casefold()
+    options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    return lambda tokens: str(tokenizer.decode(tokens.tolist(), **options))
 
 
 _AGO = re.compile(r"([0-9]+) ?([mhdw])")
@@ -490,25 +466,6 @@ def _when(option: str, text: str | None) -> float | None:
         raise OptionError(
             f"{option} is {text!r}: write it as 30m, 2h, 3d, 2026-11-23 or 2026-11-23T14:30"
         ) from None
-
-
-def _in_words(answers: list[KeptAnswer]) -> str:
-    """How many answers and tokens there are, and from when."""
-    tokens = counted(sum(len(one.tokens) for one in answers), "token")
-    times = [one.ended for one in answers]
-    ended = " to ".join(dict.fromkeys((_at(min(times)), _at(max(times)))))
-    return f"{counted(len(answers), 'answer')}, {tokens}, {ended}"
-
-
-def _may_forget() -> bool:
-    """Ask at a terminal.
-
-    Raises:
-        OptionError: there is no terminal to ask on.
-    """
-    if not at_terminal():
-        raise OptionError("forget asks first, which needs a terminal: add --yes")
-    return click.confirm("Forget them?", err=True)
 
 
 def _show(kept: KeptAnswers, settings: Settings) -> None:
@@ -556,16 +513,3 @@ def _table(earned: dict[str, dict[str, int]]) -> FoldingTable:
             *(f"{figures[name] / tokens:.0%}" for name in named),
         )
     return table
-
-
-def _report(kept: KeptAnswers, settings: Settings) -> dict[str, Any]:
-    """What is kept with one tokenizer, as JSON."""
-    return {
-        "tokenizer": kept.identity.name,
-        "vocab_size": kept.identity.vocab_size,
-        "fingerprint": kept.identity.fingerprint.hex(),
-        "model": kept.model,
-        "on": settings.keeps(kept.identity),
-        **kept.count(),
-        "earned": kept.earned_by_day(),
-    }

@@ -1,6 +1,6 @@
 """Texts to draft from: earlier answers, in a process or kept over runs, and stores. No MLX here."""
 
-from .answers import EARNED, SOURCES, KeptAnswer, KeptAnswers, kept_answers
+from .answers import EARNED, SOURCES, KeptAnswers, kept_answers
 from .memory import MAX_TOKENS, Memory
 from .settings import (
     SWITCH,
@@ -8,19 +8,16 @@ from .settings import (
     data_directory,
     load_settings,
     memory_directory,
-    old_directories,
     save_settings,
     settings_in_force,
 )
-from .tokenizer_identity import HasVocabulary, TokenizerIdentity, identify
+from .tokenizer_identity import TokenizerIdentity, identify
 
 __all__ = [
     "EARNED",
     "MAX_TOKENS",
     "SOURCES",
     "SWITCH",
-    "HasVocabulary",
-    "KeptAnswer",
     "KeptAnswers",
     "Memory",
     "Settings",
@@ -30,7 +27,6 @@ __all__ = [
     "kept_answers",
     "load_settings",
     "memory_directory",
-    "old_directories",
     "save_settings",
     "settings_in_force",
 ]

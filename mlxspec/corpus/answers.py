@@ -7,10 +7,10 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -62,10 +62,17 @@ END;
 PRAGMA user_version = {_VERSION};
 COMMIT;
 """
+_TOKENIZERS = """
+SELECT CAST(name AS TEXT), CAST(vocab_size AS INTEGER), CAST(fingerprint AS BLOB),
+    CAST(model AS TEXT)
+FROM tokenizers ORDER BY name
+"""
 _STATE = "SELECT max(CAST(database AS INTEGER)), max(CAST(deletions AS INTEGER)) FROM state"
 # "+" keeps SQLite from going through the index by hash and sorting the rows again for each page.
 _READ = f"""
-SELECT id, tokens, ended FROM answers WHERE +tokenizer = ? AND id > ? ORDER BY id LIMIT {_PAGE}
+SELECT id, tokens, CAST(ended AS INTEGER) FROM answers
+WHERE +tokenizer = ? AND id > ? AND typeof(tokens) = 'blob' AND length(tokens) % 4 = 0
+ORDER BY id LIMIT {_PAGE}
 """
 _ADD = f"""
 INSERT INTO answers (tokenizer, hash, tokens, ended, used,
@@ -86,20 +93,6 @@ DELETE FROM answers WHERE id IN (SELECT id FROM (
     SELECT id, sum(length(tokens) / 4 + 1) OVER (ORDER BY used DESC, ended DESC, id DESC) AS total
     FROM answers WHERE tokenizer = ?) WHERE total > ?)
 """
-
-
-class KeptAnswer(NamedTuple):
-    """A kept answer.
-
-    Attributes:
-        id: its row.
-        tokens: (n,) of int32.
-        ended: when its generation ended, in seconds since 1970.
-    """
-
-    id: int
-    tokens: np.ndarray
-    ended: int
 
 
 class KeptAnswers:
@@ -181,22 +174,20 @@ class KeptAnswers:
             )
             return np.sort(np.fromiter((row for (row,) in found), np.int64))
 
-    def read(self, after: int = 0) -> Iterator[KeptAnswer]:
+    def read(self, after: int = 0) -> Iterator[tuple[int, np.ndarray, int]]:
         """The answers whose rows come after ``after``, in the order of their rows.
 
-        Rows whose tokens are not this tokenizer's are skipped.
+        Yields:
+            the row, the tokens, (n,) of int32, and when the generation ended, in seconds since
+            1970. Rows with tokens that are not this tokenizer's are skipped.
         """
-        vocab_size = self.identity.vocab_size
-        while True:
+        page: list[Any] = [None] * _PAGE
+        while len(page) == _PAGE:
             page = self._run(_READ, self._tokenizer, after)
-            for row, text, ended in page:
-                if isinstance(text, bytes) and isinstance(ended, int) and len(text) % 4 == 0:
-                    tokens = np.frombuffer(text, np.int32)
-                    if len(tokens) > 1 and 0 <= tokens.min() <= tokens.max() < vocab_size:
-                        yield KeptAnswer(row, tokens, ended)
-            if len(page) < _PAGE:
-                return
-            after = page[-1][0]
+            for after, text, ended in page:
+                tokens = np.frombuffer(text, np.int32)
+                if len(tokens) > 1 and 0 <= tokens.min() <= tokens.max() < self.identity.vocab_size:
+                    yield after, tokens, ended
 
     def evict(self, most: int) -> None:
         """Delete the answers that were used longest ago until ``most`` tokens remain."""
@@ -308,26 +299,14 @@ def kept_answers(directory: Path) -> list[KeptAnswers]:
     """
     if not (directory / DATABASE).exists():
         return []
-    database = connect(directory)
-    try:
-        rows = database.execute(
-            "SELECT name, vocab_size, fingerprint, model FROM tokenizers ORDER BY name"
-        ).fetchall()
-        found = [(TokenizerIdentity(*row[:3]), row[3]) for row in rows if _makes_sense(*row)]
-        return [KeptAnswers(directory, identity, model) for identity, model in found]
-    except sqlite3.Error as error:
-        raise store_error(directory, error) from error
-    finally:
-        database.close()
-
-
-def _makes_sense(name: object, vocab_size: object, fingerprint: object, model: object) -> bool:
-    return (
-        isinstance(name, str)
-        and isinstance(vocab_size, int)
-        and isinstance(fingerprint, bytes)
-        and isinstance(model, str)
-    )
+    with closing(connect(directory)) as database:
+        try:
+            found = database.execute(_TOKENIZERS).fetchall()
+        except sqlite3.Error as error:
+            raise store_error(directory, error) from error
+    return [
+        KeptAnswers(directory, TokenizerIdentity(*identity), model) for *identity, model in found
+    ]
 
 
 def connect(directory: Path | None) -> sqlite3.Connection:
@@ -343,21 +322,22 @@ def connect(directory: Path | None) -> sqlite3.Connection:
     path = directory / DATABASE
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # SQLite's own files next to it get the same mode.
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, PRIVATE))
-        try:
-            return _prepared(sqlite3.connect(path, **_OPTIONS))
-        except sqlite3.DatabaseError as error:
-            if not is_damage(error):
-                raise
-            set_aside(directory)
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, PRIVATE))
-            return _prepared(sqlite3.connect(path, **_OPTIONS))
+        for tries_left in (1, 0):
+            # SQLite's own files next to it get the same mode.
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+            os.close(os.open(path, flags, PRIVATE))
+            try:
+                return _prepared(sqlite3.connect(path, **_OPTIONS))
+            except sqlite3.DatabaseError as error:
+                if not (tries_left and is_damage(error)):
+                    raise
+                set_aside(directory)
     except (OSError, sqlite3.Error) as error:
         reason = getattr(error, "strerror", None) or error
         raise StoreError(
             f"{path}: cannot be opened ({reason}); MLXSPEC_MEMORY may name another directory"
         ) from error
+    raise AssertionError("unreachable")
 
 
 _OPTIONS: dict[str, Any] = {

@@ -14,19 +14,20 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import chain
 from operator import index
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 
 from ..errors import OptionError, StoreError
 from ..files import remove_leftovers, replaced
-from .answers import INDEX, INDEX_FORMAT, KEPT_TOKENS, KeptAnswer, KeptAnswers, OnTrouble
+from .answers import INDEX, INDEX_FORMAT, KEPT_TOKENS, KeptAnswers, OnTrouble
 from .suffix_array import (
     TOKEN_BITS,
     SuffixArray,
@@ -43,7 +44,7 @@ from .suffix_index import (
     SuffixIndex,
     excerpts,
 )
-from .tokenizer_identity import HasVocabulary, TokenizerIdentity, identify
+from .tokenizer_identity import TokenizerIdentity, identify
 
 _log = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ class Memory:
     def kept_in(
         cls,
         directory: str | os.PathLike[str],
-        tokenizer: HasVocabulary,
+        tokenizer: Any,
         *,
         max_tokens: int = KEPT_TOKENS,
         on_trouble: OnTrouble = _log.warning,
@@ -267,36 +268,29 @@ class _MemoryWorker:
         """Of the database, when its rows were last compared with the indexed ones."""
         self._last = 0
         """All rows up to here were read."""
-        self._merging: Generator[None, None, None] | None = None
         self._untidy = False  # whether there may be something to merge
         self._live, self._live_texts = SuffixIndex(), dict[int, tuple[bytes, list[int]]]()
         self._segments = self._files()
         self._publish()
 
     def run(self) -> None:
-        """Do what is asked for until the end, and whenever nothing is, merge step by step."""
+        """Do what is asked for until the end, and merge whenever nothing is."""
         try:
             self._try(self.refresh)
             while True:
-                while len(self._segments) > _MANY_SEGMENTS and not self.hurries:
-                    if not self._merge_on():
+                while self.requests.empty() or len(self._segments) > _MANY_SEGMENTS:
+                    if not self._merge():
                         break
-                try:
-                    request = self.requests.get(block=not self._has_to_merge())
-                except Empty:
-                    self._merge_on()
-                    continue
-                if request is None:
+                if (request := self.requests.get()) is None:
                     return
                 self._try(request)
         finally:
-            self._merging = None
             self._try(self._save_used)
             self._answers.close()
 
     def tidy(self) -> None:
         """Merge until there is nothing to merge, or the process ends."""
-        while not self.hurries and self._merge_on():
+        while self._merge():
             pass
 
     def _try(self, action: Callable[[], object]) -> None:
@@ -420,12 +414,12 @@ class _MemoryWorker:
         missing = {*np.setdiff1d(there, np.concatenate(indexed)).tolist()}
         if missing:
             answers = self._answers.read(min(missing) - 1)
-            self._index_all((one for one in answers if one.id in missing), {})
+            self._index_all((one for one in answers if one[0] in missing), {})
         self._last, self._state = max(there.tolist()[-1:], default=0), state
         self._publish()
 
     def _index_all(
-        self, answers: Iterable[KeptAnswer], leading: Mapping[int, Sequence[int]]
+        self, answers: Iterable[tuple[int, np.ndarray, int]], leading: Mapping[int, Sequence[int]]
     ) -> int:
         """Index answers: sort them, or add them to the newest ones if they are few.
 
@@ -460,7 +454,7 @@ class _MemoryWorker:
             if not drop_unkept:
                 stays |= segment.rows < 0
             if not stays.all():
-                self._merging, self._untidy = None, True
+                self._untidy = True
                 at = self._segments.index(segment)
                 self._segments[at : at + 1] = [segment.only(stays)] if stays.any() else []
                 segment.remove_file()
@@ -476,42 +470,33 @@ class _MemoryWorker:
             self._report(f"{segment.path}: is damaged; it is made again")
             segment.remove_file()
         if dropped:
-            self._merging = None
             self._segments = [segment for segment in self._segments if segment is not index]
             self._compare()
 
     # Merging.
 
-    def _has_to_merge(self) -> bool:
-        """Whether segments are being merged, which begins here if there is something to merge."""
-        if self._merging is None and self._untidy:
-            self._untidy = False
-            self._merging = self._merge(self._choice())
-        return self._merging is not None
-
-    def _merge_on(self) -> bool:
-        """Merge by one step; whether there was something to merge."""
-        if not self._has_to_merge():
-            return False
-        merging = self._merging
-        assert merging is not None
+    def _merge(self) -> bool:
+        """Merge two segments, or write one to a file; whether there was anything to do."""
+        chosen = self._choice() if self._untidy and not self.hurries else []
+        self._untidy = bool(chosen)
         try:
-            next(merging)
-            return True
-        except StopIteration:
-            pass
+            for segment in chosen:
+                if not segment.is_intact():
+                    self.drop_segment(segment)
+                    return True
+            if chosen:
+                self._replace(chosen)
         except (IndexError, ValueError):  # files with right checksums and impossible numbers
             for segment in [one for one in self._segments if one.path]:
                 self._try(partial(self.drop_segment, segment))
         except (OSError, StoreError) as error:
             if isinstance(error.__cause__ or error, FileNotFoundError):
-                self._untidy = True  # other processes have deleted rows, or the new file
-                self._try(self.refresh)
+                self._try(self.refresh)  # other processes have deleted rows, or the new file
             else:
-                self._report(f"{error}; answers are remembered until this process ends")
-        if self._merging is merging:
-            self._merging = None
-        return True
+                self._untidy = False
+                if not self.hurries:
+                    self._report(f"{error}; answers are remembered until this process ends")
+        return self._untidy
 
     def _choice(self) -> list[Segment]:
         """The two segments to merge, or the one to write to a file."""
@@ -528,41 +513,40 @@ class _MemoryWorker:
     def _goes_to_file(self, segment: Segment) -> bool:
         return self._answers.directory is not None and int(segment.rows.min()) > 0
 
-    def _merge(self, chosen: list[Segment]) -> Generator[None, None, None]:
-        """Put one segment in the place of some."""
-        for segment in chosen:
-            if not segment.is_intact():
-                self.drop_segment(segment)
-                return
-        if not chosen:
-            return
+    def _replace(self, chosen: list[Segment]) -> None:
+        """Put one segment in the place of one or two.
+
+        Raises:
+            OSError, StoreError: its file cannot be written, or rows were deleted meanwhile.
+        """
         arrays = _joined(*chosen) if len(chosen) > 1 else chosen[0].arrays()
         if all(map(self._goes_to_file, chosen)):
-            merged = yield from self._written(arrays)
+            assert self._state
+            path, database = self._answers.new_index_file(), self._state[0]
+            header = {"format": INDEX_FORMAT[0], "database": database}
+            with ExitStack() as locked, replaced(path, StoreError) as file:
+                write_arrays(file, header, {n: (k, self._taken(a)) for n, (k, a) in arrays.items()})
+                if locked.enter_context(self._answers.locked()) != self._state:
+                    raise FileNotFoundError("rows were deleted")
+            merged = Segment.open(path, database)
         else:
-            joined = [np.concatenate([*pieces]) for _, pieces in arrays.values()]
-            merged = Segment(joined[0], joined[1], joined[2], joined[3])
+            rows, ends, tokens, order = (
+                np.concatenate([*self._taken(pieces)]) for _, pieces in arrays.values()
+            )
+            merged = Segment(rows, ends, tokens, order)
         remaining = [one for one in self._segments if one not in chosen]
         self._segments = sorted([*remaining, merged], key=lambda one: -int(one.rows[-1]))
         self._publish()
-        self._untidy = True
         for segment in chosen:
             segment.remove_file()
 
-    def _written(self, arrays: Arrays) -> Generator[None, None, Segment]:
-        """Write a segment's file.
-
-        Raises:
-            StoreError: it cannot be written, or rows were deleted meanwhile.
-        """
-        assert self._state
-        path, database = self._answers.new_index_file(), self._state[0]
-        header = {"format": INDEX_FORMAT[0], "database": database}
-        with ExitStack() as locked, replaced(path, StoreError) as file:
-            yield from write_arrays(file, header, arrays)
-            if locked.enter_context(self._answers.locked()) != self._state:
-                raise FileNotFoundError("rows were deleted")
-        return Segment.open(path, database)
+    def _taken(self, pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+        """Pieces of an array, as long as the process does not end."""
+        for piece in pieces:
+            if self.hurries:
+                raise InterruptedError
+            yield piece
+            time.sleep(0)  # lets threads that draft have the interpreter
 
 
 class Segment(SuffixArray):

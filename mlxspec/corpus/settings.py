@@ -135,9 +135,12 @@ def save_settings(settings: Settings) -> None:
     Raises:
         StoreError: they cannot be written.
     """
-    names = sorted(settings.tokenizers)
-    keep = {"keep": True, "except": names} if settings.everything else {"keep": names}
-    value = {"version": 1, **keep, "max_tokens": settings.max_tokens}
+    value = {
+        "version": 1,
+        "everything": settings.everything,
+        "except": sorted(settings.tokenizers),
+        "max_tokens": settings.max_tokens,
+    }
     directory = memory_directory()
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -149,22 +152,12 @@ def save_settings(settings: Settings) -> None:
 
 def _parsed(value: object) -> Settings:
     """Raises ValueError."""
-    if not isinstance(value, dict) or value.get("version") != 1:
-        raise ValueError("not of this version")
-    keep, max_tokens = value.get("keep"), value.get("max_tokens")
-    if type(max_tokens) is not int or max_tokens < 2:
-        raise ValueError("max_tokens must be at least 2")
-    names = value.get("except", []) if keep is True else [] if keep is False else keep
-    if not isinstance(names, list) or not all(
-        isinstance(name, str) and _KEY.fullmatch(name) for name in names
-    ):
-        raise ValueError("keep must be true, false or a list of tokenizers")
-    return Settings(keep is True, frozenset(names), max_tokens)
-
-
-def old_directories() -> list[Path]:
-    """Directories of answers in a format before SQLite, which are no longer read."""
-    root = memory_directory()
-    if not root.is_dir():
-        return []
-    return [one for one in root.iterdir() if _KEY.fullmatch(one.name) and one.is_dir()]
+    match value:
+        case {
+            "version": 1,
+            "everything": bool(everything),
+            "except": list(names),
+            "max_tokens": int(max_tokens),
+        } if max_tokens >= 2 and all(isinstance(n, str) and _KEY.fullmatch(n) for n in names):
+            return Settings(everything, frozenset(names), max_tokens)
+    raise ValueError("it holds other settings than this version's")

@@ -26,7 +26,7 @@ from .suffix_array import (
     write_arrays,
 )
 from .suffix_index import EXCERPT_TOKENS, SEPARATOR, Excerpts, excerpts
-from .tokenizer_identity import HasVocabulary, TokenizerIdentity, identify
+from .tokenizer_identity import TokenizerIdentity, identify
 
 MAX_TOKENS = 50_000_000
 """Tokens that a store holds by default. Building it takes about 90 bytes a token."""
@@ -243,7 +243,7 @@ class Store:
         return excerpts([self.index], tail, limit, depth, self.identity.vocab_size)
 
 
-def open_store(path: str | os.PathLike[str], tokenizer: HasVocabulary | None = None) -> Store:
+def open_store(path: str | os.PathLike[str], tokenizer: Any = None) -> Store:
     """Open a store. Its header and its length are verified, so that this takes a millisecond.
 
     :meth:`Store.look_up` is safe whatever the rest holds; :meth:`Store.verify` verifies it.
@@ -261,7 +261,7 @@ def open_store(path: str | os.PathLike[str], tokenizer: HasVocabulary | None = N
 def build_store(
     path: str | os.PathLike[str],
     sequences: Iterable[Sequence[int]],
-    tokenizer: HasVocabulary,
+    tokenizer: Any,
     *,
     max_tokens: int = MAX_TOKENS,
     force: bool = False,
@@ -294,7 +294,7 @@ def build_store(
 def add_to_store(
     path: str | os.PathLike[str],
     sequences: Iterable[Sequence[int]],
-    tokenizer: HasVocabulary,
+    tokenizer: Any,
     *,
     max_tokens: int = MAX_TOKENS,
 ) -> Store:
@@ -339,8 +339,7 @@ def write_store(path: Path, identity: TokenizerIdentity, index: SuffixArray) -> 
     }
     arrays = zip(_ARRAYS, (index.tokens, index.order), strict=True)
     with replaced(path, StoreError) as file:
-        for _ in write_arrays(file, header, {name: (len(one), [one]) for name, one in arrays}):
-            pass
+        write_arrays(file, header, {name: (len(one), [one]) for name, one in arrays})
 
 
 def _identity(header: dict[str, Any]) -> TokenizerIdentity:

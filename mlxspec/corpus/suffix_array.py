@@ -323,7 +323,7 @@ def write_arrays(
     file: BinaryIO,
     header: Mapping[str, Any],
     arrays: Mapping[str, tuple[int, Iterable[np.ndarray]]],
-) -> Iterator[None]:
+) -> None:
     """Write a file, piece by piece.
 
     Args:
@@ -344,7 +344,6 @@ def write_arrays(
             data = np.ascontiguousarray(piece, np.int32).data
             file.write(data)
             checksum, length = zlib.crc32(data, checksum), length - len(piece)
-            yield
         if length:
             raise ValueError("an index has changed while it was written")
     file.write(checksum.to_bytes(_WORD, "little"))

@@ -7,19 +7,13 @@ import json
 import os
 import re
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 from ..errors import StoreError
 from .suffix_array import TOKEN_BITS
 
 _HUB_SNAPSHOT = re.compile(r"models--([^/\\]+?)--([^/\\]+)[/\\]snapshots[/\\]")
 _MAX_VOCABULARY = (1 << TOKEN_BITS) - 1
-
-
-class HasVocabulary(Protocol):
-    """What a store needs of a tokenizer; those of mlx-lm, transformers and tokenizers fit."""
-
-    def get_vocab(self) -> dict[str, int]: ...
 
 
 @dataclass(frozen=True)
@@ -47,8 +41,11 @@ class TokenizerIdentity:
         return f"{self.name} ({self.vocab_size:,} tokens, {self.fingerprint.hex()[:8]})"
 
 
-def identify(tokenizer: HasVocabulary) -> TokenizerIdentity:
+def identify(tokenizer: Any) -> TokenizerIdentity:
     """The identity of a tokenizer, from its whole vocabulary, added tokens included.
+
+    Args:
+        tokenizer: has ``get_vocab``, as those of mlx-lm, transformers and tokenizers have.
 
     Raises:
         StoreError: it has no tokens, or more than a store can hold.

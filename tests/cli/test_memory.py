@@ -78,7 +78,7 @@ def fail(line: str) -> None:
 
 
 def answers() -> list[list[int]]:
-    return [one.tokens.tolist() for kept in kept_answers(memory_directory()) for one in kept.read()]
+    return [one[1].tolist() for kept in kept_answers(memory_directory()) for one in kept.read()]
 
 
 def earned(name: str) -> int:
@@ -593,8 +593,8 @@ def test_a_long_sort_is_told_of_and_ctrl_c_leaves_it(
     assert patiences == [None, 0]
     assert answers() == [[1, 2, 3]]
     assert capsys.readouterr().err.splitlines() == [
-        "Note: sorting what was remembered; Ctrl-C leaves that to the next run",
-        "Note: what was remembered is kept, and sorted by the next run",
+        "Note: sorting answers; Ctrl-C leaves that to the next run",
+        "Note: the answers are kept, and the next run sorts them",
     ]
 
 
@@ -742,15 +742,6 @@ def test_damaged_answers_are_noted_and_not_left_by_forget(home: Path):
     assert forgotten.stdout == "There is nothing to forget.\n"
     assert "answers.sqlite.damaged: removed, with all that was in it" in forgotten.stderr
     assert not [*home.glob("*.damaged*")]
-
-
-def test_answers_of_an_earlier_format_are_named_and_removed_with_all(home: Path):
-    (home / ("0123456789abcdef")).mkdir(parents=True)
-    (home / "0123456789abcdef" / "x.part").touch()
-    assert "an earlier format, no longer read; mlxspec memory forget --all" in memory("show").stderr
-    said("forget", "--all", "--yes")
-    assert not (home / "0123456789abcdef").exists()
-    assert memory("show").stderr == ""
 
 
 @pytest.mark.slow

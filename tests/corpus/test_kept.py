@@ -52,14 +52,14 @@ def fail(line: str) -> None:
 def all_texts(directory: Path) -> list[list[int]]:
     """Every kept text, sorted."""
     kept = KeptAnswers(directory, IDENTITY)
-    texts = sorted(answer.tokens.tolist() for answer in kept.read())
+    texts = sorted(tokens.tolist() for _, tokens, _ in kept.read())
     kept.close()
     return texts
 
 
 def forget(directory: Path, gone: list[list[int]]) -> None:
     kept = KeptAnswers(directory, IDENTITY)
-    kept.forget([answer.id for answer in kept.read() if answer.tokens.tolist() in gone])
+    kept.forget([row for row, tokens, _ in kept.read() if tokens.tolist() in gone])
     kept.close()
 
 
@@ -609,12 +609,11 @@ def write_nonsense(directory: Path, tokens: list[int], order: list[int], ends: l
     kept.remove_index_files(kept.rows().tolist())
     arrays = zip(INDEX_FORMAT[1], (range(1, len(ends) + 1), ends, tokens, order), strict=True)
     with kept.new_index_file().open("wb") as file:
-        for _ in write_arrays(
+        write_arrays(
             file,
             {"format": INDEX_FORMAT[0], "database": kept.state()[0]},
             {name: (len(a), [np.array(a, np.int32)]) for name, a in arrays},
-        ):
-            pass
+        )
     kept.close()
 
 

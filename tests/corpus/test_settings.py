@@ -3,8 +3,10 @@
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +23,8 @@ from mlxspec.corpus import (
     settings_in_force,
 )
 from mlxspec.corpus import memory as memory_module
-from mlxspec.corpus.memory import _MemoryWorker
+from mlxspec.corpus.answers import INDEX_FORMAT
+from mlxspec.corpus.memory import Arrays, Segment
 from mlxspec.errors import OptionError, StoreError
 from tests.support.hostile import json_values, mutated
 from tests.support.tokenizers import FIRST, SECOND
@@ -61,7 +64,12 @@ def test_settings_are_read_as_they_were_written(home: Path):
 
 
 @given(st.one_of(json_values, st.fixed_dictionaries(
-    {"version": st.just(1), "keep": json_values, "max_tokens": json_values}
+    {
+        "version": st.just(1),
+        "everything": st.booleans() | json_values,
+        "except": st.just([]) | json_values,
+        "max_tokens": st.integers() | json_values,
+    }
 )))  # fmt: skip
 def test_whatever_settings_hold_is_read_or_nothing_is_kept(value: object):
     path = memory_directory() / "settings.json"
@@ -79,7 +87,7 @@ def test_whatever_settings_hold_is_read_or_nothing_is_kept(value: object):
         assert settings.max_tokens == value["max_tokens"]
 
 
-@given(mutated(b'{"version": 1, "keep": true, "max_tokens": 50000000}\n'))
+@given(mutated(b'{"version": 1, "everything": true, "except": [], "max_tokens": 50000000}\n'))
 def test_damaged_settings_are_off_or_right(data: bytes):
     path = memory_directory() / "settings.json"
     path.parent.mkdir(exist_ok=True)
@@ -112,15 +120,16 @@ def test_the_variable_goes_before_the_settings(
 
 
 def test_a_memory_is_closed_before_its_merging_ends(monkeypatch: pytest.MonkeyPatch):
-    merge_on = _MemoryWorker._merge_on
+    def endless(segment: Segment) -> Arrays:
+        def pieces() -> Iterator[np.ndarray]:
+            while True:
+                time.sleep(0.05)
+                yield np.zeros(1, np.int32)
 
-    def slow(worker: _MemoryWorker) -> None:
-        time.sleep(0.05)
-        merge_on(worker)
+        return {name: (1, pieces()) for name in INDEX_FORMAT[1]}
 
     monkeypatch.setattr(memory_module, "LIVE_TOKENS", 8)
-    monkeypatch.setattr(_MemoryWorker, "_merge", lambda *_: iter([None] * 10_000))
-    monkeypatch.setattr(_MemoryWorker, "_merge_on", slow)
+    monkeypatch.setattr(Segment, "arrays", endless)
     memory = Memory.kept_in(memory_directory(), FIRST, on_trouble=fail)
     texts = [[number, *range(12)] for number in range(3)]
     for text in texts:
@@ -136,7 +145,7 @@ def test_a_memory_is_closed_before_its_merging_ends(monkeypatch: pytest.MonkeyPa
         assert text[3:] in [again.look_up(text[:3]).tokens[:10]]
     again.close()
     (kept,) = kept_answers(memory.kept.directory)
-    assert [answer.tokens.tolist() for answer in kept.read()] == texts
+    assert [tokens.tolist() for _, tokens, _ in kept.read()] == texts
 
 
 def test_the_database_says_of_which_tokenizers_it_has_answers(home: Path):
