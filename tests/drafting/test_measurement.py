@@ -16,7 +16,6 @@ from mlxspec.drafting.measurement import (
     CAREFUL,
     QUICK,
     MeasurementPlan,
-    RowsTime,
     cost_errors,
     measure,
     noise,
@@ -72,7 +71,7 @@ def test_on_a_mac_a_quick_measurement_ends_within_3_seconds(chip: str, plain_sec
 def test_a_quick_measurement_of_25_ms_steps_gives_the_chip_s_curve(chip: str):
     truth = chip_curve(chip)
     times = run(Machine(truth, 0.025))
-    live = LiveCurve(time.known(QUICK.least_uncertainty) for time in times)
+    live = LiveCurve(time.at_best(QUICK.least_uncertainty) for time in times)
     assert {1, 2, 4, 5, 6, 8, 16} <= {time.rows for time in times}
     for rows in range(1, 17):
         assert live.curve(rows) == pytest.approx(truth(rows), rel=0.2)
@@ -82,7 +81,7 @@ def test_the_first_step_of_each_width_warms_up_and_does_not_count():
     times = run(Machine(chip_curve("M4 Pro"), 0.004))
     assert {time.rows: time.seconds for time in times}[8] == pytest.approx(0.004 * 2.69)
     assert {time.steps for time in times if time.rows > 1} == {QUICK.steady_rounds}
-    assert all(time.error == pytest.approx(0) for time in times)
+    assert all(time.uncertainty == pytest.approx(0) for time in times)
 
 
 def test_a_machine_that_heats_up_meanwhile_still_gives_the_curve():
@@ -150,7 +149,7 @@ class Scattered:
     def drafted(self, rows: int) -> float:
         return 0.01 * self._lengthened(self._random)
 
-    def measured(self) -> list[RowsTime]:
+    def measured(self) -> list[KnownTime]:
         return measure(self.plain, self.drafted, CAREFUL, 64, 0.0, lambda: 0.0)
 
 
@@ -165,17 +164,19 @@ def doubled(share: float) -> Callable[[np.random.Generator], float]:
 def test_the_true_quartile_lies_within_the_error_19_times_of_20():
     quartile = 0.01 * (1 - 0.6745 * 0.1)
     times = [time for seed in range(50) for time in Scattered(seed, normal).measured()]
-    within = [abs(time.seconds - quartile) <= time.error * time.seconds for time in times]
+    within = [
+        abs(time.seconds - quartile) <= 1.96 * time.uncertainty * time.seconds for time in times
+    ]
     assert 0.93 <= np.mean(within) <= 1
     # And the interval is not much wider than it has to be: a quartile of n has 1.36 σ / √n.
     needed = [1.96 * 1.36 * 0.1 / np.sqrt(time.steps) for time in times]
-    assert np.mean([time.error for time in times]) < 1.7 * np.mean(needed)
+    assert 1.96 * np.mean([time.uncertainty for time in times]) < 1.7 * np.mean(needed)
 
 
 def test_a_time_of_few_steps_is_uncertain_and_none_is_certain():
-    assert RowsTime(2, 0.1, 0.0, 100).known(0.02).uncertainty == 0.02
+    assert KnownTime(2, 0.1, 0.0, 100).at_best(0.02).uncertainty == 0.02
     slow = Machine(chip_curve("linear"), 5.0)
-    assert run(slow, prefill=20.0)[0].known(0.02).uncertainty > 0.1
+    assert run(slow, prefill=20.0)[0].at_best(0.02).uncertainty > 0.1
 
 
 def test_the_error_of_a_cost_is_that_of_a_quotient():
@@ -201,7 +202,13 @@ def test_times_that_scatter_all_over_are_noise():
 
 def test_times_that_fall_by_half_are_noise_and_a_small_fall_is_a_kernel_s():
     def of(wide: float) -> str | None:
-        return noise([RowsTime(1, 0.01, 0.0, 1), RowsTime(8, 0.05, 0, 1), RowsTime(9, wide, 0, 1)])
+        return noise(
+            [
+                KnownTime(1, 0.01, 0.0, 1),
+                KnownTime(8, 0.05, 0.0, 1),
+                KnownTime(9, wide, 0.0, 1),
+            ]
+        )
 
     assert of(0.03) is None
     assert of(0.02) == ("the times contradict each other: 8 rows took 50 ms, and 9 rows 20 ms")
@@ -209,7 +216,7 @@ def test_times_that_fall_by_half_are_noise_and_a_small_fall_is_a_kernel_s():
 
 def test_a_row_that_costs_many_plain_steps_is_noise():
     def of(two: float) -> str | None:
-        return noise([RowsTime(1, 0.01, 0.0, 10), RowsTime(2, two, 0.0, 10)])
+        return noise([KnownTime(1, 0.01, 0.0, 10), KnownTime(2, two, 0.0, 10)])
 
     assert of(0.04) is None
     assert of(0.327) == ("the times contradict each other: 1 rows took 10 ms, and 2 rows 327 ms")
@@ -218,7 +225,7 @@ def test_a_row_that_costs_many_plain_steps_is_noise():
 def test_single_steps_are_noise_where_plain_ones_scatter():
     """There was time for one step of each width, as on a busy or slow machine."""
 
-    def once(*speeds: float) -> list[RowsTime]:
+    def once(*speeds: float) -> list[KnownTime]:
         machine = Machine(chip_curve("M4 Pro"), 0.01)
         machine.speed = itertools.chain(speeds, itertools.repeat(1.0)).__next__
         return run(machine, replace(QUICK, rounds=1))
@@ -227,7 +234,7 @@ def test_single_steps_are_noise_where_plain_ones_scatter():
     assert {time.steps for time in (*busy[1:], *slow[1:])} == {1}
     assert "the times scatter too much" in noise(busy)
     assert noise(slow) is None
-    assert min(time.known(0.1).uncertainty for time in busy[1:]) > 0.5
+    assert min(time.at_best(0.1).uncertainty for time in busy[1:]) > 0.5
 
 
 def test_few_steps_on_a_slow_machine_are_no_noise():
@@ -243,7 +250,7 @@ def test_a_clock_that_is_too_coarse_for_a_step_tells_a_time(ticks: float):
     machine = Machine(chip_curve("linear"), 0.001)
     machine.speed = iter([0.0, ticks, 0.0, 0.0] * 1000).__next__
     times = run(machine)
-    assert all(time.seconds > 0 and math.isfinite(time.error) for time in times)
+    assert all(time.seconds > 0 and math.isfinite(time.uncertainty) for time in times)
 
 
 def test_a_plan_that_does_not_fit_takes_fewer_rounds_then_narrower_steps():
