@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mlxspec.drafting.chips import chip_curve
+from mlxspec.drafting.chips import known_chip
 from mlxspec.drafting.costs import CostCurve, KnownTime, LiveCurve
 from mlxspec.drafting.measurement import (
     CAREFUL,
@@ -61,7 +61,7 @@ def run(machine: Machine, plan=QUICK, max_rows: int = 64, prefill: float = 0.5):
 @pytest.mark.parametrize("chip", APPLE)
 @pytest.mark.parametrize("plain_seconds", [0.010, 0.025, 0.040])
 def test_on_a_mac_a_quick_measurement_ends_within_3_seconds(chip: str, plain_seconds: float):
-    machine = Machine(chip_curve(chip), plain_seconds)
+    machine = Machine(known_chip(chip).curve, plain_seconds)
     times = run(machine)
     assert machine.now - 100 < 3
     assert {1, 2, 4, 8} <= {time.rows for time in times}
@@ -69,7 +69,7 @@ def test_on_a_mac_a_quick_measurement_ends_within_3_seconds(chip: str, plain_sec
 
 @pytest.mark.parametrize("chip", APPLE)
 def test_a_quick_measurement_of_25_ms_steps_gives_the_chip_s_curve(chip: str):
-    truth = chip_curve(chip)
+    truth = known_chip(chip).curve
     times = run(Machine(truth, 0.025))
     live = LiveCurve(time.at_best(QUICK.least_uncertainty) for time in times)
     assert {1, 2, 4, 5, 6, 8, 16} <= {time.rows for time in times}
@@ -78,22 +78,22 @@ def test_a_quick_measurement_of_25_ms_steps_gives_the_chip_s_curve(chip: str):
 
 
 def test_the_first_step_of_each_width_warms_up_and_does_not_count():
-    times = run(Machine(chip_curve("M4 Pro"), 0.004))
+    times = run(Machine(known_chip("M4 Pro").curve, 0.004))
     assert {time.rows: time.seconds for time in times}[8] == pytest.approx(0.004 * 2.69)
     assert {time.steps for time in times if time.rows > 1} == {QUICK.steady_rounds}
     assert all(time.uncertainty == pytest.approx(0) for time in times)
 
 
 def test_a_machine_that_heats_up_meanwhile_still_gives_the_curve():
-    machine = Machine(chip_curve("M4 Pro"), 0.01)
+    machine = Machine(known_chip("M4 Pro").curve, 0.01)
     machine.speed = lambda: 1 + (machine.now - 100) / 40
     times = {time.rows: time.seconds for time in run(machine, CAREFUL)}
     for rows in (2, 8, 32):
-        assert times[rows] / times[1] == pytest.approx(chip_curve("M4 Pro")(rows), rel=0.05)
+        assert times[rows] / times[1] == pytest.approx(known_chip("M4 Pro").curve(rows), rel=0.05)
 
 
 def test_a_busy_machine_is_measured_for_longer_and_gives_the_curve():
-    truth = chip_curve("M4 Pro")
+    truth = known_chip("M4 Pro").curve
     for seed in range(20):
         machine = Machine(truth, 0.001)
         disturbed = np.random.default_rng(seed).random(20_000) < 0.35
@@ -107,21 +107,23 @@ def test_a_busy_machine_is_measured_for_longer_and_gives_the_curve():
 
 
 def test_a_machine_too_slow_for_the_budget_measures_a_plain_step_and_what_else_fits():
-    slow = Machine(chip_curve("linear"), 0.5)
+    slow = Machine(known_chip("linear").curve, 0.5)
     assert [time.rows for time in run(slow)] == [1]
     assert slow.now - 100 < 10
-    assert [time.rows for time in run(Machine(chip_curve("linear"), 5.0), prefill=20.0)] == [1]
+    assert [time.rows for time in run(Machine(known_chip("linear").curve, 5.0), prefill=20.0)] == [
+        1
+    ]
 
 
 def test_no_step_is_wider_than_the_model_allows():
-    machine = Machine(chip_curve("M4 Pro"), 0.01)
+    machine = Machine(known_chip("M4 Pro").curve, 0.01)
     assert [time.rows for time in run(machine, max_rows=7)] == [1, 2, 4, 5, 6]
     assert max(machine.widths) == 6
-    assert [time.rows for time in run(Machine(chip_curve("linear"), 0.01), max_rows=1)] == [1]
+    assert [time.rows for time in run(Machine(known_chip("linear").curve, 0.01), max_rows=1)] == [1]
 
 
 def test_progress_rises_to_the_whole():
-    machine = Machine(chip_curve("M4 Pro"), 0.025)
+    machine = Machine(known_chip("M4 Pro").curve, 0.025)
     shares: list[float] = []
     measure(machine.plain, machine.drafted, QUICK, 64, machine.now, machine.clock, shares.append)
     assert shares == sorted(shares)
@@ -175,7 +177,7 @@ def test_the_true_quartile_lies_within_the_error_19_times_of_20():
 
 def test_a_time_of_few_steps_is_uncertain_and_none_is_certain():
     assert KnownTime(2, 0.1, 0.0, 100).at_best(0.02).uncertainty == 0.02
-    slow = Machine(chip_curve("linear"), 5.0)
+    slow = Machine(known_chip("linear").curve, 5.0)
     assert run(slow, prefill=20.0)[0].at_best(0.02).uncertainty > 0.1
 
 
@@ -226,7 +228,7 @@ def test_single_steps_are_noise_where_plain_ones_scatter():
     """There was time for one step of each width, as on a busy or slow machine."""
 
     def once(*speeds: float) -> list[KnownTime]:
-        machine = Machine(chip_curve("M4 Pro"), 0.01)
+        machine = Machine(known_chip("M4 Pro").curve, 0.01)
         machine.speed = itertools.chain(speeds, itertools.repeat(1.0)).__next__
         return run(machine, replace(QUICK, rounds=1))
 
@@ -238,7 +240,7 @@ def test_single_steps_are_noise_where_plain_ones_scatter():
 
 
 def test_few_steps_on_a_slow_machine_are_no_noise():
-    slow = Machine(chip_curve("linear"), 0.2)
+    slow = Machine(known_chip("linear").curve, 0.2)
     times = run(slow, CAREFUL)
     assert min(time.steps for time in times) < 3
     assert noise(times) is None
@@ -247,7 +249,7 @@ def test_few_steps_on_a_slow_machine_are_no_noise():
 @pytest.mark.parametrize("ticks", [0.0, 0.01])
 def test_a_clock_that_is_too_coarse_for_a_step_tells_a_time(ticks: float):
     """Most steps take no time by it, and some take a tick."""
-    machine = Machine(chip_curve("linear"), 0.001)
+    machine = Machine(known_chip("linear").curve, 0.001)
     machine.speed = iter([0.0, ticks, 0.0, 0.0] * 1000).__next__
     times = run(machine)
     assert all(time.seconds > 0 and math.isfinite(time.uncertainty) for time in times)
