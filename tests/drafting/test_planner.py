@@ -287,6 +287,30 @@ def test_a_store_is_drafted_from() -> None:
     assert len(replay([1, 2], Stored.tokens, drafter).rows) < 40
 
 
+def test_the_context_comes_before_the_memory_and_this_before_the_store() -> None:
+    """The first text that proposes a node is its origin, and is counted for it."""
+    memory, store = Memory(), Memory()
+    for texts in (memory, store):
+        texts.add([1, 2, 3, 4, 5, 6])
+        texts.settle()
+    limits = Limits(2, 8, True, [0.0] * 9)
+
+    def origins(prompt: list[int], **earlier: Memory) -> tuple[str, ...]:
+        source = SuffixSource(**earlier, remembers=False)
+        source.begin(prompt)
+        tree = source.search(limits)
+        assert tree.tokens[:3] == (2, 3, 4)
+        accepted = VerifiedStep(tree, (3, 4, 9), (3, 4, 9), (1, 2), (3, 4, 9))
+        source.observe(accepted)
+        assert source.earned[tree.origins[0]] == 2
+        return tree.origins[:2]
+
+    repeated, new = [1, 2, 3, 4, 8, 1, 2], [7, 8, 1, 2]
+    assert origins(repeated, memory=memory, store=store) == ("context", "context")
+    assert origins(new, memory=memory, store=store) == ("memory", "memory")
+    assert origins(new, store=store) == ("store", "store")
+
+
 def test_where_texts_agree_a_child_has_the_higher_probability() -> None:
     """One draft of several texts; with one of them it is that text's own."""
     every_token = range(1000)
