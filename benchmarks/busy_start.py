@@ -22,7 +22,7 @@ from short_answers import SEED, prompts
 
 import mlxspec
 from mlxspec import AutoDecoder
-from mlxspec.drafting.chips import chip_curve
+from mlxspec.drafting.chips import known_chip
 from mlxspec.drafting.costs import KnownTime
 from mlxspec.drafting.kept import CostCache, KnownRange
 from mlxspec.engine.costs import KeptCosts, cost_key
@@ -57,7 +57,7 @@ def _tokens_per_step(decoder: AutoDecoder, generations: int) -> tuple[float, flo
 def main(measurements: int, generations: int, name: str) -> None:
     logging.basicConfig(format="  %(message)s")
     model, tokenizer = mlxspec.load(name)
-    chip, good = chip_curve("CPU fp32 OpenBLAS"), 0.0
+    chip, good = known_chip("CPU fp32 OpenBLAS").curve, 0.0
     times = [KnownTime(rows, 0.005 * chip(rows), 0.05) for rows in chip.rows]
     for number in range(measurements + 1):
         with tempfile.TemporaryDirectory() as cache:

@@ -18,7 +18,7 @@ from statistics import geometric_mean
 
 from mlxspec.bench.prompts import Completion, load_trace_tokenizer, read_completions
 from mlxspec.bench.replay import replay
-from mlxspec.drafting.chips import chip_curve
+from mlxspec.drafting.chips import known_chip
 from mlxspec.drafting.costs import CostCurve, Costs, FixedCosts, KnownTime, LiveCosts
 from mlxspec.drafting.drafter import Drafter, DraftTree, VerifiedStep
 from mlxspec.drafting.kept import Experience
@@ -165,7 +165,7 @@ def main(tokenizer: str, traces: Sequence[str]) -> None:
     for name, scenario in _SCENARIOS.items():
         print(f"{name:14}", end="", flush=True)
         for chip in _CHIPS:
-            curve = chip_curve(chip)
+            curve = known_chip(chip).curve
             live = LiveCosts({1024: scenario.known(curve)})
             fixed = FixedCosts(curve, scenario.sync_overhead)
             learned, known = (

@@ -22,7 +22,7 @@ import mlxspec  # noqa: F401  (before mlx.core, for OpenBLAS)
 # isort: split
 import mlx.core as mx
 
-from mlxspec.drafting.chips import chip_curve
+from mlxspec.drafting.chips import known_chip
 from mlxspec.drafting.costs import FixedCosts
 from mlxspec.drafting.drafter import DraftTree, VerifiedStep
 from mlxspec.drafting.planner import Planner
@@ -56,7 +56,7 @@ def main() -> None:
 
 def _drafting(context: int) -> float:
     text = _text(context + _STEPS)
-    drafter = Planner(FixedCosts(chip_curve("M4 Pro")), [SuffixSource()])
+    drafter = Planner(FixedCosts(known_chip("M4 Pro").curve), [SuffixSource()])
     drafter.begin(text[:context])
     drafter.policy.bank = math.inf  # the guard allows all
     drafter.propose(1)  # waits for the index, which is built beside the prefill

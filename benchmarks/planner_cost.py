@@ -20,7 +20,7 @@ from statistics import median, quantiles
 
 from mlxspec.bench.replay import replay
 from mlxspec.corpus.suffix_index import SuffixIndex
-from mlxspec.drafting.chips import chip_curve
+from mlxspec.drafting.chips import known_chip
 from mlxspec.drafting.costs import CostCurve, FixedCosts, KnownTime, LiveCosts
 from mlxspec.drafting.drafter import DraftTree, VerifiedStep
 from mlxspec.drafting.planner import Planner
@@ -57,7 +57,7 @@ def main() -> None:
 def _drafted_steps(context: int, chip: str) -> list[float]:
     """Seconds that the planner takes for each step with a draft."""
     tokens = made_up_text(context + _OUTPUT)
-    curve = chip_curve(chip)
+    curve = known_chip(chip).curve
     drafter = _TimedPlanner(curve)
     replay(tokens[:context], tokens[context:], drafter)
     return drafter.times[1:]  # the first one waits for the index, which prefill hides
@@ -85,7 +85,7 @@ def _memory(context: int) -> float:
 def _begin(context: int) -> float:
     """Seconds for which the prefill waits: the index is built beside it."""
     tokens = made_up_text(context)
-    drafter = Planner(FixedCosts(chip_curve("M4 Pro")), [SuffixSource()])
+    drafter = Planner(FixedCosts(known_chip("M4 Pro").curve), [SuffixSource()])
     seconds = _seconds(drafter.begin, tokens)
     drafter.end()
     return seconds

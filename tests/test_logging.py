@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import mlxspec
+from mlxspec.drafting.costs import KnownTime
 from mlxspec.drafting.kept import CostCache
-from mlxspec.drafting.measurement import RowsTime
 from mlxspec.engine import costs
 from mlxspec.engine.costs import costs_for
 from tests.support.demo import stand_in_decoder
@@ -27,7 +27,7 @@ def test_models_costs_and_capabilities_are_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "mlxspec")
-    times = [RowsTime(rows, seconds, 0.02, 9) for rows, seconds in MEASURED]
+    times = [KnownTime(rows, seconds, 0.02 / 1.96, 9) for rows, seconds in MEASURED]
     monkeypatch.setattr(costs, "calibrate", lambda *_, **__: times)
     tokenizer = mlxspec.load("demo")[1]
     for _ in range(2):

@@ -15,7 +15,7 @@ from ..drafting.drafter import Drafter, DraftTree, Limits, TreeBuilder, Verified
 from ..drafting.kept import Experience
 from ..drafting.planner import Planner
 from ..drafting.policy import trees_pay
-from ..drafting.sources import NgramIndex, PromptLookupDrafter
+from ..drafting.sources import PromptLookupDrafter
 from ..drafting.suffix_source import SuffixSource
 
 # --- the rules of other programs ---
@@ -51,14 +51,16 @@ def full_draft_lookup(n_draft: int = 10, ngram_max: int = 3) -> Rule:
     The rule of ``find_candidate_pred_tokens`` in apoorvumang/prompt-lookup-decoding and of
     Spec-Bench's PLD (n = 3 to 1, 10 tokens).
     """
-    indices = [NgramIndex(n, n) for n in range(ngram_max, 0, -1)]
+    lookups = [PromptLookupDrafter(n_draft, n, n) for n in range(ngram_max, 0, -1)]
+    for lookup in lookups:
+        lookup.begin(())
 
     def draft(tokens: Sequence[int]) -> DraftTree:
-        for index in indices:
-            index.extend(tokens)
-        found = (index.continuation(n_draft) for index in indices)
-        full = next((tokens for tokens in found if len(tokens) == n_draft), ())
-        return DraftTree.chain(tokens[-1], full)
+        for lookup in lookups:
+            lookup.extend(tokens)
+        found = (lookup.propose(n_draft) for lookup in lookups)
+        full = (tree for tree in found if len(tree) == 1 + n_draft)
+        return next(full, DraftTree.chain(tokens[-1]))
 
     return draft
 

@@ -47,12 +47,6 @@ class Chip:
         rows = ", ".join(map(str, self.estimated))
         return f"{ESTIMATED} estimated at {rows} rows" if rows else ""
 
-    def is_estimate(self, rows: int) -> bool:
-        """Whether the cost at ``rows`` rows rests on an estimated point."""
-        before = max(point for point in self.curve.rows if point <= rows)
-        after = min((point for point in self.curve.rows if point >= rows), default=before)
-        return before in self.estimated or after in self.estimated
-
 
 def chip_names() -> list[str]:
     """The chips whose curves come with the package."""
@@ -86,11 +80,6 @@ def known_chip(name: str) -> Chip:
         f"no cost curve for the chip {name!r}: choose one of {', '.join(chip_names())}, or "
         "give a curve of your own with --curve FILE"
     )
-
-
-def chip_curve(name: str) -> CostCurve:
-    """The verify cost of a chip; raises as :func:`known_chip`."""
-    return known_chip(name).curve
 
 
 def _plain(name: str) -> str:

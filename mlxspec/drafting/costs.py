@@ -11,11 +11,12 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Self
+from typing import Annotated, Self
 
 import numpy as np
+from pydantic import Field
 
 from ..errors import OptionError
 
@@ -162,11 +163,17 @@ class KnownTime:
         rows: rows of a step; 1 is a pipelined plain step.
         seconds: its wall time.
         uncertainty: relative standard error of ``seconds``.
+        steps: how many steps were measured, where these just were.
     """
 
-    rows: int
-    seconds: float
-    uncertainty: float
+    rows: Annotated[int, Field(strict=True, ge=1, le=WIDEST)]
+    seconds: Annotated[float, Field(strict=True, ge=STEP_SECONDS[0], le=STEP_SECONDS[1])]
+    uncertainty: Annotated[float, Field(strict=True, ge=0, le=MOST_UNCERTAINTY)]
+    steps: int = field(default=0, compare=False)
+
+    def at_best(self, uncertainty: float) -> KnownTime:
+        """The same time, known no better than this."""
+        return replace(self, uncertainty=max(self.uncertainty, uncertainty))
 
     @property
     def bounded(self) -> KnownTime:

@@ -15,9 +15,10 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import platformdirs
+from pydantic import AfterValidator, Field, TypeAdapter
 
 from ..errors import MlxspecError, OptionError
 from ..files import replaced
@@ -77,7 +78,7 @@ def _usable(what: str, path: Path, read: Callable[[Path], _Read]) -> _Read | Non
     except (FileNotFoundError, NotADirectoryError):
         return None
     except _UNUSABLE as error:
-        reason = error.strerror if isinstance(error, OSError) else error
+        reason = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
         _log.warning("ignoring the %s in %s: %s", what, path, reason)
         return None
 
@@ -106,9 +107,13 @@ def _write_json(what: str, path: Path, content: Mapping[str, object]) -> bool:
 
 
 _MOST = 1e18  # of whatever is counted in a machine or model
-_SOURCES = ("steps", "quick", "careful")  # the best one last
-
+Source = Literal["steps", "quick", "careful"]  # the best one last
 Identity = dict[str, str | int | float | None]
+
+
+def _iso(time: str) -> str:
+    datetime.fromisoformat(time)
+    return time
 
 
 @dataclass(frozen=True)
@@ -147,12 +152,12 @@ class KnownRange:
     """
 
     times: tuple[KnownTime, ...]
-    source: str
-    updated: str
+    source: Source
+    updated: Annotated[str, AfterValidator(_iso)]
     name: str = ""
 
     @classmethod
-    def now(cls, times: list[KnownTime], source: str, name: str = "") -> KnownRange:
+    def now(cls, times: list[KnownTime], source: Source, name: str = "") -> KnownRange:
         """What has just been measured or learned."""
         updated = datetime.now(UTC).isoformat(timespec="seconds")
         return cls(tuple(times), source, updated, name)
@@ -161,7 +166,7 @@ class KnownRange:
     def rank(self) -> tuple[bool, bool, int, int]:
         """How well the range is known, for comparison."""
         times = self.times
-        return is_whole(times), len(times) > 1, _SOURCES.index(self.source), len(times)
+        return is_whole(times), len(times) > 1, get_args(Source).index(self.source), len(times)
 
 
 Ranges = dict[int, KnownRange]
@@ -227,53 +232,27 @@ def _ranges_of(path: Path, key: CostKey) -> Ranges:
 
 
 def _read_times(path: Path) -> tuple[CostKey, Ranges]:
-    """The content of a file, with all checked that decoding relies on."""
-    match _read_json(path, _STEP_TIMES):
-        case {"machine": dict(machine), "model": dict(model), "ranges": dict(ranges)}:
-            key = CostKey(_identity(machine), _identity(model))
-            return key, {_range_end(end): _range(known) for end, known in ranges.items()}
-    raise ValueError("it lacks its machine, model or ranges")
+    """The content of a file, with all checked that decoding relies on; raises as `_read_json`."""
+    content = _read_json(path, _STEP_TIMES)
+    machine, model = (_IDENTITY.validate_python(content.get(of)) for of in ("machine", "model"))
+    if isinstance(model.get("parameters"), str):
+        raise ValueError("the number of parameters is a text")
+    ranges = _RANGES.validate_python(content.get("ranges"))
+    for known in ranges.values():
+        _check(known.times)
+    return CostKey(machine, model), ranges
 
 
-def _identity(value: dict[str, Any]) -> Identity:
-    for name, field in value.items():
-        is_text = isinstance(field, str | None) and name != "parameters"
-        is_number = isinstance(field, int | float) and 0 <= field <= _MOST  # false for a NaN, too
-        if not (is_text or is_number):
-            raise ValueError(f"an implausible value of {name!r}")
-    return value
+def _range_end(end: int) -> int:
+    if context_range(end - 1) != end:
+        raise ValueError("a range of context lengths has another end")
+    return end
 
 
-def _range_end(end: str) -> int:
-    is_number = end.isascii() and end.isdigit() and len(end) <= 12
-    if not is_number or context_range(int(end) - 1) != int(end):
-        raise ValueError("it has a range of context lengths with another end")
-    return int(end)
-
-
-def _range(known: Any) -> KnownRange:
-    match known:
-        case {"times": list(times), "source": str(source), "updated": str(updated)} if (
-            source in _SOURCES
-        ):
-            datetime.fromisoformat(updated)
-            found = KnownRange(
-                tuple(map(_time, times)), source, updated, str(known.get("name", ""))
-            )
-            _check(found.times)
-            return found
-    raise ValueError("a range lacks its times, their source or date")
-
-
-def _time(value: Any) -> KnownTime:
-    match value:
-        case {
-            "rows": int(rows),
-            "seconds": int() | float() as seconds,
-            "uncertainty": int() | float() as uncertainty,
-        } if type(rows) is int:
-            return KnownTime(rows, seconds, uncertainty)
-    raise ValueError("a time lacks its figures")
+_IDENTITY = TypeAdapter[Identity](
+    dict[str, Annotated[int | float, Field(ge=0, le=_MOST)] | str | None]
+)
+_RANGES = TypeAdapter(dict[Annotated[int, AfterValidator(_range_end)], KnownRange])
 
 
 def _check(times: tuple[KnownTime, ...]) -> None:
@@ -420,33 +399,29 @@ def _figures(corrections: Corrections) -> list[list[float]]:
 
 def _read_experience(path: Path) -> _Taught:
     """What a file holds; raises as :func:`_read_json`."""
-    match _read_json(path, _EXPERIENCE):
-        case {"salt": str(salt), "everything": everything, "kinds": dict(kinds)} if (
-            len(salt) == 2 * _SALT_BYTES and len(kinds) <= _MOST_KINDS
-        ):
-            of_kinds = OrderedDict(
-                (kind, None if figures is None else _corrections(figures))
-                for kind, figures in kinds.items()
-            )
-            return bytes.fromhex(salt), _corrections(everything), of_kinds
-    raise ValueError("it lacks its salt or kinds")
+    content = _read_json(path, _EXPERIENCE)
+    salt = bytes.fromhex(str(content.get("salt")))
+    if len(salt) != _SALT_BYTES:
+        raise ValueError("its salt has another length")
+    everything = _EVERYTHING.validate_python(content.get("everything"))
+    return salt, everything, OrderedDict(_KINDS.validate_python(content.get("kinds")))
 
 
-def _corrections(figures: Any) -> Corrections:
-    weights, seen = dict[int, float](), dict[int, int]()
-    if not isinstance(figures, list):
-        raise ValueError("corrections must be a list")
-    for one in figures:
-        match one:
-            case [int(feature), int() | float() as weight, int(times)] if (
-                0 <= feature < TOKEN_FEATURES
-                and abs(weight) <= _MOST_WEIGHT  # false for a NaN, too
-                and 0 <= times <= MOST_SEEN
-            ):
-                weights[feature], seen[feature] = float(weight), times
-            case _:
-                raise ValueError(f"an impossible correction: {one!r:.60}")
-    return Corrections(weights, seen)
+def _corrections(figures: list[tuple[int, float, int]]) -> Corrections:
+    weights = {feature: weight for feature, weight, _ in figures}
+    return Corrections(weights, {feature: times for feature, _, times in figures})
+
+
+_Figure = tuple[
+    Annotated[int, Field(strict=True, ge=0, lt=TOKEN_FEATURES)],
+    Annotated[float, Field(strict=True, ge=-_MOST_WEIGHT, le=_MOST_WEIGHT)],
+    Annotated[int, Field(strict=True, ge=0, le=MOST_SEEN)],
+]
+_Figures = Annotated[list[_Figure], AfterValidator(_corrections)]
+_EVERYTHING: TypeAdapter[Any] = TypeAdapter(_Figures)
+_KINDS: TypeAdapter[Any] = TypeAdapter(
+    Annotated[dict[str, _Figures | None], Field(max_length=_MOST_KINDS)]
+)
 
 
 def kept_experience() -> list[Path]:

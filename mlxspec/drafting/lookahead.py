@@ -17,44 +17,6 @@ MOST_GUESSES = 64
 have thousands; verifying them all would take longer than they could save."""
 
 
-class NgramPool:
-    """Keeps the n-grams that begin with each token; adding and recalling one take O(1).
-
-    Args:
-        ngram_size: N, the length of the n-grams that are read from a text.
-        guess_set_size: G, how many n-grams a first token keeps; the least recently added goes
-            first. -1 keeps :data:`MOST_GUESSES`.
-    """
-
-    def __init__(self, ngram_size: int, guess_set_size: int) -> None:
-        self._guess_set_size = MOST_GUESSES if guess_set_size == -1 else guess_set_size
-        self._end: deque[int] = deque(maxlen=ngram_size)  # of the text
-        # Per first token, the rest of each n-gram. A dictionary keeps the order of insertion, so
-        # an n-gram that is entered again is the newest.
-        self._tails: dict[int, dict[tuple[int, ...], None]] = {}
-
-    def read(self, tokens: Iterable[int]) -> None:
-        """Continue the text with these tokens and enter the n-grams that they complete."""
-        for token in tokens:
-            self._end.append(token)
-            if len(self._end) == self._end.maxlen:
-                self.add(self._end)
-
-    def add(self, ngram: Iterable[int]) -> None:
-        """Enter an n-gram, from the text or from the target's own guesses."""
-        first, *rest = ngram
-        tail, tails = tuple(rest), self._tails.setdefault(first, {})
-        if tail in tails:
-            del tails[tail]
-        elif len(tails) == self._guess_set_size:
-            del tails[next(iter(tails))]
-        tails[tail] = None
-
-    def guesses(self, first: int) -> list[tuple[int, ...]]:
-        """What has followed a token, newest first."""
-        return list(reversed(self._tails.get(first, {})))
-
-
 class JacobiWindow:
     """Guesses of the tokens ahead, each improved on by the next step's argmax.
 
@@ -214,17 +176,36 @@ class LookaheadDrafter(Drafter):
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._text = list(prompt)
-        self._pool = NgramPool(self.ngram_size, self.guess_set_size)
+        self._end: deque[int] = deque(maxlen=self.ngram_size)  # of the text that was read
+        # The pool: per first token, the rest of each n-gram. A dictionary keeps the order of
+        # insertion, so an n-gram that is added again is the newest.
+        self._tails: dict[int, dict[tuple[int, ...], None]] = {}
         # The output's first n-gram begins with the current token.
-        self._pool.read(prompt if self.pool_from_prompt else prompt[-1:])
+        self._read(prompt if self.pool_from_prompt else prompt[-1:])
         self._window: JacobiWindow | None = None
         if self.window_size:
             self._window = JacobiWindow(self.window_size, self.ngram_size, self._text)
 
+    def _read(self, tokens: Iterable[int]) -> None:
+        """Add the n-grams that these tokens complete."""
+        for token in tokens:
+            self._end.append(token)
+            if len(self._end) == self.ngram_size:
+                self.add(tuple(self._end))
+
+    def add(self, ngram: tuple[int, ...]) -> None:
+        """Add an n-gram to the pool; the one that was added longest ago makes room for it."""
+        tail, tails = ngram[1:], self._tails.setdefault(ngram[0], {})
+        if tail in tails:
+            del tails[tail]
+        elif len(tails) == (MOST_GUESSES if self.guess_set_size == -1 else self.guess_set_size):
+            del tails[next(iter(tails))]
+        tails[tail] = None
+
     def propose(self, max_depth: int) -> DraftTree:
-        depth = min(max_depth, self.ngram_size - 1)
-        tree = TreeBuilder(self._text[-1])
-        for guess in self._pool.guesses(self._text[-1]):
+        depth, last = min(max_depth, self.ngram_size - 1), self._text[-1]
+        tree = TreeBuilder(last)
+        for guess in reversed(self._tails.get(last, {})):  # the newest first
             tree.add_branch(guess[:depth], GUESS)
         if self._window and self._window.depth <= max_depth:
             self._window.add_to(tree)
@@ -239,9 +220,9 @@ class LookaheadDrafter(Drafter):
 
     def observe(self, step: VerifiedStep) -> None:
         for ngram in self._window.observe(step) if self._window else ():
-            self._pool.add(ngram)
-        self._pool.read(step.tokens)
+            self.add(ngram)
+        self._read(step.tokens)
         self._text += step.tokens
 
     def end(self) -> None:
-        del self._text, self._pool, self._window
+        del self._text, self._tails, self._window

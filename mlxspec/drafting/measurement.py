@@ -97,33 +97,6 @@ COST_PER_ROW = (0.2, 2.5)
 """T(M) lies between 0.2·T(1) and 2.5·M·T(1); anything else was disturbed."""
 
 
-@dataclass(frozen=True)
-class RowsTime:
-    """T(rows) as measured.
-
-    Attributes:
-        rows: rows of a step; 1 is a pipelined plain step.
-        seconds: lower quartile of the wall times. Other programs only make steps longer: where
-            they double every other step, it is still the time of those between.
-        error: half the width of its 95 % confidence interval, relative to ``seconds``.
-        steps: how many steps were measured.
-    """
-
-    rows: int
-    seconds: float
-    error: float
-    steps: int
-
-    def known(self, least_uncertainty: float) -> KnownTime:
-        """What this says about T(rows)."""
-        return KnownTime(self.rows, self.seconds, max(self.standard_error, least_uncertainty))
-
-    @property
-    def standard_error(self) -> float:
-        """Relative standard error of ``seconds``, from repetition alone."""
-        return self.error / _CONFIDENCE
-
-
 def cost_errors(times: Sequence[KnownTime]) -> list[float]:
     """Half the widths of the 95 % confidence intervals of T(M)/T(1), relative: what "±" means.
 
@@ -137,7 +110,7 @@ def cost_errors(times: Sequence[KnownTime]) -> list[float]:
     return [0.0, *(_CONFIDENCE * math.hypot(plain, other) for other in others)]
 
 
-def noise(times: Sequence[RowsTime]) -> str | None:
+def noise(times: Sequence[KnownTime]) -> str | None:
     """Why a measurement is useless, in a clause with its figures; None where it is useful.
 
     It is noise if half of the costs are known to ± 25 % or worse, if more rows cost less than
@@ -152,9 +125,9 @@ def noise(times: Sequence[RowsTime]) -> str | None:
         time
         for time in others
         if min(time.steps, plain.steps) >= _FEW
-        or time.error * math.sqrt(time.steps) > _ERROR_OF_ONE
+        or _CONFIDENCE * time.uncertainty * math.sqrt(time.steps) > _ERROR_OF_ONE
     ]
-    error = median([math.hypot(plain.error, time.error) for time in often] or [0.0])
+    error = median(cost_errors([plain, *often])[1:] or [0.0])
     if error > _MOST_ERROR:
         return (
             f"the times scatter too much: half of the costs T(M)/T(1) are known to ±{error:.0%}"
@@ -186,7 +159,7 @@ def measure(
     started: float,
     clock: Callable[[], float],
     on_progress: ShareDone | None = None,
-) -> list[RowsTime]:
+) -> list[KnownTime]:
     """Measure T(rows) in rounds over all numbers of rows, so that a slow moment hits all alike.
 
     The first step of each number of rows warms up and does not count. Plain steps are measured
@@ -250,12 +223,16 @@ def _predicted(samples: dict[int, list[float]], rows: int) -> float:
     return min(samples[measured]) * rows / measured
 
 
-def _summary(rows: int, times: list[float], spread: float) -> RowsTime:
-    """T(rows), where the longest plain step took longer than the shortest one by this share."""
+def _summary(rows: int, times: list[float], spread: float) -> KnownTime:
+    """T(rows), where the longest plain step took longer than the shortest one by this share.
+
+    The seconds are the lower quartile of the wall times. Other programs only make steps longer:
+    where they double every other step, it is still the time of those between.
+    """
     times = [max(STEP_SECONDS[0], seconds) for seconds in times]  # a coarse clock may return 0
     if len(times) < _FEW:
         error = max(_ERROR_OF_ONE, spread) / math.sqrt(len(times))
-        return RowsTime(rows, min(times), error, len(times))
+        return KnownTime(rows, min(times), error / _CONFIDENCE, len(times))
     low, _, _ = quantiles(times, n=4, method="inclusive")
     # The number of times below the true quartile is binomial, whatever their distribution is: so
     # the quartile lies between two of the sorted times with 95 %. A few times that other programs
@@ -263,4 +240,5 @@ def _summary(rows: int, times: list[float], spread: float) -> RowsTime:
     ordered, mean = sorted(times), len(times) / 4
     reach = _CONFIDENCE * math.sqrt(mean * 3 / 4)
     first, last = max(1, round(mean - reach)), min(len(times), round(mean + reach))
-    return RowsTime(rows, low, (ordered[last - 1] - ordered[first - 1]) / 2 / low, len(times))
+    error = (ordered[last - 1] - ordered[first - 1]) / 2 / low
+    return KnownTime(rows, low, error / _CONFIDENCE, len(times))

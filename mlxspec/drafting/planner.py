@@ -240,11 +240,10 @@ class Planner(Drafter):
 
     def end(self) -> None:
         self._experience.probe_step = self.policy.probe_step
-        with ExitStack() as ending:
-            ending.callback(self._end, self.costs.end)
-            ending.callback(self._end, self._experience.end)
-            for source in reversed(self._begun):
-                ending.callback(self._end, source.end)
+        ends = self.costs.end, self._experience.end, *(one.end for one in reversed(self._begun))
+        with ExitStack() as ending:  # all of them, whatever fails
+            for end in ends:
+                ending.callback(self._end, end)
 
     def _end(self, end: Callable[[], None]) -> None:
         try:
@@ -316,8 +315,6 @@ def plan_drafts(
     plans = step.search(max_depths)
     gain, n_draft = step.choose(patient or sequences == 1)
     pipelined = n_draft == 0 and step.is_pipelined(plans)
-    if sequences == 1:
-        return [plans[0]._replace(n_draft=n_draft, gain=gain, pipelined=pipelined)]
     shares = step.shares(n_draft)
     parts = [shares[index] / n_draft if n_draft else 0.0 for index in range(len(plans))]
     return [
@@ -325,7 +322,7 @@ def plan_drafts(
             n_draft=shares[index],
             gain=part * gain,
             pipelined=pipelined,
-            joint=costs,
+            joint=costs if sequences > 1 else None,
             charge=1 + part * step.more_time(n_draft),
         )
         for index, (plan, part) in enumerate(zip(plans, parts, strict=True))
@@ -372,18 +369,13 @@ class _Step:
             if plan.candidates and not self._policies[index].probes
         }
         # The best first; a node's parent is before it.
-        if self._sequences == 1:
-            p_reached = self._drafting[0].p_reached if self._drafting else ()
-            self._owners = [0] * len(p_reached)
-        else:
-            order = sorted(
-                (-p * self._weights[index], index)
-                for index, candidates in self._drafting.items()
-                for p in candidates.p_reached
-            )[: self._max_nodes]
-            self._owners = [index for _, index in order]
-            p_reached = tuple(-p for p, _ in order)
-        self._expected = expected_tokens(p_reached, self._sequences)
+        order = sorted(
+            (-p * self._weights[index], index)
+            for index, candidates in self._drafting.items()
+            for p in candidates.p_reached
+        )[: self._max_nodes]
+        self._owners = [index for _, index in order]
+        self._expected = expected_tokens([-p for p, _ in order], self._sequences)
         if self._sequences == 1 and self._planners[0].replays:
             self._table = replayed_costs(self._expected, curve.table, self._taken)
         else:

@@ -7,7 +7,7 @@ import sys
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -21,44 +21,6 @@ from .drafter import (
     checked_draft,
     checked_drafter,
 )
-
-
-class NgramIndex:
-    """Maps every n-gram of a token sequence, n_min <= n <= n_max, to its earliest end.
-
-    Adding a token costs one dictionary entry per n and a look-up one probe per n, whatever
-    the length of the text; nothing is ever scanned.
-    """
-
-    def __init__(self, n_min: int, n_max: int) -> None:
-        self.tokens: list[int] = []
-        self._sizes = range(n_max, n_min - 1, -1)
-        self._ends: dict[tuple[int, ...], int] = {}
-
-    def extend(self, tokens: Iterable[int]) -> None:
-        """Append tokens to the text."""
-        text = self.tokens
-        longest = self._sizes[0]
-        for token in tokens:
-            text.append(token)
-            suffix = tuple(text[-longest:])
-            for n in self._sizes:
-                if n <= len(suffix):
-                    self._ends.setdefault(suffix[-n:], len(text))
-
-    def continuation(self, length: int) -> Sequence[int]:
-        """What followed the first occurrence of the longest n-gram at the text's end.
-
-        Returns:
-            up to ``length`` tokens; none if no n-gram at the end has occurred before.
-        """
-        for n in self._sizes:
-            end = self._ends.get(tuple(self.tokens[-n:]), len(self.tokens))
-            # The n-gram at the very end is in the table too, and nothing follows it.
-            if end < len(self.tokens):
-                return self.tokens[end : end + length]
-        return ()
-
 
 _LONGEST_NGRAM = 64  # each length has an index, which takes time and memory
 
@@ -95,18 +57,36 @@ class PromptLookupDrafter(Drafter):
         self.ngram_min = ngram_min
 
     def begin(self, prompt: Sequence[int]) -> None:
-        self._index = NgramIndex(self.ngram_min, self.ngram_max)
-        self._index.extend(prompt)
+        self._text: list[int] = []
+        # Per n-gram its earliest end. A token adds one entry per n, and nothing is ever scanned.
+        self._ends: dict[tuple[int, ...], int] = {}
+        self._sizes = range(self.ngram_max, self.ngram_min - 1, -1)
+        self.extend(prompt)
 
     def propose(self, max_depth: int) -> DraftTree:
-        draft = self._index.continuation(min(max_depth, self.n_draft))
-        return DraftTree.chain(self._index.tokens[-1], draft, "lookup")
+        text = self._text
+        for n in self._sizes:
+            end = self._ends.get(tuple(text[-n:]), len(text))
+            # The n-gram at the very end is in the table too, and nothing follows it.
+            if end < len(text):
+                draft = text[end : end + min(max_depth, self.n_draft)]
+                return DraftTree.chain(text[-1], draft, "lookup")
+        return DraftTree.chain(text[-1])
 
     def observe(self, step: VerifiedStep) -> None:
-        self._index.extend(step.tokens)
+        self.extend(step.tokens)
 
     def end(self) -> None:
-        del self._index
+        del self._text, self._ends
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens to the text."""
+        for token in tokens:
+            self._text.append(token)
+            suffix = tuple(self._text[-self.ngram_max :])
+            for n in self._sizes:
+                if n <= len(suffix):
+                    self._ends.setdefault(suffix[-n:], len(self._text))
 
 
 def parse_lookup_config(config: str | Sequence[object]) -> tuple[int, int, str | None]:

@@ -25,11 +25,10 @@ from mlx_lm.utils import get_total_parameters
 
 from ..drafting.costs import KnownTime, LiveCosts, context_range
 from ..drafting.drafter import Drafter, DraftTree, VerifiedStep
-from ..drafting.kept import CostCache, CostKey, KnownRange, Ranges
+from ..drafting.kept import CostCache, CostKey, KnownRange, Ranges, Source
 from ..drafting.measurement import (
     QUICK,
     MeasurementPlan,
-    RowsTime,
     ShareDone,
     is_whole,
     measure,
@@ -178,7 +177,7 @@ def calibrate(
     sequences: int = 1,
     on_prefill: Progress | None = None,
     on_progress: ShareDone | None = None,
-) -> list[RowsTime]:
+) -> list[KnownTime]:
     """Measure how long plain and drafted steps of a model take.
 
     Args:
@@ -404,15 +403,15 @@ def _is_enough(times: abc.Sequence[KnownTime], model: nn.Module) -> bool:
     return is_whole(times)
 
 
-def _in_words(times: list[RowsTime]) -> str:
+def _in_words(times: list[KnownTime]) -> str:
     return ", ".join(f"T({time.rows}) {1000 * time.seconds:.1f} ms" for time in times)
 
 
 def known_range(
-    times: list[RowsTime], plan: MeasurementPlan, source: str, name: str = ""
+    times: list[KnownTime], plan: MeasurementPlan, source: Source, name: str = ""
 ) -> KnownRange:
     """A measurement as the cache keeps it; ``name`` is what the user calls the model."""
-    return KnownRange.now([time.known(plan.least_uncertainty) for time in times], source, name)
+    return KnownRange.now([time.at_best(plan.least_uncertainty) for time in times], source, name)
 
 
 class KeptCosts(LiveCosts):

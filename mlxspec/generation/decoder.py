@@ -75,7 +75,7 @@ class Decoder(LoadedModel):
         if isinstance(drafter, Drafting):
             self.drafting = drafter
         elif drafter is not None:
-            self.drafting = Drafting(drafter_maker(drafter))
+            self.drafting = Drafting(maker=drafter_maker(drafter))
         if isinstance(model, (str, Path)):
             model, tokenizer = load(model)
         elif tokenizer is None:
@@ -249,12 +249,25 @@ class Decoder(LoadedModel):
         result.step_times = self.step_times.table()
         return result
 
-    def drafting_with(self) -> MakeDrafter:
-        """What makes the drafter of one generation with :meth:`stream`.
+    def drafting_with(self, **parameters: Any) -> MakeDrafter:
+        """What makes the drafter of one generation, for :meth:`astream`.
 
-        Its arguments are those of :meth:`stream` that say how to draft, if there are any.
+        Args:
+            parameters: those of the decoder's ``stream`` that say how to draft. Where drafts come
+                from :class:`AutoDecoder`, ``prediction`` may also be one: token ids that the output
+                is expected to follow.
+
+        Raises:
+            OptionError: one of them is out of range.
+            TypeError: there is no such parameter.
         """
-        return partial(self.drafting.make, self)
+        return partial(replace(self.drafting, **parameters).make, self)
+
+    def _stream(
+        self, prompt: Prompt, max_tokens: int, options: GenerationOptions, **parameters: Any
+    ) -> Generator[GenerationResponse, None, None]:
+        make_drafter = self.drafting_with(**parameters)
+        return responses(self.new_request(prompt, max_tokens, options, make_drafter))
 
     def apart(self, memory_tokens: int) -> Self:
         """A decoder of the same model that shares nothing learned from texts with this one.
@@ -359,14 +372,6 @@ class AutoDecoder(Decoder):
         """Of the outputs."""
         return self.drafting.memory
 
-    def drafting_with(self, *, prediction: Sequence[int] = ()) -> MakeDrafter:
-        """What makes the drafter of one generation.
-
-        Args:
-            prediction: token ids that the output is expected to follow, to draft from too.
-        """
-        return partial(replace(self.drafting, prediction=prediction).make, self)
-
 
 class PromptLookupDecoder(Decoder):
     """Speculates on text that repeats: code edits, summaries, quotations, structured output.
@@ -417,21 +422,8 @@ class PromptLookupDecoder(Decoder):
             n_draft, ngram_max, note = parse_lookup_config(prompt_lookup_config)
             if note:
                 warnings.warn(note, stacklevel=2)
-        make_drafter = self.drafting_with(n_draft, ngram_max, ngram_min)
-        return responses(self.new_request(prompt, max_tokens, options, make_drafter))
-
-    def drafting_with(
-        self, n_draft: int = 10, ngram_max: int = 3, ngram_min: int = 1
-    ) -> MakeDrafter:
-        """What makes the drafter of one generation.
-
-        Args:
-            n_draft, ngram_max, ngram_min: as in :meth:`stream`.
-
-        Raises:
-            OptionError: one of them is out of range.
-        """
-        return partial(PromptLookup(n_draft, ngram_max, ngram_min).make, self)
+        sizes = {"n_draft": n_draft, "ngram_max": ngram_max, "ngram_min": ngram_min}
+        return self._stream(prompt, max_tokens, options, **sizes)
 
     def prompt_lookup(
         self,
@@ -504,26 +496,13 @@ class LookaheadDecoder(Decoder):
         Raises:
             PromptError, OptionError: as :meth:`Decoder.decode`.
         """
-        make_drafter = self.drafting_with(window_size, ngram_size, guess_set_size, pool_from_prompt)
-        return responses(self.new_request(prompt, max_tokens, options, make_drafter))
-
-    def drafting_with(
-        self,
-        window_size: int | Literal["auto"] = "auto",
-        ngram_size: int = 5,
-        guess_set_size: int | None = None,
-        pool_from_prompt: bool = True,
-    ) -> MakeDrafter:
-        """What makes the drafter of one generation.
-
-        Args:
-            window_size, ngram_size, guess_set_size, pool_from_prompt: as in :meth:`stream`.
-
-        Raises:
-            OptionError: a size is out of range.
-        """
-        lookahead = Lookahead(window_size, ngram_size, guess_set_size, pool_from_prompt)
-        return partial(lookahead.make, self)
+        return self._stream(
+            *(prompt, max_tokens, options),
+            window_size=window_size,
+            ngram_size=ngram_size,
+            guess_set_size=guess_set_size,
+            pool_from_prompt=pool_from_prompt,
+        )
 
     def lookahead(
         self,
@@ -588,32 +567,18 @@ class CombinedDecoder(AutoDecoder):
         Raises:
             PromptError, OptionError: as :meth:`Decoder.decode`.
         """
-        sizes = window_size, ngram_size, guess_set_size, pool_from_prompt
-        make_drafter = self.drafting_with(*sizes, drafter)
-        return responses(self.new_request(prompt, max_tokens, options, make_drafter))
+        return self._stream(
+            *(prompt, max_tokens, options),
+            window_size=window_size,
+            ngram_size=ngram_size,
+            guess_set_size=guess_set_size,
+            pool_from_prompt=pool_from_prompt,
+            drafter=drafter,
+        )
 
     def drafting_with(
-        self,
-        window_size: int | Literal["auto"] = "auto",
-        ngram_size: int = 5,
-        guess_set_size: int | None = None,
-        pool_from_prompt: bool = True,
-        drafter: Drafter | None = None,
-        *,
-        prediction: Sequence[int] = (),
+        self, *, drafter: Drafter | None = None, prediction: Sequence[int] = (), **parameters: Any
     ) -> MakeDrafter:
-        """What makes the drafter of one generation.
-
-        Args:
-            window_size, ngram_size, guess_set_size, pool_from_prompt, drafter: as in
-                :meth:`stream`.
-            prediction: as for :meth:`AutoDecoder.drafting_with`; ``drafter`` takes its place.
-
-        Raises:
-            OptionError: a size is out of range.
-        """
-        sizes = window_size, ngram_size, guess_set_size, pool_from_prompt
         first = None if drafter is None else partial(checked_drafter, drafter)
-        lookahead = Lookahead(*sizes, first=first)
-        drafting = replace(self.drafting, lookahead=lookahead, prediction=prediction)
-        return partial(drafting.make, self)
+        lookahead = Lookahead(**parameters, first=first)
+        return super().drafting_with(lookahead=lookahead, prediction=prediction)

@@ -6,9 +6,9 @@ Importing this module does not import MLX, so that the command line can check op
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 from ..corpus.memory import Memory
 from ..drafting.combined import CombinedDrafter
@@ -30,22 +30,21 @@ if TYPE_CHECKING:
     from .session import Session
 
 
+@dataclass(frozen=True)
 class Drafting:
     """What a decoder drafts from; by default nothing, which is plain decoding.
 
-    Args:
+    Attributes:
         maker: returns the drafter of a generation.
     """
 
-    plans = False
+    maker: Callable[[], Drafter] = field(default=NoDraft, kw_only=True)
+    plans: ClassVar[bool] = False
     """Whether drafts are planned by what steps cost."""
-
-    def __init__(self, maker: Callable[[], Drafter] = NoDraft) -> None:
-        self._maker = maker
 
     def new(self) -> Drafter:
         """A drafter that needs to know nothing of the decoder."""
-        return self._maker()
+        return self.maker()
 
     def make(self, decoder: LoadedModel, session: Session | None) -> Drafter:
         """Make the drafter of one generation.

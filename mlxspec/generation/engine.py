@@ -12,7 +12,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import cached_property, partial
 from queue import SimpleQueue
 from typing import cast
@@ -132,9 +132,7 @@ class Engine:
     @contextmanager
     def running(self) -> Iterator[None]:
         """To be entered around turns; at its end all requests are ended."""
-        with ExitStack() as during:
-            during.enter_context(wired_limit(self._decoder.model, [generation_stream]))
-            during.callback(self.close)
+        with wired_limit(self._decoder.model, [generation_stream]), closing(self):
             yield
 
     def turn(self, hurried: bool = False) -> bool:

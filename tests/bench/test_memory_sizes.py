@@ -16,7 +16,7 @@ from mlxspec.bench.replay import (
     memories,
     memory_verdict,
 )
-from mlxspec.drafting.chips import chip_curve
+from mlxspec.drafting.chips import known_chip
 from mlxspec.drafting.costs import CostCurve
 from mlxspec.errors import OptionError
 
@@ -113,7 +113,7 @@ def test_nothing_and_the_default_size_are_the_decoders_that_have_names() -> None
     pick = random.Random(0)
     outputs = [[pick.randrange(40) for _ in range(60)] for _ in range(6)]
     completions = [Completion("a", [41, 42], 2, pick.choice(outputs)) for _ in range(30)]
-    curves = {"M4 Pro": chip_curve("M4 Pro")}
+    curves = {"M4 Pro": known_chip("M4 Pro").curve}
     named = compare(completions, b"", chosen_policies("auto,auto-memory"), curves)["M4 Pro"]
     sized = compare(completions, b"", memories("1M,all,300"), curves)["M4 Pro"]
     assert sized["no memory"] == named["auto"]

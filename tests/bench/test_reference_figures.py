@@ -9,7 +9,7 @@ from mlxspec.bench.policies import RuleDrafter, full_draft_lookup
 from mlxspec.bench.prompts import Completion, read_traces, render
 from mlxspec.bench.replay import replay, replay_report
 from mlxspec.drafting.acceptance import token_classes
-from mlxspec.drafting.chips import chip_curve
+from mlxspec.drafting.chips import known_chip
 from tests.support.examples import LONG
 from tests.support.planners import suffix_planner
 
@@ -45,7 +45,7 @@ def test_prompt_lookup_takes_as_many_steps_as_measured_elsewhere(
 ) -> None:
     drafter = RuleDrafter(full_draft_lookup)
     replayed = [(c.category, replay(c.prompt, c.output, drafter)) for c in completions]
-    sets = replay_report(replayed, chip_curve("M4 Pro"))["sets"]
+    sets = replay_report(replayed, known_chip("M4 Pro").curve)["sets"]
     assert {
         name: round(figures["tokens_per_step"], 3) for name, figures in sets.items()
     } == _CLASSIC
@@ -65,7 +65,7 @@ def test_the_planner_is_as_fast_as_measured_elsewhere_and_never_slow(
     every: int,
 ) -> None:
     pieces = [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
-    curve = chip_curve(chip)
+    curve = known_chip(chip).curve
     drafter = suffix_planner(
         curve,
         branching=branching,

@@ -14,17 +14,20 @@ from click.testing import CliRunner, Result
 
 from mlxspec.cli.calibrate import calibrate_command
 from mlxspec.cli.common.output import ProgressBar
-from mlxspec.drafting.measurement import RowsTime
+from mlxspec.drafting.costs import KnownTime
 from mlxspec.engine import capability, costs
 from mlxspec.engine.capability import Capability
 
 TIMES = [
-    RowsTime(1, 0.025, 0.01, 60),
-    RowsTime(2, 0.026, 0.02, 12),
-    RowsTime(8, 0.067, 0.08, 12),
-    RowsTime(64, 1.3, 0.40, 12),
+    KnownTime(1, 0.025, 0.01 / 1.96, 60),
+    KnownTime(2, 0.026, 0.02 / 1.96, 12),
+    KnownTime(8, 0.067, 0.08 / 1.96, 12),
+    KnownTime(64, 1.3, 0.40 / 1.96, 12),
 ]
-NOISE = [RowsTime(1, 0.025, 0.2, 60), *(RowsTime(rows, 0.03, 0.3, 12) for rows in (2, 4, 8))]
+NOISE = [
+    KnownTime(1, 0.025, 0.2 / 1.96, 60),
+    *(KnownTime(rows, 0.03, 0.3 / 1.96, 12) for rows in (2, 4, 8)),
+]
 
 
 @pytest.fixture(autouse=True)

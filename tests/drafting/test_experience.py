@@ -10,7 +10,7 @@ import pytest
 from mlxspec.bench.replay import replay
 from mlxspec.drafting import policy
 from mlxspec.drafting.acceptance import Corrections, probability
-from mlxspec.drafting.chips import chip_curve
+from mlxspec.drafting.chips import known_chip
 from mlxspec.drafting.costs import FixedCosts
 from mlxspec.drafting.kept import Experience
 from mlxspec.drafting.planner import Planner
@@ -90,7 +90,7 @@ def test_a_decoder_drafts_more_where_its_requests_copy_and_less_where_they_do_no
 ) -> None:
     """Each prompt has passages; an output repeats one, or leaves each after its first token."""
     monkeypatch.setattr(policy, "_FIRST_BANK", math.inf)  # the guard allows all
-    source, curve = random.Random(3), chip_curve("M4 Pro")
+    source, curve = random.Random(3), known_chip("M4 Pro").curve
 
     def request() -> tuple[list[int], list[int]]:
         passages = [[source.randrange(50, 5000) for _ in range(12)] for _ in range(8)]

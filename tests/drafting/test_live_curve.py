@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxspec.drafting.chips import chip_curve
+from mlxspec.drafting.chips import known_chip
 from mlxspec.drafting.costs import WIDEST, CostCurve, KnownTime, LiveCurve
 from tests.support.interrupts import functions_of, interrupted_anywhere
 
-M4 = chip_curve("M4 Pro")
-FLAT = chip_curve("CPU fp32 OpenBLAS")
-LINEAR = chip_curve("linear")
+M4 = known_chip("M4 Pro").curve
+FLAT = known_chip("CPU fp32 OpenBLAS").curve
+LINEAR = known_chip("linear").curve
 MIXED = (1, 1, 1, 2, 4, 5, 8, 16)
 PLAIN_SECONDS = 0.025
 
@@ -171,7 +171,7 @@ def test_a_number_of_rows_between_measured_ones_is_learned_from_its_first_steps(
 
 
 def test_a_stair_that_was_not_measured_hardly_changes_what_was():
-    truth = chip_curve("M3 Max")
+    truth = known_chip("M3 Max").curve
     live = measured(truth, rows=(1, 2, 3, 4, 6, 8, 12, 16, 32))
     run(live, truth, 60, rows=(1, 9))
     for rows in (9, 12, 16):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxspec.drafting.drafter import DraftTree, TreeBuilder, VerifiedStep, accept
-from mlxspec.drafting.lookahead import JacobiWindow, LookaheadDrafter, NgramPool, add_window
+from mlxspec.drafting.lookahead import JacobiWindow, LookaheadDrafter, add_window
 from mlxspec.errors import OptionError
 
 texts = st.lists(st.integers(0, 3), max_size=40)
@@ -25,28 +25,36 @@ def newest_first(ngrams: list[tuple[int, ...]], first: int, size: int) -> list[t
     return tails[: 64 if size == -1 else size]
 
 
+def guesses(drafter: LookaheadDrafter, first: int) -> DraftTree:
+    """What it drafts after a token."""
+    drafter._text.append(first)
+    return drafter.propose(100)
+
+
 @given(texts, texts, st.integers(2, 4), st.sampled_from([1, 2, 3, -1]))
 def test_each_token_keeps_the_ngrams_added_last(
     text: list[int], more: list[int], ngram_size: int, guess_set_size: int
 ) -> None:
-    pool = NgramPool(ngram_size, guess_set_size)
-    pool.read(text)
+    drafter = LookaheadDrafter(0, ngram_size, guess_set_size)
+    drafter.begin(text or [9])
     foreign = [tuple(more[at : at + ngram_size]) for at in range(len(more) - ngram_size + 1)]
     for ngram in foreign:
-        pool.add(ngram)
+        drafter.add(ngram)
     added = [tuple(text[at : at + ngram_size]) for at in range(len(text) - ngram_size + 1)]
     for first in range(4):
         expected = newest_first(added + foreign, first, guess_set_size)
-        assert pool.guesses(first) == expected
+        assert guesses(drafter, first) == DraftTree.from_branches(first, expected)
 
 
 def test_a_text_may_come_in_pieces() -> None:
-    pool = NgramPool(3, 4)
-    for piece in ([1], [2, 3], [], [4]):
-        pool.read(piece)
-    assert pool.guesses(1) == [(2, 3)]
-    assert pool.guesses(2) == [(3, 4)]
-    assert pool.guesses(3) == pool.guesses(9) == []
+    drafter = LookaheadDrafter(0, 3, 4)
+    drafter.begin([1])
+    for piece in ((2, 3), (4,)):
+        drafter.observe(VerifiedStep(DraftTree.chain(1), (), (), (), piece))
+    assert guesses(drafter, 1) == DraftTree.from_branches(1, [(2, 3)])
+    assert guesses(drafter, 2) == DraftTree.from_branches(2, [(3, 4)])
+    for token in (3, 9):
+        assert guesses(drafter, token) == DraftTree.chain(token)
 
 
 def target(tokens: list[int]) -> int:

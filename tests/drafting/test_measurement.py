@@ -10,13 +10,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mlxspec.drafting.chips import chip_curve
+from mlxspec.drafting.chips import known_chip
 from mlxspec.drafting.costs import CostCurve, KnownTime, LiveCurve
 from mlxspec.drafting.measurement import (
     CAREFUL,
     QUICK,
     MeasurementPlan,
-    RowsTime,
     cost_errors,
     measure,
     noise,
@@ -62,7 +61,7 @@ def run(machine: Machine, plan=QUICK, max_rows: int = 64, prefill: float = 0.5):
 @pytest.mark.parametrize("chip", APPLE)
 @pytest.mark.parametrize("plain_seconds", [0.010, 0.025, 0.040])
 def test_on_a_mac_a_quick_measurement_ends_within_3_seconds(chip: str, plain_seconds: float):
-    machine = Machine(chip_curve(chip), plain_seconds)
+    machine = Machine(known_chip(chip).curve, plain_seconds)
     times = run(machine)
     assert machine.now - 100 < 3
     assert {1, 2, 4, 8} <= {time.rows for time in times}
@@ -70,31 +69,31 @@ def test_on_a_mac_a_quick_measurement_ends_within_3_seconds(chip: str, plain_sec
 
 @pytest.mark.parametrize("chip", APPLE)
 def test_a_quick_measurement_of_25_ms_steps_gives_the_chip_s_curve(chip: str):
-    truth = chip_curve(chip)
+    truth = known_chip(chip).curve
     times = run(Machine(truth, 0.025))
-    live = LiveCurve(time.known(QUICK.least_uncertainty) for time in times)
+    live = LiveCurve(time.at_best(QUICK.least_uncertainty) for time in times)
     assert {1, 2, 4, 5, 6, 8, 16} <= {time.rows for time in times}
     for rows in range(1, 17):
         assert live.curve(rows) == pytest.approx(truth(rows), rel=0.2)
 
 
 def test_the_first_step_of_each_width_warms_up_and_does_not_count():
-    times = run(Machine(chip_curve("M4 Pro"), 0.004))
+    times = run(Machine(known_chip("M4 Pro").curve, 0.004))
     assert {time.rows: time.seconds for time in times}[8] == pytest.approx(0.004 * 2.69)
     assert {time.steps for time in times if time.rows > 1} == {QUICK.steady_rounds}
-    assert all(time.error == pytest.approx(0) for time in times)
+    assert all(time.uncertainty == pytest.approx(0) for time in times)
 
 
 def test_a_machine_that_heats_up_meanwhile_still_gives_the_curve():
-    machine = Machine(chip_curve("M4 Pro"), 0.01)
+    machine = Machine(known_chip("M4 Pro").curve, 0.01)
     machine.speed = lambda: 1 + (machine.now - 100) / 40
     times = {time.rows: time.seconds for time in run(machine, CAREFUL)}
     for rows in (2, 8, 32):
-        assert times[rows] / times[1] == pytest.approx(chip_curve("M4 Pro")(rows), rel=0.05)
+        assert times[rows] / times[1] == pytest.approx(known_chip("M4 Pro").curve(rows), rel=0.05)
 
 
 def test_a_busy_machine_is_measured_for_longer_and_gives_the_curve():
-    truth = chip_curve("M4 Pro")
+    truth = known_chip("M4 Pro").curve
     for seed in range(20):
         machine = Machine(truth, 0.001)
         disturbed = np.random.default_rng(seed).random(20_000) < 0.35
@@ -108,21 +107,23 @@ def test_a_busy_machine_is_measured_for_longer_and_gives_the_curve():
 
 
 def test_a_machine_too_slow_for_the_budget_measures_a_plain_step_and_what_else_fits():
-    slow = Machine(chip_curve("linear"), 0.5)
+    slow = Machine(known_chip("linear").curve, 0.5)
     assert [time.rows for time in run(slow)] == [1]
     assert slow.now - 100 < 10
-    assert [time.rows for time in run(Machine(chip_curve("linear"), 5.0), prefill=20.0)] == [1]
+    assert [time.rows for time in run(Machine(known_chip("linear").curve, 5.0), prefill=20.0)] == [
+        1
+    ]
 
 
 def test_no_step_is_wider_than_the_model_allows():
-    machine = Machine(chip_curve("M4 Pro"), 0.01)
+    machine = Machine(known_chip("M4 Pro").curve, 0.01)
     assert [time.rows for time in run(machine, max_rows=7)] == [1, 2, 4, 5, 6]
     assert max(machine.widths) == 6
-    assert [time.rows for time in run(Machine(chip_curve("linear"), 0.01), max_rows=1)] == [1]
+    assert [time.rows for time in run(Machine(known_chip("linear").curve, 0.01), max_rows=1)] == [1]
 
 
 def test_progress_rises_to_the_whole():
-    machine = Machine(chip_curve("M4 Pro"), 0.025)
+    machine = Machine(known_chip("M4 Pro").curve, 0.025)
     shares: list[float] = []
     measure(machine.plain, machine.drafted, QUICK, 64, machine.now, machine.clock, shares.append)
     assert shares == sorted(shares)
@@ -150,7 +151,7 @@ class Scattered:
     def drafted(self, rows: int) -> float:
         return 0.01 * self._lengthened(self._random)
 
-    def measured(self) -> list[RowsTime]:
+    def measured(self) -> list[KnownTime]:
         return measure(self.plain, self.drafted, CAREFUL, 64, 0.0, lambda: 0.0)
 
 
@@ -165,17 +166,19 @@ def doubled(share: float) -> Callable[[np.random.Generator], float]:
 def test_the_true_quartile_lies_within_the_error_19_times_of_20():
     quartile = 0.01 * (1 - 0.6745 * 0.1)
     times = [time for seed in range(50) for time in Scattered(seed, normal).measured()]
-    within = [abs(time.seconds - quartile) <= time.error * time.seconds for time in times]
+    within = [
+        abs(time.seconds - quartile) <= 1.96 * time.uncertainty * time.seconds for time in times
+    ]
     assert 0.93 <= np.mean(within) <= 1
     # And the interval is not much wider than it has to be: a quartile of n has 1.36 σ / √n.
     needed = [1.96 * 1.36 * 0.1 / np.sqrt(time.steps) for time in times]
-    assert np.mean([time.error for time in times]) < 1.7 * np.mean(needed)
+    assert 1.96 * np.mean([time.uncertainty for time in times]) < 1.7 * np.mean(needed)
 
 
 def test_a_time_of_few_steps_is_uncertain_and_none_is_certain():
-    assert RowsTime(2, 0.1, 0.0, 100).known(0.02).uncertainty == 0.02
-    slow = Machine(chip_curve("linear"), 5.0)
-    assert run(slow, prefill=20.0)[0].known(0.02).uncertainty > 0.1
+    assert KnownTime(2, 0.1, 0.0, 100).at_best(0.02).uncertainty == 0.02
+    slow = Machine(known_chip("linear").curve, 5.0)
+    assert run(slow, prefill=20.0)[0].at_best(0.02).uncertainty > 0.1
 
 
 def test_the_error_of_a_cost_is_that_of_a_quotient():
@@ -201,7 +204,13 @@ def test_times_that_scatter_all_over_are_noise():
 
 def test_times_that_fall_by_half_are_noise_and_a_small_fall_is_a_kernel_s():
     def of(wide: float) -> str | None:
-        return noise([RowsTime(1, 0.01, 0.0, 1), RowsTime(8, 0.05, 0, 1), RowsTime(9, wide, 0, 1)])
+        return noise(
+            [
+                KnownTime(1, 0.01, 0.0, 1),
+                KnownTime(8, 0.05, 0.0, 1),
+                KnownTime(9, wide, 0.0, 1),
+            ]
+        )
 
     assert of(0.03) is None
     assert of(0.02) == ("the times contradict each other: 8 rows took 50 ms, and 9 rows 20 ms")
@@ -209,7 +218,7 @@ def test_times_that_fall_by_half_are_noise_and_a_small_fall_is_a_kernel_s():
 
 def test_a_row_that_costs_many_plain_steps_is_noise():
     def of(two: float) -> str | None:
-        return noise([RowsTime(1, 0.01, 0.0, 10), RowsTime(2, two, 0.0, 10)])
+        return noise([KnownTime(1, 0.01, 0.0, 10), KnownTime(2, two, 0.0, 10)])
 
     assert of(0.04) is None
     assert of(0.327) == ("the times contradict each other: 1 rows took 10 ms, and 2 rows 327 ms")
@@ -218,8 +227,8 @@ def test_a_row_that_costs_many_plain_steps_is_noise():
 def test_single_steps_are_noise_where_plain_ones_scatter():
     """There was time for one step of each width, as on a busy or slow machine."""
 
-    def once(*speeds: float) -> list[RowsTime]:
-        machine = Machine(chip_curve("M4 Pro"), 0.01)
+    def once(*speeds: float) -> list[KnownTime]:
+        machine = Machine(known_chip("M4 Pro").curve, 0.01)
         machine.speed = itertools.chain(speeds, itertools.repeat(1.0)).__next__
         return run(machine, replace(QUICK, rounds=1))
 
@@ -227,11 +236,11 @@ def test_single_steps_are_noise_where_plain_ones_scatter():
     assert {time.steps for time in (*busy[1:], *slow[1:])} == {1}
     assert "the times scatter too much" in noise(busy)
     assert noise(slow) is None
-    assert min(time.known(0.1).uncertainty for time in busy[1:]) > 0.5
+    assert min(time.at_best(0.1).uncertainty for time in busy[1:]) > 0.5
 
 
 def test_few_steps_on_a_slow_machine_are_no_noise():
-    slow = Machine(chip_curve("linear"), 0.2)
+    slow = Machine(known_chip("linear").curve, 0.2)
     times = run(slow, CAREFUL)
     assert min(time.steps for time in times) < 3
     assert noise(times) is None
@@ -240,10 +249,10 @@ def test_few_steps_on_a_slow_machine_are_no_noise():
 @pytest.mark.parametrize("ticks", [0.0, 0.01])
 def test_a_clock_that_is_too_coarse_for_a_step_tells_a_time(ticks: float):
     """Most steps take no time by it, and some take a tick."""
-    machine = Machine(chip_curve("linear"), 0.001)
+    machine = Machine(known_chip("linear").curve, 0.001)
     machine.speed = iter([0.0, ticks, 0.0, 0.0] * 1000).__next__
     times = run(machine)
-    assert all(time.seconds > 0 and math.isfinite(time.error) for time in times)
+    assert all(time.seconds > 0 and math.isfinite(time.uncertainty) for time in times)
 
 
 def test_a_plan_that_does_not_fit_takes_fewer_rounds_then_narrower_steps():

@@ -14,7 +14,7 @@ from mlxspec.bench.replay import MAX_DEPTH, replay
 from mlxspec.corpus import Memory
 from mlxspec.corpus.suffix_index import SEPARATOR, ContextIndex, Excerpts, Occurrence, SuffixIndex
 from mlxspec.drafting.acceptance import AcceptanceModel, Corrections
-from mlxspec.drafting.chips import chip_curve
+from mlxspec.drafting.chips import known_chip
 from mlxspec.drafting.combined import united
 from mlxspec.drafting.costs import CostCurve, FixedCosts, KnownTime, LiveCosts
 from mlxspec.drafting.drafter import DraftTree, Limits, VerifiedStep
@@ -48,7 +48,7 @@ def test_nothing_is_drafted_where_rows_cost_as_much_as_steps() -> None:
 
 def test_text_without_matches_is_decoded_plainly_and_pipelined() -> None:
     text = noise(400, seed=3)
-    drafter = suffix_planner(chip_curve("M4 Pro"), branching=True)
+    drafter = suffix_planner(known_chip("M4 Pro").curve, branching=True)
     drafter.begin(text[:100])
     assert len(drafter.propose(100)) == 1
     drafter.end()
@@ -65,7 +65,7 @@ def test_text_without_matches_is_decoded_plainly_and_pipelined() -> None:
 
 def test_a_passage_worth_drafting_ends_the_pipeline() -> None:
     text = noise(300, seed=4)
-    drafter = suffix_planner(chip_curve("M4 Pro"))
+    drafter = suffix_planner(known_chip("M4 Pro").curve)
     output = [*noise(100, seed=5), *text[50:250]]
     rows = replay(text, output, drafter).rows
     assert set(rows[:100]) == {1}
@@ -176,7 +176,7 @@ MEASURED = (1, 2, 4, 5, 6, 8, 10, 12, 16, 32)
 
 @pytest.mark.parametrize("chip", ["CPU fp32 OpenBLAS", "M4 Pro", "M3 Max"])
 def test_where_only_plain_steps_were_measured_drafts_are_soon_those_of_a_good_curve(chip: str):
-    truth = chip_curve(chip)
+    truth = known_chip(chip).curve
     good = learning(known_times({rows: truth(rows) for rows in MEASURED}), truth)
     begun = learning(known_times({1: 1.0}), truth)
     assert begun[0] > 0.85 * good[0]
@@ -184,7 +184,7 @@ def test_where_only_plain_steps_were_measured_drafts_are_soon_those_of_a_good_cu
 
 
 def test_a_machine_that_is_still_busy_at_first_is_learned_as_well():
-    truth = chip_curve("CPU fp32 OpenBLAS")
+    truth = known_chip("CPU fp32 OpenBLAS").curve
     good = learning(known_times({rows: truth(rows) for rows in MEASURED}), truth)
     for plain in (0.5, 1.0, 2.0):  # against what it takes on the quiet machine
         assert learning(known_times({1: plain}, 0.4), truth, disturbed=20)[2] > 0.85 * good[2]
@@ -195,7 +195,7 @@ def test_a_machine_that_is_still_busy_at_first_is_learned_as_well():
 def test_rows_that_were_measured_too_dear_are_drafted_after_a_few_hundred_tokens(
     chip: str, uncertainty: float
 ):
-    truth = chip_curve(chip)
+    truth = known_chip(chip).curve
     good = learning(known_times({rows: truth(rows) for rows in MEASURED}), truth)
     dear = known_times({rows: float(rows) for rows in MEASURED}, uncertainty)
     speeds = learning(dear, truth)
@@ -254,8 +254,8 @@ def test_a_memory_that_misleads_is_trusted_less_in_each_generation() -> None:
     for lie in lies:
         memory.add([*lie, *noise(3, seed=lie[1])])
     memory.settle()
-    drafter = suffix_planner(chip_curve("M4 Pro"), memory=memory, remembers=False)
-    costs = [replay([1, 2], output, drafter).cost(chip_curve("M4 Pro")) for _ in range(4)]
+    drafter = suffix_planner(known_chip("M4 Pro").curve, memory=memory, remembers=False)
+    costs = [replay([1, 2], output, drafter).cost(known_chip("M4 Pro").curve) for _ in range(4)]
     assert 301 > costs[0] > costs[1] >= costs[2] >= costs[3] >= 300
 
 
@@ -285,6 +285,30 @@ def test_a_store_is_drafted_from() -> None:
 
     drafter = suffix_planner(FLAT, store=Stored())
     assert len(replay([1, 2], Stored.tokens, drafter).rows) < 40
+
+
+def test_the_context_comes_before_the_memory_and_this_before_the_store() -> None:
+    """The first text that proposes a node is its origin, and is counted for it."""
+    memory, store = Memory(), Memory()
+    for texts in (memory, store):
+        texts.add([1, 2, 3, 4, 5, 6])
+        texts.settle()
+    limits = Limits(2, 8, True, [0.0] * 9)
+
+    def origins(prompt: list[int], **earlier: Memory) -> tuple[str, ...]:
+        source = SuffixSource(**earlier, remembers=False)
+        source.begin(prompt)
+        tree = source.search(limits)
+        assert tree.tokens[:3] == (2, 3, 4)
+        accepted = VerifiedStep(tree, (3, 4, 9), (3, 4, 9), (1, 2), (3, 4, 9))
+        source.observe(accepted)
+        assert source.earned[tree.origins[0]] == 2
+        return tree.origins[:2]
+
+    repeated, new = [1, 2, 3, 4, 8, 1, 2], [7, 8, 1, 2]
+    assert origins(repeated, memory=memory, store=store) == ("context", "context")
+    assert origins(new, memory=memory, store=store) == ("memory", "memory")
+    assert origins(new, store=store) == ("store", "store")
 
 
 def test_where_texts_agree_a_child_has_the_higher_probability() -> None:
@@ -326,7 +350,7 @@ def test_an_abandoned_generation_leaves_the_drafter_usable() -> None:
 
 def test_the_guard_bounds_what_misleading_text_costs() -> None:
     # The same start goes on differently every time: every draft is wrong.
-    curve = chip_curve("M2 Pro")
+    curve = known_chip("M2 Pro").curve
     source = random.Random(10)
     output = [t for _ in range(150) for t in (7, 8, 9, 10, source.randrange(100, 30000))]
     guarded = suffix_planner(curve, branching=True)
@@ -359,7 +383,7 @@ def test_where_a_row_costs_a_step_three_of_four_steps_look_for_no_draft(
     replay(text[:100], text[100:], suffix_planner(LINEAR))
     assert 70 < len(searches) < 90
     searches.clear()
-    replay(text[:100], text[100:], suffix_planner(chip_curve("M2 Pro")))
+    replay(text[:100], text[100:], suffix_planner(known_chip("M2 Pro").curve))
     assert len(searches) == 300
 
 

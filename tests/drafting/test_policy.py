@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from mlxspec.drafting.chips import chip_curve
+from mlxspec.drafting.chips import known_chip
 from mlxspec.drafting.costs import CostCurve
 from mlxspec.drafting.drafter import DraftTree, VerifiedStep
 from mlxspec.drafting.policy import (
@@ -219,7 +219,7 @@ def test_a_planner_leaves_room_for_pending_rows() -> None:
     [("H200-like", True), ("CPU fp32 OpenBLAS", True), ("M4 Pro", False), ("linear", False)],
 )
 def test_trees_pay_where_rows_are_nearly_free(chip: str, pay: bool) -> None:
-    assert trees_pay(chip_curve(chip)) is pay
+    assert trees_pay(known_chip(chip).curve) is pay
 
 
 def test_a_model_that_verifies_no_drafts_gets_no_trees() -> None:

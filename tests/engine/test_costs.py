@@ -15,7 +15,6 @@ import pytest
 
 from mlxspec.drafting.costs import KnownTime
 from mlxspec.drafting.kept import CostCache, KnownRange
-from mlxspec.drafting.measurement import RowsTime
 from mlxspec.engine import costs as measured_costs
 from mlxspec.engine.costs import KeptCosts, cost_key, costs_for, machine_identity, model_identity
 from mlxspec.engine.target import Capability
@@ -23,10 +22,10 @@ from tests.support.openblas import needs_openblas
 from tests.support.random_models import random_model
 
 TIMES = [
-    RowsTime(rows, seconds, 0.01, 5)
+    KnownTime(rows, seconds, 0.01 / 1.96, 5)
     for rows, seconds in ((1, 0.02), (2, 0.022), (4, 0.03), (8, 0.04))
 ]
-BUSY = [RowsTime(rows, 0.02 + 0.01 * rows, 0.8, 1) for rows in (1, 2, 4, 8)]
+BUSY = [KnownTime(rows, 0.02 + 0.01 * rows, 0.8 / 1.96, 1) for rows in (1, 2, 4, 8)]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +66,7 @@ def test_a_busy_measurement_is_told_not_kept_and_made_again(
     cache: CostCache,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    times: list[RowsTime],
+    times: list[KnownTime],
     reason: str,
 ):
     monkeypatch.setattr(measured_costs, "calibrate", lambda *_, **__: times)

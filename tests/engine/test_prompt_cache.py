@@ -29,7 +29,7 @@ from mlxspec.drafting.sources import PromptLookupDrafter
 from mlxspec.engine import prompt_cache
 from mlxspec.engine.target import Target, target_for
 from mlxspec.errors import OptionError, PromptCacheError
-from mlxspec.generation import decoder as base
+from mlxspec.generation import request as base
 from mlxspec.generation.request import Request
 from mlxspec.generation.session import CacheLease
 from tests.support.architectures import ARCHITECTURES
