@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import griffe
+
+if TYPE_CHECKING:
+    from mlxspec.drafting.chips import Chip
 
 _ROOT = Path(__file__).parent.parent
 _CHIPS, _OTHER_CHIPS = "<!-- chips -->", "<!-- other chips -->"
@@ -35,13 +38,21 @@ def _table_of_chips() -> str:
     chips = [known_chip(name) for name in chip_names()]
     for chip in chips:
         costs = (
-            f"{ESTIMATED + ' ' if chip.is_estimate(rows) else ''}{chip.curve(rows):.2f}"
+            f"{ESTIMATED + ' ' if _is_estimate(chip, rows) else ''}{chip.curve(rows):.2f}"
             for rows in _SHOWN_ROWS
         )
         lines.append(f"| {chip.name} | {' | '.join(costs)} |")
     sources = [f"- {chip.name}: {chip.source}" for chip in chips]
     origin = f"{ESTIMATED}: an estimate, or on the line to one. Where they come from:"
     return "\n".join([*lines, "", origin, "", *sources])
+
+
+def _is_estimate(chip: Chip, rows: int) -> bool:
+    """Whether the cost at ``rows`` rows rests on an estimated point."""
+    points = chip.curve.rows
+    before = max(point for point in points if point <= rows)
+    after = min((point for point in points if point >= rows), default=before)
+    return before in chip.estimated or after in chip.estimated
 
 
 def _table_of_other_chips() -> str:
