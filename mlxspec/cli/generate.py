@@ -17,8 +17,8 @@ from ..errors import OptionError, PromptError
 from ..process import INTERRUPTED
 from ..terminal import TokenPrinter, colored
 from .common.generation import Generation
-from .common.model_choice import model_or_default, note_which_model
-from .common.notes import silence_notes
+from .common.model_choice import DEMO_CAN, model_or_default, note_which_model
+from .common.notes import dispensable, silence_notes
 from .common.options import NAME, check_least, color_option, command, option, options_of
 from .common.output import (
     Figures,
@@ -179,19 +179,23 @@ def answer(
             more |= where
         else:
             tokens = prompt.tokens(source, decoder.tokenizer, templated)
+        # A constraint does what the model cannot.
+        is_question = templated and isinstance(source, str) and not generation.constraint
+        question = str(source) if is_question else DEMO_CAN
         result = GenerationResult(logprobs=None if logprobs is None else [])
         with suppress(KeyboardInterrupt), prefill_bar(console) as progress:
             for response in generation.stream(decoder, tokens, on_progress=progress, **more):
                 if response.generation_tokens == 1:
-                    note_which_model(generation.model)
+                    note_which_model(generation.model, question)
                 result.add(response, logprobs or 0)
                 if printer:
                     printer.write(response.text, response.from_draft)
         result.step_times, result.prompt_tokens = decoder.step_times.table(), len(tokens)
         if printer:
             printer.finish()
-            console.print()
-            console.print(figures_panel(result, printer.color, decoder.predicted_cost))
+            with dispensable():
+                console.print()
+                console.print(figures_panel(result, printer.color, decoder.predicted_cost))
         else:
             write_json(result_report(result, model_or_default(generation.model)))
         generation.note_if_full(decoder.model, result.finish_reason, len(result.tokens))

@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any, cast
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.generate import BatchResponse, generate_step
 from mlx_lm.generate import batch_generate as generate_in_batch
+from mlx_lm.generate import generate_step
 from mlx_lm.generate import stream_generate as stream_generate_plainly
 from mlx_lm.generate_utils import BatchStats
 from mlx_lm.models.cache import make_prompt_cache
@@ -41,6 +41,19 @@ from ..generation.response import GenerationResponse, GenerationResult, Speculat
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from typing_extensions import Unpack
+
+    @dataclass
+    class BatchResponse:
+        """mlx-lm's, whose types a checker does not find."""
+
+        texts: list[str]
+        stats: BatchStats
+        caches: list[list[Any] | None] | None
+        token_ids: list[list[int]] | None = None
+        logprobs: list[list[float]] | None = None
+
+else:
+    from mlx_lm.generate import BatchResponse
 
 
 class StreamOptions(GenerationOptions, total=False):

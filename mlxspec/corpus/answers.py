@@ -359,6 +359,11 @@ def _prepared(database: sqlite3.Connection) -> sqlite3.Connection:
         if version < _VERSION:
             database.execute("PRAGMA journal_mode = WAL")
             database.executescript(_TABLES)
+    except UnicodeDecodeError as error:  # SQLite names what is damaged, as it stands there
+        database.close()
+        damaged = sqlite3.DatabaseError("its schema is damaged")
+        damaged.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+        raise damaged from error
     except BaseException:
         database.close()
         raise

@@ -375,7 +375,7 @@ class Part:
 
 
 @dataclass
-class Run:
+class TextRun:
     """What some tokens add to a part.
 
     Attributes:
@@ -435,9 +435,9 @@ class Choice:
         """Its text, without reasoning and calls."""
         return "".join(part.text for part in self.parts if part.kind == "text")
 
-    def read(self, pieces: Sequence[Piece], end: Ended | None) -> list[Run]:
+    def read(self, pieces: Sequence[Piece], end: Ended | None) -> list[TextRun]:
         """Take some tokens, and the end if it has come; returns what they add."""
-        runs: list[Run] = []
+        runs: list[TextRun] = []
         parser, self.latest = self._parser, []
         for piece in pieces:
             if self.finished:  # how many follow depends on what else runs
@@ -464,7 +464,7 @@ class Choice:
             self.end = self._counted(end)
         return runs
 
-    def _add(self, delta: Delta, accepted: bool, runs: list[Run]) -> None:
+    def _add(self, delta: Delta, accepted: bool, runs: list[TextRun]) -> None:
         kind = "call" if delta.kind == "arguments" else delta.kind
         begins = delta.kind == "call" or not self.parts or self.parts[-1].kind != kind
         if begins:
@@ -474,7 +474,7 @@ class Choice:
         if kind == "text":
             self.length += len(delta.text)
         if begins or not runs:
-            runs.append(Run(part, begins))
+            runs.append(TextRun(part, begins))
         runs[-1].drafts.append((delta.text, accepted))
         runs[-1].pieces += self._silent
         self._silent = []
@@ -553,7 +553,7 @@ class ApiAnswer(ABC):
         return []
 
     @abstractmethod
-    def feed_choice(self, choice: Choice, runs: Sequence[Run]) -> list[dict[str, Any]]:
+    def feed_choice(self, choice: Choice, runs: Sequence[TextRun]) -> list[dict[str, Any]]:
         """The chunks for what was added to a choice, and for its end if it has ended."""
 
     def close(self) -> list[dict[str, Any]]:

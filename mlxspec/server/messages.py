@@ -16,7 +16,7 @@ from urllib.parse import quote
 from pydantic import BeforeValidator, Field
 
 from ..engine.constraint import Constraint
-from .answer import ApiAnswer, Choice, OutputFormat, Part, Run
+from .answer import ApiAnswer, Choice, OutputFormat, Part, TextRun
 from .body import (
     NO_THREADS,
     ApiError,
@@ -340,7 +340,7 @@ class MessagesAnswer(ApiAnswer):
         message |= {"stop_reason": None, "stop_sequence": None}
         return [{"type": "message_start", "message": message}]
 
-    def feed_choice(self, choice: Choice, runs: Sequence[Run]) -> list[dict[str, Any]]:
+    def feed_choice(self, choice: Choice, runs: Sequence[TextRun]) -> list[dict[str, Any]]:
         chunks: list[dict[str, Any]] = []
         index = len(choice.parts) - 1 - sum(run.begins for run in runs)
         for run in runs:

@@ -19,7 +19,7 @@ from pydantic import Discriminator, Field, Tag, WrapValidator
 
 from .. import __version__
 from ..models.detokenizer import token_bytes
-from .answer import ApiAnswer, Choice, OutputFormat, Part, Run
+from .answer import ApiAnswer, Choice, OutputFormat, Part, TextRun
 from .body import (
     BY_TEXT,
     NO_TEXT,
@@ -371,7 +371,7 @@ class ChatAnswer(_OpenAIAnswer):
     def _begin_choice(self, choice: Choice) -> list[dict[str, Any]]:
         return [self._chunk(choice, {"delta": {"role": "assistant", "content": ""}})]
 
-    def feed_choice(self, choice: Choice, runs: Sequence[Run]) -> list[dict[str, Any]]:
+    def feed_choice(self, choice: Choice, runs: Sequence[TextRun]) -> list[dict[str, Any]]:
         chunks: list[dict[str, Any]] = []
         for run in runs:
             part, text = run.part, run.text
@@ -444,7 +444,7 @@ class CompletionAnswer(_OpenAIAnswer):
         echo = self._echo(choice)
         return [self._chunk(choice, {"text": echo}, [(echo, False)])] if echo else []
 
-    def feed_choice(self, choice: Choice, runs: Sequence[Run]) -> list[dict[str, Any]]:
+    def feed_choice(self, choice: Choice, runs: Sequence[TextRun]) -> list[dict[str, Any]]:
         chunks = []
         for run in runs:  # one, if there were tokens
             offset = len(self._echo(choice)) + choice.length - len(run.text)

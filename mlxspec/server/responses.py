@@ -16,7 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from pydantic import BeforeValidator, Field, Tag, model_validator
 from pydantic_core import from_json
 
-from .answer import ApiAnswer, Choice, OutputFormat, Part, Run
+from .answer import ApiAnswer, Choice, OutputFormat, Part, TextRun
 from .body import (
     BY_TEXT,
     NO_TEXT,
@@ -677,7 +677,7 @@ class ResponsesAnswer(ApiAnswer):
             return []
         return [self._lifecycle("created"), self._lifecycle("in_progress")]
 
-    def feed_choice(self, choice: Choice, runs: Sequence[Run]) -> list[dict[str, Any]]:
+    def feed_choice(self, choice: Choice, runs: Sequence[TextRun]) -> list[dict[str, Any]]:
         events: list[dict[str, Any]] = []
         for run in runs:
             if run.begins:

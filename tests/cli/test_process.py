@@ -98,7 +98,8 @@ def test_a_pipe_gets_the_text_of_the_model_and_no_library_s_chatter(hostile: Pat
     process = start(hostile, "--prompt", "a", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     text, errors = process.communicate()
     assert text.startswith("safe\x1b[2J\x1b]0;owned\x07")
-    assert all(line[:1] in "╭│╰" for line in errors.splitlines())
+    # On a busy machine there is a note about step times, which is ours.
+    assert all(line[:1] in "╭│╰" or "Note: step" in line for line in errors.splitlines())
 
 
 @pytest.mark.parametrize("arguments", [ENDLESS, (*ENDLESS, "--n-draft", "0")])

@@ -235,8 +235,8 @@ def test_after_an_interrupt_the_next_turn_is_right(monkeypatch: pytest.MonkeyPat
 def test_what_an_interrupted_save_leaves_can_be_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoder, session, file = decoder_of("state"), Session(), tmp_path / "cache.safetensors"
-    prompt = list(range(3, 30))
+    decoder, session = decoder_of("state that is replayed"), Session()
+    file, prompt = tmp_path / "cache.safetensors", list(range(3, 30))
     truth = fresh_output(decoder.model, prompt, 30)
     forward = Mock(side_effect=KeyboardInterrupt)
     for seed in range(9):  # until a draft was partly rejected, and the save runs its tokens again

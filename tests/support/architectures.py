@@ -278,6 +278,7 @@ KINDS_OF_CACHES = {
     "lists": "deepseek_v32",
     "chunked": "llama4",
     "state": "mamba2",
+    "state that is replayed": "mamba",
     "state and window": "recurrent_gemma",
     "state and full": "lfm2",
 }

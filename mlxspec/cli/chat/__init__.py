@@ -30,6 +30,7 @@ from ...terminal import TokenPrinter, one_line, visible
 from ..common.api_client import RemoteModel
 from ..common.generation import Generation, room_for
 from ..common.model_choice import (
+    DEMO_CAN,
     known_names,
     model_argument,
     model_or_default,
@@ -123,7 +124,8 @@ def chat_command(
         model: LocalModel | RemoteModel
         if server is None:
             model = LocalModel(generation, console, memories, chat_template_config)
-            note_which_model(generation.model)
+            # Whoever types will ask for more than the demo model can do.
+            note_which_model(generation.model, "" if turns.interactive else DEMO_CAN)
             memories.tell_once()
         else:
             model = RemoteModel(server, generation, chat_template_config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import wraps
@@ -125,26 +126,43 @@ def model_or_default(model: str | None) -> str:
     return default[0] if default else DEMO
 
 
-def note_which_model(asked: str | None) -> None:
-    """Note which model answers, if none was named and the user may expect another one.
+def note_which_model(asked: str | None, prompt: str = DEMO_CAN) -> None:
+    """Note which model answers, if the user may expect another one.
 
-    That is the demo model, and a default that overrides ``mlx_model``. Call it once no error can
-    come before the answer.
+    That is the demo model if none was named, or if it cannot do what the prompt asks for; and a
+    default that overrides ``mlx_model``. Call it once no error can come before the answer.
 
     Args:
         asked: the model that was named for this command.
+        prompt: what the model is to answer.
     """
-    if asked:
-        return
-    default = default_model()
-    if default is None:
+    default = None if asked else default_model()
+    answers, source = default or (asked or DEMO, "")
+    unnamed = not (asked or default)
+    if answers == DEMO and (unnamed or is_beyond_demo(prompt)):
         note(
-            "no model is named, so the demo model answers: a toy that repeats, copies, edits and "
-            f"quotes what it is given, such as '{DEMO_CAN}'; for more try --model {SMALL_MODEL}"
+            f"{'no model is named, so ' * unnamed}the demo model answers: a toy that repeats, "
+            f"copies, edits and quotes what it is given, such as '{DEMO_CAN}'; for more try "
+            f"--model {SMALL_MODEL}"
         )
-    elif Path(DIRECTORY).is_dir() and not _is_same(default[0], DIRECTORY):
-        name, source = default
-        note(f"{name} answers, named by {source}; the model here is --model {DIRECTORY}")
+    elif default and Path(DIRECTORY).is_dir() and not _is_same(answers, DIRECTORY):
+        note(f"{answers} answers, named by {source}; the model here is --model {DIRECTORY}")
+
+
+_GIVEN = re.compile(r"\n|(?<!\w)[\"'`“].+[\"'`”](?!\w)")
+_TASK = re.compile(
+    r"^(please )?(repeat|say|copy|quote|rename|edit|set)\b|\b(who|what|where|which|how)\b.*\?", re.I
+)
+
+
+def is_beyond_demo(prompt: str) -> bool:
+    """Whether a prompt asks for more than the demo model can do, judged by its form.
+
+    The demo model does a few tasks, with a text that the prompt gives: in quotation marks, or
+    before or after the line that says what to do.
+    """
+    lines = prompt.strip().splitlines() or [""]
+    return not (_GIVEN.search(prompt.strip()) and any(map(_TASK.search, (lines[0], lines[-1]))))
 
 
 def _is_same(first: str, second: str) -> bool:

@@ -35,12 +35,18 @@ def note(message: object) -> None:
     _write(f"Note: {in_one_line(message)}")
 
 
-def _write(line: str) -> None:
-    """Write a line to standard error; drop it and all that follow if that fails."""
+@contextmanager
+def dispensable() -> Iterator[None]:
+    """A context for output to standard error; if that fails, it and all that follows is dropped."""
     try:
-        click.echo(line, err=True)
+        yield
     except OSError:  # a full disk, say: no reason to lose the answer
         _discard(sys.stderr)
+
+
+def _write(line: str) -> None:
+    with dispensable():
+        click.echo(line, err=True)
 
 
 def say(message: object) -> None:
