@@ -373,6 +373,14 @@ class AutoDecoder(Decoder):
         return self.drafting.memory
 
 
+class PromptLookupOptions(GenerationOptions, total=False):
+    """What :meth:`PromptLookupDecoder.prompt_lookup` takes besides its named arguments."""
+
+    prompt_lookup_num_tokens: int | None
+    max_matching_ngram_size: int | None
+    prompt_lookup_config: str | Sequence[object] | None
+
+
 class PromptLookupDecoder(Decoder):
     """Speculates on text that repeats: code edits, summaries, quotations, structured output.
 
@@ -433,7 +441,7 @@ class PromptLookupDecoder(Decoder):
         ngram_max: int = 3,
         ngram_min: int = 1,
         color: bool = True,
-        **options: Any,
+        **options: Unpack[PromptLookupOptions],
     ) -> GenerationResult:
         """Generate, write the text to standard output as it comes, and return the result.
 
