@@ -1,4 +1,4 @@
-"""The planner: drafts what emits most tokens per time, which may be nothing."""
+"""The planner: drafts whatever yields the most tokens per unit of time, which may be nothing."""
 
 from __future__ import annotations
 
