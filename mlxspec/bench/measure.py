@@ -1,8 +1,8 @@
-"""Measuring: decoders take turns on prompts, in one process on one loaded model; the report on it.
+"""Measuring decoders, which take turns on prompts with one loaded model, and the report on it.
 
-Outputs are compared with plain decoding's. A forward over several rows may sum in another order
-than a forward over one, so logits can differ in their last bits. That changes a token only where
-two are almost equal: a near tie. Any other difference is a bug.
+Outputs are compared with plain decoding's. A forward over several rows may sum in a different
+order than a forward over one, so logits can differ in their last bits. That changes a token only
+where two are almost equal: a near tie. Any other difference is a bug.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def parse_json_lines(
             items.append(parse(load_json(line)))
         except (ValueError, RecursionError) as error:
             no_json = isinstance(error, (json.JSONDecodeError, RecursionError))
-            reason = "no valid JSON" if no_json else error
+            reason = "not valid JSON" if no_json else error
             raise PromptError(f"{source}, line {number}: {reason}; {form}") from error
     return items
 
@@ -153,7 +153,7 @@ def _parse_prompts(text: str, source: str) -> list[BenchPrompt]:
 def _from_record(record: Any) -> BenchPrompt:
     """One line of a file of prompts; ValueError says what is wrong with it."""
     if not isinstance(record, dict):
-        raise ValueError("no JSON object")
+        raise ValueError("not a JSON object")
     given = [key for key in ("prompt", "messages", "turns") if key in record]
     if len(given) != 1:
         raise ValueError(f"it has {' and '.join(given) or 'no prompt'}")

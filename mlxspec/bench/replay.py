@@ -194,11 +194,11 @@ def extended(curve: CostCurve) -> CostCurve:
 
 
 def joint_curve(curve: CostCurve, count: int) -> CostCurve:
-    """T(rows)/T(1) of joint steps: one row is a plain step of all, each further one of a draft.
+    """T(rows)/T(1) of joint steps; one row is a plain step of all, and drafts add the others.
 
     A joint step is assumed to cost as much as the same number of rows of one sequence, as
     :meth:`mlxspec.drafting.costs.LiveCosts.for_sequences` assumes before such steps have run.
-    What it costs to attend to several contexts is not in the curves.
+    The curves leave out the cost of attending to several contexts.
 
     Args:
         curve: T(rows)/T(1) of one sequence.

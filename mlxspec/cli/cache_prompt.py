@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 )
 @option(ADAPTERS, ADAPTERS_HELP, type=NAME, group="Model and prompt")
 @options_of(CacheOptions, "caches", "Memory")
-@option("--force", "Replace a prompt cache that is there.", group="Output")
+@option("--force", "Replace an existing prompt cache.", group="Output")
 def cache_prompt_command(
     model: str | None,
     prompt: PromptOptions,
@@ -166,7 +166,7 @@ class CachedPrompt:
         raise PromptCacheError(f"{made}, which is not on this machine: name the model with --model")
 
     def _adapters(self, asked: str | None) -> str | None:
-        """The adapters with which the file was made; files of mlx-lm do not say."""
+        """The adapters that the file was made with; ``asked`` if the file does not say which."""
         own = self._metadata.get(ADAPTERS_OF_FILE)
         if own is None or (asked is not None and _same_directory(asked, own)):
             return asked

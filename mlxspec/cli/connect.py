@@ -283,7 +283,7 @@ def _may_write(changes: list[tuple[SettingsFile, str, str]]) -> bool:
         OptionError: there is no terminal to ask on.
     """
     if not at_terminal():
-        raise OptionError("--write asks first, which needs a terminal: add --yes")
+        raise OptionError("--write asks for confirmation, which needs a terminal: add --yes")
     what = "this file" if len(changes) == 1 else f"these {len(changes)} files"
     return click.confirm(f"Write {what}?", err=True)
 

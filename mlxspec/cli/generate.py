@@ -63,10 +63,10 @@ if TYPE_CHECKING:
 @option("-q --quiet", "Show the text alone: no figures, progress or notes.", group="Output")
 @color_option("Output")
 @option("--stats", "Show the measured time of a step by its rows.", group="Output")
-@option("--json", "Write one JSON object and no text.", "as_json", group="Output")
+@option("--json", "Write one JSON object instead of text.", "as_json", group="Output")
 @option(
     "--logprobs K",
-    "With --json or --prompts: log-probabilities of each token and of the K likeliest in its "
+    "With --json or --prompts: log-probabilities of each token and of the K most likely in its "
     "place.",
     type=int,
     group="Output",

@@ -238,7 +238,7 @@ def _switch(
 
 @memory_command.command("show", context_settings=SETTINGS)
 @_model_option
-@option("--json", "Write one JSON object and no text.", "as_json")
+@option("--json", "Write one JSON object instead of text.", "as_json")
 def show_command(model: str | None, as_json: bool) -> None:
     """Show what is kept, where, and what it earned.
 
@@ -335,7 +335,7 @@ def forget_command(
             found.append((kept, [row for row, _, _ in chosen]))
     if found and not yes:
         if not at_terminal():
-            raise OptionError("forget asks first, which needs a terminal: add --yes")
+            raise OptionError("forget asks for confirmation, which needs a terminal: add --yes")
         if not click.confirm("Forget them?", err=True):
             say("Nothing was forgotten.")
             sys.exit(1)
@@ -368,7 +368,7 @@ def _chosen(
 @memory_command.command("export", context_settings=SETTINGS)
 @_model_option
 @option("-o --output FILE", "Write it there, and not to standard output.", type=FILE)
-@option("--force", "Replace a file that is there.")
+@option("--force", "Replace an existing file.")
 def export_command(model: str | None, output: Path | None, force: bool) -> None:
     """Write the answers as a chat log, the oldest first.
 

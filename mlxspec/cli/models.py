@@ -22,7 +22,7 @@ _RESERVE = 1.1  # of what the weights take: caches and a forward
 
 
 @command("models", short_help="List the models on this machine.")
-@option("--json", "Write one JSON object and no table.", "as_json", group="Output")
+@option("--json", "Write one JSON object instead of a table.", "as_json", group="Output")
 def models_command(as_json: bool) -> None:
     """List the models on this machine: those of the Hugging Face Hub's cache, and your own.
 

@@ -1,7 +1,7 @@
 """``mlxspec generate --prompts``: answers a file of prompts, several at a time.
 
-A line is ``{"prompt": …}`` or ``{"messages": …}``, and what goes with it. As many lines as
-``--concurrency`` says run in an :class:`Engine`; what has ended becomes a line of JSON. The results
+A line is ``{"prompt": …}`` or ``{"messages": …}``, with any options. As many lines as
+``--concurrency`` says run in an :class:`Engine`; each that ends becomes a line of JSON. The results
 are written in the order of the file. A prompt that cannot be answered has a result, too, which
 says why. Lines are read when they are needed, so a file may be longer than memory.
 """

@@ -79,7 +79,7 @@ class ReplayOptions:
     )
     concurrency: int = option_field(
         "--concurrency N",
-        "How many outputs run at once and share each step, with drafts and without.",
+        "How many outputs run at once and share each step, both with and without drafts.",
         default=1,
     )
     memory: str | None = option_field(
@@ -173,7 +173,7 @@ def _policies(asked: ReplayOptions, shows: ReportOptions) -> dict[str, ReplayPol
     for option, given in (("--decoder", asked.decoders), ("--drafter", asked.drafter)):
         if given not in (None, AUTO):
             raise OptionError(
-                f"{option} {given} with --memory: it compares the default decoder with itself; "
+                f"{option} {given} with --memory: that compares the default decoder with itself; "
                 "leave one of them out"
             )
     return memories(asked.memory)

@@ -390,10 +390,10 @@ def _ours_alone(directory: Path) -> Iterator[bool]:
 
 @contextmanager
 def _kept(served: list[ServedModel], directory: Path) -> Iterator[None]:
-    """Read the prefixes in a directory, and write those that are cached at the end.
+    """Load the prefixes saved in a directory, and at the end save those that are cached then.
 
-    Each model has a directory of its own, also one that is called ".". After an interrupt nothing
-    is written, since the worker may still use the prefixes.
+    Each model has a directory of its own, even one that is called ".". After an interrupt nothing
+    is saved, since the worker may still be using the prefixes.
     """
     names = [quote(one.path or one.name, safe="") for one in served]
     places = [directory / (name if name.strip(".") else name.replace(".", "%2E")) for name in names]

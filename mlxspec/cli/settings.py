@@ -134,7 +134,7 @@ def load_config() -> UserConfig:
     path = config_path()
     try:
         if path.exists() and not path.is_file():
-            raise SettingsError(f"{path}: no regular file; remove it")
+            raise SettingsError(f"{path}: not a regular file; remove it")
         return _parsed(path, tomllib.loads(path.read_bytes().decode()))
     except FileNotFoundError:
         return UserConfig(path)
@@ -244,7 +244,7 @@ class SettingsFile:
                 return text
             new = _render(kind, document, text)
             if _plain(_parse(kind, new)) != expected:
-                raise SettingsError("not all in it would stay as it is")
+                raise SettingsError("part of it would be changed")
         except SettingsError as error:
             raise SettingsError(f"{self.path}: {error}; change it by hand") from error
         except (ValueError, RecursionError) as error:

@@ -1,6 +1,6 @@
-"""Where the command lines start: before a command is there, since importing it takes a while.
+"""Where the command lines start, before a command is imported, since that takes a while.
 
-An interrupt in that time would end in a traceback of half an import.
+An interrupt during the import would otherwise end in a traceback.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def store_command() -> None:
 @_model_option
 @option("-o --output FILE", "The store to write.", required=True, type=NAME)
 @_max_tokens_option
-@option("--force", "Replace a store that is there.")
+@option("--force", "Replace an existing store.")
 def build_command(
     paths: tuple[str, ...], model: str, output: str, max_tokens: int | None, force: bool
 ) -> None:

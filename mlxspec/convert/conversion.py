@@ -117,7 +117,7 @@ def _quantization(
         options = {"--q-mode": mode, "--q-bits": bits, "--q-group-size": group_size}
         for option, value in options.items():
             if value is not None:
-                raise OptionError(f"{option} {value}: takes effect with -q only; add -q")
+                raise OptionError(f"{option} {value}: has no effect without -q; add it")
         return None
     quantization: Quantization = {"mode": mode or "affine", "bits": bits, "group_size": group_size}
     try:  # before a download

@@ -514,10 +514,10 @@ class _MemoryWorker:
         return self._answers.directory is not None and int(segment.rows.min()) > 0
 
     def _replace(self, chosen: list[Segment]) -> None:
-        """Put one segment in the place of one or two.
+        """Replace one or two segments with a single new one.
 
         Raises:
-            OSError, StoreError: its file cannot be written, or rows were deleted meanwhile.
+            OSError, StoreError: the new file cannot be written, or rows were deleted meanwhile.
         """
         arrays = _joined(*chosen) if len(chosen) > 1 else chosen[0].arrays()
         if all(map(self._goes_to_file, chosen)):

@@ -56,7 +56,7 @@ def find_files(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
         except OSError as error:
             raise StoreError(f"{path}: cannot be read ({error.strerror})") from error
         if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
-            raise StoreError(f"{path}: is neither a file nor a directory; name one of them")
+            raise StoreError(f"{path}: is neither a regular file nor a directory; name one")
         for file in _files_below(path) if stat.S_ISDIR(mode) else [path]:
             try:
                 status = file.stat()

@@ -233,9 +233,9 @@ def _slots_among(
 
 
 def encode_texts(tokens: Sequence[int], vocab_size: int) -> list[bytes]:
-    """Turn token ids into texts as the bytes of int32, which can be compared and hashed.
+    """Turn token ids into texts: the bytes of their int32 ids, which can be compared and hashed.
 
-    Ids beyond the vocabulary, which a model with spare rows may emit, divide a text. A text of
+    Ids beyond the vocabulary, which a model with spare rows may emit, split a text. A text of
     one token is left out: nothing can be looked up in it.
     """
     ids = np.asarray(tokens, dtype=np.int64)

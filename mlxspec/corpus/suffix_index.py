@@ -378,9 +378,9 @@ class ContextIndex:
             self._run(lambda: SuffixIndex(tokens))
 
     def _continued(self, prompt: array[int]) -> tuple[SuffixIndex, array[int]] | None:
-        """The index so far and what to add to it; None where building a new one is better.
+        """The index so far and what to add to it, or None if a new one should be built.
 
-        That is where most of the prompt is new, or where too much text has been abandoned.
+        A new one is better if most of the prompt is new, or if too much text has been abandoned.
         """
         context = self.prompt + array("i", self.output)
         common = common_length(context, prompt)

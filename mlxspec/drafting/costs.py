@@ -80,12 +80,12 @@ USUAL_SYNC_OVERHEAD = 0.02
 
 @dataclass
 class FixedCosts:
-    """Costs that no step corrects.
+    """Costs that are never corrected by measured steps.
 
     Attributes:
         curve: T(rows) / T(1).
-        sync_overhead: what a plain step costs more if its forward is dispatched only after the
-            last token was read, as a share of a pipelined one.
+        sync_overhead: how much more a plain step costs if its forward is dispatched only after
+            the last token was read, as a share of a pipelined step.
         wants_plain_steps: whether plain steps should run between drafted ones, to be measured.
     """
 

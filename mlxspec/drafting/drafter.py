@@ -93,7 +93,7 @@ class DraftTree:
         return tree
 
     def __len__(self) -> int:
-        """The number of rows that a forward over this tree has, the root's included."""
+        """The number of rows in a forward over this tree, including the root's."""
         return len(self.tokens)
 
     @property

@@ -196,7 +196,7 @@ class CostCache:
         return _usable("step times", path, lambda path: _ranges_of(path, key)) or {}
 
     def entries(self) -> list[tuple[CostKey, Ranges]]:
-        """All that is kept, for all machines and models."""
+        """Everything that is kept, for all machines and models."""
         paths = sorted(self.directory.glob("*.json"))
         found = [_usable("step times", path, _read_times) for path in paths]
         return [entry for entry in found if entry]
@@ -236,7 +236,7 @@ def _read_times(path: Path) -> tuple[CostKey, Ranges]:
     content = _read_json(path, _STEP_TIMES)
     machine, model = (_IDENTITY.validate_python(content.get(of)) for of in ("machine", "model"))
     if isinstance(model.get("parameters"), str):
-        raise ValueError("the number of parameters is a text")
+        raise ValueError("the number of parameters is a string")
     ranges = _RANGES.validate_python(content.get("ranges"))
     for known in ranges.values():
         _check(known.times)
@@ -341,8 +341,8 @@ class Experience:
             prompt: token ids.
 
         Returns:
-            first the corrections of its kind; then those of the kinds that this one belongs to,
-            and of all requests.
+            the corrections of the request's own kind first, then those of the wider kinds that
+            include it, and last those of all requests.
         """
         found = [self.everything]
         for length in _KIND_TOKENS:
@@ -402,7 +402,7 @@ def _read_experience(path: Path) -> _Taught:
     content = _read_json(path, _EXPERIENCE)
     salt = bytes.fromhex(str(content.get("salt")))
     if len(salt) != _SALT_BYTES:
-        raise ValueError("its salt has another length")
+        raise ValueError("its salt has the wrong length")
     everything = _EVERYTHING.validate_python(content.get("everything"))
     return salt, everything, OrderedDict(_KINDS.validate_python(content.get("kinds")))
 

@@ -1,4 +1,4 @@
-"""The planner: drafts what emits most tokens per time, which may be nothing."""
+"""The planner: drafts whatever yields the most tokens per unit of time, which may be nothing."""
 
 from __future__ import annotations
 
@@ -289,27 +289,27 @@ def plan_drafts(
 ) -> list[Plan]:
     """Plan the drafts of the next step, of one sequence or of several together.
 
-    All candidates are sorted by their probabilities. The number of them is chosen that maximises
-    the tokens expected of all sequences less the price of the step's time, within what the guard
-    allows. A token counts by the time that it saves, so one of a fast sequence counts less: text
-    that is easily copied can be copied later.
+    All candidates are sorted by their probabilities. As many are taken as maximise the tokens
+    expected of all sequences less the price of the step's time, within what the guard allows. A
+    token counts by the time that it saves, so a fast sequence's tokens count less: text that is
+    easily copied can be copied later.
 
     A draft delays every sequence of the step, so there are two guards. The sequences share their
     banks: the sum pays for a step that fails, and what a step costs beyond a plain one is charged
-    to those that draft, in proportion to their rows. And none waits for the others longer than its
-    patience: a few plain joint steps in all, and a tenth of its time.
+    to those that draft, in proportion to their rows. And no sequence waits for the others
+    longer than its patience: a few plain joint steps in all, and a tenth of its time.
 
     Args:
         planners: of the sequences that plan their drafts, in the middle of a generation.
         max_depths: per planner, how deep its draft may be.
-        costs: of steps of all sequences: one row is a plain step of all, each further row is
-            one of a draft.
+        costs: of steps of all sequences: one row is a plain step of all of them, and drafts add
+            the others.
         sequences: how many sequences share the step, those without a planner included.
         rows_taken: rows that the step has in any case, besides one per sequence.
         patient: whether sequences may wait for others as long as all gain together.
 
     Returns:
-        per planner its plan, whose fault is what its drafters raised, if they did.
+        a plan per planner; its ``fault`` is what the drafters raised, if anything.
     """
     step = _Step(planners, costs, sequences, rows_taken)
     plans = step.search(max_depths)

@@ -126,7 +126,7 @@ class OutlinedTokenizer:
 
 
 def _peak() -> int:
-    """The most bytes that this process has had in memory."""
+    """The peak memory use of this process, in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

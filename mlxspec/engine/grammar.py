@@ -59,8 +59,8 @@ class Vocabulary:
         characters = {*map(chr, range(32, 127))} - {b.decode("latin-1") for b in self._texts}
         if characters:
             raise OptionError(
-                f"constraint: the tokenizer has no token for {min(characters)!r} alone, which it "
-                "takes to follow any constraint; use a model with another tokenizer"
+                f"constraint: the tokenizer has no token for {min(characters)!r} alone, which "
+                "every constraint requires; use a model with another tokenizer"
             )
         self._encode = _encoder(tokenizer)
         self.tokens = llguidance.LLTokenizer(
@@ -246,7 +246,7 @@ class GrammarState:
         self._path.clear()
 
     def forced(self) -> tuple[int, ...]:
-        """The first tokens that come next whatever the model says; empty where it has a choice."""
+        """The tokens that must come next whatever the model predicts; empty if it has a choice."""
         phase, matcher, fresh, ended = self._place
         if matcher is None or ended or (fresh and phase.exits):
             return ()

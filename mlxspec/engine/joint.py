@@ -349,12 +349,12 @@ class JointCache:
         """Attention of each sequence over its own keys and values.
 
         Args:
-            attention: mlx-lm's function, whose other arguments follow.
+            attention: mlx-lm's function; its other arguments follow.
             queries: of all rows, (1, heads, rows, head_dim).
             mask: from :meth:`make_mask`, or one for each sequence.
 
         Returns:
-            as the function, for all rows.
+            what ``attention`` returns, for all rows.
         """
         own = functools.partial(attention, scale=scale, sinks=sinks)
         masks = [*mask] if isinstance(mask, list) else [mask] * (1 + len(self._alone))

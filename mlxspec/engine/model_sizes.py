@@ -43,9 +43,9 @@ _ENDLESS = 1e18  # some tokenizers state 1e30 where there is no bound
 
 
 def context_length(model: nn.Module) -> int | None:
-    """The longest context in tokens that the model's configuration states, None without one.
+    """The longest context in tokens that the model's configuration states, or None if it has none.
 
-    A scaling of RoPE that extends a finished model's context counts: by its factor.
+    If RoPE scaling extends the context of a finished model, the extended length counts.
     """
     args = _settings(model)
     for settings in (args, _setting(args, "text_config")):

@@ -219,10 +219,10 @@ class CacheOptions:
 
     @property
     def quantized_at(self) -> int:
-        """The length at which mlx-lm quantises the cache of every prompt that is as long.
+        """The length at which mlx-lm quantises the cache of every prompt at least that long.
 
-        It does so after the first chunk that reaches the start. Shorter prompts are quantised at
-        their own end or later.
+        It does so after the first chunk that reaches ``quantized_kv_start``. The caches of shorter
+        prompts are quantised at the end of the prompt or later.
         """
         step = self.prefill_step_size
         return max(1, math.ceil(self.quantized_kv_start / step)) * step

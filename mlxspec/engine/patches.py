@@ -1,7 +1,7 @@
 """The one place where mlx-lm is patched; also hidden states, from patched copies of a model.
 
-mlx-lm's layers take the rows of a forward for consecutive positions of one sequence. The rows of a
-tree are not consecutive, and a joint forward has rows of several sequences. Four kinds of
+mlx-lm's layers assume that the rows of a forward are consecutive positions of one sequence. The
+rows of a tree are not consecutive, and a joint forward has rows of several sequences. Four kinds of
 functions are wrapped for them:
 
 - ``__call__`` of RoPE modules, to rotate each row by a position of its own;

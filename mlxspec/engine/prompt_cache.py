@@ -197,7 +197,7 @@ class Loan:
                 self._given = _contents(self._caches)
 
     def offset(self, place: int) -> int | None:
-        """The offset that mlx-lm's cache would have now, if it has one and is not back already."""
+        """The offset that mlx-lm's cache would have now; None if it has none, or was returned."""
         target = self._target
         if target is None or self._state in ("returning", "returned"):
             return None

@@ -275,8 +275,8 @@ def check_lengths(cache: Sequence[Any], source: str) -> None:
     lengths = {part.offset for part in filled}
     if len(lengths) > 1:
         raise PromptCacheError(
-            f"{source} is damaged: its layers end at {min(lengths)} and at {max(lengths)} "
-            "positions; make it again"
+            f"{source} is damaged: its layers end at different positions, {min(lengths)} "
+            f"and {max(lengths)}; make it again"
         )
 
 
@@ -340,7 +340,7 @@ def _read_caches(path: Path) -> tuple[list[Any], dict[str, str]]:
         for part in parts(cache):
             _check(part)
     except (AttributeError, IndexError, KeyError, TypeError) as error:
-        raise ValueError("its caches are not those that it names") from error
+        raise ValueError("its caches are not of the classes that it names") from error
     return cache, _below("0", flat)
 
 

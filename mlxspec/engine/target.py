@@ -116,7 +116,7 @@ class ContextCache:
 
     @property
     def kept_arrays(self) -> list[mx.array]:
-        """The arrays of the caches, and of the states to return to."""
+        """The arrays of the caches, and of the saved states that they can return to."""
         states = [each.arrays for each in (*self._marks, *self._checkpoints)]
         return [*self.arrays, *(array for arrays in states for array in arrays)]
 
@@ -364,7 +364,7 @@ _MOST_PENDING = 15  # accepted tokens to run again; with the current token a ste
 
 
 def vocabulary_size(model: nn.Module) -> int:
-    """The number of token ids that a model knows, those that pad its output layer included."""
+    """The number of token ids that a model knows, including those that pad its output layer."""
     # The graph is built for its shape and never evaluated.
     return model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1]
 

@@ -300,7 +300,7 @@ def in_answer(
         opens, closes = (_only(tokenizer.think_start_tokens), _only(tokenizer.think_end_tokens))
     if reasons and closes is None:
         raise OptionError(
-            "this model's reasoning does not end with one token, so no constraint can begin "
+            "this model's reasoning does not end with a single token, so no constraint can begin "
             "after it: turn the reasoning off"
         )
     text, reasoning, after, call = range(4)

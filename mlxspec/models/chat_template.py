@@ -1,10 +1,10 @@
 """Chat templates: applying one that came with a model, and the one that its pieces imply.
 
 A chat template is a program by the model's author. Jinja's sandbox keeps it from the machine,
-and says nothing about when it ends. So it is watched as a debugger would: every line of it that
-runs looks at the clock and at the memory. A timer's signal would reach the main thread alone, an
+but puts no bound on how long it runs. So it is watched as by a debugger: before each line of it
+the time and the memory are checked. A timer's signal would reach the main thread alone, an
 exception that is sent into a thread could come too late and hit what follows, and a process of its
-own takes as long to start as a model to load.
+own would take as long to start as a model takes to load.
 
 A single operation cannot be stopped in this way. So powers, which can take hours for a few digits,
 are refused; no template has a use for them. Texts of gigabytes, which a product or a filter can
@@ -141,7 +141,7 @@ def conversation_ids(
         )
     except PromptError as error:
         raise PromptError(
-            f"{error}: pass messages of roles and in an order that this model knows"
+            f"{error}: pass messages with roles, and in an order, that this model accepts"
         ) from error
     return ids
 

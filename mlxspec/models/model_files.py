@@ -209,7 +209,7 @@ def check_readable(directory: Path) -> None:
     with suppress(OSError):  # reading the files reports what cannot be listed
         for path in sorted(directory.iterdir()):
             if path.exists() and not path.is_file() and not path.is_dir():
-                raise LoadError(f"{path}: no regular file; remove it, or replace it by one")
+                raise LoadError(f"{path}: not a regular file; remove or replace it")
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -225,9 +225,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise LoadError(f"{path}: cannot be read ({error.strerror or error})") from error
     except (ValueError, RecursionError) as error:
-        raise LoadError(f"{path}: no valid JSON ({error})") from error
+        raise LoadError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(content, dict):
-        raise LoadError(f"{path}: no JSON object")
+        raise LoadError(f"{path}: not a JSON object")
     return content
 
 
@@ -244,7 +244,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise LoadError(
             f"{directory}: the model needs Python code from its repository "
             f"({config['model_file']}), which is never run here; if you trust it, load it with "
-            "mlx_lm.load and pass on what that returns"
+            "mlx_lm.load and pass the result to mlxspec"
         )
     generation = directory / "generation_config.json"
     if generation.is_file() and (eos := read_json_object(generation).get("eos_token_id")):

@@ -1,6 +1,6 @@
 """Models whose files are on this machine: what they are, and whether they can be run as they are.
 
-Files are looked at, and no model is loaded.
+Only files are looked at; no model is loaded.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def build_tokenizer(path: Path) -> Tokenizer:
     It adds the BOS piece when asked for special tokens, and never EOS.
 
     Raises:
-        LoadError: no SentencePiece model, or one whose ids cannot be reproduced exactly.
+        LoadError: not a SentencePiece model, or one whose ids cannot be reproduced exactly.
     """
     model, reference = _read_model(path)
     tokenizer = Tokenizer(
@@ -82,7 +82,7 @@ def tokenizer_config(path: Path) -> dict[str, Any]:
     SentencePiece does not.
 
     Raises:
-        LoadError: no SentencePiece model, or one whose ids cannot be reproduced exactly.
+        LoadError: not a SentencePiece model, or one whose ids cannot be reproduced exactly.
     """
     model, reference = _read_model(path)
     config: dict[str, Any] = {
@@ -207,15 +207,15 @@ def _read_model(path: Path) -> tuple[Any, Any]:
     except OSError as error:
         raise LoadError(f"{path}: cannot be read ({error.strerror})") from error
     if _TIKTOKEN_LINE.match(content):
-        raise LoadError(f"{path}: a tiktoken vocabulary, no SentencePiece model; {_REMEDY}")
+        raise LoadError(f"{path}: a tiktoken vocabulary, not a SentencePiece model; {_REMEDY}")
     try:
         reference = SentencePieceProcessor(model_proto=content)
         model = sentencepiece_model_pb2.ModelProto.FromString(content)
         pieces = [piece.piece for piece in model.pieces]
         if not pieces:
-            raise ValueError("an empty file, which is a valid protocol buffer")
+            raise ValueError("the file is empty, which protobuf accepts")
     except Exception as error:  # SentencePiece's, protobuf's own, or one of its implementation's
-        raise LoadError(f"{path}: no SentencePiece model, or a damaged one") from error
+        raise LoadError(f"{path}: not a SentencePiece model, or a damaged one") from error
     if not all(isinstance(piece, str) for piece in pieces):  # SentencePiece does not mind
         raise LoadError(f"{path}: a piece of it is not UTF-8 text; {_REMEDY}")
     if not _is_reproducible(model):

@@ -265,7 +265,7 @@ class Endpoints:
         found = self._responses.response(request.state.partition, response_id)
         if found is None:
             raise ApiError(
-                f"there is no response {shown(response_id)} here, or no longer: make it again",
+                f"there is no response {shown(response_id)} here, or no longer one: make it again",
                 status=404,
                 param="response_id",
             )
@@ -292,11 +292,11 @@ class Endpoints:
         """Read a body and parse its JSON, in a thread outside the event loop.
 
         Args:
-            request: whose body it is.
-            parse: makes the result of the JSON value.
+            request: the request whose body to read.
+            parse: turns the JSON value into the result.
 
         Raises:
-            ApiError: the body is not JSON or is out of bounds, or ``parse`` raises it.
+            ApiError: the body is not JSON or is too large, or ``parse`` raises the error.
         """
         data = await body_of(request)
         async with self._reading if len(data) > _LARGE else nullcontext():

@@ -81,10 +81,10 @@ class AuthMiddleware:
         await self._app(scope, receive, send)
 
     def _checked(self, scope: Scope) -> str:
-        """The key that a request has, or "".
+        """Check a request, and return its key, or "" if it has none.
 
         Raises:
-            ApiError: 400, 403, 413 or 401.
+            ApiError: the request is refused, with status 400, 401, 403 or 413.
         """
         headers = Headers(scope=scope)
         host = host_name(headers.get("host", ""))

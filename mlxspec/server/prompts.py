@@ -159,7 +159,7 @@ def _templated(
         return cast(str, apply_template(tokenizer, messages, bound_memory=False, **how))
     except PromptError as error:
         raise ApiError(
-            f"{error}: send messages of roles and in an order that this model knows.",
+            f"{error}: send messages with roles, and in an order, that this model accepts.",
             param=request.param,
         ) from error
 

@@ -213,15 +213,15 @@ class ResponsesBody(CommonBody):
 def parse_responses(
     body: object, store: ResponseStore | None = None, partition: str = ""
 ) -> ResponsesRequest:
-    """Read a body of ``/v1/responses``.
+    """Read the body of a request to ``/v1/responses``.
 
     Args:
         body: as it was sent.
-        store: has the responses that the body may refer to.
-        partition: whose responses these are.
+        store: holds the responses that the body may refer to.
+        partition: the part of the store that the client may use.
 
     Raises:
-        ApiError: a field is missing or wrong, or asks for what this server does not do.
+        ApiError: a field is missing or wrong, or asks for something this server does not do.
     """
     asked = parse(ResponsesBody, body)
     items = [*_before(asked, store, partition), *_items(asked, store, partition)]
@@ -402,7 +402,7 @@ def _before(
     if not found:
         raise ApiError(
             f"previous_response_id is {shown(previous)}, which the server does not have, or no "
-            "longer: send the whole conversation as input.",
+            "longer has: send the whole conversation as input.",
             param="previous_response_id",
             code="previous_response_not_found",
         )

@@ -492,11 +492,11 @@ class Worker:
         return stream
 
     def end(self, request: ServedRequest, error: ApiError | None = None) -> None:
-        """End a request before its next step: with an error, or as if the model had."""
+        """End a request before its next step, with an error or as if the model had ended it."""
         self._commands.put(partial(self._queues[request.served.name].cancel, request, error))
 
     def has_read(self, request: ServedRequest, count: int) -> None:
-        """Note that the client has read ``count`` tokens; a paused request may resume."""
+        """Record that the client has read ``count`` tokens; a paused request may resume."""
         self._commands.put(partial(self._queues[request.served.name].has_read, request, count))
 
     # --- in the thread ---

@@ -79,9 +79,9 @@ def test_any_other_file_is_one_prompt_with_its_blank_lines(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ("{", "no valid JSON"),
-        ("[" * 200_000, "no valid JSON"),
-        ("[1]", "no JSON object"),
+        ("{", "not valid JSON"),
+        ("[" * 200_000, "not valid JSON"),
+        ("[1]", "not a JSON object"),
         ("{}", "no prompt"),
         ('{"prompt": ""}', '"prompt" is empty'),
         ('{"prompt": 3}', '"prompt" is empty or no text'),

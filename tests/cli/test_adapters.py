@@ -143,7 +143,7 @@ def test_a_prompt_cache_remembers_its_adapters(lora: Path, dora: Path, tmp_path:
         (lambda path: shutil.rmtree(path), "no directory of adapters"),
         (lambda path: (path / "adapter_config.json").unlink(), "no adapter_config.json"),
         (lambda path: (path / "adapters.safetensors").unlink(), "no adapters.safetensors"),
-        (lambda path: (path / "adapter_config.json").write_text("{"), "no valid JSON"),
+        (lambda path: (path / "adapter_config.json").write_text("{"), "not valid JSON"),
         (lambda path: (path / "adapter_config.json").write_text("{}"), "do not fit the model"),
         (lambda path: (path / "adapters.safetensors").write_bytes(b"x" * 50), "damaged"),
     ],

@@ -134,10 +134,10 @@ def test_a_broken_file_is_one_line_that_names_it(content: bytes, told: str, file
 
 def test_a_file_that_cannot_be_read_or_is_none(file: Path):
     file.mkdir(parents=True)
-    assert f"{file}: no regular file" in run("config").stderr
+    assert f"{file}: not a regular file" in run("config").stderr
     file.rmdir()
     os.mkfifo(file)
-    assert f"{file}: no regular file" in run("config").stderr
+    assert f"{file}: not a regular file" in run("config").stderr
 
 
 def generated(*options: object) -> dict:

@@ -365,7 +365,9 @@ def test_nothing_is_written_unasked(client: str, home: Path, serve: Callable[...
     result = connect(client, "--server", address, "--write")
     assert result.exit_code == 1
     assert "+++ " in result.stdout  # what would change
-    assert result.stderr == ("Error: --write asks first, which needs a terminal: add --yes\n")
+    assert result.stderr == (
+        "Error: --write asks for confirmation, which needs a terminal: add --yes\n"
+    )
     assert not home.exists()
 
 

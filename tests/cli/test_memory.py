@@ -476,7 +476,7 @@ def test_what_is_forgotten_is_not_drafted_from():
         (("--since", "2026-13-01"), "--since is '2026-13-01': write it as"),
         (("--since", "2h", "--before", "3h"), "--since 2h is not before --before 3h: nothing"),
         (("--matching", " "), "--matching is empty: give a text, or forget --all"),
-        (("--all",), "forget asks first, which needs a terminal: add --yes"),
+        (("--all",), "forget asks for confirmation, which needs a terminal: add --yes"),
     ],
 )
 def test_a_bad_choice_is_one_line_and_nothing_is_forgotten(options: tuple[str, ...], named: str):

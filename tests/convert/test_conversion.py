@@ -243,7 +243,7 @@ def test_a_tokenizer_of_another_kind_is_refused(
 ):
     source = original.write_checkpoint(tmp_path / "x", tokenizer_model, WEIGHTS)
     (source / "tokenizer.model").write_bytes(content)
-    with pytest.raises(MlxspecError, match=r"tokenizer\.model: no SentencePiece model"):
+    with pytest.raises(MlxspecError, match=r"tokenizer\.model: not a SentencePiece model"):
         convert(torch_path=source, mlx_path=tmp_path / "out")
 
 
@@ -253,7 +253,7 @@ def test_a_tokenizer_whose_error_message_is_no_text_is_refused(
     source = original.write_checkpoint(tmp_path / "x", tokenizer_model, WEIGHTS)
     damaged = tokenizer_model.read_bytes().replace(b"<0x02>", b"\x800x02>")
     (source / "tokenizer.model").write_bytes(damaged)
-    with pytest.raises(MlxspecError, match=r"tokenizer\.model: no SentencePiece model"):
+    with pytest.raises(MlxspecError, match=r"tokenizer\.model: not a SentencePiece model"):
         convert(torch_path=source, mlx_path=tmp_path / "out")
 
 
@@ -280,9 +280,9 @@ def test_a_tokenizer_with_more_pieces_than_embeddings_is_refused(
     [
         ({}, "name one checkpoint: MODEL, --torch-path or --hf-path"),
         ({"torch_path": "a", "hf_path": "b"}, "name one checkpoint: MODEL"),
-        ({"torch_path": "a", "q_bits": 4}, "--q-bits 4: takes effect with -q only"),
-        ({"torch_path": "a", "q_group_size": 64}, "--q-group-size 64: takes effect with -q"),
-        ({"torch_path": "a", "q_mode": "affine"}, "--q-mode affine: takes effect with -q"),
+        ({"torch_path": "a", "q_bits": 4}, "--q-bits 4: has no effect without -q"),
+        ({"torch_path": "a", "q_group_size": 64}, "--q-group-size 64: has no effect without -q"),
+        ({"torch_path": "a", "q_mode": "affine"}, "--q-mode affine: has no effect without -q"),
         (
             {"torch_path": "a", "quantize": True, "q_mode": "int4"},
             "Invalid quantization mode",

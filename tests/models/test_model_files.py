@@ -36,7 +36,7 @@ FILES = ["model-2.safetensors", "generation_config.json", "hf_quant_config.json"
 @pytest.mark.parametrize("name", FILES)
 def test_a_pipe_among_the_files_is_not_waited_for(model: Path, tmp_path: Path, name: str) -> None:
     os.mkfifo(model / name)
-    told = f"{model / name}: no regular file"
+    told = f"{model / name}: not a regular file"
     assert told in refused(model)
     for read in (load_tokenizer_of, lambda m: convert(hf_path=m, mlx_path=tmp_path / "out")):
         with pytest.raises(LoadError) as error:
@@ -47,7 +47,7 @@ def test_a_pipe_among_the_files_is_not_waited_for(model: Path, tmp_path: Path, n
 def test_a_pipe_among_the_adapters_is_not_waited_for(model: Path, tmp_path: Path) -> None:
     (tmp_path / "adapters").mkdir()
     os.mkfifo(tmp_path / "adapters" / "adapter_config.json")
-    with pytest.raises(LoadError, match=r"adapter_config\.json: no regular file"):
+    with pytest.raises(LoadError, match=r"adapter_config\.json: not a regular file"):
         load(model, adapter_path=tmp_path / "adapters")
 
 

@@ -94,12 +94,12 @@ def test_parts_that_are_missing_and_files_that_are_damaged(tmp_path: Path):
         "the weights file model-2.safetensors is missing"
     )
     index.write_text("[]")
-    assert "index.json: no JSON object" in model_files(tmp_path).trouble
+    assert "index.json: not a JSON object" in model_files(tmp_path).trouble
     index.unlink()
     first.write_bytes(struct.pack("<Q", 1 << 40) + b"{}")
     assert "truncated or damaged" in model_files(tmp_path).trouble
     (tmp_path / "config.json").write_text("{")
-    assert "config.json: no valid JSON" in model_files(tmp_path).trouble
+    assert "config.json: not valid JSON" in model_files(tmp_path).trouble
 
 
 def test_of_a_repository_the_main_revision_is_taken(

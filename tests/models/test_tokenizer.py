@@ -231,7 +231,7 @@ def test_of_a_repository_the_weights_are_not_fetched(tmp_path: Path) -> None:
 def test_what_is_no_tokenizer_is_named(tmp_path: Path) -> None:
     for name, problem in (
         ("nowhere", "no such directory"),
-        ("tokenizer.model", "no SentencePiece model"),
+        ("tokenizer.model", "not a SentencePiece model"),
         ("tokenizer.json", "the tokenizer cannot be loaded"),
     ):
         if name != "nowhere":

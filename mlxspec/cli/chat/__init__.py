@@ -442,13 +442,13 @@ def help_text() -> str:
 
 
 def command_in(message: str) -> tuple[ChatCommand, str] | None:
-    """The command that a message is, and what follows its name; None for text to be answered.
+    """The command in a message and its argument, or None if the message is text to be answered.
 
-    A command begins with the slash itself. So a space before it makes a message of it, and a
-    path at the beginning (``/etc/hosts``) is text. The name of a file or model may be in quotes.
+    A command begins with the slash itself, so a message with a space before the slash is text.
+    So is one that begins with a path (``/etc/hosts``). The name of a file or model may be quoted.
 
     Raises:
-        OptionError: there is no such command, or it takes nothing, or needs something.
+        OptionError: there is no such command, or its argument is missing or not allowed.
     """
     word, *rest = message.split(maxsplit=1) if message.startswith("/") else [""]
     if not _COMMAND.fullmatch(word):
@@ -491,17 +491,17 @@ class ChatConversation:
     """Keeps the messages within the model's context.
 
     Once they leave no room for an answer, the oldest turns are dropped until half of the context
-    is free. So the next turns continue where this one ends, and need not process everything
-    again each time.
+    is free. The turns that follow can then continue from the cache, instead of processing the
+    whole conversation again each time.
 
     Args:
-        model: which answers.
-        max_tokens: per answer.
+        model: the one that answers.
+        max_tokens: the most tokens in an answer.
         system_prompt: comes before all turns.
 
     Attributes:
         messages: the turns so far, without the system prompt.
-        unanswered: a message that got no answer, as the last thing said; it is in no turn.
+        unanswered: the last message, if it got no answer; it is not among ``messages``.
         dropped: how many turns had to be left out for the last answer.
 
     Raises:
@@ -581,14 +581,14 @@ class ChatConversation:
             raise
 
     def answer(self, message: str, on_progress: Progress | None = None, **sampling: Any) -> _Answer:
-        """Answer a message; what has been said is kept when the generator is closed early.
+        """Answer a message; a partial answer is kept if the generator is closed early.
 
-        A message that got no answer at all is :attr:`unanswered`.
+        If there was no answer at all, the message becomes :attr:`unanswered`.
 
         Args:
             message: the user's.
             on_progress: called with how much of the prompt has run.
-            sampling: how to sample this answer, where not as always.
+            sampling: sampling options for this answer only.
 
         Raises:
             PromptError: the message alone is longer than the model's context.
@@ -663,10 +663,10 @@ class ChatConversation:
         return tokens
 
     def _check_template(self, system_prompt: str | None) -> None:
-        """Find out before the first turn that a template does not know system prompts.
+        """Check before the first turn that the chat template takes a system prompt.
 
         Raises:
-            OptionError: it does not.
+            OptionError: it takes none.
         """
         if system_prompt:
             try:
@@ -868,7 +868,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _json_at(path: Path) -> Any:
-    """Raises OSError, ValueError or RecursionError."""
+    """Read a JSON file; raises OSError, ValueError or RecursionError."""
     # Opening a pipe would wait for its writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:

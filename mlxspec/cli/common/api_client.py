@@ -1,4 +1,4 @@
-"""A client of ``mlxspec serve``: its models, and the answers of one."""
+"""A client of ``mlxspec serve``, which lists its models and gets answers from one."""
 
 from __future__ import annotations
 
@@ -273,14 +273,14 @@ def _events(answer: HTTPResponse) -> Iterator[dict[str, Any]]:
     """The chunks of server-sent events.
 
     Raises:
-        PromptError: the server has gone.
+        PromptError: the connection was lost.
     """
     try:
         for line in answer:
             if line.startswith(b"data: {"):
                 yield json.loads(line.removeprefix(b"data: "))
     except (OSError, ValueError, HTTPException) as error:  # in the middle of a line, too
-        raise PromptError(f"the server has gone: {error}") from error
+        raise PromptError(f"the connection to the server was lost: {error}") from error
 
 
 def _last(

@@ -1,7 +1,7 @@
-"""What the commands that generate share: their options, and the way from these to an output.
+"""What the commands that generate share: their options, and the steps from these to an output.
 
-A command with the options of a :class:`Generation` gets one. It has been checked as far as
-that goes without a model, loads the model, and generates with it.
+A command with the options of :class:`Generation` gets an instance of it, already checked as far as
+is possible without a model. The instance then loads the model, and generates with it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class DraftingOptions:
     )
     store: str | None = option_field(
         "--store FILE",
-        "With auto and combined: draft from a file of 'mlxspec store' too.",
+        "With auto and combined: also draft from a file that 'mlxspec store' made.",
         type=NAME,
         of=_PLANNED,
     )

@@ -249,12 +249,12 @@ def options_of(
 ) -> Decorator:
     """Give a command an option for each field of a dataclass whose metadata has a ``help``.
 
-    A field of several values is an option that can be repeated. Other fields take the command's
-    options of the same name, if there are any.
+    The option of a field with several values can be repeated. Fields without a ``help`` take the
+    command's options of the same name, if there are any.
 
     Args:
         kind: the dataclass.
-        argument: the command's, which gets the dataclass.
+        argument: the name of the command's argument that gets the dataclass.
         group: the heading of these options.
         leave_out: fields that are not options of this command.
     """

@@ -140,12 +140,12 @@ def prefill_bar(console: Console) -> ProgressBar:
 
 
 class FoldingTable(Table):
-    """A table of names and figures, whose cells wrap where the terminal is narrow.
+    """A table of names and figures; its cells wrap where the terminal is narrow.
 
     Args:
-        heading: of the names.
-        others: of the figures.
-        caption: a text below, as wide as the terminal.
+        heading: the heading of the names.
+        others: the headings of the figures.
+        caption: a text below the table, as wide as the terminal.
     """
 
     def __init__(self, heading: str, *others: str, caption: str = "") -> None:
@@ -285,7 +285,9 @@ class ReportOptions:
         "Let the report replace whatever file is there, not only an older report.",
         default=False,
     )
-    as_json: bool = option_field("--json", "Write one JSON object and no table.", default=False)
+    as_json: bool = option_field(
+        "--json", "Write one JSON object instead of a table.", default=False
+    )
 
     def check(self) -> None:
         """Find out before the work that the page cannot be written.

@@ -52,7 +52,7 @@ def _template_arguments(value: Any) -> Mapping[str, Any]:
     """Read a JSON object of variables for a chat template.
 
     Raises:
-        click.BadParameter: it is not one, or sets what mlxspec sets.
+        click.BadParameter: it is not a JSON object, or sets a variable that mlxspec sets.
     """
     if isinstance(value, Mapping):
         return value
@@ -160,23 +160,22 @@ class PromptOptions:
         return [name for name, value in sources.items() if value is not None]
 
     def read(self, *, piped: bool = True) -> str | list[int]:
-        """The prompt: a text, an instruction, the text and after a blank line the instruction, or
-        token ids.
+        """The prompt: a text, an instruction, both with a blank line between them, or token ids.
 
-        The instruction comes last. Models follow it better there if the text is long, and several
-        instructions about one text have a beginning in common that a cache can keep.
+        The instruction comes after the text. Models follow it better there if the text is long,
+        and prompts about the same text share a beginning that a cache can keep.
 
         Args:
-            piped: whether the text may come from standard input unasked: from a pipe that
-                something comes through, or from a file that has not been read from yet.
+            piped: whether to read the text from standard input without being asked to, if that is
+                a pipe with data in it or a file that has not been read yet.
 
         Returns:
             a text that is not empty, or token ids. One newline at the end of a file or of
             standard input is dropped: editors and ``echo`` put it there.
 
         Raises:
-            PromptError: none is given or some that exclude each other, or the given one is empty
-                or cannot be read.
+            PromptError: no prompt is given, or several that exclude each other, or the one given
+                is empty or cannot be read.
         """
         given = self.named()
         alone = self.prompt_ids is not None or self.argument == "-" or self.prompt == "-"
