@@ -25,6 +25,7 @@ from typing import Annotated, Any, BinaryIO
 import click
 from pydantic import BeforeValidator, ConfigDict, Field, Strict, ValidationError, create_model
 from rich.console import Console
+from rich.panel import Panel
 from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 from rich.text import Text
 
@@ -103,16 +104,7 @@ def answer_prompts(
         figures = MofNCompleteColumn(), TimeElapsedColumn()
         bar = ProgressBar("answers", *figures, console=Console(quiet=True) if hidden else quiet)
         interrupted = answers.run(lines, count, bar)
-        quiet.print()
-        counts = {"failed": answers.failed, "unfinished": answers.unfinished}
-        rows = [(name, f"{number:,}") for name, number in counts.items() if number]
-        quiet.print(
-            answers.figures.panel(
-                ("prompts answered", f"{answers.answered:,}"),
-                *rows,
-                subtitle="interrupted" if interrupted else None,
-            )
-        )
+        quiet.print("", answers.panel(interrupted), sep="\n")
         if not shows["as_json"]:
             kept.tell_once()
     if interrupted:
@@ -332,6 +324,13 @@ class PromptAnswers:
         self._engine = Engine(decoder, max_active=concurrency, stall=math.inf)
         self._begun = 0
         self._held: deque[_PromptAnswer] = deque()  # all that are not written, in the file's order
+
+    def panel(self, interrupted: bool) -> Panel:
+        """The figures of all answers."""
+        counts = {"failed": self.failed, "unfinished": self.unfinished}
+        rows = [(name, f"{number:,}") for name, number in counts.items() if number]
+        answered = "prompts answered", f"{self.answered:,}"
+        return self.figures.panel(answered, *rows, subtitle="interrupted" if interrupted else None)
 
     def run(self, lines: Lines, count: int | None, bar: ProgressBar) -> bool:
         """Answer all lines, or as many as there is time for until Ctrl-C.
