@@ -166,8 +166,7 @@ def answer(
     from ..generation.response import GenerationResult
 
     source, cached = _checked(prompt, prompt_cache_file, logprobs, shows["as_json"], leader)
-    if cached:
-        generation = cached.completed(generation)
+    generation = cached.completed(generation) if cached else generation
     printer = None if shows["as_json"] else TokenPrinter(shows["color"])
     console = Console(quiet=True) if shows["quiet"] else error_console(shows["color"])
     with Memories(not generation.drafting.no_memory) as memories:
@@ -179,9 +178,7 @@ def answer(
             more |= where
         else:
             tokens = prompt.tokens(source, decoder.tokenizer, templated)
-        # A constraint does what the model cannot.
-        is_question = templated and isinstance(source, str) and not generation.constraint
-        question = str(source) if is_question else DEMO_CAN
+        question = _question(source) if templated and not generation.constraint else DEMO_CAN
         result = GenerationResult(logprobs=None if logprobs is None else [])
         with suppress(KeyboardInterrupt), prefill_bar(console) as progress:
             for response in generation.stream(decoder, tokens, on_progress=progress, **more):
@@ -194,8 +191,8 @@ def answer(
         if printer:
             printer.finish()
             with dispensable():
-                console.print()
-                console.print(figures_panel(result, printer.color, decoder.predicted_cost))
+                panel = figures_panel(result, printer.color, decoder.predicted_cost)
+                console.print("", panel, sep="\n")
         else:
             write_json(result_report(result, model_or_default(generation.model)))
         generation.note_if_full(decoder.model, result.finish_reason, len(result.tokens))
@@ -207,6 +204,11 @@ def answer(
             memories.tell_once()
     if result.finish_reason == "interrupted":
         sys.exit(INTERRUPTED)
+
+
+def _question(source: str | list[int]) -> str:
+    """A prompt as :func:`note_which_model` judges it; token ids say nothing."""
+    return source if isinstance(source, str) else DEMO_CAN
 
 
 def _checked(

@@ -202,10 +202,7 @@ def config_from_params(
         LoadError: a key is missing, has an impossible value, or is not known, so that the
             model would compute something else.
     """
-    given = {key: value for key, value in params.items() if value is not None}
-    if unknown := sorted(k for k in given.keys() - _KNOWN_PARAMS if given[k] is not False):
-        raise LoadError(f"the key {unknown[0]!r} belongs to no known Llama or Mistral")
-
+    given = _given(params)
     positive = partial(_positive, given)
     if "hidden_dim" not in given:
         given["hidden_dim"] = _rows(shapes, "layers.0.feed_forward.w1.weight")
@@ -248,6 +245,14 @@ def config_from_params(
         # (widths 2048 and 3072) were published with 32, everything from width 4096 on with 8.
         config["rope_scaling"] = _LLAMA3_ROPE | {"factor": 32.0 if dim < 4096 else 8.0}
     return config
+
+
+def _given(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters that have a value; raises LoadError if one is not known."""
+    given = {key: value for key, value in params.items() if value is not None}
+    if unknown := sorted(k for k in given.keys() - _KNOWN_PARAMS if given[k] is not False):
+        raise LoadError(f"the key {unknown[0]!r} belongs to no known Llama or Mistral")
+    return given
 
 
 def _positive(
