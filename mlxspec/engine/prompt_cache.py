@@ -75,7 +75,7 @@ def as_mlx_lms(cache: Any) -> Any:
     if isinstance(cache, CacheList):
         return CacheList(*map(as_mlx_lms, cache.caches))
     if type(cache) not in _MLX_LM_CLASSES:
-        return cache
+        return copy.copy(cache)  # the target's own is restored to where the target stands
     state = cache.rotating_state() if isinstance(cache, WindowKVCache) else cache.state
     return _MLX_LM_CLASSES[type(cache)].from_state(state)
 

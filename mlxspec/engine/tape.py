@@ -48,7 +48,8 @@ class Convolution:
 
     def leads_to(self, state: Any, rows: int) -> bool:
         batch, length, channels = self.inputs.shape
-        return bool(state.shape == (batch, length - rows, channels))
+        shape = batch, length - rows, channels
+        return state is not None and bool(state.shape == shape)
 
 
 @dataclass(frozen=True)

@@ -216,6 +216,7 @@ class ContextCache:
         Raises:
             ValueError: the state at that length has not been kept.
         """
+        self.tape = None
         if self._replays:
             self._drop_pending(length)
             while self._unfinished or self.length > length:
@@ -423,7 +424,8 @@ class Target(ContextCache):
         """The most rows that a step may ever have, pending ones included."""
         if self.capability is Capability.PLAIN:
             return 1
-        return _MOST_PENDING + 1 if self.capability is Capability.REPLAY else sys.maxsize
+        replays = self.capability is Capability.REPLAY or self.pending
+        return _MOST_PENDING + 1 if replays else sys.maxsize
 
     @property
     def max_depth(self) -> int:
