@@ -9,7 +9,7 @@ functions are wrapped for them:
   the keys have such a method (:class:`~mlxspec.engine.joint.JointCache`);
 - ``__call__`` of the modules that take a cache, in models with recurrent states, to call
   ``run_block`` of an argument that defines it (:class:`~mlxspec.engine.joint.JointStates`);
-- convolutions and recurrences of such models, to note their calls on a
+- the convolutions and recurrences of such models, to record their calls on a
   :class:`~mlxspec.engine.tape.Tape`.
 
 :func:`install` wraps them once for the whole process; nothing unwraps them. The wrappers act only
@@ -89,15 +89,14 @@ def install(model: nn.Module) -> None:
         names = inspect.unwrap(kind.__call__).__globals__
         if names.get(_ATTENTION) is base.scaled_dot_product_attention:
             names[_ATTENTION] = _wrapped(base.scaled_dot_product_attention, _attending)
+        for name in RECURRENCES.keys() & names.keys():
+            names[name] = _wrapped(names[name], _recurring)
     for kind in _rope_classes(model):
         kind.__call__ = _wrapped(kind.__call__, _rotating)
     if any(isinstance(cache, ArraysCache | CacheList) for cache in make_prompt_cache(model)):
         for kind in layers:
             if _has_parameter(kind.__call__, "cache"):
                 kind.__call__ = _wrapped(kind.__call__, _running)
-            names = inspect.unwrap(kind.__call__).__globals__
-            for name in RECURRENCES.keys() & names.keys():
-                names[name] = _wrapped(names[name], _recurring)
         nn.Conv1d.__call__ = _wrapped(nn.Conv1d.__call__, _convolving)
     _installed[id(model)] = model
 
@@ -187,7 +186,7 @@ def _recurring(recurrence: Function) -> Function:
         """Note the arguments of a recurrence, and the state that it returns."""
         outputs, state = recurrence(*args, **kwargs)
         if tape := _tape.get():
-            tape.heard(recurrence, args, kwargs, state)
+            tape.note_recurrence(recurrence, args, kwargs, state)
         return outputs, state
 
     return recur

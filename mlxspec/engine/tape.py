@@ -11,6 +11,7 @@ state is a part of its inputs, and a recurrence runs again over n rows.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -36,7 +37,10 @@ RECURRENCES = {
 """mlx-lm's functions, which return outputs and the state after the last row."""
 
 
-@dataclass(frozen=True)
+_signature = functools.cache(inspect.signature)  # it takes longer than all else that is noted
+
+
+@dataclass(frozen=True, eq=False)
 class Convolution:
     """A call of a convolution: its inputs, (batch, kept + rows, channels), begin with its state."""
 
@@ -52,7 +56,7 @@ class Convolution:
         return state is not None and bool(state.shape == shape)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Recurrence:
     """A call of one of :data:`RECURRENCES`: its arguments by name, and the state it returned."""
 
@@ -62,7 +66,7 @@ class Recurrence:
 
     def state_after(self, rows: int, of: int, place: slice) -> mx.array:
         names, axis, state = RECURRENCES[self.function.__name__]
-        before = self.arguments[state]
+        before = self.arguments.get(state)
         changed = {state: None if before is None else before[place]}
         first = (place, *[slice(None)] * (axis - 1), slice(rows))
         changed |= {name: self.arguments[name][first] for name in names}
@@ -84,11 +88,12 @@ class Tape:
         self._calls_of: dict[int, tuple[list[Convolution | Recurrence], int, slice]] = {}
         """By the id of a cache: the call that led to each state, the rows, the place in these."""
 
-    def heard(self, function: Callable[..., Any], args: Any, kwargs: Any, state: mx.array) -> None:
+    def note_recurrence(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, state: mx.array
+    ) -> None:
         """Note the call of a recurrence."""
-        bound = inspect.signature(function).bind(*args, **kwargs)
-        bound.apply_defaults()
-        self.calls.append(Recurrence(function, bound.arguments, state))
+        arguments = _signature(function).bind(*args, **kwargs).arguments
+        self.calls.append(Recurrence(function, arguments, state))
 
     def assign(self, states: Sequence[Any], members: Sequence[ArraysCache], rows: int) -> None:
         """Find the calls that have led to the states of a layer.
@@ -103,7 +108,7 @@ class Tape:
             call = next((call for call in self.calls if call.leads_to(state, rows)), None)
             if call is None:
                 return
-            self.calls = [other for other in self.calls if other is not call]
+            self.calls.remove(call)
             found.append(call)
         for place, member in enumerate(members):
             self._calls_of[id(member)] = found, rows, slice(place, place + 1)
@@ -116,7 +121,7 @@ class Tape:
             caches: of the layers.
 
         Returns:
-            per cache its states; None if the calls do not tell all of them.
+            per cache its states; None if the tape lacks the calls for some of them.
         """
         states = []
         for cache in caches:

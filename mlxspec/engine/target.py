@@ -182,7 +182,7 @@ class ContextCache:
         """As :meth:`commit`, for rows that :func:`move_rows` has already moved."""
         pending: tuple[int, ...] = ()
         if len(rows) < len(self._tree):
-            if self._recomputes(len(self.pending) + len(rows)):
+            if self._recompute_states(len(self.pending) + len(rows)):
                 cut(self.trimmable, self.length + len(rows))
             elif self._replays:
                 self._undo_forward()
@@ -196,8 +196,12 @@ class ContextCache:
         if self._quantizes_later:
             self._quantize_if_due()
 
-    def _recomputes(self, rows: int) -> bool:
-        """Whether states were computed again for the first rows of the last forward."""
+    def _recompute_states(self, rows: int) -> bool:
+        """Compute the states after the first rows of the last forward, if its tape allows it.
+
+        Returns:
+            whether it does; otherwise nothing is changed.
+        """
         states = self.tape.states_after(rows, self._untrimmable) if self.tape else None
         if states is None:
             return False
