@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import random
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -32,14 +33,15 @@ from mlx_lm.models.llama import Model, ModelArgs
 
 from mlxspec.bench.prompts import load_trace_tokenizer, read_completions
 from mlxspec.drafting.costs import CostCurve, Costs, FixedCosts, KnownTime, LiveCosts
-from mlxspec.drafting.measurement import QUICK, QUICK_LONG
-from mlxspec.engine.costs import ModelSteps, calibrate, measured_contexts
+from mlxspec.drafting.kept import CostCache
+from mlxspec.drafting.measurement import QUICK
+from mlxspec.engine.costs import ModelSteps, cost_key, costs_for
 
 _ROWS = (4, 8, 16)
-_CONTEXTS = (256, 4096, 16_384)
+_CONTEXTS = (256, 4000, 16_000)
 _STEPS = 40
 
-_LENGTH = 16_384
+_LENGTH = 16_000
 _CURVE = {1: 1, 2: 1.05, 3: 1.11, 5: 1.42, 8: 2.2, 12: 3.16, 16: 3.87, 32: 3.87}
 """An M5 Max (mlx#3791)."""
 _ATTENTION = {1: 0.5, 8: 0.6, 9: 3.0, 12: 3.3, 16: 3.6, 32: 5.0}
@@ -69,13 +71,12 @@ def model() -> Model:
 def predict() -> None:
     """Print predicted and measured costs."""
     target = model()
-    contexts = measured_contexts(target)
-    known = {
-        context: calibrate(target, plan, context=context).times
-        for plan, context in zip((QUICK, QUICK_LONG), contexts, strict=True)
-    }
-    fresh, corrected = LiveCosts(known), LiveCosts(known)
-    print(f"measured behind {' and '.join(map(str, contexts))} tokens")
+    with tempfile.TemporaryDirectory() as directory:
+        cache = CostCache(Path(directory))
+        fresh, corrected = (costs_for(target, cache=cache) for _ in range(2))
+        measured = cache.read(cost_key(target))
+    for context, known in measured.items():
+        print(f"measured behind {context} tokens: {[time.rows for time in known.times]} rows")
     print(f"{'context':>8} {'rows':>5} {'predicted':>10} {'measured':>9} {'error':>6} {'then':>6}")
     for context in _CONTEXTS:
         steps = ModelSteps(target, context)
@@ -124,7 +125,7 @@ def gain(tokenizer: str, traces: Sequence[str]) -> None:
     ways: dict[str, Costs] = {
         "fixed": FixedCosts(short),
         "corrected": LiveCosts({64: known_at(64)}),
-        "two lengths": LiveCosts({64: known_at(64), 8192: known_at(8192)}),
+        "two lengths": LiveCosts({64: known_at(64), 8000: known_at(8000)}),
         "the truth": FixedCosts(truth),
     }
     found = {

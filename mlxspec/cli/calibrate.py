@@ -33,8 +33,8 @@ _measurement = partial(option, group="Measurement")
 @_measurement(ADAPTERS, ADAPTERS_HELP, type=NAME)
 @_measurement(
     "--context N",
-    "Measure behind N tokens of context; may be given several times.  [default: 64, 1024 and "
-    "8192, or as many as the model and the memory allow]",
+    "Measure behind N tokens of context; may be given several times.  [default: 64, 1000 and "
+    "8000, or as many as the model and the memory allow]",
     type=int,
     multiple=True,
 )

@@ -497,9 +497,9 @@ def _completed(measured: list[dict[int, float]]) -> list[dict[int, float]]:
     for own, other in [*((n, n + 1) for n in backwards), *((n, n - 1) for n in forwards)]:
         rows = sorted(times[own].keys() & times[other].keys())
         differences = [times[own][row] - times[other][row] for row in rows]
+        slope = np.diff([0.0, *differences])[-1] / np.diff([0, *rows])[-1]  # beyond the last
         found = {
-            # Attention to more rows than any of these takes that much longer.
-            row: seconds + float(np.interp(row, rows, differences)) * max(1.0, row / rows[-1])
+            row: seconds + float(np.interp(row, rows, differences) + slope * max(0, row - rows[-1]))
             for row, seconds in times[other].items()
         }
         times[own] = {row: max(seconds, STEP_SECONDS[0]) for row, seconds in found.items()} | times[

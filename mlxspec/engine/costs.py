@@ -179,26 +179,27 @@ def _gpu_memory() -> int:
 # --- measuring ---
 
 _UNENDING = 1 << 30  # tokens
-_CONTEXTS = 64, 1024, 8192  # tokens in front of the steps that are measured
-_LEAST_LONG = 512  # tokens; attention to fewer is a small part of a step
+_CONTEXTS = 64, 1000, 8000  # tokens in front of the steps that are measured
+_LEAST_LONG = 500  # tokens; attention to fewer is a small part of a step
 _SHARE_OF_MEMORY = 1 / 16  # of all there is, that the caches of a measurement may take
 
 
 def measured_contexts(model: nn.Module) -> list[int]:
-    """The context lengths behind which step times are measured: 64, 1024 and 8192 tokens.
+    """The context lengths behind which step times are measured: 64, 1000 and 8000 tokens.
 
-    Where the model or the memory does not allow 8192, it is the longest power of two that they
-    do. It is 64 alone where that is below 512, and where caches can be filled by a prompt only.
+    Where the model or the memory does not allow 8000, it is a half of that, a quarter, and so on.
+    It is 64 alone where that is below 500, and where only a prompt can fill the caches.
     """
     short, middle, long = _CONTEXTS
     kinds = cache_kinds(model)
     position = sum(kind.count * (kind.bytes_per_position or 0) for kind in kinds)
     in_memory = int(whole_memory() * _SHARE_OF_MEMORY) // max(position, 1)
-    longest = min(long, (context_length(model) or _UNENDING) // 2, in_memory)
-    if longest < _LEAST_LONG or not _can_be_filled(model):
+    most = min((context_length(model) or _UNENDING) // 2, in_memory)
+    while long > most:
+        long //= 2
+    if long < _LEAST_LONG or not _can_be_filled(model):
         return [short]
-    longest = 1 << longest.bit_length() - 1
-    return [short, *[middle] * (longest > middle), longest]
+    return [short, *[middle] * (long > middle), long]
 
 
 class Measured(NamedTuple):
@@ -494,15 +495,16 @@ def _first_measurement(model: nn.Module, on_progress: ShareDone) -> TimesByConte
 
     for plan, context in zip((QUICK, QUICK_LONG), contexts, strict=False):
         done = len(found) / len(contexts)
+        left = QUICK.seconds + QUICK_LONG.seconds - (time.perf_counter() - started)
         times, _ = measured = calibrate(
             model,
-            plan,
+            replace(plan, seconds=max(plan.seconds, left)) if found else plan,
             context=context if found else None,
             on_progress=partial(part_done, done),
         )
         _log.info("measured step times behind %d tokens: %s", context, _in_words(times))
         problem = noise(times)
-        if not found and problem is None and not _is_enough(times, model):
+        if problem is None and not (len(times) > 1 if found else _is_enough(times, model)):
             problem = "there was no time for steps over 2, 4 and 8 rows"
         if problem is None:
             found[context] = known_times(measured, plan, "quick")

@@ -142,11 +142,11 @@ def test_json_is_one_object(endless: Path, measurements: list[int | None]):
 def test_longer_contexts_are_measured_and_shown_too(
     endless: Path, measurements: list[int | None], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(costs, "measured_contexts", lambda model: [64, 1024, 8192])
+    monkeypatch.setattr(costs, "measured_contexts", lambda model: [64, 1000, 8000])
     report = json.loads(calibrate(endless, "--json").stdout)
-    assert measurements == [None, 1024, 8192]
+    assert measurements == [None, 1000, 8000]
     longer = report.pop("longer_contexts")
-    assert [curve["context"] for curve in (report, *longer)] == [64, 1024, 8192]
+    assert [curve["context"] for curve in (report, *longer)] == [64, 1000, 8000]
     assert report["split_attention"] is None
     assert json.loads(calibrate("--show", "--json").stdout)["curves"] == [report, *longer]
 

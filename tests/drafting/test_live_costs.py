@@ -55,10 +55,10 @@ def measured(*contexts: int, rows: Sequence[int] = tuple(CLIFF)) -> dict[int, li
     }
 
 
-@pytest.mark.parametrize("context", [64, 500, 4000, 8192, 20_000])
+@pytest.mark.parametrize("context", [64, 500, 4000, 8000, 20_000])
 @pytest.mark.parametrize("rows", [4, 8, 12, 16])
 def test_times_at_two_context_lengths_tell_those_at_all_others(context: int, rows: int):
-    costs = LiveCosts(measured(64, 8192))
+    costs = LiveCosts(measured(64, 8000))
     costs.move_to(context)
     truth = behind(context, rows) / behind(context, 1)
     assert costs.curve(rows) == pytest.approx(truth, rel=0.03)
@@ -68,48 +68,48 @@ def test_times_at_two_context_lengths_tell_those_at_all_others(context: int, row
 def test_of_several_context_lengths_the_nearest_two_count():
     known = {context: times(cost) for context, cost in ((64, 2.0), (1024, 2.0), (4096, 4.0))}
     costs = LiveCosts(known)
-    for context, cost in ((0, 2.0), (500, 2.0), (2560, 3.0), (4096, 4.0), (8192, 6.67)):
+    for context, cost in ((0, 2.0), (500, 2.0), (2560, 3.0), (4096, 4.0), (8000, 6.67)):
         costs.move_to(context)
         assert costs.curve(8) == pytest.approx(cost, rel=0.03)
 
 
 def test_rows_that_were_measured_at_one_length_only_follow_from_their_neighbours():
-    known = measured(64) | measured(8192, rows=(1, 4, 16))
+    known = measured(64) | measured(8000, rows=(1, 4, 16))
     costs = LiveCosts(known)
-    costs.move_to(8192)
+    costs.move_to(8000)
     # Half-way between 4 and 16 rows less a little: there is no cliff to be seen.
     between = GROWTH[4] + (GROWTH[16] - GROWTH[4]) * 8 / 12
-    expected = (behind(64, 12) + between * 8128) / behind(8192, 1)
+    expected = (behind(64, 12) + between * 8128) / behind(8000, 1)
     assert costs.curve(12) == pytest.approx(expected, rel=0.03)
     costs.move_to(64)
     assert costs.curve(12) == pytest.approx(behind(64, 12) / behind(64, 1))
-    wider = LiveTimes(measured(64) | measured(8192, rows=(1, 4, 8)))
-    grown = 2 * GROWTH[8] * 8192  # twice as many rows as the widest that were measured
-    assert wider.curve(8192)(16) == pytest.approx((CLIFF[16] + grown) / behind(8192, 1), rel=0.03)
+    wider = LiveTimes(measured(64) | measured(8000, rows=(1, 4, 8)))
+    grown = (GROWTH[8] + 2 * (GROWTH[8] - GROWTH[4])) * 8000  # the last slope goes on
+    assert wider.curve(8000)(16) == pytest.approx((CLIFF[16] + grown) / behind(8000, 1), rel=0.03)
 
 
 @pytest.mark.parametrize("wrong", [0.5, 2.0])
 def test_a_wrong_growth_is_corrected_where_steps_run_and_elsewhere(wrong: float):
     known = measured(64) | {
-        8192: [KnownTime(row, behind(64, row) + wrong * 8128 * GROWTH[row], 0.05) for row in CLIFF]
+        8000: [KnownTime(row, behind(64, row) + wrong * 8128 * GROWTH[row], 0.05) for row in CLIFF]
     }
     costs = LiveCosts(known)
     chance = random.Random(1)
     for _ in range(400):
-        context = chance.choice((500, 16_384))
+        context = chance.choice((500, 16_000))
         costs.move_to(context)
         for rows in (8, 12):
             plain(costs, behind(context, 1) * chance.lognormvariate(0, 0.02))
             costs.record(rows, behind(context, rows) * chance.lognormvariate(0, 0.02), False)
-    for context, error in ((500, 0.05), (16_384, 0.1), (8_192, 0.1)):
+    for context, error in ((500, 0.05), (16_000, 0.1), (8_192, 0.1)):
         costs.move_to(context)
         for rows in (8, 12):
             assert costs.curve(rows) == pytest.approx(
                 behind(context, rows) / behind(context, 1), rel=error
             )
     again = LiveCosts(costs.changes())  # what is kept for the next process says the same
-    again.move_to(16_384)
-    assert again.curve(12) == pytest.approx(costs_at(costs, 16_384), rel=0.05)
+    again.move_to(16_000)
+    assert again.curve(12) == pytest.approx(costs_at(costs, 16_000), rel=0.05)
 
 
 def costs_at(costs: LiveCosts, context: int) -> float:
@@ -118,22 +118,22 @@ def costs_at(costs: LiveCosts, context: int) -> float:
 
 
 def test_sequences_that_share_a_step_attend_to_a_context_each():
-    costs = LiveCosts(measured(64, 8192)).for_sequences(4)
-    costs.move_to(8192)
+    costs = LiveCosts(measured(64, 8000)).for_sequences(4)
+    costs.move_to(8000)
     linear = CostCurve([(row, CLIFF[row] / CLIFF[1]) for row in CLIFF])
-    truth = CLIFF[1] * linear(4) + 4 * 8192 * GROWTH[1]
+    truth = CLIFF[1] * linear(4) + 4 * 8000 * GROWTH[1]
     assert costs.seconds(1) == pytest.approx(truth, rel=0.05)
-    more = CLIFF[1] * linear(16) + 4 * 8192 * GROWTH[4]  # 4 rows of each
+    more = CLIFF[1] * linear(16) + 4 * 8000 * GROWTH[4]  # 4 rows of each
     assert costs.seconds(13) == pytest.approx(more, rel=0.05)
 
 
 def test_changes_are_there_once_after_steps_have_run():
-    costs = LiveCosts(measured(64, 8192))
+    costs = LiveCosts(measured(64, 8000))
     assert costs.changes() == {}
     costs.move_to(2000)
     costs.record(8, 0.05, False)
     assert costs.unsaved_steps == 1
-    assert list(costs.changes()) == [64, 8192]
+    assert list(costs.changes()) == [64, 8000]
     assert costs.unsaved_steps == 0
     assert costs.changes() == {}
 

@@ -87,7 +87,7 @@ def test_a_busy_measurement_is_told_not_kept_and_made_again(
     monkeypatch.setattr(measured_costs, "calibrate", lambda *_, **__: Measured(TIMES, None))
     assert costs_for(llama, cache=cache).curve(8) == pytest.approx(2.0)
     assert len(caplog.messages) == 1
-    assert list(cache.read(cost_key(llama))) == [64, 8192]
+    assert list(cache.read(cost_key(llama))) == [64, 8000]
 
 
 def test_after_a_busy_measurement_real_steps_tell(
@@ -239,29 +239,29 @@ def test_a_short_and_a_long_context_are_measured_and_kept(
 
     monkeypatch.setattr(measured_costs, "calibrate", calibrate)
     costs_for(llama, cache=cache, on_progress=shares.append)
-    assert contexts == [None, 8192]
+    assert contexts == [None, 8000]
     assert shares == [0.5, 1.0]
     kept = cache.read(cost_key(llama))
-    assert {context: known.split for context, known in kept.items()} == {64: False, 8192: True}
-    assert split_from(llama) == 724  # √(64 · 8192)
+    assert {context: known.split for context, known in kept.items()} == {64: False, 8000: True}
+    assert split_from(llama) == 715  # √(64 · 8000)
     split_attention(llama, None)
     costs = costs_for(llama, cache=cache)
-    assert split_from(llama) == 724
+    assert split_from(llama) == 715
     learn(costs)
     costs.end()
-    assert cache.read(cost_key(llama))[8192].split is True
+    assert cache.read(cost_key(llama))[8000].split is True
     split_attention(llama, None)
 
 
 @pytest.mark.parametrize(
     ("split", "expected"),
     [
-        ({64: None, 8192: None}, None),
-        ({64: None, 8192: False}, None),
-        ({64: None, 8192: True}, 724),
-        ({1024: False, 8192: True}, 2896),
-        ({1024: True, 8192: True}, 256),
-        ({1024: True, 8192: False}, None),
+        ({64: None, 8000: None}, None),
+        ({64: None, 8000: False}, None),
+        ({64: None, 8000: True}, 715),
+        ({1000: False, 8000: True}, 2828),
+        ({1000: True, 8000: True}, 252),
+        ({1000: True, 8000: False}, None),
     ],
 )
 def test_attention_is_split_from_between_the_contexts_that_were_measured(
@@ -277,11 +277,11 @@ def test_attention_is_split_from_between_the_contexts_that_were_measured(
 @pytest.mark.parametrize(
     ("settings", "gib", "contexts"),
     [
-        ({}, 64, [64, 1024, 8192]),
-        ({"max_position_embeddings": 4096}, 64, [64, 1024, 2048]),
-        ({"max_position_embeddings": 1024}, 64, [64, 512]),
-        ({"max_position_embeddings": 1000}, 64, [64]),
-        ({}, 256 * 16 * 3000 / 2**30, [64, 1024, 2048]),  # 256 bytes a position
+        ({}, 64, [64, 1000, 8000]),
+        ({"max_position_embeddings": 4096}, 64, [64, 1000, 2000]),
+        ({"max_position_embeddings": 1024}, 64, [64, 500]),
+        ({"max_position_embeddings": 999}, 64, [64]),
+        ({}, 256 * 16 * 3000 / 2**30, [64, 1000, 2000]),  # 256 bytes a position
     ],
 )
 def test_contexts_fit_the_model_and_the_memory(
