@@ -195,7 +195,7 @@ def merged_order(
 def _slots_among(
     array: SuffixArray, tokens: np.ndarray, places: np.ndarray, least: int
 ) -> np.ndarray:
-    """The slots of ``array``, at least ``least``, before which sorted ``places`` of ``tokens`` go."""
+    """The slots of ``array`` from ``least`` on before which sorted ``places`` of ``tokens`` go."""
     low = np.full(len(places), least, np.int64)
     high = np.full(len(places), len(array.order), np.int64)
     while len(open_ := np.flatnonzero(low < high)):
