@@ -221,7 +221,9 @@ def test_a_repository_is_downloaded_at_its_revision(
 
 @pytest.mark.parametrize("name", ["nowhere", "./no/where", "a/b/c"])
 def test_what_is_neither_directory_nor_repository_is_named(tmp_path: Path, name: str):
-    with pytest.raises(MlxspecError, match="no such directory, and no name of a Hub repository"):
+    with pytest.raises(
+        MlxspecError, match="no such directory, and not the name of a Hub repository"
+    ):
         convert(hf_path=name, mlx_path=tmp_path / "out")
 
 

@@ -187,7 +187,7 @@ def test_a_failure_while_reading_leaves_nothing(tmp_path: Path):
 
     with pytest.raises(KeyboardInterrupt):
         build_store(tmp_path / "s", interrupted(), FIRST)
-    with pytest.raises(StoreError, match="there is no text"):
+    with pytest.raises(StoreError, match="nothing to write"):
         build_store(tmp_path / "s", [[1]], FIRST)
     assert list(tmp_path.iterdir()) == []
 
