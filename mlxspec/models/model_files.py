@@ -151,7 +151,7 @@ _DOWNLOAD_PROBLEMS = {
 # --- files of other programs ---
 
 _USE_MLX = (
-    "a model in GGUF, the format of llama.cpp and Ollama; use one for MLX, from "
+    "a model in GGUF format, as for llama.cpp and Ollama; use one for MLX, from "
     "https://huggingface.co/mlx-community/models, or convert the original: "
     "mlxspec convert --hf-path OWNER/NAME -q"
 )

@@ -187,7 +187,7 @@ def change_config(**changes: object):
         (lambda s: (s / "config.json").unlink(), r"no config\.json"),
         (
             lambda s: (s / "config.json").rename(s / "params.json"),
-            r"no config\.json; use --torch-path for an original",
+            r"is an original checkpoint; use --torch-path",
         ),
         (lambda s: (s / "config.json").write_text("{"), r"config\.json: not valid JSON"),
         (lambda s: (s / "model.safetensors").unlink(), r"no model\*\.safetensors"),
