@@ -9,7 +9,7 @@ import os
 import signal
 from importlib import import_module
 
-from ..distributed.launch import let_rank_0_speak
+from ..distributed.launch import silence_followers
 from ..process import INTERRUPTED, occupy_standard_descriptors
 
 
@@ -30,7 +30,7 @@ def run(module: str, command: str, name: str) -> None:
     usual = signal.getsignal(signal.SIGINT)
     if usual is signal.default_int_handler:  # and not ignored, as behind nohup
         signal.signal(signal.SIGINT, _quit)
-    let_rank_0_speak()  # of several that mlx.launch has started
+    silence_followers()  # if mlx.launch has started several ranks
     start = getattr(import_module(module), command)
     run_command = import_module("mlxspec.cli.common.notes").run_command
     signal.signal(signal.SIGINT, usual)

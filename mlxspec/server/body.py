@@ -258,7 +258,6 @@ class JsonReader:
 # --- models ---
 
 _LONGEST_SHOWN = 60  # characters of a value in a message
-_INTEGERS = 2**63
 
 _T = TypeVar("_T")
 Items = Annotated[list[_T], Field(fail_fast=True)]
@@ -378,7 +377,7 @@ def shown(value: object) -> str:
         return "a list" if value else "an empty list"
     if value is None or isinstance(value, bool):
         return json.dumps(value)
-    if isinstance(value, int) and abs(value) >= _INTEGERS:  # Python formats none that are too long
+    if isinstance(value, int) and abs(value) >= 2**63:  # Python refuses to format very long ones
         return "a number beyond 64 bits"
     text = ascii(value[:_LONGEST_SHOWN] if isinstance(value, str) else value)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"

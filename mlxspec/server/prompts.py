@@ -177,7 +177,6 @@ def _is_reasoning(request: ChatRequest, tokenizer: TokenizerWrapper, text: str) 
     return text.rstrip().endswith(tokenizer.think_start)
 
 
-
 def _call_opening(request: ChatRequest, tokenizer: TokenizerWrapper) -> str:
     opening = call_opening(tokenizer, request.forced_tool)
     if opening is None:
@@ -228,8 +227,7 @@ def _plain_chat(
     """
     if request.tools:
         raise ApiError(
-            "This model has no chat template, so it does not support tools: leave tools out.",
-            param="tools",
+            "Without a chat template this model takes no tools: leave tools out.", param="tools"
         )
     lines = []
     for message in request.messages:

@@ -33,7 +33,6 @@ from .body import (
 )
 
 MOST_CHOICES = 128  # of all prompts together
-_MOST_TOKENS = 2**31 - 1
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 _COLDEST = 1e-6  # a lower temperature counts as 0, which samples the same tokens
 
@@ -145,8 +144,7 @@ def check_ids(ids: Iterable[int], vocab_size: int, param: str) -> None:
     for token in ids:
         if token >= vocab_size:
             raise ApiError(
-                f"{param} has the token id {token}: send ids from 0 to {vocab_size - 1}.",
-                param=param,
+                f"{param} has the id {token}: send ids from 0 to {vocab_size - 1}.", param=param
             )
 
 
@@ -510,7 +508,7 @@ class CommonBody(SamplingBody):
             "constrained_by": constrained_by,
             "model": self.model,
             "sampling": self.sampling,
-            "max_tokens": max_tokens and min(max_tokens, _MOST_TOKENS),
+            "max_tokens": max_tokens and min(max_tokens, 2**31 - 1),
             "n": self.n,
             "stop": tuple(self.stop),
             "stop_token_ids": tuple(self.stop_token_ids),
@@ -539,9 +537,7 @@ class CommonBody(SamplingBody):
             return None, ""
         if len(found) > 1:
             first, second = found[0][0], found[1][0]
-            raise ApiError(
-                f"{second} cannot be combined with {first}: send one of them.", param=second
-            )
+            raise ApiError(f"{second} conflicts with {first}: send one of them.", param=second)
         ((path, value, kind),) = found
         return made_constraint(_MAKE_CONSTRAINT[kind], value, path), path
 
