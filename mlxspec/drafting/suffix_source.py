@@ -147,7 +147,7 @@ class SuffixSource(Drafter):
 # Negative p_reached, serial number, parent, occurrences, path.
 _Frontier = tuple[float, int, int, list[Occurrence], list[int]]
 # The children that the text proposes for a node, and their estimates.
-_Saying = tuple[Sequence[int], Sequence[Estimate]]
+_Proposal = tuple[Sequence[int], Sequence[Estimate]]
 
 
 class SuffixTree(TreeBuilder):
@@ -185,7 +185,7 @@ class SuffixTree(TreeBuilder):
         self._least_p, self._costs = limits.least_p, limits.costs
         self._most_children = _CHILDREN if limits.branching else 1
         self._expected = self._best_rate = self._price = 1.0
-        self._sayings: list[_Saying | None] = []  # per node, its proposed children
+        self._proposals: list[_Proposal | None] = []  # per node, its proposed children
         self.firsts: list[Occurrence] = []  # per node but the root, the best occurrence
         self._frontier: list[_Frontier] = []
         self._serial = 0  # breaks ties: the older entry comes first
@@ -197,8 +197,8 @@ class SuffixTree(TreeBuilder):
         for token in emitted[:_LESSONS]:
             if node is None:
                 return
-            if said := self._sayings[node]:
-                tokens, estimates = said
+            if proposal := self._proposals[node]:
+                tokens, estimates = proposal
                 right = tokens.index(token) if token in tokens else None
                 self._acceptance.learn(estimates, right)
             node = self.find(node, token)
@@ -263,14 +263,14 @@ class SuffixTree(TreeBuilder):
             if token == SEPARATOR:
                 break
             estimated = estimate(token, depth, path[-1])
-            self._sayings.append(((token,), (estimated,)))
+            self._proposals.append(((token,), (estimated,)))
             p_reached *= estimated[0]
             path.append(token)
             if p_reached <= likeliest_other or not self._is_wanted(p_reached):
                 self._push(p_reached, node, occurrences, path)
                 return
             node = self._append(token, node, p_reached, occurrences[0])
-        self._sayings.append(None)  # nothing follows
+        self._proposals.append(None)  # nothing follows
 
     def _expand(
         self, node: int, p_node: float, occurrences: list[Occurrence], path: list[int]
@@ -278,14 +278,14 @@ class SuffixTree(TreeBuilder):
         """Rank a node's continuations and add them to the frontier."""
         found = continuations(self._text, occurrences, path)
         if not found:
-            self._sayings.append(None)
+            self._proposals.append(None)
             return
         # For the root, all continuations are worth learning from.
         least_left = self._least_wanted() / p_node if node else 0.0
         estimates = self._acceptance.estimate(
             found, len(self._text), len(path), self.tokens[node], self._most_children, least_left
         )
-        self._sayings.append(([one.token for one in found[: len(estimates)]], estimates))
+        self._proposals.append(([one.token for one in found[: len(estimates)]], estimates))
         left = p_node  # the probability that no child so far is right
         for (token, _, _, followed), (p_accept, _, _) in zip(found, estimates, strict=False):
             self._push(left * p_accept, node, followed, [*path, token])

@@ -91,7 +91,7 @@ def test_why_nothing_is_drafted_is_said_with_its_figures() -> None:
         "likely enough for rows that cost 0.20 plain steps each"
     )
     copied = [*text, text[3]]
-    assert why_none(copied, LINEAR).endswith("rows of 1.00 plain steps each")
+    assert why_none(copied, LINEAR).endswith("rows that cost 1.00 plain steps each")
     stairs = CostCurve([(1, 1), (2, 3), (32, 3.5)])
     figures = r"(\d+) rows cost (\S+) plain steps, expected (\S+) tokens"
     found = re.fullmatch(figures, why_none(copied, stairs))
