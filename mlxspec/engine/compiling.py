@@ -171,7 +171,7 @@ def tried(constraint: Constraint, outline: Outline) -> str:
         OptionError: llguidance refuses the constraint, crashes, or exceeds a limit.
     """
     if getattr(sys, "frozen", False):  # the executable is not a Python that could run a file
-        raise OptionError("constraints need a second Python process: install mlxspec with pip")
+        raise OptionError("constraints need another Python process: install mlxspec with pip")
     request = {
         "path": os.path.dirname(os.path.dirname(llguidance.__file__)),
         "kind": constraint.kind,
