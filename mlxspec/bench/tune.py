@@ -57,7 +57,7 @@ def measured(arguments: Sequence[str], setting: str) -> Report:
     if done.returncode:
         lines = done.stderr.decode(errors="replace").splitlines()
         how = lines[-1].removeprefix("Error: ") if lines else f"exit status {done.returncode}"
-        raise MlxspecError(f"{setting or 'no setting'}: {how}")
+        raise MlxspecError(f"{setting or 'without a setting'}: {how}")
     report: Report = json.loads(done.stdout)
     return report
 
@@ -71,7 +71,7 @@ def tune(
 
     Args:
         measure: called with a setting; as :func:`measured`.
-        rounds: how often each setting is measured.
+        rounds: how often each setting is measured, after a first measurement that does not count.
         on_progress: called with the share that is done.
 
     Returns:
@@ -86,6 +86,7 @@ def tune(
     failed: dict[str, str] = {}
     interrupted = True
     with suppress(KeyboardInterrupt):
+        measure(NONE)  # does not count: the first process finds a cold machine
         for number in range(rounds):
             reports: dict[str, Report] = {}
             for place, setting in enumerate(in_turn(SETTINGS, number), start=1):
@@ -138,7 +139,9 @@ def tuning_report(
 def _entry(setting: str, rounds: Sequence[Mapping[str, Report]]) -> Report:
     decoders: Report = {}
     for name in rounds[0][NONE]["decoders"]:
-        rates = [(_rates(reports[setting], name), _rates(reports[NONE], name)) for reports in rounds]
+        rates = [
+            (_rates(reports[setting], name), _rates(reports[NONE], name)) for reports in rounds
+        ]
         gains = [fmean(math.log(own / none) for own, none in zip(*of, strict=True)) for of in rates]
         error = None
         if (n := len(gains)) > 1:

@@ -66,7 +66,8 @@ class BenchOptions:
     limit: int | None = _prompts("--limit N", "At most N prompts of each category.")
     decoders: str | None = _measurement(
         "--decoder A,B",
-        f"Compare with plain decoding, of {', '.join(_DECODERS)}.  [default: all; auto with --tune]",
+        f"Compare with plain decoding, of {', '.join(_DECODERS)}.  [default: all; with --tune "
+        "auto]",
         shell_complete=names_completed(lambda: _DECODERS),
     )
     drafter: str | None = _measurement(
@@ -351,5 +352,7 @@ def _tuning_tables(report: Report) -> Iterator[RenderableType]:
     if report["settings"]["repeats"] == 1:
         yield "One round has no confidence interval: give --repeats 3 or more."
     helpful = [entry["mlx_settings"] for entry in others if entry["helps"]]
-    verdict = f"Faster with every decoder, beyond the interval: {'; '.join(helpful) or 'none of them'}."
+    verdict = (
+        f"Faster with every decoder, beyond the interval: {'; '.join(helpful) or 'none of them'}."
+    )
     yield Text(verdict, style="bold")

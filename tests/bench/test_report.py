@@ -142,9 +142,7 @@ def test_outputs_are_counted_by_prompt_and_decoder_without_plain_and_other_sampl
         **{"outputs": 4, "differ": 1},
         **{"median_margin": None, "largest_margin": None},
     }
-    assert exactness(result) == (
-        "3 of 4 outputs are identical to plain decoding's, in float16."
-    )
+    assert exactness(result) == ("3 of 4 outputs are identical to plain decoding's, in float16.")
     assert exactness(report(measured({"plain": [10.0]}))) == ""
 
 

@@ -98,7 +98,7 @@ def test_every_setting_is_measured_once_a_round_in_changing_order() -> None:
         return bench(1)
 
     report = tune(measure, 2, shares.append)
-    assert order == [*SETTINGS, NONE, *SETTINGS[:0:-1]]
+    assert order == [NONE, *SETTINGS, NONE, *SETTINGS[:0:-1]]
     assert shares == pytest.approx([i / 10 for i in range(1, 11)])
     assert report["settings"] == {"repeats": 2, "prompts": 1, "interrupted": False}
     assert report["failed"] == []
@@ -121,9 +121,9 @@ def test_a_setting_that_fails_is_left_out_and_named() -> None:
 
 def test_without_the_measurement_to_compare_with_nothing_goes_on() -> None:
     def measure(setting: str) -> Report:
-        raise MlxspecError("no setting: there is no such model")
+        raise MlxspecError("without a setting: it is gone")
 
-    with pytest.raises(MlxspecError, match="^no setting: there is no such model$"):
+    with pytest.raises(MlxspecError, match="without a setting: it is gone"):
         tune(measure, 2)
 
 
@@ -148,7 +148,7 @@ def test_an_interrupt_leaves_the_rounds_that_are_complete(after: int) -> None:
 def test_a_process_has_the_setting_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = write_scripted_model(tmp_path / "model", ("one", " two", "\n"))
+    write_scripted_model(tmp_path / "model", ("one", " two", "\n"))
     (tmp_path / "config.toml").write_text('mlx-settings = "MLX_MAX_MB_PER_BUFFER=7"\n')
     monkeypatch.setenv("MLXSPEC_CONFIG_DIR", str(tmp_path))
     monkeypatch.setenv("MLX_MAX_OPS_PER_BUFFER", "9")
@@ -159,5 +159,5 @@ def test_a_process_has_the_setting_and_no_other(
     assert report["machine"]["mlx_settings"] == FAST
     assert list(report["decoders"]) == ["plain", "prompt-lookup"]
     assert report["decoders"]["prompt-lookup"]["outputs"]["different"] == 0
-    with pytest.raises(MlxspecError, match=r"^no setting: .*'warp': choose among plain"):
+    with pytest.raises(MlxspecError, match=r"^without a setting: .*'warp': choose among plain"):
         measured(("--model=model", "--decoder=warp"), NONE)

@@ -197,7 +197,7 @@ def test_tune_shows_the_ratios_and_what_to_keep(
     own = ("--decoder", "auto", "--prompts", prompts, "--limit", 2, "--seed", 5)
     result, given = tuned(monkeypatch, faster, *own)
     assert result.exit_code == 0, result.stderr
-    assert len(given) == 3 * len(SETTINGS)
+    assert len(given) == 1 + 3 * len(SETTINGS)
     assert given[0] == [
         *("--model=demo", "--limit=2", "--decoder=auto", "--max-tokens=250", "--temp=0.0"),
         *("--seed=5", f"--prompts={prompts}"),
