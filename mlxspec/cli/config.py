@@ -1,4 +1,4 @@
-"""``mlxspec config``: a default model, aliases of models, and defaults of options."""
+"""``mlxspec config``: a default model, aliases of models, defaults of options, MLX's settings."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ Examples:
 
 The default model answers where a command line names none. It is what MLXSPEC_MODEL names, or what
 is set here, or the directory mlx_model, or else demo. Options on a command line override all that
-is set. An alias overrides a directory of its name; ./NAME is the directory.
+is set, and so do variables of the environment. An alias overrides a directory of its name; ./NAME
+is the directory.
 
 The file is config.toml in the user's configuration directory, or in the one that
 {ENVIRONMENT_VARIABLE} names. It may be edited; comments stay.
