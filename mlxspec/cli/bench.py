@@ -59,18 +59,18 @@ class BenchOptions:
     prompts: tuple[Path, ...] = _prompts(
         "--prompts --spec-bench FILE",
         "Prompts to answer, such as Spec-Bench's question.jsonl; repeatable.  [default: a small "
-        "set that comes with mlxspec]",
+        "bundled set]",
         type=FILE,
         multiple=True,
     )
     limit: int | None = _prompts("--limit N", "At most N prompts of each category.")
     decoders: str | None = _measurement(
         "--decoder A,B",
-        f"Compare with plain decoding, of {', '.join(_DECODERS)}.  [default: all]",
+        f"Decoders to measure: {', '.join(_DECODERS)}.  [default: all]",
         shell_complete=names_completed(lambda: _DECODERS),
     )
     drafter: str | None = _measurement(
-        DRAFTER, "Measure a drafter class of your own, too, alone and with auto."
+        DRAFTER, "Also measure your own drafter class, alone and with auto."
     )
     max_tokens: int = _measurement("--max-tokens N", "Generate at most N tokens.", default=250)
     repeats: int = _measurement("--repeats N", "Runs of each decoder on each prompt.", default=3)
@@ -82,14 +82,14 @@ class BenchOptions:
 @model_argument(ABOUT + DEFAULT)
 @options_of(BenchOptions, "asked")
 @options_of(ReportOptions, "shows", "Output")
-@option("--include-text", "Put prompts and outputs into the JSON and the page.", group="Output")
+@option("--include-text", "Include prompts and outputs in the JSON and the page.", group="Output")
 def bench_command(
     model: str | None, asked: BenchOptions, shows: ReportOptions, include_text: bool
 ) -> None:
     """Measure plain decoding, mlx-lm and the drafting decoders on MODEL.
 
-    They take turns on the same prompts in one process. Outputs are compared token by token;
-    outputs that differ by more than near ties get no speed-up, and the exit status 1.
+    They take turns on the same prompts in one process. Outputs are compared token by token. If
+    outputs differ by more than near ties, no speed-up is shown and the exit status is 1.
 
     \b
     Examples:
@@ -98,14 +98,14 @@ def bench_command(
       mlxspec bench MODEL --spec-bench question.jsonl --limit 10
 
     A file of prompts is JSONL with "prompt", "messages" or "turns" and optionally "category" in
-    each line; any other file is one prompt as it stands. Reports hold no prompts,
-    no outputs and no paths unless you ask for them.
+    each line. The whole text of any other file is one prompt. Reports contain no prompts, outputs
+    or paths unless you ask for them.
     """
     from ..bench.measure import backends_with, chosen_backends, what_differs
     from ..bench.prompts import bundled_prompts, limited, read_prompts
     from ..drafting.drafter import load_drafter
 
-    # All that needs no model is checked before one is loaded, or even downloaded.
+    # Check all that needs no model before a model is loaded, or even downloaded.
     model = needed_model(model)
     backends = chosen_backends(asked.decoders)
     if asked.drafter is not None:
@@ -135,7 +135,7 @@ def _report(
     questions: list[BenchPrompt],
     include_text: bool,
 ) -> Report:
-    """Load the model, measure until the end or Ctrl-C, and sum up."""
+    """Load the model, measure until the end or Ctrl-C, and make the report."""
     from ..bench.measure import Measurement, bench_report, machine_facts, model_facts
     from ..models.model import load
 
@@ -151,7 +151,7 @@ def _report(
             measured.append(prompt)
         interrupted = False
     if measurement.skipped:
-        note(f"left out, being longer than the model's context: {measurement.skipped} prompts")
+        note(f"left out {measurement.skipped} prompts that are longer than the model's context")
     if not measured and interrupted:
         raise KeyboardInterrupt
     if not measured:
@@ -179,7 +179,7 @@ def _report(
 
 
 def page_parts(report: Report) -> Iterator[RenderableType]:
-    """The tables of a report with bars of speeds, the settings, and texts if it has them."""
+    """The tables of a report, bars of the speeds, the settings, and texts if it has any."""
     from ..bench.measure import SLOW, ratio_name, what_differs
 
     yield from _tables(report)
@@ -219,8 +219,7 @@ def _tables(report: Report) -> Iterator[RenderableType]:
     decoders = report["decoders"]
     table = FoldingTable(
         *("category", "prompts", *decoders),
-        caption=f"tokens/s, prefill not counted, and the ratio to {report['baseline']}, turn by "
-        "turn",
+        caption=f"tokens/s without prefill, and the ratio to {report['baseline']}, turn by turn",
     )
     for category, entry in report["categories"].items():
         cells = []
@@ -243,7 +242,7 @@ def _over_all(decoders: Report) -> RenderableType:
         "all",
         *("vs plain", "vs mlx-lm", "worst vs plain", "predicted", "error"),
         *("tokens/step", "rows/step", "accepted", "outputs"),
-        caption="geometric means of the categories; outputs compared with plain's",
+        caption="geometric means of the categories; outputs are compared with plain's",
     )
     for name, figures in decoders.items():
         worst = "–"
