@@ -66,7 +66,7 @@ class BenchOptions:
     limit: int | None = _prompts("--limit N", "At most N prompts of each category.")
     decoders: str | None = _measurement(
         "--decoder A,B",
-        f"Decoders to measure: {', '.join(_DECODERS)}.  [default: all]",
+        f"Compare plain decoding with any of {', '.join(_DECODERS)}.  [default: all]",
         shell_complete=names_completed(lambda: _DECODERS),
     )
     drafter: str | None = _measurement(

@@ -172,7 +172,7 @@ def _policies(asked: ReplayOptions, shows: ReportOptions) -> dict[str, ReplayPol
     for option, given in (("--decoder", asked.decoders), ("--drafter", asked.drafter)):
         if given not in (None, AUTO):
             raise OptionError(
-                f"{option} {given} with --memory, which compares the default decoder with itself: "
+                f"{option} {given} with --memory: the default decoder is compared with itself; "
                 "leave out one of the two"
             )
     return memories(asked.memory)

@@ -52,7 +52,7 @@ def test_a_subcommand_is_the_script_s_command(name: str, command: object):
     ("arguments", "complaint"),
     [
         (["genrate"], "unknown command 'genrate': did you mean generate? (mlxspec --help)"),
-        (["memory", "shw"], "no command 'shw': did you mean show? (mlxspec memory --help)"),
+        (["memory", "shw"], "unknown command 'shw': did you mean show? (mlxspec memory --help)"),
         (["zzz"], "unknown command 'zzz' (mlxspec --help)"),
         (["why is it so?"], "to use it as a prompt, run mlxspec generate 'why is it so?' ("),
         (["a word " * 30], 'mlxspec generate "..." ('),

@@ -219,7 +219,7 @@ def test_a_pipe_that_stays_open_and_empty_is_left_alone(
     standard_input(reading)
     assert PromptOptions(argument="do it").read() == "do it"
     (told,) = capsys.readouterr().err.splitlines()
-    assert "--prompt-file - would wait" in told
+    assert "--prompt-file - waits for the pipe" in told
     os.close(writing)
 
 

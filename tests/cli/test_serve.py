@@ -191,7 +191,7 @@ def test_a_chat_says_what_is_wrong_with_the_server(endless: Path) -> None:
 
     nobody = "http://127.0.0.1:1"
     assert "Connection refused" in said("--server", nobody)
-    assert "leave these options out" in said("--server", nobody, "--kv-bits", 8)
+    assert "leave them out" in said("--server", nobody, "--kv-bits", 8)
     assert "servers do not take it" in said("--server", nobody, "--min-tokens-to-keep", 2)
 
 

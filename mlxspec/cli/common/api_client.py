@@ -79,18 +79,17 @@ class ApiClient:
                     isinstance(model.name, str) and isinstance(model.context_length, int | None)
                 ):
                     raise TypeError(model)
+            names = [model.name for model in models]
+            name = first or names[0]
         except (AttributeError, LookupError, TypeError) as error:
             raise OptionError(
                 f"--server {self.address} sent no list of models: start one with 'mlxspec serve'"
             ) from error
-        names = [model.name for model in models]
-        if not models:
-            raise OptionError(f"--server {self.address} has no models: load one there")
-        if first is not None and first not in names and given_name(first) in names:
-            first = given_name(first)
-        if first not in (None, *names):
+        if name not in names:
+            name = given_name(name)
+        if name not in names:
             raise OptionError(f"--model is {first}: choose one of the server's: {', '.join(names)}")
-        return sorted(models, key=lambda model: model.name != (first or names[0]))
+        return sorted(models, key=lambda model: model.name != name)
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """Send a request and parse the JSON answer.
