@@ -1,4 +1,4 @@
-"""Set up the process: its BLAS, standard descriptors and heap."""
+"""Set up the process: its BLAS, standard descriptors, heap and variables."""
 
 from __future__ import annotations
 
@@ -98,6 +98,27 @@ def give_back_large_blocks() -> None:
     if sys.platform == "linux":
         with suppress(AttributeError):  # the C library is not glibc
             ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE)
+
+
+MLX_VARIABLES = {
+    "MLX_METAL_FAST_SYNCH": 1,
+    "MLX_MAX_MB_PER_BUFFER": 512,
+    "MLX_MAX_OPS_PER_BUFFER": 100,
+}
+"""MLX's tuning variables, and values that others set on large Macs.
+
+MLX reads each once, when it first uses a GPU: the first on Metal only, the others on CUDA, too.
+"""
+
+
+def variables_in(setting: str) -> dict[str, str]:
+    """The variables in a text such as "NAME=1,OTHER=512"."""
+    return dict(one.split("=") for one in setting.split(",") if one)
+
+
+def mlx_settings() -> str:
+    """The tuning variables that are set, in the form of :func:`variables_in`."""
+    return ",".join(f"{name}={os.environ[name]}" for name in MLX_VARIABLES if name in os.environ)
 
 
 INTERRUPTED = 130

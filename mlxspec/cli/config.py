@@ -1,4 +1,4 @@
-"""``mlxspec config``: sets the default model, aliases of models, and defaults of options."""
+"""``mlxspec config``: sets the default model, aliases, defaults of options, and MLX's variables."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ Examples:
 
 The default model answers when a command line names none. It is the model in MLXSPEC_MODEL, or the
 one set here, or the directory mlx_model, or else demo. Options on a command line override these
-settings. An alias takes precedence over a directory of that name; ./NAME is the directory.
+settings, as do environment variables. An alias takes precedence over a directory of that name;
+./NAME is the directory.
 
 The settings are in config.toml in your configuration directory, or in the directory
 {ENVIRONMENT_VARIABLE}. You may edit the file; comments are kept.

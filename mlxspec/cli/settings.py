@@ -13,15 +13,17 @@ import re
 import stat
 import tomllib
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import platformdirs
 
-from ..errors import OptionError, SettingsError
+from ..errors import MlxspecError, OptionError, SettingsError
 from ..files import SHARED, check_writable, replaced
 from ..models.model_files import DEMO
+from ..process import MLX_VARIABLES, variables_in
 
 # --- the user's settings ---
 
@@ -31,7 +33,7 @@ ENVIRONMENT_VARIABLE = "MLXSPEC_CONFIG_DIR"
 MODEL_VARIABLE = "MLXSPEC_MODEL"
 """The variable that names the default model; it overrides the file."""
 
-MODEL, ALIAS = "model", "alias"
+MODEL, ALIAS, MLX_SETTINGS = "model", "alias", "mlx-settings"
 ALIAS_PREFIX = f"{ALIAS}."
 _ALIAS_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
@@ -44,17 +46,19 @@ class Setting(NamedTuple):
         kind: ``str`` (not blank), ``int`` (at least 1) or ``float`` (at least 0).
         must_be: its valid values, in words.
         commands: the commands whose option of this name has it as the default.
+        pattern: the regular expression that a ``str`` must match.
     """
 
     about: str
     kind: type
     must_be: str
     commands: tuple[str, ...] = ()
+    pattern: str = r"[^\0]*[^\s\0][^\0]*"
 
     def takes(self, value: Any) -> bool:
         """Whether a value is valid."""
         if self.kind is str:
-            return isinstance(value, str) and bool(value.strip()) and "\0" not in value
+            return isinstance(value, str) and bool(re.fullmatch(self.pattern, value))
         if self.kind is int:
             return type(value) is int and value >= 1
         return type(value) in (int, float) and 0 <= value < math.inf
@@ -62,12 +66,20 @@ class Setting(NamedTuple):
 
 _GENERATING = ("generate", "explain", "chat")
 _OF = "of generate, explain and chat"
+_VARIABLE = rf"({'|'.join(MLX_VARIABLES)})=[1-9][0-9]{{0,5}}"
 
 KEYS = {
     MODEL: Setting("the default model", str, "a model"),
     "max-tokens": Setting(f"--max-tokens {_OF}", int, "a whole number, 1 or more", _GENERATING),
     "temp": Setting(f"--temp {_OF}", float, "a number, 0 or more", _GENERATING),
     "system-prompt": Setting("--system-prompt of chat", str, "a text", ("chat",)),
+    MLX_SETTINGS: Setting(
+        "MLX's tuning variables, from 'bench --tune'",
+        str,
+        f"whole numbers, 1 or more for {', '.join(MLX_VARIABLES)}, such as "
+        f"{','.join(f'{name}={value}' for name, value in [*MLX_VARIABLES.items()][1:])}",
+        pattern=f"{_VARIABLE}(,{_VARIABLE})*",
+    ),
 }
 """All settings except aliases."""
 
@@ -146,6 +158,16 @@ def load_config() -> UserConfig:
         raise SettingsError(
             f"{path}: is not valid TOML ({error}); correct it, or remove it"
         ) from error
+
+
+def apply_mlx_settings() -> None:
+    """Put MLX's settings into the environment; variables that are already set override them.
+
+    This must happen before MLX first uses a GPU.
+    """
+    with suppress(MlxspecError):  # the command reports it
+        for name, value in variables_in(load_config().values.get(MLX_SETTINGS, "")).items():
+            os.environ.setdefault(name, value)
 
 
 def _parsed(path: Path, document: Mapping[str, Any]) -> UserConfig:

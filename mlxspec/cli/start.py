@@ -32,6 +32,7 @@ def run(module: str, command: str, name: str) -> None:
         signal.signal(signal.SIGINT, _quit)
     let_rank_0_speak()  # if mlx.launch has started several
     start = getattr(import_module(module), command)
+    import_module("mlxspec.cli.settings").apply_mlx_settings()
     run_command = import_module("mlxspec.cli.common.notes").run_command
     signal.signal(signal.SIGINT, usual)
     run_command(start, name)

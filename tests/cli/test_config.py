@@ -2,14 +2,20 @@
 
 import json
 import os
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
+import mlxspec
+from mlxspec.cli.settings import apply_mlx_settings
+from mlxspec.process import mlx_settings
 from tests.support.command_line import run
 
 REPOSITORY = "mlx-community/Mistral-7B-Instruct-v0.3-4bit"
+ROOT = Path(mlxspec.__file__).parents[1]
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +80,10 @@ def test_comments_stay_and_a_directory_is_found_from_everywhere(file: Path, tmp_
         (("set", "temp", "-1"), "temp is -1.0: give a number, 0 or more"),
         (("set", "temp", "nan"), "temp is nan: give a number, 0 or more"),
         (("set", "system-prompt", ""), "system-prompt is '': give a text"),
+        (("set", "mlx-settings", "MLX_RANK=1"), "mlx-settings is 'MLX_RANK=1': give whole numbers"),
+        (("set", "mlx-settings", "MLX_METAL_FAST_SYNCH=0"), "1 or more for MLX_METAL_FAST_SYNCH"),
+        (("set", "mlx-settings", "MLX_METAL_FAST_SYNCH=1,"), "mlx-settings is"),
+        (("set", "system-prompt", "a\0b"), "system-prompt is"),
         (("set", "alias.demo", REPOSITORY), "alias.demo: name it with letters"),
         (("set", "alias.a/b", REPOSITORY), "alias.a/b: name it with letters"),
         (("set", "alias.", REPOSITORY), "alias.: name it with letters"),
@@ -109,6 +119,7 @@ def test_an_alias_of_another_one_cannot_come_about():
         (b"model = 5\n", "model is 5: give a model"),
         (b"max-tokens = true\n", "max-tokens is True: give a whole number"),
         (b"alias = 'x'\n", "alias is 'x': make it a table"),
+        (b"mlx-settings = 'a=1'\n", "mlx-settings is 'a=1': give whole numbers"),
         (b"[alias]\nfast = 1\n", "alias.fast is 1: give a model"),
         (b"[alias]\na = 'b'\nb = 'a'\n", "alias.a is 'b', another alias"),
     ],
@@ -163,3 +174,33 @@ def test_a_system_prompt_that_is_set_is_that_of_chat():
     assert "Briefly." not in run("chat", "--help").stdout
     run("config", "set", "system-prompt", "Briefly.")
     assert "[default: Briefly.]" in " ".join(run("chat", "--help").stdout.split())
+
+
+SETTING = "MLX_MAX_MB_PER_BUFFER=512,MLX_MAX_OPS_PER_BUFFER=100"
+
+
+def test_mlx_s_settings_are_in_the_environment_which_overrides_them(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    assert run("config", "set", "mlx_settings", SETTING).stdout == f"mlx-settings is {SETTING}.\n"
+    assert f"mlx-settings  {SETTING}" in run("config").stdout
+    monkeypatch.setattr("os.environ", {**os.environ, "MLX_MAX_OPS_PER_BUFFER": "7"})
+    apply_mlx_settings()
+    assert os.environ["MLX_MAX_MB_PER_BUFFER"] == "512"
+    assert os.environ["MLX_MAX_OPS_PER_BUFFER"] == "7"
+    assert mlx_settings() == "MLX_MAX_MB_PER_BUFFER=512,MLX_MAX_OPS_PER_BUFFER=7"
+
+
+def test_every_command_has_mlx_s_settings_before_it_loads_mlx():
+    run("config", "set", "mlx-settings", SETTING)
+    code = (
+        "import os, sys\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from mlxspec.cli.start import run\n"
+        "import mlxspec.cli.common.notes as notes\n"
+        "notes.run_command = lambda *_: print(\n"
+        "    os.environ.get('MLX_MAX_MB_PER_BUFFER'), 'mlx.core' in sys.modules)\n"
+        "run('mlxspec.cli.generate', 'generate_command', 'decoder.py')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "512 False\n", done.stderr
