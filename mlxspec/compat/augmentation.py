@@ -21,7 +21,7 @@ from ..models.model import load
 from ..models.model_files import DEMO
 from . import generation
 
-_mlx_lm = import_module("mlx_lm.generate")  # the package has a function of that name
+_mlx_lm = import_module("mlx_lm.generate")  # mlx_lm.generate is a function
 _its_load = _mlx_lm.load  # the original, even after it is replaced
 _PACKAGE = __name__.partition(".")[0]
 
@@ -39,7 +39,7 @@ def augment() -> Augmentation:
 
     Not covered are functions kept outside modules (in a class, in ``partial``), and calls of
     ``generate_step`` and ``BatchGenerator``. So ``mlx_lm.server`` only speculates for requests that
-    it does not batch: those with a seed, ``--kv-bits`` or a draft model, and all requests to a
+    it does not batch: requests with a seed, ``--kv-bits`` or a draft model, and all requests to a
     model whose caches cannot be batched.
 
     Returns:

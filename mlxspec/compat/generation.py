@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     @dataclass
     class BatchResponse:
-        """mlx-lm's class, whose types type checkers do not find."""
+        """mlx-lm's class, for type checkers, which do not find its types."""
 
         texts: list[str]
         stats: BatchStats

@@ -1,4 +1,4 @@
-"""Connections between rank 0 and the other ranks: setup, messages, and loss of a rank."""
+"""Connections between rank 0 and the other ranks: setup, messages, and detection of a loss."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _own_addresses() -> list[str]:
 
 
 def _broadcast(text: str) -> str:
-    """Rank 0's text, at every rank; the others pass an empty one."""
+    """Send rank 0's text to every rank; the others pass an empty text."""
     padded = text.encode().ljust(_MAX_INVITATION, b" ") if text else bytes(_MAX_INVITATION)
     summed = mx.distributed.all_sum(mx.array(list(padded), mx.int32), stream=mx.cpu)
     return bytes(cast(list[int], summed.tolist())).decode()

@@ -151,7 +151,7 @@ class Leader:
         options: CacheOptions | None = None,
         cache: Sequence[Any] | None = None,
     ) -> LeadingTarget:
-        """Make a target at every rank, on its part; the arguments are those of :class:`Target`.
+        """Make a target at every rank, with the arguments of :class:`Target`.
 
         Raises:
             OptionError: there is a prompt cache, which would hold a whole model's keys and values.

@@ -651,7 +651,7 @@ def is_answered(request: Request) -> bool:
 
 
 class _Streamed(StreamingResponse):
-    """A response sent in pieces; calls ``on_end`` even if the client disconnects before them."""
+    """A response sent in pieces; it calls ``on_end`` even if the client disconnects at once."""
 
     def __init__(
         self, content: AsyncIterator[str], *, on_end: Callable[[], object], **options: Any

@@ -230,7 +230,7 @@ class Endpoints:
         """``/v1/responses/ID``"""
         if request.query_params.get("stream") == "true":
             raise ApiError(
-                "stream: a stored response is sent as a whole; leave it out", param="stream"
+                "stream: a stored response is not streamed; leave stream out", param="stream"
             )
         return JSONResponse(self._kept(request).response)
 

@@ -305,7 +305,7 @@ class Body(BaseModel):
             return value
         given = without_nulls(value)
         kind = given.get("type", given.get("role"))
-        # A required field that is missing becomes null, so that the error names it.
+        # A missing required field becomes null, and the error then names it.
         return dict.fromkeys(cls.needed.get(kind, ()) if isinstance(kind, str) else ()) | given
 
 

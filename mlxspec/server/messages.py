@@ -104,7 +104,7 @@ class _Turn(Body):
 
 
 class _MessagesTool(Body):
-    """A tool. ``defer_loading`` has no effect, so that the prompt's prefix stays the same."""
+    """A tool. ``defer_loading`` has no effect: the prompt's prefix should not change."""
 
     type: Literal["custom"] = "custom"
     name: Name
@@ -239,7 +239,7 @@ def _messages(asked: MessagesBody) -> list[dict[str, Any]]:
 
 
 def _messages_of(turn: _Turn, path: str) -> list[dict[str, Any]]:
-    """Convert a message of Anthropic's into chat messages, with lists of texts."""
+    """Convert one of Anthropic's messages into chat messages, with lists of texts."""
     places = [(block, f"{path}[{index}]") for index, block in enumerate(turn.content)]
     if turn.role == "assistant":
         return [_answer(places)]

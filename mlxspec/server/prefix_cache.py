@@ -61,7 +61,7 @@ class _Entry:
         lent: whether the session is in use.
         branch: where other prompts continued differently; a copy is kept there for them.
         shared: whether the entry is such a copy, which is never continued itself.
-        file: the file that holds the same session; None if there is none.
+        file: the file with the same session; None if there is no file.
     """
 
     tokens: array[int]
@@ -76,7 +76,7 @@ class _Entry:
 
 
 class PrefixCache:
-    """Keeps the caches of requests to one model, within a limit of memory.
+    """Keeps the caches of requests to one model, within a memory limit.
 
     A lent session does not count: its memory belongs to its request.
 
@@ -138,7 +138,8 @@ class PrefixCache:
 
         Args:
             prompt: token ids.
-            partition: such as the client's key. Entries of other partitions are never used.
+            partition: the partition's name, such as the client's key. Entries of other partitions
+                are never used.
         """
         if self._shares_nothing(prompt):
             self.misses += 1
@@ -321,7 +322,7 @@ class PrefixCache:
         self._idle[entry] = None
 
     def _evict(self, nbytes: int) -> int:
-        """Take entries out of memory until ``nbytes`` are free."""
+        """Take entries out of memory until ``nbytes`` are freed; returns the number of bytes."""
         freed = 0
         for entry in [entry for entry in self._idle if entry.session]:
             if freed >= nbytes:

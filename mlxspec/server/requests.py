@@ -55,7 +55,7 @@ def _temperature(value: float) -> float:
 
 
 def _repetition_penalty(value: float) -> float:
-    """Refuse tiny penalties but 0, which means none: division by them makes logits infinite."""
+    """Refuse tiny penalties, which would make logits infinite. 0 means no penalty."""
     if 0 < value < 1 / _STRONGEST:
         raise PydanticCustomError("penalty", f"choose 0, or {1 / _STRONGEST:g} to {_STRONGEST:g}")
     return value

@@ -369,7 +369,7 @@ def _tool_choice(
 
 
 def _text_schema(format: _ToolBody | None) -> dict[str, Any]:
-    """The parameters of a custom tool as a function: one text.
+    """The parameters of the function that stands for a custom tool: one text.
 
     A grammar is shown to the model but not enforced.
     """
@@ -412,7 +412,7 @@ def _before(
 def _items(
     asked: ResponsesBody, store: ResponseStore | None, partition: str
 ) -> Iterable[dict[str, Any]]:
-    """The input's items as the server returns them, without those that models cannot use."""
+    """The input's items as the server returns them, without items that models cannot use."""
     for index, one in enumerate(asked.input):
         if one.type == "item_reference":
             found = store and one.id and store.item(partition, one.id)
@@ -582,7 +582,7 @@ class ResponseStore:
         return len(self._kept)
 
     def put(self, partition: str, stored: StoredResponse) -> None:
-        """Store a response; the least recently used responses make room."""
+        """Store a response; the least recently used ones make room."""
         # JSON takes a third of the memory of its objects.
         text, items = json.dumps([stored.response, [*stored.given]]).encode(), stored.items
         with self._changing:
@@ -641,7 +641,7 @@ class ResponsesAnswer(ApiAnswer):
     ``response.completed``, with ``response.incomplete`` if the output was cut off, or with
     ``response.failed``.
 
-    Log-probabilities are those of the text only.
+    Log-probabilities are sent for the text only.
 
     Args:
         request: the client's request.

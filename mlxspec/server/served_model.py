@@ -44,7 +44,7 @@ class CacheMemory:
         model: an mlx-lm model, with its weights in memory.
         options: the cache options.
         limit: the most bytes of all caches. By default it is what remains after the weights, a
-            forward, and a reserve, when :attr:`limit` is first read: read it before making caches.
+            forward and a reserve. Read :attr:`limit` once before there are caches.
 
     Attributes:
         options: the cache options.
