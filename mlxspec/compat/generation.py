@@ -170,30 +170,12 @@ def stream_generate(
     if prompt_progress_callback is not None:
         options["on_progress"], record_time = _prompt_progress(prompt_progress_callback)
     if draft_model is None:
-        request = decoder.new_request(prompt, max_tokens, options)
-        return responses(request, record_time)
+        return responses(decoder.new_request(prompt, max_tokens, options), record_time)
     options.pop("max_kv_size", None)
-    return stream_with_draft_model(
-        decoder, draft_model, prompt, max_tokens, num_draft_tokens, record_time, **options
-    )
-
-
-def stream_with_draft_model(
-    decoder: AutoDecoder,
-    draft_model: nn.Module,
-    prompt: Prompt,
-    max_tokens: int,
-    num_draft_tokens: int = 2,
-    record_time: RecordTime | None = None,
-    **options: Unpack[GenerationOptions],
-) -> Generator[GenerationResponse, None, None]:
-    """Generate with drafts from repeated text where that pays, and from a small model elsewhere.
-
-    In ``prompt_cache`` the draft model's caches may follow the target's, as with mlx-lm.
-    """
     check_vocabularies(draft_model, decoder.vocab_size, len(decoder.tokenizer))
+    # As with mlx-lm, the draft model's caches may follow the target's.
     both = options.get("prompt_cache") or []
-    drafts_cache = both[len(make_prompt_cache(decoder.model)) :] or None
+    drafts_cache = both[len(make_prompt_cache(model)) :] or None
     drafter = DraftModelDrafter(draft_model, num_draft_tokens, drafts_cache)
     drafting = replace(decoder.drafting, extra=lambda: drafter)
     request = decoder.new_request(prompt, max_tokens, options, partial(drafting.make, decoder))
