@@ -153,10 +153,10 @@ class Memory(NamedTuple):
 
     Attributes:
         resident: of its processes, as the system counts it.
-        MLX: what MLX uses.
-        kept: what MLX keeps for its next arrays.
-        prefixes: of earlier prompts, a part of what MLX uses.
-        rest: what is resident and not MLX's.
+        MLX: MLX's active memory.
+        kept: MLX's cache of freed buffers.
+        prefixes: the caches of earlier prompts, a part of the active memory.
+        rest: resident memory that is not MLX's.
     """
 
     resident: float
@@ -173,10 +173,10 @@ class Soak:
     """The clients and their results.
 
     Attributes:
-        counts: what has happened, by kind.
-        failures: what should not have.
-        answers: complete ones, by request; all that it has got.
-        memory: of the server, in the order of time.
+        counts: the number of events, by kind.
+        failures: messages of failed checks.
+        answers: per request, all complete answers that it got.
+        memory: the samples of the server's memory, in order.
     """
 
     def __init__(self, running: Server, until: float, seed: int) -> None:
@@ -614,9 +614,9 @@ def compare(soak: Soak, model: str, seconds: float) -> int:
 
 
 def serve(model: str, directory: Path) -> Any:
-    """Our server of a model and of the one that knows tools, which keeps prefixes in a directory.
+    """Our server of a model and of the model with tools, which keeps prefixes in a directory.
 
-    The keys and the model with tools are in the present directory.
+    The keys and the model with tools are in the current directory.
     """
     limits = ["--concurrency", str(_CONCURRENCY), "--cache-bytes", str(_CACHE_BYTES)]
     files = ["--cache-dir", str(directory), "--api-key-file", "keys"]

@@ -69,9 +69,9 @@ def server(code: str, *arguments: str, openblas: bool = True) -> Iterator[Server
     """A server at a free port of this machine, until the end of the block.
 
     Args:
-        code: Python that runs a command line.
-        arguments: of that; the port comes after them.
-        openblas: whether MLX's CPU back end is to have OpenBLAS, or the BLAS of its wheel.
+        code: Python code that runs a command line.
+        arguments: the arguments of the command line; the port is appended.
+        openblas: whether MLX's CPU back end uses OpenBLAS instead of the BLAS of its wheel.
     """
     port = free_port()
     environment = {**os.environ, "MLXSPEC_OPENBLAS": str(int(openblas))}
