@@ -56,7 +56,11 @@ def measured(arguments: Sequence[str], setting: str) -> Report:
         )
     if done.returncode:
         lines = done.stderr.decode(errors="replace").splitlines()
-        how = lines[-1].removeprefix("Error: ") if lines else f"exit status {done.returncode}"
+        errors = [line.removeprefix("Error: ") for line in lines if line.startswith("Error: ")]
+        ended = f"exit status {done.returncode}" + "".join(
+            f", after: {line}" for line in lines[-1:]
+        )
+        how = errors[0] if errors else ended
         raise MlxspecError(f"{setting or 'without a setting'}: {how}")
     report: Report = json.loads(done.stdout)
     return report

@@ -59,26 +59,26 @@ class BenchOptions:
     prompts: tuple[Path, ...] = _prompts(
         "--prompts --spec-bench FILE",
         "Prompts to answer, such as Spec-Bench's question.jsonl; repeatable.  [default: a small "
-        "set that comes with mlxspec]",
+        "bundled set]",
         type=FILE,
         multiple=True,
     )
     limit: int | None = _prompts("--limit N", "At most N prompts of each category.")
     decoders: str | None = _measurement(
         "--decoder A,B",
-        f"Compare with plain decoding, of {', '.join(_DECODERS)}.  [default: all; with --tune "
+        f"Compare plain decoding with any of {', '.join(_DECODERS)}.  [default: all; with --tune "
         "auto]",
         shell_complete=names_completed(lambda: _DECODERS),
     )
     drafter: str | None = _measurement(
-        DRAFTER, "Measure a drafter class of your own, too, alone and with auto."
+        DRAFTER, "Also measure your own drafter class, alone and with auto."
     )
     max_tokens: int = _measurement("--max-tokens N", "Generate at most N tokens.", default=250)
     repeats: int = _measurement("--repeats N", "Runs of each decoder on each prompt.", default=3)
     temp: float = _measurement("--temp T", "Temperature; 0 is greedy.", default=0.0)
     seed: int = _measurement("--seed N", "Same seed, same outputs.", default=0)
     tune: bool = _measurement(
-        "--tune", "Measure what MLX's tuning variables bring, in a process each.", default=False
+        "--tune", "Measure MLX's tuning variables, each setting in its own process.", default=False
     )
 
 
@@ -86,14 +86,14 @@ class BenchOptions:
 @model_argument(ABOUT + DEFAULT)
 @options_of(BenchOptions, "asked")
 @options_of(ReportOptions, "shows", "Output")
-@option("--include-text", "Put prompts and outputs into the JSON and the page.", group="Output")
+@option("--include-text", "Include prompts and outputs in the JSON and the page.", group="Output")
 def bench_command(
     model: str | None, asked: BenchOptions, shows: ReportOptions, include_text: bool
 ) -> None:
     """Measure plain decoding, mlx-lm and the drafting decoders on MODEL.
 
-    They take turns on the same prompts in one process. Outputs are compared token by token;
-    outputs that differ by more than near ties get no speed-up, and the exit status 1.
+    They take turns on the same prompts in one process. Outputs are compared token by token. If
+    outputs differ by more than near ties, no speed-up is shown and the exit status is 1.
 
     \b
     Examples:
@@ -102,18 +102,18 @@ def bench_command(
       mlxspec bench MODEL --spec-bench question.jsonl --limit 10
 
     A file of prompts is JSONL with "prompt", "messages" or "turns" and optionally "category" in
-    each line; any other file is one prompt as it stands. Reports hold no prompts,
-    no outputs and no paths unless you ask for them.
+    each line. The whole text of any other file is one prompt. Reports contain no prompts, outputs
+    or paths unless you ask for them.
 
-    --tune measures plain decoding and --decoder under each of MLX's variables
-    MLX_METAL_FAST_SYNCH, MLX_MAX_MB_PER_BUFFER and MLX_MAX_OPS_PER_BUFFER, under all and under
-    none, in --repeats rounds. It says which of them help beyond noise, and how to keep them.
+    --tune measures plain decoding and --decoder with MLX's variables MLX_METAL_FAST_SYNCH,
+    MLX_MAX_MB_PER_BUFFER and MLX_MAX_OPS_PER_BUFFER: with each of them, with all and with none, in
+    --repeats rounds. It shows which of them help beyond noise, and how to keep them.
     """
     from ..bench.measure import backends_with, chosen_backends, what_differs
     from ..bench.prompts import bundled_prompts, limited, read_prompts
     from ..drafting.drafter import load_drafter
 
-    # All that needs no model is checked before one is loaded, or even downloaded.
+    # Check all that needs no model before a model is loaded, or even downloaded.
     model = needed_model(model)
     backends = chosen_backends(asked.decoders)
     if asked.drafter is not None:
@@ -128,7 +128,7 @@ def bench_command(
             raise OptionError("--tune reports no texts: leave out --include-text")
         report = _tuned(model, asked)
         shows.show_tables("mlxspec bench --tune", report, lambda: _tuning_tables(report))
-        if report["best"] and not shows.as_json:  # in one line, however narrow the terminal is
+        if report["best"] and not shows.as_json:  # on one line, even if the terminal is narrow
             click.echo(f"To keep the best: mlxspec config set mlx-settings {report['best']}")
             click.echo("Then measure the costs of steps again: mlxspec calibrate MODEL")
         _exit(report, report["failed"])
@@ -141,7 +141,7 @@ def bench_command(
 
 
 def _exit(report: Report, wrong: list[str]) -> None:
-    """End with what is wrong, or with the status of Ctrl-C; return if all is well."""
+    """Print errors and exit with status 1, or exit as after Ctrl-C; return if all is well."""
     for line in wrong:
         click.echo(f"Error: {shown(line)}", err=True)
     if wrong:
@@ -158,7 +158,7 @@ def _report(
     questions: list[BenchPrompt],
     include_text: bool,
 ) -> Report:
-    """Load the model, measure until the end or Ctrl-C, and sum up."""
+    """Load the model, measure until the end or Ctrl-C, and make the report."""
     from ..bench.measure import Measurement, bench_report, machine_facts, model_facts
     from ..models.model import load
 
@@ -174,7 +174,7 @@ def _report(
             measured.append(prompt)
         interrupted = False
     if measurement.skipped:
-        note(f"left out, being longer than the model's context: {measurement.skipped} prompts")
+        note(f"left out {measurement.skipped} prompts that are longer than the model's context")
     if not measured and interrupted:
         raise KeyboardInterrupt
     if not measured:
@@ -199,7 +199,7 @@ def _report(
 
 
 def _tuned(model: str, asked: BenchOptions) -> Report:
-    """Measure MLX's settings in turns, in processes of their own."""
+    """Measure MLX's settings in turns, each in its own process."""
     from ..bench.tune import measured, tune
     from ..models.model_files import find_directory
 
@@ -223,7 +223,7 @@ def _tuned(model: str, asked: BenchOptions) -> Report:
 
 
 def page_parts(report: Report) -> Iterator[RenderableType]:
-    """The tables of a report with bars of speeds, the settings, and texts if it has them."""
+    """The tables of a report, bars of the speeds, the settings, and texts if it has any."""
     from ..bench.measure import SLOW, ratio_name, what_differs
 
     yield from _tables(report)
@@ -269,8 +269,7 @@ def _tables(report: Report) -> Iterator[RenderableType]:
     decoders = report["decoders"]
     table = FoldingTable(
         *("category", "prompts", *decoders),
-        caption=f"tokens/s, prefill not counted, and the ratio to {report['baseline']}, turn by "
-        "turn",
+        caption=f"tokens/s without prefill, and the ratio to {report['baseline']}, turn by turn",
     )
     for category, entry in report["categories"].items():
         cells = []
@@ -295,7 +294,7 @@ def _over_all(decoders: Report) -> RenderableType:
         "all",
         *("vs plain", "vs mlx-lm", "worst vs plain", "predicted", "error"),
         *("tokens/step", "rows/step", "accepted", "outputs"),
-        caption="geometric means of the categories; outputs compared with plain's",
+        caption="geometric means of the categories; outputs are compared with plain's",
     )
     for name, figures in decoders.items():
         worst = "–"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -161,3 +162,23 @@ def test_a_process_has_the_setting_and_no_other(
     assert report["decoders"]["prompt-lookup"]["outputs"]["different"] == 0
     with pytest.raises(MlxspecError, match=r"^without a setting: .*'warp': choose among plain"):
         measured(("--model=model", "--decoder=warp"), NONE)
+
+
+@pytest.mark.parametrize(
+    ("status", "errors", "told"),
+    [
+        (1, b"Note: busy\nError: it differs\nError: here, too\n", "it differs"),
+        (-11, b"", "exit status -11"),
+        (1, b"Traceback:\nValueError: \xff\n", "exit status 1, after: ValueError: \ufffd"),
+    ],
+)
+def test_a_process_that_fails_is_one_line(
+    status: int, errors: bytes, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(command: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.CompletedProcess(command, status, b"", errors)
+
+    monkeypatch.setattr(subprocess, "run", ended)
+    with pytest.raises(MlxspecError) as failure:
+        measured([], FAST)
+    assert str(failure.value) == f"{FAST}: {told}"

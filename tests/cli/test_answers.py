@@ -156,7 +156,7 @@ def test_what_a_template_does_not_take_is_told(endless: Path, finite: Path, prom
     assert errors(endless) == [None, None]
     assert errors(endless, "--chat") == [
         None,
-        "line 2: token ids are taken as they are: leave out --chat, or give a text",
+        "line 2: token ids need no chat template: leave out --chat, or give a text",
     ]
     assert errors(endless, "--raw")[0] == (
         'line 1: "messages" need the chat template: leave out --raw, or give a "prompt"'
@@ -253,7 +253,7 @@ def test_a_fault_in_one_generation_costs_no_other(
         (("--prompts", "FILE", "--prompt-ids", "1"), "--prompts and --prompt-ids"),
         (("--prompts", "FILE", "--prompt-cache-file", "a"), "--prompts and --prompt-cache-file"),
         (("--prompts", "FILE", "--stats"), "--prompts and --stats"),
-        (("--prompts", "FILE", "--concurrency", "0"), "--concurrency is 0: it is at least 1"),
+        (("--prompts", "FILE", "--concurrency", "0"), "--concurrency is 0: give at least 1"),
         (("--prompts", "FILE", "--logprobs", "-1"), "--logprobs is -1"),
         (("--prompt", "a", "--concurrency", "2"), "--prompts FILE"),
         (("--prompts", "nowhere.jsonl"), "--prompts nowhere.jsonl cannot be read"),
