@@ -173,7 +173,7 @@ def test_a_prompt_longer_than_the_context_costs_no_other(
     lines = [{"prompt": [3] * 9}, {"prompt": [5] * 7}]
     found = results(generate("--model", model, "--prompts", write(prompts, lines)))
     assert found[0]["error"] == (
-        "line 1: the prompt has 9 tokens and the model's context 8: shorten the prompt"
+        "line 1: the prompt has 9 tokens, but the model's context is 8: shorten the prompt"
     )
     assert (found[1]["generation_tokens"], found[1]["finish_reason"]) == (1, "length")
 

@@ -187,7 +187,7 @@ def change_config(**changes: object):
         (lambda s: (s / "config.json").unlink(), r"no config\.json"),
         (
             lambda s: (s / "config.json").rename(s / "params.json"),
-            r"no config\.json; use --torch-path for an original",
+            r"is an original checkpoint; use --torch-path",
         ),
         (lambda s: (s / "config.json").write_text("{"), r"config\.json: not valid JSON"),
         (lambda s: (s / "model.safetensors").unlink(), r"no model\*\.safetensors"),
@@ -221,7 +221,9 @@ def test_a_repository_is_downloaded_at_its_revision(
 
 @pytest.mark.parametrize("name", ["nowhere", "./no/where", "a/b/c"])
 def test_what_is_neither_directory_nor_repository_is_named(tmp_path: Path, name: str):
-    with pytest.raises(MlxspecError, match="no such directory, and no name of a Hub repository"):
+    with pytest.raises(
+        MlxspecError, match="no such directory, and not the name of a Hub repository"
+    ):
         convert(hf_path=name, mlx_path=tmp_path / "out")
 
 

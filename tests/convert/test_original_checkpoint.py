@@ -142,7 +142,7 @@ def test_wrong_tensors_are_named_in_one_line(
     [
         ({"dim": None}, r"params\.json: the key 'dim' is missing"),
         ({"n_layers": "two"}, r"the key 'n_layers' is 'two'"),
-        ({"n_layers": 10**15}, "num_hidden_layers is 10+, and the weights have"),
+        ({"n_layers": 10**15}, "num_hidden_layers is 10+, but the weights have"),
         ({"max_seq_len": -1}, "the key 'max_seq_len' is -1"),
         ({"n_heads": -4}, "the key 'n_heads' is -4"),
         ({"norm_eps": 0}, "the key 'norm_eps' is 0"),
