@@ -224,7 +224,7 @@ def check_fits(cache: Sequence[Any], model: nn.Module, source: str) -> None:
         fits = False
     if not fits:
         raise PromptCacheError(
-            f"{source} is another model's: the shapes of its keys and values differ; name the "
+            f"{source} is another model's: its keys and values have other shapes; name the "
             "model that made it"
         )
 
