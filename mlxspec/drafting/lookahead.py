@@ -51,7 +51,6 @@ class JacobiWindow:
         self.rows: list[list[int]] = []
         """The nodes of its rows in the current draft, as from :func:`add_window`."""
 
-
     @property
     def depth(self) -> int:
         """The depth of its deepest row below the current token."""
