@@ -83,9 +83,9 @@ class ReplayOptions:
     )
     memory: str | None = option_field(
         "--memory N[,N...]",
-        "Compare memories of earlier outputs of these sizes, and none, in the default decoder. A "
-        "size is in tokens, with k for 1,024 and M for 1,048,576, or 'all'; the default is 1M. One "
-        "memory sees all TRACES, category by category, in the order of the files, without the "
+        "Compare the default decoder with memories of earlier outputs of these sizes, and without "
+        "one. A size is in tokens, with k for 1,024 and M for 1,048,576 (1M is usual), or 'all'. "
+        "One memory sees all TRACES, category by category, in the order of the files, without the "
         "outputs that --limit leaves out.",
     )
 

@@ -142,7 +142,7 @@ def note_which_model(asked: str | None, prompt: str = DEMO_CAN) -> None:
     if answers == DEMO and (unnamed or is_beyond_demo(prompt)):
         note(
             f"{'no model is named, so ' * unnamed}the demo model answers: a toy that repeats, "
-            f"copies, edits and quotes what it is given, such as '{DEMO_CAN}'; for more try "
+            f"copies, edits and quotes text, such as '{DEMO_CAN}'; for more try "
             f"--model {SMALL_MODEL}"
         )
     elif default and Path(DIRECTORY).is_dir() and not _is_same(answers, DIRECTORY):
