@@ -107,10 +107,7 @@ def read_torch_file(path: Path) -> dict[str, np.ndarray]:
         elif member.compress_type != zipfile.ZIP_STORED or member.flag_bits & _ENCRYPTED:
             problem = f"{printable(name)} is compressed or encrypted; save it with torch.save"
         elif not member.file_size == member.compress_size == nbytes:
-            problem = (
-                f"{printable(name)} has {member.file_size} bytes instead of {nbytes}; the file is "
-                "damaged"
-            )
+            problem = f"{printable(name)} is damaged: {member.file_size} bytes instead of {nbytes}"
         elif (start := _data_offset(mapped, member)) is None:
             problem = f"{printable(name)} reaches beyond the file, which is damaged"
         else:
