@@ -58,8 +58,8 @@ def cache_prompt_command(
       mlxspec generate --prompt-cache-file a.safetensors "Who is the narrator?"
 
     The prompt may also come through a pipe. The file names its model and adapters, so 'generate'
-    needs no --model and no --adapter-path. If the model must be downloaded, it asks you at a
-    terminal; elsewhere name the model with --model.
+    needs no --model and no --adapter-path. If the model must be downloaded, 'generate' asks you at
+    a terminal; elsewhere, name the model with --model.
 
     "mlx_lm.generate --prompt-cache-file" reads this file, too, and 'generate' reads files of
     "mlx_lm.cache_prompt". With a chat template the prompt begins the user's message, and the later

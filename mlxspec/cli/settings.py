@@ -83,7 +83,7 @@ KEYS = {
 }
 """All settings except aliases."""
 
-KNOWN = f"{', '.join(KEYS)} and {ALIAS_PREFIX}NAME"
+KNOWN = f"{', '.join(KEYS)} or {ALIAS_PREFIX}NAME"
 
 
 @dataclass(frozen=True)

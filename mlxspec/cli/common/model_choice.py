@@ -171,8 +171,8 @@ def _is_same(first: str, second: str) -> bool:
 
 # --- as options and arguments ---
 
-_NAMED = f"  [default: {MODEL_VARIABLE}, 'mlxspec config', or {DIRECTORY} here"
-DEFAULT, DEFAULT_OR_DEMO = f"{_NAMED}]", f"{_NAMED}; else demo]"
+DEFAULT = f"  [default: {MODEL_VARIABLE}, 'mlxspec config', or ./{DIRECTORY}]"
+DEFAULT_OR_DEMO = f"  [default: {MODEL_VARIABLE}, 'mlxspec config', ./{DIRECTORY}, or demo]"
 
 
 def model_option(group: str) -> Decorator:
