@@ -1,4 +1,4 @@
-"""Loads Hugging Face checkpoints with mlx-lm's classes, so of every architecture that it knows."""
+"""Loads Hugging Face checkpoints of all architectures in mlx-lm, with mlx-lm's classes."""
 
 import shutil
 from pathlib import Path
@@ -30,7 +30,7 @@ def open_hugging_face(path_or_repo: str | Path, revision: str | None = None) -> 
 
 
 def load_hugging_face(directory: Path) -> tuple[nn.Module, dict[str, Any]]:
-    """Load a checkpoint into mlx-lm's model, without evaluating it, and its configuration.
+    """Load mlx-lm's model with a checkpoint's unevaluated weights, and its configuration.
 
     Raises:
         ConversionError: the directory has an original checkpoint.

@@ -29,7 +29,7 @@ _HALVES = {mx.float16: "float16", mx.bfloat16: "bfloat16"}
 
 
 def load_original(directory: Path, scratch: Path) -> tuple[nn.Module, dict[str, Any]]:
-    """Load a checkpoint into mlx-lm's model, without evaluating it, and its configuration.
+    """Load mlx-lm's model with a checkpoint's unevaluated weights, and its configuration.
 
     Args:
         directory: the checkpoint's directory.
@@ -49,7 +49,7 @@ def load_original(directory: Path, scratch: Path) -> tuple[nn.Module, dict[str, 
     tensors = _read_tensors(directory, params, scratch)
     for name, array in tensors.items():
         if not mx.issubdtype(array.dtype, mx.floating):
-            raise ConversionError(f"{directory}: {printable(name)} is {array.dtype}, not a float")
+            raise ConversionError(f"{directory}: {printable(name)} is {array.dtype}, not float")
     output, embedding = (tensors.get(f"{n}.weight") for n in ("output", "tok_embeddings"))
     tied = bool(params.get("tied_embeddings")) and output is None
     if output is not None and embedding is not None and output.dtype == embedding.dtype:
@@ -102,7 +102,7 @@ def _read_tensors(directory: Path, params: Mapping[str, Any], scratch: Path) -> 
         pieces: dict[str, mx.array] = {}
         for path, content in contents.items():
             if name not in content:
-                raise ConversionError(f"{path}: {printable(name)} is missing")
+                raise ConversionError(f"{path}: {printable(name)} is missing; fetch it again")
             pieces[str(len(pieces))] = as_array(content[name])
         place = scratch / f"{index}.safetensors"
         mx.save_safetensors(str(place), pieces)
@@ -249,7 +249,7 @@ def _given(params: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters that have a value; raises LoadError for an unknown one."""
     given = {key: value for key, value in params.items() if value is not None}
     if unknown := sorted(k for k in given.keys() - _KNOWN_PARAMS if given[k] is not False):
-        raise LoadError(f"the key {unknown[0]!r} belongs to no known Llama or Mistral")
+        raise LoadError(f"the key {unknown[0]!r} is not one of Llama's or Mistral's")
     return given
 
 

@@ -80,7 +80,7 @@ def read_torch_file(path: Path) -> dict[str, np.ndarray]:
         with zipfile.ZipFile(path) as archive:
             members = {member.filename: member for member in archive.infolist()}
             if len(members) != len(archive.infolist()):
-                raise ConversionError(f"{path}: the archive has two members of one name")
+                raise ConversionError(f"{path}: the archive contains a name twice")
             pickles = [n for n in members if n.count("/") == 1 and n.endswith("/data.pkl")]
             if len(pickles) != 1:
                 raise ConversionError(f"{path}: is a zip file, but not one that PyTorch wrote")
@@ -153,7 +153,7 @@ def _read_state_dict(data: bytes, path: Path, storage: Storages) -> dict[str, np
             f"{path}: its pickle is damaged or holds more than tensors ({reason})"
         ) from None
     if not isinstance(state, dict):
-        raise ConversionError(f"{path}: holds no dictionary of tensors")
+        raise ConversionError(f"{path}: does not hold a dictionary of tensors")
     for name, value in state.items():
         if type(value) is not np.ndarray:  # a storage is a memmap
             raise ConversionError(f"{path}: the entry {printable(name)} is not a tensor")

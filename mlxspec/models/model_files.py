@@ -155,7 +155,7 @@ _USE_MLX = (
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file has llama.cpp's format, by its content."""
+    """Whether a file's content is in GGUF format."""
     try:
         with path.open("rb") as file:
             return file.read(4) == b"GGUF"
