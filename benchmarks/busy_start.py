@@ -1,11 +1,12 @@
-"""What drafts become of step times that were first measured beside other programs' work.
+"""How drafts recover when step times were first measured on a busy machine.
 
     python benchmarks/busy_start.py [MEASUREMENTS] [GENERATIONS] [MODEL]
 
-Each first measurement has a cache directory of its own, and two processes that keep all their time
-busy until it ends. Then the decoder answers prompts that copy, from :mod:`short_answers`, without
-them. What counts is tokens per step after the first 300 tokens, against a decoder that begins with
-the curve of a CPU with OpenBLAS, and learns as well. Run it on an otherwise idle machine.
+Each first measurement has its own cache directory, and two processes keep the CPU busy until it
+ends. Then, without these processes, the decoder answers prompts that copy, from
+:mod:`short_answers`. The result is the tokens per step after the first 300 tokens, relative to a
+decoder that starts with the curve of a CPU with OpenBLAS, and also learns. Run it on an otherwise
+idle machine.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _FIRST = 300  # tokens after which drafts should be good
 
 @contextmanager
 def _load() -> Iterator[None]:
-    """Two other programs that compute."""
+    """Two processes that keep the CPU busy."""
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
     try:
         yield
@@ -44,7 +45,7 @@ def _load() -> Iterator[None]:
 
 
 def _tokens_per_step(decoder: AutoDecoder, generations: int) -> tuple[float, float]:
-    """In the first tokens, and after them."""
+    """The tokens per step in the first tokens, and after them."""
     tokens, steps = [0, 0], [0, 0]
     for _, text in list(prompts(SEED))[:generations]:
         later = tokens[0] >= _FIRST

@@ -1,10 +1,10 @@
-"""What learning the costs gains or loses, replayed with times that scatter, against the true curve.
+"""The gain or loss of learning the costs from noisy step times, relative to the true curve.
 
     python benchmarks/learned_costs.py TOKENIZER TRACE [...]
 
-Recorded outputs are drafted one after another by planners that learn from simulated times of
-steps. Each figure is by how many per cent all of it is slower or faster than with the true curve
-fixed. Differences below 1 % are noise.
+Planners draft recorded outputs one after another, and learn from simulated step times. Each figure
+is the change of speed in per cent, relative to planners with the true curve. Differences below 1 %
+are noise.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from mlxspec.drafting.suffix_source import SuffixSource
 _LIMIT = 5  # conversations of a category
 _CHIPS = ("M2 Pro", "M3 Ultra", "M4 Pro", "CPU fp32 OpenBLAS", "H200-like")
 _PLAIN_STEP = 0.02  # seconds
-_OVERLAP = 0.6  # of a plain step: what the first of a run does of the next one's forward
+_OVERLAP = 0.6  # of a plain step: the part of the next forward that a run's first step computes
 _PHASE = 150  # steps after which the machine's speed changes
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """How costs were measured, and how the machine behaves.
+    """A first measurement's errors, and the machine's behaviour.
 
     Attributes:
         plain: T(1) as measured, over the true one.
@@ -86,7 +86,7 @@ _SCENARIOS = {
 
 
 class Machine:
-    """Simulates how long steps take."""
+    """Simulates step times."""
 
     def __init__(
         self, curve: CostCurve, scenario: Scenario, plain_step: float = _PLAIN_STEP
@@ -151,7 +151,7 @@ def speeds(
     costs: Costs,
     before: int = 0,
 ) -> dict[str, float]:
-    """Plain decoding's time over that of the steps, by category."""
+    """The speed relative to plain decoding, by category."""
     experience = Experience()
     totals: dict[str, list[float]] = {}
     for one in completions:

@@ -30,7 +30,7 @@ _PUBLIC = {
 }
 _HOMES = {name: module for module, names in _PUBLIC.items() for name in names.split()}
 
-if TYPE_CHECKING:  # what type checkers and editors read; _PUBLIC says the same at run time
+if TYPE_CHECKING:  # for type checkers and editors; _PUBLIC lists the same names for run time
     from .compat.augmentation import Augmentation as Augmentation
     from .compat.augmentation import augment as augment
     from .compat.generation import batch_generate as batch_generate
@@ -78,7 +78,7 @@ __all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> object:
-    """Import public names on first use: MLX takes seconds to load, ``--help`` should not."""
+    """Import public names on first use, since ``--help`` should not wait seconds for MLX."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

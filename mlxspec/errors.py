@@ -1,7 +1,7 @@
 """Errors whose message is one line that names the input and the remedy.
 
-The command line prints that line and exits with status 1; a caller of the API
-catches :class:`MlxspecError`, or the subclass of the stage that failed.
+The command line prints that line and exits with status 1. Callers of the API catch
+:class:`MlxspecError`, or the subclass for the stage that failed.
 """
 
 _LONGEST = 1000  # characters of a message
@@ -9,14 +9,14 @@ _LONGEST_NAME = 120
 
 
 def shortened(message: str) -> str:
-    """A message without its middle where it is too long, because it repeats some input."""
+    """Cut the middle out of a message that is too long because it repeats some input."""
     if len(message) <= _LONGEST:
         return message
     return f"{message[: _LONGEST * 6 // 10]} ... {message[-_LONGEST * 3 // 10 :]}"
 
 
 def printable(name: object) -> str:
-    """A name from a file as a message may repeat it: no control characters, and not too long."""
+    """Escape and shorten a name from a file, so that a message can quote it."""
     return ascii(str(name)[:_LONGEST_NAME])[1:-1]
 
 
@@ -36,23 +36,23 @@ class ConversionError(MlxspecError):
 
 
 class PromptError(MlxspecError, ValueError):
-    """A prompt is empty, too long or of a wrong type, or the chat template refuses it."""
+    """A prompt is empty, too long or of the wrong type, or the chat template rejects it."""
 
 
 class OptionError(MlxspecError, ValueError):
-    """An option has a value that makes no sense."""
+    """An option has an invalid value, or options contradict each other."""
 
 
 class StoreError(MlxspecError):
-    """A store could not be read or written; what was there before is as it was."""
+    """A store could not be read or written; an existing file is unchanged."""
 
 
 class DistributedError(MlxspecError):
-    """The processes that share a model do not find each other."""
+    """The processes that share a model cannot connect to each other."""
 
 
 class PromptCacheError(MlxspecError):
-    """A prompt cache could not be read or written, or is another model's."""
+    """A prompt cache could not be read or written, or belongs to another model."""
 
 
 class DrafterError(MlxspecError, TypeError):
@@ -60,8 +60,8 @@ class DrafterError(MlxspecError, TypeError):
 
 
 class SettingsError(MlxspecError):
-    """A settings file cannot be read or changed; it is as it was."""
+    """A settings file could not be read or edited; it is unchanged."""
 
 
 class ChatFileError(MlxspecError):
-    """A saved chat, or the history of what was typed, cannot be read or written."""
+    """A saved chat or the input history could not be read or written."""

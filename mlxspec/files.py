@@ -1,11 +1,11 @@
-"""Writing files and directories: whole or not at all, and never over something precious.
+"""Atomic writes of files and directories.
 
-New content is written next to its place, under an unguessable name, and takes the place
-in one step once it is complete. Only regular files are ever replaced: links are not followed,
-and devices, pipes and sockets not written to.
+New content is written to a temporary file next to its target, under an unguessable name. Once it is
+complete, it replaces the target in one step. Only regular files are ever replaced: links are not
+followed, and devices, pipes and sockets are not written to.
 
-A process that is killed leaves behind what it was writing. It holds a lock on it while it lives,
-so the next process that writes in the same place recognises what was abandoned, and removes it.
+A killed process leaves its temporary file behind. Each process locks its temporary files while it
+runs, so the next writer of the same target recognises abandoned ones and removes them.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ SHARED = 0o644
 
 _PATIENCE = 30.0  # seconds to wait for another writer
 _POLL = 0.02
-_MAX_NAME_BYTES = 200  # of a file's name, repeated in its temporary one; file systems allow 255
+_MAX_NAME_BYTES = 200  # of a file's name within its temporary name; file systems allow 255
 
 
 def check_writable(path: Path, error: type[MlxspecError]) -> None:
-    """Complain about a file that cannot be written, before any work is done for it.
+    """Raise an error if a file cannot be written, before any work is done for it.
 
     Args:
         path: the file, which may exist.
-        error: the class of the error.
+        error: the class of the error to raise.
 
     Raises:
         error: the directory is missing, there is no permission to write, or ``path`` is
@@ -48,16 +48,16 @@ def check_writable(path: Path, error: type[MlxspecError]) -> None:
     with _os_errors_as(error, path):
         exists = _check_regular(path, error)
     if not path.parent.is_dir():
-        raise error(f"{path}: cannot be written (there is no directory {path.parent}); make it")
+        raise error(f"{path}: cannot be written (there is no directory {path.parent}); create it")
     may_write = os.access(path.parent, os.W_OK | os.X_OK)
     if not may_write or (exists and not os.access(path, os.W_OK)):
-        raise error(f"{path}: cannot be written (no permission); name a file of yours")
+        raise error(f"{path}: cannot be written (no permission); name another file")
 
 
 def is_ours_alone(path: Path) -> bool:
-    """Whether a file or directory is this user's, and no other user may write to it.
+    """Whether this user owns a file or directory and no other user may write to it.
 
-    Of a symbolic link, what it leads to counts.
+    Symbolic links are followed.
 
     Raises:
         OSError: it does not exist.
@@ -68,14 +68,14 @@ def is_ours_alone(path: Path) -> bool:
 
 @contextmanager
 def replaced(path: Path, error: type[MlxspecError], mode: int = PRIVATE) -> Iterator[BinaryIO]:
-    """Yield a file that takes the place of ``path`` at the end, and is on the disk by then.
+    """Yield a new file that is flushed to the disk at the end, and then replaces ``path``.
 
-    If the body raises, be it an interrupt, the new file is removed and ``path`` stays as it was.
+    If the body raises or is interrupted, the new file is removed and ``path`` is unchanged.
 
     Args:
-        path: the file to write; a regular file that is there is replaced.
-        error: the class of errors.
-        mode: the new file's permissions, from which the process's umask takes some away.
+        path: the file to write; an existing regular file is replaced.
+        error: the class of the error to raise.
+        mode: the new file's permissions; the process's umask applies.
 
     Raises:
         error: ``path`` cannot be written, or the disk is full.
@@ -95,25 +95,25 @@ def replaced(path: Path, error: type[MlxspecError], mode: int = PRIVATE) -> Iter
             with suppress(OSError):
                 partial.unlink()
             raise
-    with suppress(OSError):  # a file system that cannot do it will do so by itself
+    with suppress(OSError):  # some file systems cannot sync a directory
         _synchronize(path.parent)
 
 
 @contextmanager
 def sole_writer(path: Path, error: type[MlxspecError], *, create: bool) -> Iterator[None]:
-    """Keep other writers of a file away while the body runs.
+    """Keep other processes from writing a file while the body runs.
 
-    The lock is an advisory one (flock) on the file itself, so there is no lock file. A writer
-    that replaces the file holds the lock of the old one; those that waited for it notice and
-    wait for the new one. So replace the file last: from then on others may write.
+    It takes an advisory lock (flock) on the file itself, without a lock file. A process that
+    replaces the file still holds the lock of the old one. Waiting processes notice this, and then
+    wait for the new file. So replace the file last: from then on others may write.
 
     Args:
         path: the file.
-        error: the class of errors.
-        create: make an empty file if there is none; it is removed if still empty at the end.
+        error: the class of the error to raise.
+        create: create an empty file if it is missing; remove it if still empty at the end.
 
     Raises:
-        error: there is no such file, it cannot be written, or another process does not finish
+        error: the file is missing or cannot be written, or another process does not finish
             writing it.
     """
     with _os_errors_as(error, path):
@@ -133,15 +133,15 @@ def sole_writer(path: Path, error: type[MlxspecError], *, create: bool) -> Itera
 
 @contextmanager
 def new_directory(path: Path, *, replace: bool) -> Iterator[Path]:
-    """Yield a new directory next to ``path``; it replaces ``path`` at the end.
+    """Yield a new directory next to ``path`` that replaces ``path`` at the end.
 
-    If the body raises, be it an interrupt, the new directory is removed and ``path`` stays as it
-    was. A directory that is replaced is moved aside first: after a process that was killed right
-    then, :func:`recover_directory` moves it back.
+    If the body raises or is interrupted, the new directory is removed and ``path`` is unchanged. An
+    existing directory is first moved aside. If the process is killed right then,
+    :func:`recover_directory` moves it back.
 
     Args:
         path: where to put the directory.
-        replace: replace a directory that is there, even if it is not empty.
+        replace: replace an existing directory, even if it is not empty.
 
     Raises:
         OSError: it cannot be written.
@@ -161,7 +161,7 @@ def new_directory(path: Path, *, replace: bool) -> Iterator[Path]:
                     path.rename(aside)
                     partial.rename(path)
                 except BaseException:
-                    with suppress(OSError):  # raised if the new one is there
+                    with suppress(OSError):  # fails if the new one is in place
                         aside.rename(path)
                     raise
                 with suppress(OSError):  # another process may have removed it already
@@ -169,24 +169,24 @@ def new_directory(path: Path, *, replace: bool) -> Iterator[Path]:
             else:
                 partial.rename(path)
     finally:
-        # By now this is the old directory, or the new one if that has not taken the place.
+        # By now this is the old directory, or the new one if it could not replace the old.
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def recover_directory(path: Path) -> None:
-    """Move back what a killed process had moved aside from ``path``, and tidy up after others.
+    """Move back a directory that a killed process had moved aside, and remove leftovers.
 
     Raises:
-        OSError: it cannot be done.
+        OSError: it cannot be moved.
     """
     for old in _beside(path, "replaced"):
-        # A "replaced" one is whole, and one that is being removed is not.
+        # A "replaced" directory must be whole, so rename it before removing it.
         old.rename(_temporary(path) if path.exists() else path)
     remove_leftovers(path)
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove what processes that are gone have written for ``path``."""
+    """Remove the temporary files that dead processes left next to ``path``."""
     for leftover in _beside(path, "partial"):
         with suppress(OSError), _locked(leftover):
             if leftover.is_dir():
@@ -204,7 +204,7 @@ def _short_name(path: Path) -> str:
 
 
 def _beside(path: Path, kind: str) -> list[Path]:
-    """What processes of this user have written for ``path`` under temporary names."""
+    """This user's temporary files and directories for ``path``."""
     pattern = re.compile(rf"\.{re.escape(_short_name(path))}\.[0-9a-f]{{16}}\.{kind}")
     found = []
     with suppress(OSError), os.scandir(path.parent) as entries:
@@ -229,7 +229,7 @@ def _new_file(path: Path, mode: int) -> BinaryIO:
 
 
 def _wait_for_lock(path: Path, create: bool, error: type[MlxspecError]) -> BinaryIO:
-    """Open and lock the file that is at ``path`` once it has the lock."""
+    """Open and lock the file at ``path``, after waiting for other writers."""
     flags = os.O_NONBLOCK | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
     deadline = time.monotonic() + _PATIENCE
     while True:
@@ -250,7 +250,7 @@ def _wait_for_lock(path: Path, create: bool, error: type[MlxspecError]) -> Binar
 
 
 def _open(path: Path, access: str, mode: int, more_flags: int = 0) -> BinaryIO:
-    """As :func:`open`; ``mode`` are the permissions of a new file."""
+    """Like :func:`open`, with the permissions of a new file."""
 
     def opened(name: str, flags: int) -> int:
         return os.open(name, flags | more_flags, mode)
@@ -260,15 +260,15 @@ def _open(path: Path, access: str, mode: int, more_flags: int = 0) -> BinaryIO:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a file's or directory's lock, which ends with the process however that ends.
+    """Hold the lock of a file or directory; the system releases it when the process ends.
 
     Raises:
-        OSError: another process holds it, or ``path`` no longer leads to it.
+        OSError: another process holds the lock, or ``path`` no longer leads to the file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Another process may have removed this one in the meantime, and its owner made a new one.
+        # In the meantime another process may have removed it, and its owner made a new one.
         if not _is_at(descriptor, path):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         yield
@@ -277,7 +277,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _check_regular(path: Path, error: type[MlxspecError]) -> bool:
-    """Refuse what is not a regular file, links included; returns whether there is a file."""
+    """Return whether a file exists; raise an error if it is not a regular one."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
@@ -312,6 +312,4 @@ def _os_errors_as(error: type[MlxspecError], path: Path) -> Iterator[None]:
         yield
     except OSError as failure:
         reason = failure.strerror or failure
-        raise error(
-            f"{path}: cannot be written ({reason}); name a file in a directory with room"
-        ) from failure
+        raise error(f"{path}: cannot be written ({reason}); name another file") from failure

@@ -28,13 +28,13 @@ def load_json(text: str | bytes) -> Any:
 
 
 def json_lines(lines: Iterable[str | bytes]) -> Iterator[tuple[int, Any]]:
-    """Parse JSON lines: the number, from 1, and the value of each line that is not blank.
+    """Parse JSON lines: yield the number, from 1, and the value of each line that is not blank.
 
-    The value of a line that is not JSON, or is nested too deeply, is None.
+    The value is None if the line is not JSON, or is nested too deeply.
 
     Args:
-        lines: divided at line feeds alone. U+2028, where ``str.splitlines`` divides too, may
-            stand within a JSON string.
+        lines: split at line feeds only. ``str.splitlines`` also splits at U+2028, which a JSON
+            string may contain.
     """
     for number, line in enumerate(lines, start=1):
         if line.strip():
@@ -48,15 +48,16 @@ def conversation_of(record: object) -> tuple[list[dict[str, str]], list[int]]:
     """Read the conversation in one record of a log.
 
     A record is ``{"messages": [{"role": …, "content": …}, …]}``. A content is a text, null, or a
-    list of parts, whose texts are joined. Tool calls are added as a model writes them, a line
-    each: ``{"name": …, "arguments": …}``, or the name and the input of a custom tool.
+    list of parts whose texts are joined. Each tool call adds lines, as a model writes them:
+    ``{"name": …, "arguments": …}``, or the name and the input of a custom tool.
 
     Returns:
-        the messages, each with a "role" and a text as "content"; and the indices of those that the
-        model wrote: the assistant's, or in a trace those that ``"completions": [index, …]`` lists.
+        the messages, each with a "role" and a text as "content", and the indices of the messages
+        that the model wrote. These are all messages of the assistant, unless the record lists
+        ``"completions": [index, …]``.
 
     Raises:
-        ValueError: the record has another form.
+        ValueError: the record does not have this form.
     """
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(record, dict) or not isinstance(messages, list):
@@ -75,7 +76,7 @@ def _message(message: object) -> dict[str, str]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError('a message has no "role"')
     calls = _list(message, "tool_calls")
-    if isinstance(message.get("function_call"), dict):  # what OpenAI had before tools
+    if isinstance(message.get("function_call"), dict):  # OpenAI's older form
         calls = [{"function": message["function_call"]}, *calls]
     texts = [_content(message), *map(_call, calls)]
     return {"role": message["role"], "content": "\n".join(text for text in texts if text)}
@@ -94,16 +95,16 @@ def _content(message: dict[str, Any]) -> str:
 
 
 def _call(call: object) -> str:
-    """What a model writes to call a tool."""
+    """A tool call, as a model writes it."""
     tool = call if isinstance(call, dict) else {}
     if isinstance(function := tool.get("function"), dict):
-        # OpenAI's arguments are the model's own text; elsewhere they are parsed.
+        # OpenAI logs the arguments as the model wrote them; others log them parsed.
         arguments = function.get("arguments")
         text = arguments if isinstance(arguments, str) else _json(arguments)
         return f'{{"name": {_json(function.get("name"))}, "arguments": {text}}}'
     if isinstance(custom := tool.get("custom"), dict):
         return f"{custom.get('name')}\n{custom.get('input')}"
-    raise ValueError("a tool call is neither of a function nor of a custom tool")
+    raise ValueError('a tool call must have a "function" or a "custom" tool')
 
 
 def _json(value: object) -> str:

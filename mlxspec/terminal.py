@@ -1,4 +1,4 @@
-"""Generated text on standard output: in two colours, and without what a terminal obeys."""
+"""Generated text on standard output: in two colours, with control characters made visible."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import os
 import sys
 from typing import TextIO
 
-# Bold and a blue of the 256-colour palette that reads on dark and on light backgrounds. The
-# target's own tokens keep the terminal's text colour: blue next to it is distinct with every
-# kind of colour blindness, and the weight distinguishes them without any hue.
+# Bold, in a blue of the 256-colour palette that is readable on dark and on light backgrounds. The
+# target's own tokens keep the terminal's text colour, which differs from blue with every kind of
+# colour blindness. Bold type distinguishes them without any colour.
 _ACCEPTED = "\x1b[1;38;5;32m"
 _PLAIN = "\x1b[0m"
 
-# Control characters are shown by their pictures (U+2400 and on); C1 controls and the characters
-# that reorder text or take no space have none. A carriage return would overwrite its line;
-# dropping it leaves the line break of CR LF. The two joiners stay: Persian, the scripts of India
-# and many emoji are spelled with them.
+# Control characters become their pictures, from U+2400. C1 controls, and characters that reorder
+# text or take no space, have no pictures and become U+FFFD. A carriage return would overwrite its
+# line; dropping it leaves the line break of CR LF. The two joiners stay: Persian, the scripts of
+# India and many emoji need them.
 _VISIBLE: dict[int, int | None] = {
     **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"},
     ord("\r"): None,
@@ -27,35 +27,35 @@ _JOINERS = dict.fromkeys((0x200C, 0x200D), 0xFFFD)
 
 
 def visible(text: str) -> str:
-    """Make control, escape and bidirectional override characters visible instead of effective.
+    """Replace control, escape and bidirectional override characters by visible signs.
 
-    Works character by character, so a sequence that is split across calls is caught as well.
+    It works character by character, so it also catches a sequence that is split across calls.
     Newlines and tabs stay.
     """
     return text.translate(_VISIBLE)
 
 
 def one_line(text: object) -> str:
-    """A name or a message, which may hold what users or files say: harmless, on one line.
+    """Make text from users or files safe to print, on one line.
 
-    As :func:`visible`, without any character that cannot be seen, by which two names that differ
-    would look the same.
+    Like :func:`visible`, but it replaces joiners, too: invisible characters could make two
+    different names look the same.
     """
     return visible(" ".join(str(text).split())).translate(_JOINERS)
 
 
 def colored(text: str, from_draft: bool) -> str:
-    """``text`` in the colour of accepted draft tokens, or in the target's own."""
+    """Colour ``text`` if it comes from accepted draft tokens."""
     return f"{_ACCEPTED}{text}{_PLAIN}" if from_draft else text
 
 
 def wants_color(stream: TextIO, color: bool | None = None) -> bool:
-    """Whether to colour what goes to ``stream``.
+    """Whether to colour the output to ``stream``.
 
     Args:
         stream: standard output or standard error.
-        color: what the user said; None leaves it to the stream, which is coloured where it is
-            a terminal that knows colours and ``NO_COLOR`` is unset (https://no-color.org).
+        color: the user's choice. None chooses colours for a terminal that has them, unless
+            ``NO_COLOR`` is set (https://no-color.org).
     """
     if color is not None:
         return color
@@ -64,13 +64,13 @@ def wants_color(stream: TextIO, color: bool | None = None) -> bool:
 
 
 class TokenPrinter:
-    """Writes one token's text after the other to standard output, at once.
+    """Writes the text of each token to standard output at once.
 
-    On a terminal, and wherever colours are on, the text is made :func:`visible`; a file or pipe
-    without colours gets it unchanged.
+    On a terminal, or with colours, the text passes through :func:`visible`. A file or pipe without
+    colours gets it unchanged.
 
     Args:
-        color: True or False, or None to colour at a terminal; see :func:`wants_color`.
+        color: as for :func:`wants_color`.
     """
 
     def __init__(self, color: bool | None = None) -> None:
@@ -85,12 +85,12 @@ class TokenPrinter:
         if not shown:
             return
         self._last = shown[-1]
-        # Every token takes its colour back, so an interrupt at any point leaves none behind.
+        # Each token resets its colour, so an interrupt never leaves the terminal coloured.
         self._stream.write(colored(shown, from_draft) if self.color else shown)
         self._stream.flush()
 
     def finish(self) -> None:
-        """End the last line, if it has not ended."""
+        """End the last line, if it is not ended yet."""
         if self._last != "\n":
             self._stream.write("\n")
             self._stream.flush()

@@ -42,6 +42,7 @@ from ..generation.response import SpeculationStats
 from ..models.chat_template import apply_template
 from ..models.model import encode_prompt
 from ..models.model_files import given_name
+from ..process import mlx_settings
 from .prompts import BenchPrompt, Messages, message
 
 NEAR_TIE_FLOAT32 = 1e-4
@@ -321,6 +322,15 @@ class MeasuredPrompt:
     differences: dict[str, list[Difference] | None]
 
 
+def in_turn(names: list[str], repeat: int) -> list[str]:
+    """The order of a repeat: each is first in turn, and its neighbours change.
+
+    A wide step leaves a hotter machine.
+    """
+    first = repeat % len(names)
+    return (names[first:] + names[:first])[:: (-1) ** repeat]
+
+
 @dataclass
 class Measurement:
     """Measures backends on prompts.
@@ -393,10 +403,7 @@ class Measurement:
         names = list(self._backends)
         order = [] if self._warm else names.copy()
         for repeat in range(self.repeats):
-            # Each backend is first in turn, and its neighbours change: a wide step leaves a
-            # hotter machine.
-            first = repeat % len(names)
-            order += (names[first:] + names[:first])[:: (-1) ** repeat]
+            order += in_turn(names, repeat)
         runs: dict[str, list[TimedRun]] = {name: [] for name in names}
         for name in order:
             backend, limits = self._backends[name], (self.max_tokens, self.sampling)
@@ -441,12 +448,14 @@ SLOW = 0.95  # a measured ratio above it may as well be 1
 
 def machine_facts() -> Report:
     """The machine and the versions of what ran on it; no name of host or user."""
+    tuned = mlx_settings()
     return {
         **machine_identity(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
         "mlxspec": mlxspec.__version__,
         "mlx_lm": version("mlx-lm"),
+        **({"mlx_settings": tuned} if tuned else {}),
     }
 
 
@@ -486,8 +495,10 @@ def bench_report(
         ``decoders``, ``categories`` and ``prompts`` hold the figures of each backend over all,
         over each category, and on each prompt, see :func:`figures`. A speed-up over all is the
         geometric mean of the categories'. Without the same output there is no speed-up, but an
-        entry in ``differences``. ``rough`` is a sentence that says why the figures are noisy,
-        or None.
+        entry in ``differences``. ``exactness`` counts the ``outputs``, one for each prompt and
+        each decoder but plain, and those that ``differ`` from plain decoding's, with the median
+        and the largest margin of where they part. ``rough`` is a sentence that says why the
+        figures are noisy, or None.
     """
     names = list(prompts[0].runs)
     trusted = {
@@ -506,13 +517,15 @@ def bench_report(
     over_all = _by_backend(prompts, trusted)
     for name, entry in over_all.items():
         _weigh_alike(entry, {c: of["decoders"][name] for c, of in categories.items()}, name)
+    differences = list(_differences(prompts))
     return {
         **facts,
         "rough": noise_warning(prompts),
         "baseline": MLX_LM if {MLX_LM, PLAIN} <= trusted else PLAIN,
         "decoders": over_all,
         "categories": categories,
-        "differences": list(_differences(prompts)),
+        "exactness": _exactness(over_all, differences),
+        "differences": differences,
         "prompts": [_prompt(prompt, trusted, include_text) for prompt in prompts],
     }
 
@@ -646,6 +659,36 @@ def _differences(prompts: Sequence[MeasuredPrompt]) -> Iterator[Report]:
                     "bound": difference.bound,
                     "near_tie": difference.near_tie,
                 }
+
+
+def _exactness(decoders: Report, differences: Sequence[Report]) -> Report:
+    drafting = [of["outputs"] for name, of in decoders.items() if name != PLAIN]
+    margins = [of["margin"] for of in differences if of["decoder"] != PLAIN]
+    known = [margin for margin in margins if margin is not None]
+    differ = sum(of["near_ties"] + of["different"] for of in drafting)
+    return {
+        "outputs": differ + sum(of["equal"] for of in drafting),
+        "differ": differ,
+        "median_margin": median(known) if known else None,
+        "largest_margin": max(known, default=None),
+    }
+
+
+def exactness(report: Report) -> str:
+    """How many outputs are plain decoding's, and the gap where others part; "" without any."""
+    of = report["exactness"]
+    if not of["outputs"]:
+        return ""
+    said = (
+        f"{of['outputs'] - of['differ']} of {of['outputs']} outputs are identical to {PLAIN} "
+        f"decoding's, in {report['model']['dtype']}."
+    )
+    if of["largest_margin"] is not None:
+        said += (
+            " Where an output parts from it, the two tokens' logits are "
+            f"{of['median_margin']:.2g} apart in the median, {of['largest_margin']:.2g} at most."
+        )
+    return said
 
 
 def _prompt(prompt: MeasuredPrompt, trusted: set[str], include_text: bool) -> Report:

@@ -15,7 +15,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ..engine.params import SamplingParams
-from ..errors import PromptError
+from ..errors import OptionError, PromptError
 from ..process import INTERRUPTED
 from ..terminal import visible
 from .common.model_choice import ABOUT, DEFAULT, model_argument, needed_model
@@ -59,37 +59,41 @@ class BenchOptions:
     prompts: tuple[Path, ...] = _prompts(
         "--prompts --spec-bench FILE",
         "Prompts to answer, such as Spec-Bench's question.jsonl; repeatable.  [default: a small "
-        "set that comes with mlxspec]",
+        "bundled set]",
         type=FILE,
         multiple=True,
     )
     limit: int | None = _prompts("--limit N", "At most N prompts of each category.")
     decoders: str | None = _measurement(
         "--decoder A,B",
-        f"Compare with plain decoding, of {', '.join(_DECODERS)}.  [default: all]",
+        f"Decoders to compare with plain decoding: any of {', '.join(_DECODERS)}.  [default: all; "
+        "with --tune auto]",
         shell_complete=names_completed(lambda: _DECODERS),
     )
     drafter: str | None = _measurement(
-        DRAFTER, "Measure a drafter class of your own, too, alone and with auto."
+        DRAFTER, "Also measure your own drafter class, alone and with auto."
     )
     max_tokens: int = _measurement("--max-tokens N", "Generate at most N tokens.", default=250)
     repeats: int = _measurement("--repeats N", "Runs of each decoder on each prompt.", default=3)
     temp: float = _measurement("--temp T", "Temperature; 0 is greedy.", default=0.0)
     seed: int = _measurement("--seed N", "Same seed, same outputs.", default=0)
+    tune: bool = _measurement(
+        "--tune", "Measure MLX's tuning variables, each setting in its own process.", default=False
+    )
 
 
 @command("bench", short_help="Compare decoders on MODEL: speed and outputs.")
 @model_argument(ABOUT + DEFAULT)
 @options_of(BenchOptions, "asked")
 @options_of(ReportOptions, "shows", "Output")
-@option("--include-text", "Put prompts and outputs into the JSON and the page.", group="Output")
+@option("--include-text", "Include prompts and outputs in the JSON and the page.", group="Output")
 def bench_command(
     model: str | None, asked: BenchOptions, shows: ReportOptions, include_text: bool
 ) -> None:
     """Measure plain decoding, mlx-lm and the drafting decoders on MODEL.
 
-    They take turns on the same prompts in one process. Outputs are compared token by token;
-    outputs that differ by more than near ties get no speed-up, and the exit status 1.
+    They take turns on the same prompts in one process. Outputs are compared token by token. If
+    outputs differ by more than near ties, no speed-up is shown and the exit status is 1.
 
     \b
     Examples:
@@ -98,14 +102,18 @@ def bench_command(
       mlxspec bench MODEL --spec-bench question.jsonl --limit 10
 
     A file of prompts is JSONL with "prompt", "messages" or "turns" and optionally "category" in
-    each line; any other file is one prompt as it stands. Reports hold no prompts,
-    no outputs and no paths unless you ask for them.
+    each line. The whole text of any other file is one prompt. Reports contain no prompts, outputs
+    or paths unless you ask for them.
+
+    --tune measures plain decoding and --decoder with MLX's variables MLX_METAL_FAST_SYNCH,
+    MLX_MAX_MB_PER_BUFFER and MLX_MAX_OPS_PER_BUFFER: with each of them, with all and with none, in
+    --repeats rounds. It shows which of them help beyond noise, and how to keep them.
     """
     from ..bench.measure import backends_with, chosen_backends, what_differs
     from ..bench.prompts import bundled_prompts, limited, read_prompts
     from ..drafting.drafter import load_drafter
 
-    # All that needs no model is checked before one is loaded, or even downloaded.
+    # Check all that needs no model before a model is loaded, or even downloaded.
     model = needed_model(model)
     backends = chosen_backends(asked.decoders)
     if asked.drafter is not None:
@@ -115,10 +123,25 @@ def bench_command(
     prompts = [prompt for file in asked.prompts for prompt in read_prompts(file)]
     questions = limited(prompts or bundled_prompts(), asked.limit)
     shows.check()
+    if asked.tune:
+        if include_text:
+            raise OptionError("--tune reports no texts: leave out --include-text")
+        report = _tuned(model, asked)
+        shows.show_tables("mlxspec bench --tune", report, lambda: _tuning_tables(report))
+        if report["best"] and not shows.as_json:  # on one line, even if the terminal is narrow
+            click.echo(f"To keep the best: mlxspec config set mlx-settings {report['best']}")
+            click.echo("Then measure the costs of steps again: mlxspec calibrate MODEL")
+        _exit(report, report["failed"])
+        return
 
     report = _report(model, asked, backends, sampling, questions, include_text)
     wrong = list(what_differs(report))
     shows.show_tables("mlxspec bench", report, lambda: _tables(report), lambda: page_parts(report))
+    _exit(report, wrong)
+
+
+def _exit(report: Report, wrong: list[str]) -> None:
+    """Print errors and exit with status 1, or exit as after Ctrl-C; return if all is well."""
     for line in wrong:
         click.echo(f"Error: {shown(line)}", err=True)
     if wrong:
@@ -135,7 +158,7 @@ def _report(
     questions: list[BenchPrompt],
     include_text: bool,
 ) -> Report:
-    """Load the model, measure until the end or Ctrl-C, and sum up."""
+    """Load the model, measure until the end or Ctrl-C, and make the report."""
     from ..bench.measure import Measurement, bench_report, machine_facts, model_facts
     from ..models.model import load
 
@@ -151,7 +174,7 @@ def _report(
             measured.append(prompt)
         interrupted = False
     if measurement.skipped:
-        note(f"left out, being longer than the model's context: {measurement.skipped} prompts")
+        note(f"left out {measurement.skipped} prompts that are longer than the model's context")
     if not measured and interrupted:
         raise KeyboardInterrupt
     if not measured:
@@ -175,11 +198,32 @@ def _report(
     )
 
 
+def _tuned(model: str, asked: BenchOptions) -> Report:
+    """Measure MLX's settings in turns, each in its own process."""
+    from ..bench.tune import measured, tune
+    from ..models.model_files import find_directory
+
+    find_directory(model, None)  # a download shows its progress here
+    options = {
+        "--adapter-path": asked.adapter_path,
+        "--limit": asked.limit,
+        "--decoder": asked.decoders or "auto",
+        "--drafter": asked.drafter,
+        "--max-tokens": asked.max_tokens,
+        "--temp": asked.temp,
+        "--seed": asked.seed,
+    }
+    given = [f"{name}={value}" for name, value in options.items() if value is not None]
+    given += [f"--prompts={file}" for file in asked.prompts]
+    with ProgressBar("Taking turns") as on_progress:
+        return tune(partial(measured, [f"--model={model}", *given]), asked.repeats, on_progress)
+
+
 # --- tables and the page ---
 
 
 def page_parts(report: Report) -> Iterator[RenderableType]:
-    """The tables of a report with bars of speeds, the settings, and texts if it has them."""
+    """The tables of a report, bars of the speeds, the settings, and texts if it has any."""
     from ..bench.measure import SLOW, ratio_name, what_differs
 
     yield from _tables(report)
@@ -202,9 +246,7 @@ def page_parts(report: Report) -> Iterator[RenderableType]:
             yield Text(visible(output))
 
 
-def _tables(report: Report) -> Iterator[RenderableType]:
-    from ..bench.measure import ratio_name, verdict
-
+def _heading(report: Report) -> Iterator[RenderableType]:
     model, machine = report["model"], report["machine"]
     yield shown(
         f"{model['name']}: {model['parameters']:,} parameters, {model['bits_per_weight']} bits "
@@ -216,11 +258,18 @@ def _tables(report: Report) -> Iterator[RenderableType]:
         f"mlxspec {machine['mlxspec']}, mlx {machine['mlx']}, mlx-lm {machine['mlx_lm']}, "
         f"Python {machine['python']}"
     )
+    if "mlx_settings" in machine:
+        yield shown(machine["mlx_settings"])
+
+
+def _tables(report: Report) -> Iterator[RenderableType]:
+    from ..bench.measure import exactness, ratio_name, verdict
+
+    yield from _heading(report)
     decoders = report["decoders"]
     table = FoldingTable(
         *("category", "prompts", *decoders),
-        caption=f"tokens/s, prefill not counted, and the ratio to {report['baseline']}, turn by "
-        "turn",
+        caption=f"tokens/s without prefill, and the ratio to {report['baseline']}, turn by turn",
     )
     for category, entry in report["categories"].items():
         cells = []
@@ -233,6 +282,8 @@ def _tables(report: Report) -> Iterator[RenderableType]:
         table.add_row(shown(category), str(entry["prompts"]), *cells)
     yield table
     yield _over_all(decoders)
+    if compared := exactness(report):
+        yield compared
     if report["rough"]:
         yield report["rough"]
     yield Text(shown(verdict(report)), style="bold")
@@ -243,7 +294,7 @@ def _over_all(decoders: Report) -> RenderableType:
         "all",
         *("vs plain", "vs mlx-lm", "worst vs plain", "predicted", "error"),
         *("tokens/step", "rows/step", "accepted", "outputs"),
-        caption="geometric means of the categories; outputs compared with plain's",
+        caption="geometric means of the categories; outputs are compared with plain's",
     )
     for name, figures in decoders.items():
         worst = "–"
@@ -277,3 +328,30 @@ def _outputs(outputs: dict[str, Any]) -> str:
 
 def _formatted(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
+
+
+def _tuning_tables(report: Report) -> Iterator[RenderableType]:
+    yield from _heading(report)
+    none, *others = report["tuning"]
+    table = FoldingTable(
+        *("MLX's settings", *none["decoders"]),
+        caption="tokens/s, and the ratio to none: the geometric mean over prompts and rounds "
+        f"({report['settings']['repeats']}); ± is half the width of a 95 % confidence interval",
+    )
+    table.add_row("none", *(f"{of['tokens_per_second']:.1f}" for of in none["decoders"].values()))
+    for entry in others:
+        cells = [
+            f"{of['tokens_per_second']:.1f}  {ratio(of['ratio'])} ±{_formatted(of['error'], '.1%')}"
+            for of in entry["decoders"].values()
+        ]
+        table.add_row(entry["mlx_settings"].replace(",", ", "), *cells)
+    yield table
+    if report["machine"]["device"] == "cpu":
+        yield "On a CPU MLX reads none of these variables: all differences are noise."
+    if report["settings"]["repeats"] == 1:
+        yield "One round has no confidence interval: give --repeats 3 or more."
+    helpful = [entry["mlx_settings"] for entry in others if entry["helps"]]
+    verdict = (
+        f"Faster with every decoder, beyond the interval: {'; '.join(helpful) or 'none of them'}."
+    )
+    yield Text(verdict, style="bold")

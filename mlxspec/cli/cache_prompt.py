@@ -1,4 +1,4 @@
-"""``mlxspec cache-prompt``: the KV cache of a long prompt, in a file for later questions."""
+"""``mlxspec cache-prompt``: keeps the KV cache of a long prompt in a file for later questions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import click
 from ..engine.params import CacheOptions
 from ..errors import OptionError, PromptCacheError
 from ..models.model_files import DEMO, is_downloaded, is_repository_name
-from ..terminal import visible
+from ..terminal import one_line
 from .common.generation import Generation
 from .common.model_choice import model_or_default, note_which_model
 from .common.notes import note
@@ -50,20 +50,20 @@ def cache_prompt_command(
 ) -> None:
     """Process a prompt and keep its KV cache in a file.
 
-    Generations that begin with this prompt need not process it again.
+    A generation that begins with this prompt need not process it again.
 
     \b
     Examples:
       mlxspec cache-prompt --prompt-file a.txt --prompt-cache-file a.safetensors
       mlxspec generate --prompt-cache-file a.safetensors "Who is the narrator?"
 
-    The prompt may come through a pipe, too. The file names its model and adapters, which then
-    answer without --model and --adapter-path. If the model has to be downloaded, you are asked at
-    a terminal, and elsewhere name it with --model.
+    The prompt may also come through a pipe. The file names its model and adapters, so 'generate'
+    needs no --model and no --adapter-path. If the model must be downloaded, 'generate' asks you at
+    a terminal; elsewhere, name the model with --model.
 
-    The file is also one for "mlx_lm.generate --prompt-cache-file", and those of
-    "mlx_lm.cache_prompt" serve here. With a chat template the prompt is the beginning of a user's
-    message, which the later prompt continues.
+    "mlx_lm.generate --prompt-cache-file" reads this file, too, and 'generate' reads files of
+    "mlx_lm.cache_prompt". With a chat template the prompt begins the user's message, and the later
+    prompt continues it.
     """
     import mlx.core as mx
     from mlx_lm.generate import generate_step
@@ -77,10 +77,10 @@ def cache_prompt_command(
     from ..models.model import load
     from ..models.model_files import local_path
 
-    # All that needs no model is checked before one is loaded, or even downloaded.
+    # Check all that needs no model before a model is loaded, or even downloaded.
     source = prompt.read()
     if not prompt_cache_file.endswith(".safetensors"):
-        raise OptionError(f"--prompt-cache-file {prompt_cache_file}: name a file *.safetensors")
+        raise OptionError(f"--prompt-cache-file {prompt_cache_file}: choose a name *.safetensors")
     path = prompt_cache_path(prompt_cache_file)
     check_replaceable(path, force)
 
@@ -103,19 +103,19 @@ def cache_prompt_command(
 
 
 ADAPTERS_OF_FILE = "adapter_path"
-"""What the metadata of a file calls the adapters of its model; "" for none."""
-_LONGEST_NAME = 200  # characters of a model's name that are shown
-_QUERY = "<query>"  # mlx-lm's word, for which no template has a use
+"""The key of the adapters' directory in the metadata of a file; the value is "" for none."""
+_LONGEST_NAME = 200  # characters of a model's name to show
+_QUERY = "<query>"  # mlx-lm's placeholder, which no template contains
 
 
 class CachedPrompt:
-    """What a prompt cache file holds, for prompts that follow it.
+    """The content of a prompt cache file, to be continued by other prompts.
 
     Args:
         file: made by ``mlxspec cache-prompt`` or ``mlx_lm.cache_prompt``.
 
     Raises:
-        PromptCacheError: there is no such file, or it is damaged, empty or of another kind.
+        PromptCacheError: the file is missing, damaged, empty or of another kind.
     """
 
     def __init__(self, file: str) -> None:
@@ -129,11 +129,11 @@ class CachedPrompt:
             raise PromptCacheError(f"{file} holds an empty cache: leave out --prompt-cache-file")
 
     def completed(self, generation: Generation) -> Generation:
-        """The generation completed from the file: with its model, adapters and own end tokens.
+        """Complete a generation with the file's model, adapters and end token.
 
         Raises:
-            PromptCacheError: another model or another quantisation was asked for, or the model
-                is not on the machine.
+            PromptCacheError: the generation has another model or quantisation, or the model is not
+                on this machine.
         """
         self._check_quantization(generation.caches)
         ends = generation.ends
@@ -145,14 +145,14 @@ class CachedPrompt:
         )
 
     def _model(self, asked: str | None) -> str | None:
-        """The model that made the file, which must be the one that was asked for, if any was.
+        """The model that made the file, which must be the model that the user named, if any.
 
-        The file may come from anybody: what it names is downloaded only if the user agrees.
+        The file may come from anybody: its model is downloaded only if the user agrees.
         """
         own = self._metadata.get("model") or None
         if own is None or asked == own or (asked is not None and _same_directory(asked, own)):
             return asked
-        made = f"{self.file} was made by the model {_shown(own)}"
+        made = f"{self.file} was made by the model {one_line(own[:_LONGEST_NAME])}"
         if asked is not None:
             raise PromptCacheError(
                 f"{made}, not {asked}: leave out --model, or make the file again"
@@ -160,23 +160,24 @@ class CachedPrompt:
         if own == DEMO or _is_directory(own):
             return own
         if is_repository_name(own):
-            question = f"{visible(made)}, which is not on this machine. Download it?"
+            question = f"{one_line(made)}, which is not on this machine. Download it?"
             if is_downloaded(own) or (at_terminal() and click.confirm(question, err=True)):
                 return own
         raise PromptCacheError(f"{made}, which is not on this machine: name the model with --model")
 
     def _adapters(self, asked: str | None) -> str | None:
-        """The adapters that the file was made with; ``asked`` if the file does not say which."""
+        """The adapters that the file was made with; ``asked`` if the file does not name them."""
         own = self._metadata.get(ADAPTERS_OF_FILE)
         if own is None or (asked is not None and _same_directory(asked, own)):
             return asked
         if asked is None and (not own or _is_directory(own)):
             return own or None
-        made = f"the adapters {_shown(own)}: name them with" if own else "no adapters: leave out"
+        named = f"the adapters {one_line(own[:_LONGEST_NAME])}: name them with"
+        made = named if own else "no adapters: leave out"
         raise PromptCacheError(f"{self.file} was made with {made} --adapter-path")
 
     def _check_quantization(self, options: CacheOptions) -> None:
-        """Refuse options that would quantise the cache in another way than it is."""
+        """Raise an error if options would quantise the cache differently."""
         from mlx_lm.models.cache import QuantizedKVCache
 
         from ..engine.caches import parts
@@ -191,7 +192,7 @@ class CachedPrompt:
                 )
 
     def _end_tokens(self) -> tuple[str, ...]:
-        """The end token that mlx-lm was given when it made the file, if any."""
+        """The end token with which mlx-lm made the file, if any."""
         try:
             config = json.loads(self._metadata.get("tokenizer_config", "{}"))
         except (ValueError, RecursionError):
@@ -202,12 +203,12 @@ class CachedPrompt:
     def continued(
         self, prompt: str | list[int], options: PromptOptions, decoder: Decoder, templated: bool
     ) -> tuple[list[int], dict[str, Any]]:
-        """The tokens to generate from, and where their cache is.
+        """The tokens to generate from, and the option with their cache.
 
-        Where the file says which tokens it holds, drafts can be taken from these, too.
+        If the file lists its tokens, they can be drafted from, too.
 
         Raises:
-            PromptCacheError: the file is another model's.
+            PromptCacheError: the file belongs to another model.
             OptionError: the chat template does not apply.
         """
         from ..engine.prompt_cache_file import check_fits, check_lengths
@@ -225,7 +226,7 @@ class CachedPrompt:
 def _following(
     prompt: str | list[int], options: PromptOptions, tokenizer: TokenizerWrapper, templated: bool
 ) -> list[int]:
-    """The ids of a text that continues the user's message in the cache."""
+    """The tokens of a text that continues the user's message in the cache."""
     if not isinstance(prompt, str):
         return prompt
     if templated:
@@ -248,9 +249,5 @@ def _same_directory(first: str, second: str) -> bool:
 def _is_directory(name: str) -> bool:
     try:
         return Path(name).expanduser().is_dir()
-    except (OSError, RuntimeError):  # too long a name, or "~" before a user who is not known
+    except (OSError, RuntimeError):  # the name is too long, or has "~" before an unknown user
         return False
-
-
-def _shown(name: str) -> str:
-    return visible(" ".join(name[:_LONGEST_NAME].split()))

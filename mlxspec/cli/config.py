@@ -1,4 +1,4 @@
-"""``mlxspec config``: a default model, aliases of models, and defaults of options."""
+"""``mlxspec config``: sets the default model, aliases, defaults of options, and MLX's variables."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .settings import (
 )
 
 EPILOG = f"""\b
-What can be set:
+Settings:
 {chr(10).join(f"  {name:<14} {key.about}" for name, key in KEYS.items())}
   alias.NAME     the model that NAME stands for, wherever a MODEL is named
 
@@ -41,12 +41,13 @@ Examples:
   mlxspec generate --model fast "Name a river."
   mlxspec config unset max-tokens
 
-The default model answers where a command line names none. It is what MLXSPEC_MODEL names, or what
-is set here, or the directory mlx_model, or else demo. Options on a command line override all that
-is set. An alias overrides a directory of its name; ./NAME is the directory.
+The default model answers when a command line names none. It is the model in MLXSPEC_MODEL, or the
+one set here, or the directory mlx_model, or else demo. Options on a command line override these
+settings, as do environment variables. An alias takes precedence over a directory of that name;
+./NAME is the directory.
 
-The file is config.toml in the user's configuration directory, or in the one that
-{ENVIRONMENT_VARIABLE} names. It may be edited; comments stay.
+The settings are in config.toml in your configuration directory, or in the directory
+{ENVIRONMENT_VARIABLE}. You may edit the file; comments are kept.
 """
 
 
@@ -80,16 +81,16 @@ _key = argument("key", f"One of {KNOWN}.", shell_complete=_complete_key)
 )
 @click.pass_context
 def config_command(ctx: click.Context) -> None:
-    """Show or change what is set for all commands: a default model, aliases, and more.
+    """Show or change settings of all commands: the default model, aliases, and more.
 
-    Without a command all that is set is shown, and where.
+    Without a subcommand, show all settings and the file that has them.
     """
     if ctx.invoked_subcommand is None:
         with reported():
             _show(load_config())
 
 
-# A value may begin with a dash, as -1 does.
+# A value may begin with a dash, such as -1.
 @config_command.command("set", context_settings={**SETTINGS, "ignore_unknown_options": True})
 @_key
 @argument("value", "Its value.", shell_complete=_complete_value)
@@ -116,18 +117,18 @@ def set_command(key: str, value: str) -> None:
 @config_command.command("get", context_settings=SETTINGS)
 @_key
 def get_command(key: str) -> None:
-    """Print the value of KEY; the exit status is 1 where it is not set."""
+    """Print the value of KEY; the exit status is 1 if it is not set."""
     key = _spelled(key)
     entries = load_config().entries()
     if key not in entries:
-        raise OptionError(f"{key} is not set: mlxspec config set {key} VALUE sets it")
+        raise OptionError(f"{key} is not set: to set it, run mlxspec config set {key} VALUE")
     click.echo(one_line(entries[key]))
 
 
 @config_command.command("unset", context_settings=SETTINGS)
 @_key
 def unset_command(key: str) -> None:
-    """Take KEY out of the file."""
+    """Remove KEY from the settings."""
     config, key = load_config(), _spelled(key)
     if key not in config.entries():
         say(f"{key} was not set.")
@@ -139,29 +140,29 @@ def unset_command(key: str) -> None:
 
 def _show(config: UserConfig) -> None:
     console, entries = output_console(), config.entries()
-    there = "" if config.path.exists() else " (not there yet)"
+    there = "" if config.path.exists() else " (does not exist yet)"
     rows = {"file": f"{config.path}{there}", **entries}
     width = max(map(len, rows))
     for key, value in rows.items():
         console.print(f"{key:<{width}}  {one_line(value)}")
     if not entries:
-        console.print("Nothing is set. 'mlxspec config --help' says what can be.")
+        console.print("Nothing is set. 'mlxspec config --help' lists the settings.")
     default = default_model()
-    named = f"{one_line(default[0])}, named by {default[1]}" if default else "demo"
+    named = f"{one_line(default[0])}, set by {default[1]}" if default else "demo"
     console.print(f"The default model is {named}.")
 
 
 def _spelled(key: str) -> str:
-    """The name of a setting, also of one written with underscores.
+    """The name of a setting; underscores become hyphens.
 
     Raises:
-        OptionError: no setting has that name.
+        OptionError: the setting is unknown.
     """
     if key.startswith(ALIAS_PREFIX):
         return key
     spelled = key.replace("_", "-")
     if spelled not in KEYS:
-        raise OptionError(f"there is no setting {key!r}: there are {KNOWN}")
+        raise OptionError(f"unknown setting {key!r}: give one of {KNOWN}")
     return spelled
 
 
@@ -169,7 +170,7 @@ def _model(name: str) -> str:
     """A model's name that is valid in every directory: a directory becomes an absolute path.
 
     Raises:
-        OptionError: it is neither a directory nor a possible repository.
+        OptionError: it is neither a directory nor the name of a repository.
     """
     directory = local_path(name)
     if name != DEMO and directory.is_dir():

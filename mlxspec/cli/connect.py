@@ -1,8 +1,7 @@
-"""``mlxspec connect``: point an editor, an agent or a chat page at a running server.
+"""``mlxspec connect``: points an editor, an agent or a chat page at a running server.
 
-A client that can be started with a settings file gets one of its own, so that its usual settings
-stay as they are. The settings follow the client's documentation or source, which its template
-names.
+A client that can be started with a settings file gets a file of its own, and its usual settings
+stay as they are. Each template names the client's documentation or source that it follows.
 """
 
 from __future__ import annotations
@@ -44,21 +43,21 @@ CLIENTS = {
     "cline": ("Cline", "fields in its window, or a command"),
     "open-webui": ("Open WebUI", "fields in its window, or variables"),
 }
-"""By the names that the command line has for them: their own names, and how they are set up.
+"""Clients by their names on the command line: their own names, and how they are set up.
 
-What points each of them at a server is in ``clients/NAME.yaml``, a template of Jinja's.
+``clients/NAME.yaml`` is a Jinja template that points a client at a server.
 """
 
 
 @dataclass(frozen=True)
 class Setup:
-    """How a client is pointed at a server.
+    """How to point a client at a server.
 
     Attributes:
         files: the settings to write to its files.
         fields: what to enter in its window.
-        commands: what starts it.
-        notes: what else there is to know, a sentence each.
+        commands: how to start it.
+        notes: further sentences for the user.
     """
 
     files: list[SettingsFile]
@@ -71,7 +70,7 @@ def _setup(client: str, address: str, models: list[ModelCard]) -> Setup:
     """Fill in a client's template.
 
     Raises:
-        OptionError: a model's context length is unknown, without which Zed takes no model.
+        OptionError: the client is Zed, which needs context lengths, and one is unknown.
     """
     import yaml
     from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -79,8 +78,8 @@ def _setup(client: str, address: str, models: list[ModelCard]) -> Setup:
     unknown = [model.name for model in models if not model.context_length]
     if client == "zed" and unknown:
         raise OptionError(
-            f"Zed needs to know the context length of {unknown[0]}, which the server does not "
-            "know: give it with --context-length"
+            f"Zed needs the context length of {unknown[0]}, which the server does not know: give "
+            "it with --context-length"
         )
     known = [_known(model) for model in models]
     needs_key = bool(os.environ.get(API_KEY))
@@ -114,14 +113,14 @@ def _setup(client: str, address: str, models: list[ModelCard]) -> Setup:
 
 
 def _known(model: ModelCard) -> dict[str, Any]:
-    """A model's name and context, and the tokens of an answer that clients keep free in it."""
+    """A model's name, its context, and how much of the context to reserve for an answer."""
     context = model.context_length
     output = min(_MOST_OUTPUT, context // 4) if context else None
     return {"name": model.name, "context": context, "output": output}
 
 
 def _as_yaml(value: object) -> str:
-    """A value as YAML: a text in quotes, with all but ASCII escaped."""
+    """A value as YAML: text is quoted, and characters other than ASCII are escaped."""
     if isinstance(value, str):
         escaped = value.encode("unicode_escape").decode().replace('"', r"\"")
         return f'"{escaped}"'
@@ -129,12 +128,12 @@ def _as_yaml(value: object) -> str:
 
 
 def _folder(variable: str, default: str) -> str:
-    """A place in the home directory that an environment variable can override."""
+    """A path in the home directory, unless an environment variable overrides it."""
     return os.environ.get(variable) or str(Path.home() / default)
 
 
 def _in_shell(name: str) -> str:
-    """A path as one writes it in a shell."""
+    """A path quoted for a shell, with "~" for the home directory."""
     path = Path(name)
     if path.is_relative_to(Path.home()):
         return f"~/{shlex.quote(str(path.relative_to(Path.home())))}"
@@ -147,28 +146,28 @@ def _in_shell(name: str) -> str:
 @command("connect", short_help="Point an editor or an agent at a server.")
 @argument(
     "client",
-    "The program to point at the server; without it, all are listed.",
+    "The program to point at the server; without it, list all.",
     required=False,
     type=click.Choice([*CLIENTS]),
     metavar="[CLIENT]",
 )
 @option("--server URL", f"The server's address.  [default: {_SERVER}:{_PORT}]", group="Server")
-@option("--port N", f"Its port, where its address is {_SERVER}.", type=int, group="Server")
+@option("--port N", f"The server's port, if its address is {_SERVER}.", type=int, group="Server")
 @option(
     "-m --model NAME",
-    "The model to begin with.  [default: the server's first]",
+    "The model to use first.  [default: the server's first]",
     type=MODEL,
     group="Server",
 )
 @option(
     "--context-length N",
-    "Give the client N tokens as the model's context.  [default: all that it has]",
+    "Set the model's context in the client to N tokens.  [default: its full length]",
     type=int,
     group="Server",
 )
-@option("--write", "Put it into the client's files, after showing what changes.", group="Writing")
+@option("--write", "Write the settings to the client's files, after asking.", group="Writing")
 @option("-y --yes", "Write without asking.", group="Writing")
-@color_option("Output", "Colour what changes.")
+@color_option("Output", "Colour the changes.")
 def connect_command(
     *,
     client: str | None,
@@ -180,10 +179,10 @@ def connect_command(
     yes: bool,
     color: bool | None,
 ) -> None:
-    """Show how CLIENT is pointed at a running server, or do it.
+    """Show how to point CLIENT at a running server, or do it with --write.
 
-    Without CLIENT the clients are listed. Names and context lengths of the models are asked of
-    the server. Nothing is written without --write, and then all else in a file stays.
+    Without CLIENT, list the clients. The server reports the names and context lengths of its
+    models. Nothing is written without --write, which leaves everything else in a file unchanged.
 
     \b
     Examples:
@@ -192,14 +191,14 @@ def connect_command(
       mlxspec connect opencode --write
       mlxspec connect codex --server http://mac.local:8080 --write --yes
 
-    If the server needs a key, set MLXSPEC_API_KEY to it, here and for the client. It is neither
-    shown nor written: files and commands name the variable.
+    If the server needs a key, put the key in MLXSPEC_API_KEY, here and for the client. The key is
+    neither shown nor written: files and commands name the variable.
     """
     check_least(1, context_length=context_length, port=port)
     if server is not None and port is not None:
-        raise OptionError("--server has the port in its address: leave out --port")
+        raise OptionError("--port and --server are given together: leave out --port")
     if yes and not write:
-        raise OptionError("--yes is for --write: add it, or leave out --yes")
+        raise OptionError("--yes needs --write: add it, or leave out --yes")
     console = output_console(color)
     if client is None:
         if write:
@@ -221,18 +220,18 @@ def connect_command(
         return
     if not setup.files:
         raise OptionError(
-            f"{title} has no file for it: 'mlxspec connect {client}' says what to fill in"
+            f"{title} has no settings file to write: 'mlxspec connect {client}' shows what to enter"
         )
     _write(console, setup, title, yes)
     _show_start(console, setup)
 
 
 def _write(console: Console, setup: Setup, title: str, yes: bool) -> None:
-    """Show what changes in the client's files, ask, and write them.
+    """Show the changes to the client's files, ask, and write them.
 
     Raises:
-        OptionError: there is no terminal to ask at.
-        SettingsError: a file cannot be changed; then what to put there is shown.
+        OptionError: it cannot ask, since there is no terminal.
+        SettingsError: a file cannot be changed; then the settings are shown instead.
     """
     try:
         texts = [(file, old := file.read(), file.merged(old)) for file in setup.files]
@@ -249,15 +248,15 @@ def _write(console: Console, setup: Setup, title: str, yes: bool) -> None:
         sys.exit(1)
     for file, old, new in changes:
         if file.read() != old:
-            raise SettingsError(f"{file.path}: has changed in the meantime; try again")
+            raise SettingsError(f"{file.path}: another program has just changed it; try again")
         file.write(new)
         say(f"Wrote {file.path}.")
     if not changes:
-        say(f"{title} is set up so already: nothing was written.")
+        say(f"{title} is set up already: nothing was written.")
 
 
 def _show(console: Console, setup: Setup) -> None:
-    """Print all that points a client at a server, to be copied."""
+    """Print the settings, fields, commands and notes, to be copied."""
     for file in setup.files:
         _print(console, f"{file.path}:", "bold")
         _print(console, f"\n{file.merged('')}")
@@ -277,10 +276,10 @@ def _show_start(console: Console, setup: Setup) -> None:
 
 
 def _may_write(changes: list[tuple[SettingsFile, str, str]]) -> bool:
-    """Ask the user.
+    """Ask the user whether to write.
 
     Raises:
-        OptionError: there is no terminal to ask on.
+        OptionError: it cannot ask, since there is no terminal.
     """
     if not at_terminal():
         raise OptionError("--write asks for confirmation, which needs a terminal: add --yes")
@@ -289,5 +288,5 @@ def _may_write(changes: list[tuple[SettingsFile, str, str]]) -> bool:
 
 
 def _print(console: Console, line: str, style: str = "") -> None:
-    """Print a line without breaking it, so that it can be copied."""
+    """Print a line without wrapping it, since users copy it."""
     console.print(Text(visible(line), style), soft_wrap=True)

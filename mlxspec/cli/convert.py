@@ -1,4 +1,4 @@
-"""``mlxspec convert``: a checkpoint becomes a directory that MLX loads."""
+"""``mlxspec convert``: converts a checkpoint to a directory that MLX loads."""
 
 import shlex
 from functools import partial
@@ -21,20 +21,18 @@ _result = partial(option, group="Result")
 @model_argument("The checkpoint: a Hub repository, a directory, or an alias of 'mlxspec config'.")
 @_checkpoint(
     "--torch-path DIR",
-    "MODEL, as a Mistral or Llama original: consolidated.*, params.json, tokenizer.model.",
+    "MODEL, in Mistral's or Llama's original form: consolidated.*, params.json, tokenizer.model.",
     type=NAME,
 )
 @_checkpoint("--hf-path DIR_OR_REPO", "MODEL, as a Hugging Face checkpoint.", type=NAME)
 @_checkpoint("--revision REV", "Branch, tag or commit of a Hub repository.")
-@_result("--mlx-path DIR", "What to write.", type=NAME, default="mlx_model")
+@_result("--mlx-path DIR", "The directory to write.", type=NAME, default="mlx_model")
 @_result("-q --quantize", "Quantise the weights, to 4 bits by default.")
 @_result("--q-bits N", "Bits of a quantised weight.", type=int)
-@_result("--q-group-size N", "Weights that share a scale.", type=int)
+@_result("--q-group-size N", "How many weights share a scale.", type=int)
 @_result("--q-mode affine|mxfp4|mxfp8|nvfp4", "Format of quantised weights.")
-@_result(
-    "--dtype float16|bfloat16|float32", "Float type; by default the checkpoint's own 16-bit one."
-)
-@_result("--force", "Replace a model that is at --mlx-path.")
+@_result("--dtype float16|bfloat16|float32", "Float type.  [default: the checkpoint's 16-bit type]")
+@_result("--force", "Replace an existing model at --mlx-path.")
 def convert_command(model: str | None, **options: Any) -> None:
     """Convert a model's weights and tokenizer for MLX.
 
@@ -43,8 +41,8 @@ def convert_command(model: str | None, **options: Any) -> None:
       mlxspec convert mistralai/Mistral-7B-Instruct-v0.3 --mlx-path mistral
       mlxspec convert mistral-7B-v0.3 -q
 
-    A directory with params.json or consolidated.* is taken for an original of Mistral's or Llama's,
-    everything else for a Hugging Face checkpoint. "python convert.py" is the same command.
+    A directory with params.json or consolidated.* is read as an original of Mistral or Llama,
+    anything else as a Hugging Face checkpoint. "python convert.py" is the same command.
     """
     from ..convert.conversion import convert
 
@@ -62,10 +60,10 @@ def convert_command(model: str | None, **options: Any) -> None:
 
 
 def _take(model: str, options: dict[str, Any]) -> None:
-    """Set the option for the checkpoint's kind.
+    """Set the option for this kind of checkpoint.
 
     Raises:
-        click.UsageError: an option names a checkpoint already.
+        click.UsageError: an option names a checkpoint, too.
     """
     for name in ("torch_path", "hf_path"):
         if options[name] is not None:

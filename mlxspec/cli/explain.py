@@ -1,4 +1,4 @@
-"""``mlxspec explain``: a few steps of a generation, each with its draft tree."""
+"""``mlxspec explain``: draws a few steps of a generation, each with its draft tree."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ _view = partial(option, group="Steps and output")
 @_view("--steps K", "Show K successive steps.", default=3)
 @_view(
     "--skip N",
-    "Begin after N steps.  [default: where most drafts are accepted in part, or else where most "
-    "tokens are]",
+    "Begin after N steps.  [default: where the most drafts are partly accepted, or else the most "
+    "tokens]",
     type=int,
 )
 @options_of(ReportOptions, "shows", "Steps and output", leave_out=("as_json",))
@@ -67,10 +67,10 @@ def explain_command(
 ) -> None:
     """Show what steps of speculative decoding do.
 
-    Each step is drawn as its draft tree: what was drafted and where it came from, what the
-    model chose, how far the draft was accepted; for lookahead decoding with its window.
+    Each step is drawn as its draft tree: which tokens were drafted, where they came from, what the
+    model chose, and how much was accepted. Lookahead decoding also shows its window.
 
-    The prompt and the options are those of 'mlxspec generate', and so is the output.
+    Prompt, options and output are the same as with 'mlxspec generate'.
 
     \b
     Examples:
@@ -78,7 +78,7 @@ def explain_command(
       mlxspec explain "Say this three times: ..." --steps 5 --skip 0
       mlxspec explain --decoder combined --prompt-file ask.txt --html steps.html
     """
-    source = prompt.read()  # and all checks that need no model, before one is loaded
+    source = prompt.read()  # this, and all checks that need no model, before a model is loaded
     check_least(1, steps=steps)
     check_least(0, skip=skip)
     shows.check()
@@ -98,7 +98,7 @@ def explain_command(
             for last in generation.stream(decoder, tokens, on_progress=on_progress, **how):
                 bar(last.generation_tokens, generation.max_tokens)
         if skip is not None and skip >= len(recorded):
-            raise OptionError(f"--skip is {skip}: the output has {len(recorded)} steps, skip fewer")
+            raise OptionError(f"--skip is {skip}: the output has {len(recorded)} steps; skip fewer")
         explained = Explained(
             model=given_name(model_or_default(generation.model)),
             decoder=generation.drafting.kind,
@@ -113,14 +113,13 @@ def explain_command(
         note_which_model(generation.model)
         shows.show(lambda: explained.print(output_console(color)), explained.page)
         generation.note_if_full(decoder.model, last.finish_reason, last.generation_tokens)
-        memories.tell_once()
+        memories.suggest_once()
 
 
 def most_instructive(steps: Sequence[RecordedStep], count: int) -> int:
-    """The first of the ``count`` successive steps in which most drafts were accepted in part.
+    """The first of the ``count`` successive steps with the most partly accepted drafts.
 
-    Among equals the steps with the largest windows, then those with most accepted tokens, then
-    the first ones.
+    Ties go to the largest windows, then to the most accepted tokens, then to the first steps.
     """
 
     def rank(first: int) -> tuple[int, int, int]:
@@ -136,7 +135,7 @@ def most_instructive(steps: Sequence[RecordedStep], count: int) -> int:
 
 
 class Fate(Enum):
-    """What became of a node: its meaning in the key, its sign and its style."""
+    """What became of a node: how the key explains it, its sign and its style."""
 
     ROOT = ("emitted before", "●", "")
     ACCEPTED = ("accepted", "✓", "bold color(32)")  # as in the generated text
@@ -154,9 +153,9 @@ class Node(NamedTuple):
     Attributes:
         token: its id.
         fate: what became of it.
-        parent: the parent's number, -1 for the root.
-        origin: where it was drafted from.
-        choice: what the target chose after it; None after the bonus token.
+        parent: the parent's number; -1 for the root.
+        origin: where the token was drafted from.
+        choice: the target's choice after it; None for the bonus token.
     """
 
     token: int
@@ -170,7 +169,7 @@ def nodes_of(step: RecordedStep) -> list[Node]:
     """The nodes of a step's tree, and last the bonus token, unless the output ended before it.
 
     A node is rejected if its parent was accepted and the target chose another token there.
-    Nodes below a rejected one, or behind the output's end, were not reached.
+    Nodes below a rejected node, or after the output's end, were not reached.
     """
     verified, tree = step.verified, step.verified.tree
     has_bonus = len(verified.tokens) > len(verified.accepted)
@@ -194,12 +193,12 @@ def nodes_of(step: RecordedStep) -> list[Node]:
 
 
 def window_of(step: RecordedStep) -> dict[str, list[tuple[int, bool] | None]]:
-    """Lookahead decoding's window: its Jacobi iterations, oldest first, last the new one.
+    """The Jacobi iterations in the window of lookahead decoding, oldest first; empty without one.
 
-    By the iteration's name ("t−2", "t−1", "now") the token in each column and whether it was
-    accepted; None where the step had no room for a row. The tokens of a column are an n-gram
-    (Fu et al., "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding", 2024,
-    figure 2). Empty without a window.
+    An iteration has a name ("t−2", "t−1", "now"). It lists the token in each column and whether the
+    token was accepted, or None if the step had no room for the row. The tokens of a column are an
+    n-gram (Fu et al., "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding",
+    2024, figure 2).
     """
     if not step.window:
         return {}
@@ -230,17 +229,17 @@ class Pieces:
     """The text of tokens, with visible white space.
 
     Args:
-        tokenizer: the model's.
+        tokenizer: the model's tokenizer.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
         self._tokenizer = tokenizer
 
     def __getitem__(self, token: int) -> str:
-        """One token, its white space as signs; never empty and without spaces."""
+        """The text of a token with signs for white space; never empty."""
         text = self._decode([token])
         if text and unicodedata.combining(text[0]):
-            text = f"◌{text}"  # or it would change the sign before it
+            text = f"◌{text}"  # otherwise it would change the sign before it
         elif not text.strip("\ufffd") or cell_len(_readable(text)) == 0:
             # A part of a character, or a token without text.
             name = self._tokenizer.convert_ids_to_tokens(token)
@@ -248,7 +247,7 @@ class Pieces:
         return _readable(text).replace(" ", _SPACE)
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Successive tokens on one line: spaces stay, other white space becomes signs."""
+        """The text of tokens on one line: spaces stay, other white space becomes signs."""
         return _readable(self._decode(tokens))
 
     def _decode(self, tokens: Sequence[int]) -> str:
@@ -276,10 +275,10 @@ class Explained:
         model, decoder: their names, as the user gave them.
         prompt: the prompt's tokens.
         steps: all steps of the generation.
-        first, count: which of them to show; the first has number 0.
+        first, count: the first step to show, from 0, and how many.
         stats: the generation's figures.
         pieces: the text of tokens.
-        chosen: whether :func:`most_instructive` has chosen the first step.
+        chosen: whether :func:`most_instructive` chose the first step.
     """
 
     model: str
@@ -298,7 +297,7 @@ class Explained:
             console.print(part)
 
     def page(self) -> str:
-        """The same as an HTML page, with all text escaped."""
+        """The steps as an HTML page, with all text escaped."""
         prompt = Text(f"Prompt: {self.pieces.text(self.prompt)}", "dim")
         return html_page([prompt, *self._parts()], "mlxspec explain")
 
@@ -311,8 +310,8 @@ class Explained:
         )
         if self.chosen and self.first:
             yield Text(
-                f"This begins at step {self.first + 1}, where drafts show most; "
-                "--skip 0 begins at the first.",
+                f"This begins at step {self.first + 1}, where drafts are most instructive; "
+                "--skip 0 begins at the first step.",
                 "dim",
             )
         text, windows = list(self.prompt), False
@@ -328,8 +327,8 @@ class Explained:
         yield Text(f"{signs}  → the target's next choice", "dim")
         if windows:
             yield Text(
-                "Row i of the window is an n-gram that may follow i tokens after the current one: "
-                "the step adds it to the pool once the window has all levels.",
+                "Row i of the window is an n-gram that may follow i tokens after the current one. "
+                "The step adds it to the pool once the window has all levels.",
                 "dim",
             )
 
@@ -350,7 +349,7 @@ class Explained:
             yield self._window(window)
 
     def _tree(self, nodes: Sequence[Node]) -> Tree:
-        """The draft tree: successive nodes without branches share a line."""
+        """The draft tree; successive nodes without branches share a line."""
         children: dict[int, list[int]] = defaultdict(list)
         order = [Fate.ACCEPTED, Fate.BONUS, Fate.REJECTED, Fate.UNREACHED]
         for number in sorted(range(1, len(nodes)), key=lambda one: order.index(nodes[one].fate)):
@@ -370,7 +369,7 @@ class Explained:
         return tree
 
     def _run(self, nodes: Sequence[Node], run: Sequence[int]) -> Text:
-        """A line: the tokens, what the target chose after them, and a new origin."""
+        """A line: the tokens, the target's choice after them, and their origin if it is new."""
         first, last = nodes[run[0]], nodes[run[-1]]
         line = Text().append(first.fate.sign, first.fate.style)
         for number in run:

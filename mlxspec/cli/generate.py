@@ -1,4 +1,4 @@
-"""``mlxspec generate``: a model answers a prompt, its accepted draft tokens in colour."""
+"""``mlxspec generate``: a model answers a prompt, with accepted draft tokens in colour."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 @options_of(PromptOptions, "prompt", "Model and prompt")
 @option(
     "--prompt-cache-file FILE",
-    "Continue where a file of 'mlxspec cache-prompt' or mlx_lm.cache_prompt ends.",
+    "Continue a prompt cached by 'mlxspec cache-prompt' or mlx_lm.cache_prompt.",
     type=NAME,
     group="Model and prompt",
 )
 @option(
     "--prompts FILE",
-    "Answer each line of a file, several at a time: see below; - reads standard input.",
+    "Answer each line of FILE, several at a time: see below; - reads standard input.",
     type=NAME,
     group="Model and prompt",
 )
@@ -60,26 +60,26 @@ if TYPE_CHECKING:
 )
 @option("--max-tokens N", "Generate at most N tokens.", default=250, group="Model and prompt")
 @options_of(Generation, "generation")
-@option("-q --quiet", "Show the text alone: no figures, progress or notes.", group="Output")
+@option("-q --quiet", "Show only the text: no figures, progress or notes.", group="Output")
 @color_option("Output")
-@option("--stats", "Show the measured time of a step by its rows.", group="Output")
+@option("--stats", "Show the measured time of a step by its number of rows.", group="Output")
 @option("--json", "Write one JSON object instead of text.", "as_json", group="Output")
 @option(
     "--logprobs K",
-    "With --json or --prompts: log-probabilities of each token and of the K most likely in its "
-    "place.",
+    "With --json or --prompts: log-probabilities of each token, and of the K likeliest tokens in "
+    "its place.",
     type=int,
     group="Output",
 )
 def generate_command(*, prompts: str | None, concurrency: int | None, **options: Any) -> None:
     """Generate text with speculative decoding.
 
-    PROMPT is what the model is asked. Pipe the input text, or name it with
-    --prompt-file; the model gets the text, a blank line and PROMPT. A text alone is the prompt.
+    PROMPT is what to ask the model. Pipe an input text, or name its file with --prompt-file. The
+    model gets the text, a blank line and PROMPT. Without PROMPT, the text is the prompt.
 
-    Drafts are taken from what followed the last words earlier in prompt, output or earlier
-    outputs. The model verifies a draft in one forward, so the text is the model's own and only
-    the speed changes.
+    A draft is what followed the latest words earlier: in the prompt, the output or earlier outputs.
+    The model verifies a draft in one forward, so the text is the model's own and only the speed
+    changes.
 
     \b
     Examples:
@@ -97,18 +97,18 @@ def generate_command(*, prompts: str | None, concurrency: int | None, **options:
 
     A line of --prompts is JSON: {"prompt": "text"}, {"prompt": [token ids]}, {"messages":
     [{"role": "user", "content": "..."}]} or just "text". It may set "max_tokens", "stop",
-    "stop_tokens" and, under their options' names, how to sample ("temp", "top_p", "seed", ...);
-    the options are the defaults. Its "id" is copied into the result. The results are lines of
-    JSON in the same order, with the keys of --json, each written as soon as all before it are. A
-    line that cannot be answered gets an "error"; the others are answered, and the exit status
+    "stop_tokens" and sampling options by their names ("temp", "top_p", "seed", ...); the options of
+    the command are the defaults. Its "id" is copied into the result. The results are lines of JSON
+    in the same order, with the keys of --json. Each is written as soon as all before it are. If a
+    line cannot be answered, its result has an "error", the others are answered, and the exit status
     is 1.
 
-    Standard input is read where it is a pipe, or a file that has not been read from yet. A
-    pipe that stays open with nothing in it is left alone after 10 seconds. In a script whose own
-    standard input is a pipe, "mlxspec generate ... < /dev/null" leaves it to the script.
+    Standard input is read if it is a pipe, or a file that has not been read from yet. A pipe that
+    stays open and empty is ignored after 10 seconds. If the standard input of a script is a pipe,
+    "mlxspec generate ... < /dev/null" leaves it to the script.
 
-    Standard output gets the text and nothing else: a file or a pipe gets it as it is, a terminal
-    with control characters made visible. Figures, notes and errors go to standard error.
+    Only the text goes to standard output: unchanged to a file or a pipe, and with visible control
+    characters to a terminal. Figures, notes and errors go to standard error.
     """
     if options["quiet"]:
         silence_notes()
@@ -118,10 +118,10 @@ def generate_command(*, prompts: str | None, concurrency: int | None, **options:
         from .prompt_files import answer_prompts
 
         if launched_rank() is not None:
-            raise OptionError("--prompts are answered on one machine: leave out mlx.launch")
+            raise OptionError("--prompts run on one machine: leave out mlx.launch")
         answer_prompts(prompts, concurrency, **options)
     elif concurrency is not None:
-        raise OptionError("--concurrency is for a file of prompts: name it with --prompts FILE")
+        raise OptionError("--concurrency needs a file of prompts: name it with --prompts FILE")
     elif launched_rank() is None:
         answer(**options)
     else:
@@ -129,16 +129,16 @@ def generate_command(*, prompts: str | None, concurrency: int | None, **options:
 
 
 def answer_together(*, prompt: PromptOptions, **options: Any) -> None:
-    """As :func:`answer`, with a model that is split over the ranks that were launched.
+    """Like :func:`answer`, with a model that is split over the launched ranks.
 
     Raises:
-        MlxspecError: as :func:`answer`, or the ranks do not find each other.
+        MlxspecError: as for :func:`answer`, or the ranks cannot connect to each other.
     """
     from ..distributed.ranks import taking_part
 
     if prompt.reads_standard_input:
         raise PromptError(
-            "-: mlx.launch does not pass on where standard input ends; use --prompt-file FILE"
+            "-: mlx.launch does not pass on the end of standard input; use --prompt-file FILE"
         )
     with taking_part() as leader:
         answer(prompt=prompt, leader=leader, **options)
@@ -153,9 +153,9 @@ def answer(
     leader: Leader | None = None,
     **shows: Any,
 ) -> None:
-    """Answer one prompt; with a ``leader`` by a model that is split over its ranks.
+    """Answer one prompt; with a ``leader``, the model is split over its ranks.
 
-    Exits with status 130 after showing what there is if Ctrl-C ends the generation.
+    If Ctrl-C ends the generation, show the partial result and exit with status 130.
 
     Args:
         shows: the options ``quiet``, ``color``, ``stats`` and ``as_json``.
@@ -178,7 +178,8 @@ def answer(
             more |= where
         else:
             tokens = prompt.tokens(source, decoder.tokenizer, templated)
-        question = _question(source) if templated and not generation.constraint else DEMO_CAN
+        is_asked = templated and not generation.constraint
+        question = source if is_asked and isinstance(source, str) else DEMO_CAN
         result = GenerationResult(logprobs=None if logprobs is None else [])
         with suppress(KeyboardInterrupt), prefill_bar(console) as progress:
             for response in generation.stream(decoder, tokens, on_progress=progress, **more):
@@ -201,14 +202,9 @@ def answer(
             if decoder.plans:
                 console.print(machine_line(decoder.costs.slowdown))
         if printer:
-            memories.tell_once()
+            memories.suggest_once()
     if result.finish_reason == "interrupted":
         sys.exit(INTERRUPTED)
-
-
-def _question(source: str | list[int]) -> str:
-    """A prompt as :func:`note_which_model` judges it; token ids say nothing."""
-    return source if isinstance(source, str) else DEMO_CAN
 
 
 def _checked(
@@ -218,15 +214,14 @@ def _checked(
     as_json: bool,
     leader: Leader | None,
 ) -> tuple[str | list[int], CachedPrompt | None]:
-    """Read the prompt, and check what needs no model before one is loaded, or even downloaded."""
+    """Read the prompt, and check all that needs no model before one is loaded or downloaded."""
     if prompt_cache_file is not None and prompt.system_prompt is not None:
         raise OptionError(
-            "--system-prompt comes before what a prompt cache holds: give it to 'mlxspec "
-            "cache-prompt'"
+            "--system-prompt comes before the cached prompt: give it to 'mlxspec cache-prompt'"
         )
     source = prompt.read(piped=leader is None)
     if logprobs is not None and not as_json:
-        raise OptionError("--logprobs are written into the JSON object: add --json")
+        raise OptionError("--logprobs needs JSON output: add --json")
     check_least(0, logprobs=logprobs)
     if prompt_cache_file is None:
         return source, None
@@ -236,12 +231,12 @@ def _checked(
 
 
 def figures_panel(result: GenerationResult, legend: bool, predicted_cost: float = 0.0) -> Panel:
-    """The figures of a generation, and the meaning of the two colours.
+    """The figures of a generation, and a legend for the two colours.
 
     Args:
         result: what was generated.
-        legend: whether the text was in colour.
-        predicted_cost: the decoder's.
+        legend: whether to add the legend.
+        predicted_cost: the cost of the steps, in plain steps; 0 if unknown.
     """
     figures = Figures()
     figures.add(result, len(result.tokens), predicted_cost)
@@ -253,7 +248,7 @@ def figures_panel(result: GenerationResult, legend: bool, predicted_cost: float 
 
 
 def step_times_table(step_times: list[StepTime]) -> Table:
-    """T(rows): medians of the wall time of steps by their rows, and the verify cost."""
+    """The median time of steps by their rows, and the verify cost."""
     table = Table(box=SIMPLE)
     for heading in ("rows", "steps", "ms", "cost"):
         table.add_column(heading, justify="right")
@@ -268,10 +263,10 @@ _NOTICEABLY_SLOW = 1.3
 
 
 def machine_line(slowdown: float) -> str:
-    """How the machine's speed compares with that of its measurement.
+    """How fast the machine is now, compared with when it was measured.
 
     Args:
-        slowdown: time of a plain step now over the measured one.
+        slowdown: the time of a plain step now, divided by the measured time.
     """
     cause = ": it is hot or busy" if slowdown > _NOTICEABLY_SLOW else ""
     return f"A plain step takes {slowdown:.2f} times as long as when it was measured{cause}."

@@ -1,4 +1,4 @@
-"""``mlxspec inspect``: a model's properties, and which drafts it verifies."""
+"""``mlxspec inspect``: shows a model's properties, and which drafts it verifies."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _DRAFTS = {
     "tree": "trees: several continuations are verified in one forward",
     "chain": "chains: one continuation is verified in one forward",
     "tape": "chains; after a rejection the states of recurrent layers are computed again",
-    "replay": "chains; after a rejection accepted tokens run again with the next step",
-    "plain": "none: it is decoded token by token",
+    "replay": "chains; after a rejection the accepted tokens run again with the next step",
+    "plain": "none: the model decodes token by token",
 }
 
 
@@ -39,10 +39,10 @@ def inspect_command(model: str | None, adapter_path: str | None, as_json: bool) 
       mlxspec inspect mlx-community/gemma-3-4b-it-4bit
       mlxspec inspect ./mlx_model --json | jq -r .tier
 
-    The model is run to find out which drafts it verifies; its name does not decide. After part of
-    a draft is rejected, the caches must be as if only the accepted tokens had run. Also tested:
-    how several sequences can share a forward, in which each must get the same result as alone,
-    and whether a prompt's result depends on its chunks.
+    The model is run to find out which drafts it verifies; its name does not matter. After part of a
+    draft is rejected, the caches must be as if only the accepted tokens had run. The command also
+    tests how several sequences can share a forward, in which each must get the same result as
+    alone, and whether the result of a prompt depends on its chunks.
     """
     from ..models.model import load
 
@@ -59,8 +59,8 @@ def inspect_command(model: str | None, adapter_path: str | None, as_json: bool) 
 def _report(model: nn.Module) -> dict[str, Any]:
     """Examine a model with about two hundred small forwards.
 
-    ``bits_per_weight`` is the average in memory, scales included. On the CPU half-precision
-    weights and scales have become float32, so it is more than the checkpoint's.
+    ``bits_per_weight`` is the average in memory, including scales. On the CPU it exceeds the
+    checkpoint's, since weights and scales in half precision become float32.
     """
     from ..engine.capability import examine, examine_chunks, examine_joint
     from ..engine.costs import machine_identity, model_identity
@@ -91,7 +91,7 @@ def _report(model: nn.Module) -> dict[str, Any]:
 
 
 def _quantised_layers(model: nn.Module) -> list[dict[str, int]]:
-    """How many layers have these bits and this group size, the most frequent first."""
+    """The number of layers for each pair of bits and group size, the most frequent first."""
     found = Counter(
         (module.bits, module.group_size)
         for module in model.modules()
@@ -115,15 +115,15 @@ def _table(report: dict[str, Any]) -> Table:
         ("parameters", size),
         ("quantisation", ", ".join(quantised) or "none"),
         ("vocabulary", f"{report['vocabulary']:,} tokens"),
-        ("context", f"{context:,} tokens" if context else "no bound in config.json"),
+        ("context", f"{context:,} tokens" if context else "no limit in config.json"),
         *(("" if row else "cache", _holds(kind)) for row, kind in enumerate(report["caches"])),
         ("drafts", Text(_DRAFTS[report["tier"]], style="bold")),
         ("why", report["reason"]),
         ("sequences", f"{report['joint']}: {report['joint_reason']}"),
         ("prompts", _chunks(report["chunk_end"], report["chunk_reason"])),
     ]
-    if report["blas"]:  # on the CPU of Linux it decides what rows cost
-        own = "that of MLX's wheel, in which each row costs a plain step"
+    if report["blas"]:  # on Linux's CPU back end it decides what rows cost
+        own = "from MLX's wheel, with which each row costs a plain step"
         rows.append(("BLAS", own if report["blas"] == "own" else report["blas"]))
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
@@ -134,7 +134,7 @@ def _table(report: dict[str, Any]) -> Table:
 
 
 def _chunks(end: int | None, reason: str) -> str:
-    """In which chunks prompts run."""
+    """The chunks in which prompts run."""
     if end is None:
         return f"in any chunks: {reason}"
     longer = f"beyond {end:,} tokens " if end else ""
@@ -142,12 +142,12 @@ def _chunks(end: int | None, reason: str) -> str:
 
 
 def _holds(kind: dict[str, Any]) -> str:
-    """How many caches of a kind there are, and what one of them holds."""
+    """The number of caches of a kind, and what each one holds."""
     positions, each = kind["positions"], kind["bytes_per_position"]
     if kind["state_bytes"] is not None:
         holds = f"state, {size_in_words(kind['state_bytes'])} however long the context"
     elif each is None:
-        holds = "a kind of its own"
+        holds = "an unknown kind"
     elif positions is None:
         holds = f"all positions, {size_in_words(each)} each"
     else:

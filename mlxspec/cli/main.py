@@ -1,4 +1,4 @@
-"""The ``mlxspec`` command, its subcommands, and two of them: ``help`` and ``completion``."""
+"""The ``mlxspec`` command with its list of subcommands, and ``help`` and ``completion``."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _COMMANDS = {
     "Drafts": ("memory", "store"),
     "Set up": ("config", "connect", "completion", "help"),
 }
-"""By the headings that they stand under in the help."""
+"""Subcommands by their headings in the help."""
 
-_WHOLE = 200  # characters of a description, which all have fewer
-_SHORT = 40  # characters of a prompt that can be repeated
+_WHOLE = 200  # characters; all descriptions are shorter
+_SHORT = 40  # characters; shorter prompts are repeated in messages
 
 
 class LazyGroup(Group):
-    """Imports a subcommand when it is used."""
+    """Imports a subcommand on first use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [name for names in _COMMANDS.values() for name in names]
@@ -52,13 +52,11 @@ class LazyGroup(Group):
                 )
 
     def complaint(self, ctx: click.Context, name: str) -> str:
-        """Message for an unknown command; several words are taken for a prompt."""
+        """Message for an unknown command; several words are probably a prompt."""
         if len(name.split()) < 2:
             return super().complaint(ctx, name)
         repeated = shlex.quote(name) if len(name) < _SHORT else '"..."'
-        return (
-            f"there is no command {name!r}: to use it as a prompt, run mlxspec generate {repeated}"
-        )
+        return f"unknown command {name!r}: to use it as a prompt, run mlxspec generate {repeated}"
 
 
 @click.group(cls=LazyGroup, context_settings=SETTINGS)
@@ -83,14 +81,14 @@ def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> li
 @command("help", short_help="Show the help of a command.")
 @argument(
     "words",
-    "The command, and one of its own commands.",
+    "The command, and a subcommand of it.",
     nargs=-1,
     metavar="[COMMAND]...",
     shell_complete=_complete,
 )
 @click.pass_context
 def help_command(ctx: click.Context, words: tuple[str, ...]) -> None:
-    """Show the help of a command, as its --help does; without one, that of mlxspec.
+    """Show the help of a command, as its --help does, or without a command the help of mlxspec.
 
     \b
     Examples:
@@ -102,7 +100,7 @@ def help_command(ctx: click.Context, words: tuple[str, ...]) -> None:
 
 
 _NAME = "mlxspec"
-_VARIABLE = "_MLXSPEC_COMPLETE"  # by which click knows what the shell asks for
+_VARIABLE = "_MLXSPEC_COMPLETE"  # in which the shell's script passes its request to click
 _INSTALLED = {
     "bash": """\
 # mlxspec in bash 4.4 or newer (macOS has an older one). For every new shell, in ~/.bashrc:
@@ -130,16 +128,16 @@ def completion_command(shell: str) -> None:
       eval "$(mlxspec completion zsh)"
       mlxspec completion fish | source
 
-    The top of the script says how to install it for every new shell. Models are those of the
+    The top of the script says how to install it for every new shell. It completes models in the
     Hugging Face Hub's cache, aliases of 'mlxspec config', and directories.
     """
     kind = get_completion_class(shell)
     assert kind is not None
     script = kind(click.Group(), {}, _NAME, _VARIABLE)
-    # Not source(): that looks for a bash and prints complaints about its version, too.
+    # Not source(), which also checks the version of bash and prints complaints.
     text = script.source_template % script.source_vars()
     first, _, rest = text.partition("\n")
-    if first.startswith("#compdef"):  # zsh wants it first
+    if first.startswith("#compdef"):  # zsh needs it on the first line
         click.echo(f"{first}\n{_INSTALLED[shell]}{rest}", nl=False)
     else:
         click.echo(_INSTALLED[shell] + text, nl=False)

@@ -1,4 +1,4 @@
-"""``mlxspec memory``, and the memories that other commands draft from."""
+"""``mlxspec memory``, and the memories of other commands."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
     from ..corpus import KeptAnswers, Memory, Settings, TokenizerIdentity
 
-_DAYS = 7  # that are shown one by one
-_ALWAYS = ("context", "memory")  # shown even where no draft came from there
-_QUIETLY = 1.0  # seconds of sorting without a word
+_DAYS = 7  # days that have a row of their own
+_ALWAYS = ("context", "memory")  # sources to show even if no draft came from them
+_QUIETLY = 1.0  # seconds of sorting before a note says so
 
 EPILOG = """\b
 Examples:
@@ -51,20 +51,20 @@ Examples:
   mlxspec memory forget --matching "Jane Doe"
   mlxspec memory export -o answers.jsonl
 
-Once it is on, generate, chat, serve and run keep what models answer, and draft from it, too.
-Prompts are not kept. It never leaves this machine; the answers are readable for you alone.
+Once the memory is on, generate, chat, serve and run keep the models' answers and draft from them.
+Prompts are not kept. The answers never leave this machine, and only you can read them.
 
-On or off, mlxspec learns from each output which drafts are right. It keeps a few kilobytes of
-weights for each model, and no text.
+Whether it is on or off, mlxspec learns from each output which drafts are right. It keeps a few
+kilobytes of weights for each model, and no text.
 
---no-memory leaves both out for a run, and so does MLXSPEC_MEMORY=off. MLXSPEC_MEMORY=on turns the
-memory on, and MLXSPEC_MEMORY=DIR does so with the answers in DIR. All of these override on and off.
+--no-memory turns both off for a run, as does MLXSPEC_MEMORY=off. MLXSPEC_MEMORY=on turns the memory
+on, and MLXSPEC_MEMORY=DIR turns it on with the answers in DIR. All of these override on and off.
 """
 
 _model_option = option(
     "-m --model MODEL",
-    "Only of one tokenizer: a directory, a Hub repository, an alias, 'demo', or "
-    "a tokenizer's file.",
+    "Only for one tokenizer: a directory, a Hub repository, an alias, 'demo', or a tokenizer's "
+    "file.",
     type=MODEL,
 )
 
@@ -72,18 +72,18 @@ _model_option = option(
 class Memories:
     """One memory for each tokenizer of a command, until the end of the ``with`` block.
 
-    At the end what was remembered is on disk. It is sorted as well, unless an error or Ctrl-C ends
-    the block, or Ctrl-C the sorting: the next run does that then.
+    At the end the answers are on disk, and are sorted. If an error or Ctrl-C ends the block or the
+    sorting, the next run sorts them.
 
     Args:
-        keeps: False does not use what is kept, whatever the user's settings say.
-        shared: whether several models are loaded, which may have one tokenizer.
+        keeps: False ignores the kept answers, whatever the user's settings say.
+        shared: whether several models are loaded, which may share a tokenizer.
 
     Attributes:
         keeps: as given.
 
     Raises:
-        OptionError: the variable MLXSPEC_MEMORY has an impossible value.
+        OptionError: the variable MLXSPEC_MEMORY has an invalid value.
     """
 
     def __init__(self, keeps: bool = True, shared: bool = False) -> None:
@@ -97,10 +97,10 @@ class Memories:
         self._memories: dict[bytes, Memory] = {}
 
     def of(self, tokenizer: Any, model: str = "") -> Memory | None:
-        """The memory for a tokenizer; None where a decoder's own serves as well.
+        """The memory for a tokenizer; None if a decoder's own memory is enough.
 
         Args:
-            tokenizer: a model's.
+            tokenizer: a model's tokenizer.
             model: what the user calls the model.
         """
         from ..corpus import KeptAnswers, Memory, identify, memory_directory
@@ -116,14 +116,14 @@ class Memories:
                 try:
                     kept = KeptAnswers(memory_directory(), identity, name, most)
                 except StoreError as error:
-                    note(f"{error}; answers are remembered until this command ends")
+                    note(f"{error}; answers are remembered only until this command ends")
             self._memories[identity.fingerprint] = Memory(kept=kept, on_trouble=note)
         return self._memories[identity.fingerprint]
 
-    def tell_once(self) -> None:
-        """Mention at a terminal that answers can be kept, once per user.
+    def suggest_once(self) -> None:
+        """Suggest at a terminal to keep answers, once per user.
 
-        The memory's directory, which is made for that, says that it has been mentioned.
+        Creates the memory's directory, which records that the suggestion was shown.
         """
         from ..corpus import memory_directory
 
@@ -131,8 +131,8 @@ class Memories:
             with suppress(OSError):
                 memory_directory().mkdir(mode=0o700, parents=True)
                 note(
-                    "mlxspec can remember answers over runs and draft from them: "
-                    "mlxspec memory on (said once)"
+                    "mlxspec can remember answers between runs and draft from them: "
+                    "mlxspec memory on (shown once)"
                 )
 
     def __enter__(self) -> Memories:
@@ -142,7 +142,7 @@ class Memories:
         for memory in self._memories.values():
             if memory.kept:
                 timer = Timer(
-                    _QUIETLY, note, ["sorting answers; Ctrl-C leaves that to the next run"]
+                    _QUIETLY, note, ["sorting answers; Ctrl-C leaves this to the next run"]
                 )
                 try:
                     if kind is None:
@@ -156,7 +156,7 @@ class Memories:
 
 
 def _absolute(model: str) -> str:
-    """A model's name, by which it is found from any directory."""
+    """A model's name that is valid in every directory."""
     from ..models.model_files import DEMO, local_path
 
     is_there = model != DEMO and local_path(model).exists()
@@ -166,20 +166,20 @@ def _absolute(model: str) -> str:
 @click.group(
     "memory",
     cls=Group,
-    short_help="Keep answers over runs, to draft from.",
+    short_help="Keep answers between runs, to draft from.",
     epilog=EPILOG,
     context_settings=SETTINGS,
 )
 def memory_command() -> None:
-    """Keep answers over runs, to draft from them: on, off, and what is kept."""
+    """Keep answers between runs and draft from them; show, forget or export them."""
 
 
 @memory_command.command("on", context_settings=SETTINGS)
 @_model_option
 @option(
     "--max-tokens N",
-    "Tokens to keep for a tokenizer; what was not used for longest goes.  "
-    "[default: as before, or 50,000,000]",
+    "Tokens to keep per tokenizer; the least recently used answers are dropped.  [default: as "
+    "before, or 50,000,000]",
     type=click.IntRange(min=2),
 )
 def on_command(model: str | None, max_tokens: int | None) -> None:
@@ -188,26 +188,26 @@ def on_command(model: str | None, max_tokens: int | None) -> None:
 
     whose, most = _switch(model, keeps=True, max_tokens=max_tokens)
     up_to = counted(most, "token") + (" each" if model is None else "")
-    say(f"Answers are kept from now on, with {whose or 'every tokenizer'}, up to {up_to}.")
-    say(f"They are in {memory_directory()}, readable for you alone.")
+    say(f"Answers are kept from now on, for {whose or 'every tokenizer'}, up to {up_to}.")
+    say(f"They are in {memory_directory()}; only you can read them.")
 
 
 @memory_command.command("off", context_settings=SETTINGS)
 @_model_option
 def off_command(model: str | None) -> None:
-    """Neither keep answers nor draft from those that are kept."""
+    """Stop keeping answers, and stop drafting from the kept ones."""
     from ..corpus import memory_directory
 
     whose, _ = _switch(model, keeps=False)
-    say(f"No answers are kept from now on with {whose or 'any tokenizer'}.")
+    say(f"No answers are kept from now on, for {whose or 'any tokenizer'}.")
     if any(one.count()["texts"] for one in _kept(_tokenizer_of(model))):
-        say(f"What was kept stays in {memory_directory()}: mlxspec memory forget --all removes it.")
+        say(f"Kept answers stay in {memory_directory()}: mlxspec memory forget --all removes them.")
 
 
 def _switch(
     model: str | None, keeps: bool, max_tokens: int | None = None
 ) -> tuple[TokenizerIdentity | None, int]:
-    """Turn the memory on or off, for one tokenizer or all, and note where a variable overrides it.
+    """Turn the memory on or off, for one tokenizer or all; print a note if a variable overrides it.
 
     Returns:
         the tokenizer, None for all, and how many tokens are kept per tokenizer.
@@ -232,7 +232,7 @@ def _switch(
     settings = replace(settings, max_tokens=max_tokens or settings.max_tokens)
     save_settings(settings)
     if switch := os.environ.get(SWITCH):
-        note(f"{SWITCH} is {switch!r} here and overrides that")
+        note(f"{SWITCH} is {switch!r} here and overrides this")
     return identity, settings.max_tokens
 
 
@@ -242,8 +242,8 @@ def _switch(
 def show_command(model: str | None, as_json: bool) -> None:
     """Show what is kept, where, and what it earned.
 
-    For each day the last table shows which share of the answers' tokens were accepted drafts, by
-    source: the context, these answers, a store, and so on.
+    The last table shows, for each day, the share of the answers' tokens that were accepted drafts
+    from each source: the context, kept answers, a store, and so on.
     """
     from ..corpus import memory_directory, settings_in_force
     from ..drafting.kept import experience_directory, kept_experience
@@ -274,7 +274,7 @@ def show_command(model: str | None, as_json: bool) -> None:
         return
     state = "on" if settings.everything else "off"
     if settings.tokenizers:
-        state = "on, but for some tokenizers" if settings.everything else "on for some tokenizers"
+        state = "off for some tokenizers" if settings.everything else "on for some tokenizers"
     rows: list[tuple[str, object]] = [
         ("memory", state),
         ("keeps", f"{counted(settings.max_tokens, 'token')} at most"),
@@ -290,10 +290,10 @@ def show_command(model: str | None, as_json: bool) -> None:
 
 
 @memory_command.command("forget", context_settings=SETTINGS)
-@option("--since WHEN", "Answers that ended then or later: 2h, 3d, 2026-11-23, 2026-11-23T14:30.")
-@option("--before WHEN", "Answers that ended before.")
-@option("--matching TEXT", "Answers with this text in them, in capitals or not.")
-@option("--all", "All answers, damaged files, and which drafts were right.", "everything")
+@option("--since WHEN", "Answers that ended since WHEN: 2h, 3d, 2026-11-23, 2026-11-23T14:30.")
+@option("--before WHEN", "Answers that ended before WHEN.")
+@option("--matching TEXT", "Answers that contain TEXT, in upper or lower case.")
+@option("--all", "All answers, damaged files, and what was learned about drafts.", "everything")
 @_model_option
 @option("-y --yes", "Forget without asking.")
 def forget_command(
@@ -306,20 +306,21 @@ def forget_command(
 ) -> None:
     """Forget answers, wherever they are kept.
 
-    An answer is forgotten if all of --since, --before and --matching that are given apply to it,
-    and what it has earned with it. Running processes forget it, too. Damaged files are removed
-    whatever is chosen.
+    An answer is forgotten, with its figures, if all given options apply to it: --since, --before
+    and --matching. Running processes forget it, too. Damaged files are always removed.
     """
     if matching is not None and not matching.strip():
-        raise OptionError("--matching is empty: give a text, or forget --all")
+        raise OptionError("--matching is empty: give a text, or use --all")
     first, last = _when("--since", since), _when("--before", before)
     choice = (first, last, matching) != (None, None, None)
     if everything and choice:
-        raise OptionError("--all and other choices are given together: leave out --all or these")
+        raise OptionError("--all and other choices are given together: leave out --all or the rest")
     if not everything and not choice:
         raise OptionError("choose what to forget: give --since, --before, --matching or --all")
     if first is not None and last is not None and first >= last:
-        raise OptionError(f"--since {since} is not before --before {before}: nothing lies between")
+        raise OptionError(
+            f"--since {since} is not before --before {before}: give an earlier --since"
+        )
     from ..corpus import memory_directory
     from ..drafting.kept import kept_experience
 
@@ -343,7 +344,7 @@ def forget_command(
         kept.forget(rows)
     for damaged in memory_directory().glob("*.damaged*"):
         damaged.unlink(missing_ok=True)
-        note(f"{damaged}: removed, with all that was in it")
+        note(f"removed the damaged file {damaged}, with all answers in it")
     taught = kept_experience() if everything and model is None else []
     for path in taught:
         path.unlink(missing_ok=True)
@@ -357,7 +358,7 @@ def forget_command(
 def _chosen(
     kept: KeptAnswers, tokenizer: Any, matching: str | None, first: float, last: float
 ) -> list[tuple[int, np.ndarray, int]]:
-    """The answers that ended from ``first`` to before ``last``, with a text in them."""
+    """The answers that contain a text and ended from ``first`` on and before ``last``."""
     within = (one for one in kept.read() if first <= one[2] < last)
     if matching is None:
         return [*within]
@@ -367,13 +368,13 @@ def _chosen(
 
 @memory_command.command("export", context_settings=SETTINGS)
 @_model_option
-@option("-o --output FILE", "Write it there, and not to standard output.", type=FILE)
+@option("-o --output FILE", "Write to FILE instead of standard output.", type=FILE)
 @option("--force", "Replace an existing file.")
 def export_command(model: str | None, output: Path | None, force: bool) -> None:
     """Write the answers as a chat log, the oldest first.
 
-    A line is {"messages": [{"role": "assistant", "content": "..."}], "created": SECONDS}, as
-    'mlxspec store build' and 'mlxspec replay' read it from a file *.jsonl.
+    A line is {"messages": [{"role": "assistant", "content": "..."}], "created": SECONDS}. In a file
+    *.jsonl, 'mlxspec store build' and 'mlxspec replay' can read it.
     """
     if output is not None:
         check_writable(output, OptionError)
@@ -382,7 +383,7 @@ def export_command(model: str | None, output: Path | None, force: bool) -> None:
     tokenizer = _tokenizer_of(model)
     kept = [one for one in _kept(tokenizer) if one.count()["texts"]]
     if not kept:
-        raise OptionError("no answer is kept: 'mlxspec memory on' keeps those from then on")
+        raise OptionError("no answers are kept: to keep them from now on, run mlxspec memory on")
     decoders = [_decoder(one, tokenizer) for one in kept]  # all, before the first line
     number = 0
     with replaced(output, StoreError) if output else nullcontext(sys.stdout.buffer) as file:
@@ -396,7 +397,7 @@ def export_command(model: str | None, output: Path | None, force: bool) -> None:
 
 
 def _kept(tokenizer: Any) -> list[KeptAnswers]:
-    """The answers of all tokenizers, or of one.
+    """The kept answers of all tokenizers, or only of this one.
 
     Raises:
         StoreError: the database cannot be read.
@@ -409,7 +410,7 @@ def _kept(tokenizer: Any) -> list[KeptAnswers]:
 
 
 def _tokenizer_of(model: str | None) -> Any:
-    """The tokenizer of --model, if it is given.
+    """The tokenizer of ``--model``; None if it is not given.
 
     Raises:
         LoadError: it cannot be loaded.
@@ -422,11 +423,11 @@ def _tokenizer_of(model: str | None) -> Any:
 
 
 def _decoder(kept: KeptAnswers, tokenizer: Any) -> Callable[[np.ndarray], str]:
-    """A function that turns the tokens of answers into text.
+    """Make a function that turns the tokens of answers into text.
 
     Args:
         kept: the answers.
-        tokenizer: theirs; None loads the one that they were generated with.
+        tokenizer: their tokenizer; None loads the one that they were generated with.
 
     Raises:
         LoadError: it cannot be loaded.
@@ -436,11 +437,11 @@ def _decoder(kept: KeptAnswers, tokenizer: Any) -> Callable[[np.ndarray], str]:
     try:
         tokenizer = tokenizer or _tokenizer_of(kept.model or kept.identity.name)
         if identify(tokenizer).fingerprint != kept.identity.fingerprint:
-            raise LoadError(f"{kept.model}: has another tokenizer by now")
+            raise LoadError(f"{kept.model}: now has another tokenizer")
     except LoadError as error:
         raise LoadError(
-            f"{error}; answers of {kept.identity} are read with its tokenizer: name a copy of it "
-            "with --model"
+            f"{error}; answers of {kept.identity} need its tokenizer: name a copy of it with "
+            "--model"
         ) from error
     options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
     return lambda tokens: str(tokenizer.decode(tokens.tolist(), **options))
@@ -451,10 +452,10 @@ _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 
 def _when(option: str, text: str | None) -> float | None:
-    """A time, in seconds since 1970.
+    """Parse a time; returns seconds since 1970.
 
     Raises:
-        OptionError: it is written otherwise.
+        OptionError: it is not a time.
     """
     if text is None:
         return None
@@ -469,7 +470,7 @@ def _when(option: str, text: str | None) -> float | None:
 
 
 def _show(kept: KeptAnswers, settings: Settings) -> None:
-    """Show what is kept with one tokenizer."""
+    """Show what is kept for one tokenizer."""
     held = kept.count()
     answers, tokens = counted(held["texts"], "answer"), counted(held["tokens"], "token")
     rows: list[tuple[str, object]] = [
@@ -494,7 +495,7 @@ def _at(seconds: float) -> str:
 
 
 def _table(earned: dict[str, dict[str, int]]) -> FoldingTable:
-    """What the answers of the last days earned, and all of them together."""
+    """What the answers earned on each of the last days, and in all."""
     from ..corpus import EARNED, SOURCES
 
     total = {name: sum(day[name] for day in earned.values()) for name in ("answers", *EARNED)}

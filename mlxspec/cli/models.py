@@ -1,4 +1,4 @@
-"""``mlxspec models``: the models that are on this machine."""
+"""``mlxspec models``: lists the models on this machine."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from .common.options import command, option
 from .common.output import FoldingTable, print_tables, shown, size_in_words, write_json
 from .settings import load_config
 
-_RESERVE = 1.1  # of what the weights take: caches and a forward
+_RESERVE = 1.1  # memory for weights, caches and a forward, relative to the weights
 
 
 @command("models", short_help="List the models on this machine.")
 @option("--json", "Write one JSON object instead of a table.", "as_json", group="Output")
 def models_command(as_json: bool) -> None:
-    """List the models on this machine: those of the Hugging Face Hub's cache, and your own.
+    """List the models on this machine: in the Hugging Face Hub's cache, and your own.
 
     \b
     Examples:
       mlxspec models
       mlxspec models --json | jq -r '.models[] | select(.fits) | .name'
 
-    Your own are the directory mlx_model, if it is here, and what 'mlxspec config' names. A model
-    fits if its weights, and a tenth more, are no more than what MLX may take: on a Mac's GPU what
-    its driver recommends, elsewhere the system's memory. On a CPU half-precision weights take twice
-    their size. What steps cost here is measured at first use, and carefully by 'mlxspec calibrate'.
+    Your own are the directory mlx_model, if it exists here, and the models that 'mlxspec config'
+    names. A model fits if its weights and a tenth more fit into the memory that MLX may use: what
+    the driver recommends on a Mac's GPU, and the system's memory elsewhere. On a CPU half-precision
+    weights take twice their size. The costs of steps are measured at first use, and more carefully
+    by 'mlxspec calibrate'.
     """
     from ..engine.costs import whole_memory
 
@@ -85,7 +86,7 @@ def _directories(named: list[str]) -> dict[str, Path]:
     """The directories of models by name, each once.
 
     Args:
-        named: those that the user has named; if they are directories, they are added.
+        named: models that the user has named; directories among them are added.
     """
     from ..models.on_machine import cached_repositories
 
@@ -100,9 +101,10 @@ def _directories(named: list[str]) -> dict[str, Path]:
 
 
 def _measured() -> Callable[[str, str], bool]:
-    """Return a test whether a model's step times are known here, by its name and architecture.
+    """Make a function that checks whether step times of a model are known on this machine.
 
-    Step times belong to a model's shapes, so the test loads a model if its architecture is known.
+    It takes a model's name and architecture. Step times belong to a model's shapes, so the function
+    loads the model if it knows the architecture.
     """
     from ..drafting.kept import CostCache
     from ..engine.costs import cost_key, machine_identity
@@ -114,7 +116,7 @@ def _measured() -> Callable[[str, str], bool]:
     architectures = {key.model.get("type") for key, _ in entries if key.machine == here}
 
     def is_measured(name: str, architecture: str) -> bool:
-        with suppress(MlxspecError):  # what cannot be loaded has none
+        with suppress(MlxspecError):  # a model that cannot be loaded has no step times
             return architecture in architectures and bool(
                 cache.read(cost_key(load(name, lazy=True)[0]))
             )
@@ -145,12 +147,12 @@ def _tables(
     for one in models:
         yield from (shown(f"{alias} stands for {one['name']}") for alias in one["aliases"])
     if others:
-        yield Text("\nNot to be run as they are", style="bold")
+        yield Text("\nCannot be run", style="bold")
     for one in others:
         yield shown(f"{one['name']}, {_size(one['bytes'])}: {one['reason']}")
     if [one["name"] for one in usable] == [DEMO]:
         yield (
-            "\nA model of the Hugging Face Hub is downloaded when it is first named: "
+            "\nA model from the Hugging Face Hub is downloaded when you first name it: "
             f"mlxspec chat {SMALL_MODEL}"
         )
 

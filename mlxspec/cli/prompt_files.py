@@ -1,9 +1,9 @@
 """``mlxspec generate --prompts``: answers a file of prompts, several at a time.
 
-A line is ``{"prompt": …}`` or ``{"messages": …}``, with any options. As many lines as
-``--concurrency`` says run in an :class:`Engine`; each that ends becomes a line of JSON. The results
-are written in the order of the file. A prompt that cannot be answered has a result, too, which
-says why. Lines are read when they are needed, so a file may be longer than memory.
+A line is ``{"prompt": …}`` or ``{"messages": …}``, with any options. Up to ``--concurrency`` lines
+run in an :class:`Engine` at once, and each result becomes a line of JSON. Results are written in
+the order of the file. If a prompt cannot be answered, its result gives the reason. Lines are read
+as they are needed, so a file may be larger than memory.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from .common.prompt import PromptOptions
 from .memory import Memories
 
 _CONCURRENCY = 8
-_MOST_HELD = 1000  # results that wait for one before them; a few kilobytes each
-_LONGEST_LINE = 100_000_000  # bytes; no context holds as much
-_MARGIN = 50  # calls and levels by which writing may be nested deeper than checking
+_MOST_HELD = 1000  # results that wait for an earlier one; a few kilobytes each
+_LONGEST_LINE = 100_000_000  # bytes, more than any context holds
+_MARGIN = 50  # levels by which a result may be nested deeper than its line
 _FORM = 'write {"prompt": "..."} or {"messages": [...]}'
 
 Lines = Iterator[tuple[int, Any]]
-"""The number of each line, from 1, and its value; None where it is not JSON."""
+"""The number of each line, from 1, and its value, which is None if it is not JSON."""
 
 
 def answer_prompts(
@@ -69,18 +69,18 @@ def answer_prompts(
 ) -> None:
     """Answer the prompts of a file with the options of ``mlxspec generate``.
 
-    Exits with status 1 if any of them cannot be answered, once all others are, and with status
-    130 after writing what there is if Ctrl-C ends it.
+    If some prompts cannot be answered, it answers the others and exits with status 1. After Ctrl-C
+    it writes the results so far and exits with status 130.
 
     Args:
         file: its lines are as :func:`read_line` takes them; - is standard input.
-        concurrency: how many are answered at once at most.
-        shows: ``quiet``, ``color`` and ``as_json``; the results are JSON in any case.
+        concurrency: how many prompts to answer at once, at most.
+        shows: ``quiet``, ``color`` and ``as_json``; the results are always JSON.
 
     Raises:
         MlxspecError: an option, the file as a whole or the model is at fault.
     """
-    # All that needs no model is checked before one is loaded, or even downloaded.
+    # Check all that needs no model before a model is loaded, or even downloaded.
     others = prompt.named()
     others += ["--prompt-cache-file"] * (prompt_cache_file is not None) + ["--stats"] * stats
     if others:
@@ -91,13 +91,13 @@ def answer_prompts(
         console = error_console(shows["color"])
         quiet = Console(quiet=True) if shows["quiet"] else console
         decoder = generation.load(quiet, kept)
-        # What no prompt could be answered with is an error of the command.
+        # Options with which no prompt could be answered are an error of the command.
         prompt.uses_template("", decoder.tokenizer)
         decoder.new_request([0], generation.max_tokens, generation.options(decoder))
         note_which_model(generation.model)
-        answers = PromptAnswers(generation, decoder, prompt, concurrency or _CONCURRENCY, logprobs)
-        answers.console = console
-        # Results on a terminal, or in a pipe to a program that writes there, show the progress.
+        at_once = concurrency or _CONCURRENCY
+        answers = PromptAnswers(generation, decoder, prompt, at_once, logprobs, console)
+        # No bar is needed if results appear on the terminal, perhaps through a pipe.
         hidden = console.is_interactive and (
             sys.stdout.isatty() or stat.S_ISFIFO(os.fstat(sys.stdout.fileno()).st_mode)
         )
@@ -106,7 +106,7 @@ def answer_prompts(
         interrupted = answers.run(lines, count, bar)
         quiet.print("", answers.panel(interrupted), sep="\n")
         if not shows["as_json"]:
-            kept.tell_once()
+            kept.suggest_once()
     if interrupted:
         sys.exit(INTERRUPTED)
     if answers.failed:
@@ -118,13 +118,13 @@ def answer_prompts(
 
 @contextmanager
 def open_prompts(name: str) -> Iterator[tuple[Lines, int | None]]:
-    """Open a file of prompts: its lines that are not blank, and how many there are.
+    """Open a file of prompts: yield its lines that are not blank, and their number.
 
     Args:
         name: the file; - is standard input. The number of lines in a pipe is None.
 
     Raises:
-        PromptError: it cannot be read, or holds nothing but blank lines.
+        PromptError: it cannot be read, or has only blank lines.
     """
     with ExitStack() as during:
         file: BinaryIO
@@ -148,12 +148,12 @@ def open_prompts(name: str) -> Iterator[tuple[Lines, int | None]]:
         first = next(values, None)
         if first is None:
             source = "standard input" if name == "-" else name
-            raise PromptError(f"{source} holds no prompt: {_FORM}, one a line")
+            raise PromptError(f"{source} holds no prompt: {_FORM}, one per line")
         yield chain([first], values), count
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """The lines; of one that is too long the first byte alone, which is not JSON with a prompt."""
+    """The lines of a file; a line that is too long is cut to one byte, which is not a prompt."""
     while line := file.readline(_LONGEST_LINE):
         part = line
         while not part.endswith(b"\n") and (part := file.readline(_LONGEST_LINE)):
@@ -173,7 +173,7 @@ _TYPES = {
     "int": int,
     "Mapping[int, float]": dict[Annotated[int, Strict(False)], float],
 }
-# What the command has as options; processors and samplers are functions.
+# The fields that are options of the command; the others are functions.
 _SAMPLING: dict[str, Any] = {
     own.name: (_TYPES[str(own.type).partition(" | ")[0]] | None, None)
     for own in fields(SamplingParams)
@@ -203,17 +203,17 @@ _REMEDIES = {
 
 
 def read_line(value: Any) -> dict[str, Any]:
-    """The given keys of a line; a key whose value is null counts as not given.
+    """Check a line and return its keys, without those whose value is null.
 
     Raises:
         PromptError: it is not a prompt, or has an unknown key or a value of the wrong kind. The
-            message names the key, and not the line.
+            message names the key, but not the line.
     """
     record = {"prompt": value} if isinstance(value, str) else value
     if not isinstance(record, dict):
         raise PromptError(f"not JSON with a prompt: {_FORM}")
     if not _is_json(record.get("id")):
-        raise PromptError('"id" holds NaN or an infinity, or is nested too deeply: write a text')
+        raise PromptError('"id" contains NaN or infinity, or is nested too deeply: write a text')
     given = {key: one for key, one in record.items() if one is not None and key != "id"}
     try:
         line = _Line.model_validate(given)
@@ -230,7 +230,7 @@ def read_line(value: Any) -> dict[str, Any]:
 
 
 def _complaint(given: dict[str, Any], error: ValidationError) -> str:
-    """What is wrong with a line, and the remedy."""
+    """The message for a line that is wrong, with the remedy."""
     fault = error.errors(include_url=False)[0]
     key = str(fault["loc"][0])
     if fault["type"] == "extra_forbidden":
@@ -245,13 +245,13 @@ def _complaint(given: dict[str, Any], error: ValidationError) -> str:
 
 
 def id_of(value: Any) -> Any:
-    """The "id" of a line's value, whatever else is wrong with the line; None without one."""
+    """The "id" of a line, even of a wrong one; None without an "id"."""
     given = value.get("id") if isinstance(value, dict) else None
     return given if _is_json(given) else None
 
 
 def _is_json(value: Any) -> bool:
-    """Whether it can be written as JSON: Python also reads NaN and infinities."""
+    """Whether a value can be written as JSON; Python also reads NaN and infinities."""
     for _ in range(_MARGIN):
         value = [value]
     try:
@@ -269,11 +269,11 @@ class _PromptAnswer:
     """The answer to one line of the file.
 
     Attributes:
-        number: the line's, from 1.
-        place: the beginning of its result: "index", counted from 0 without blank lines, and "id".
+        number: the number of the line, from 1.
+        place: the result's "index", counted from 0 without blank lines, and its "id".
         result: collects the responses.
-        request: what answers it, until there is a result.
-        line: the result as it is written, once there is one.
+        request: the request that is answered; None once it has ended.
+        line: the line of JSON to write; None until the request has ended.
     """
 
     number: int
@@ -283,26 +283,26 @@ class _PromptAnswer:
     line: str | None = None
 
     def end(self, report: dict[str, Any]) -> None:
-        """Keep the result alone: responses hold log-probabilities of the whole vocabulary."""
+        """Keep only the JSON: responses hold log-probabilities of the whole vocabulary."""
         self.line = json_text({**self.place, **report})
         self.request, self.result = None, GenerationResult()
 
 
 class PromptAnswers:
-    """Answers the lines of a file and writes the results to standard output, in their order.
+    """Answers the lines of a file and writes the results to standard output, in order.
 
     Args:
-        generation: how to generate where a line says nothing.
-        decoder: its own.
-        prompt: what goes into the chat template, and how, where a line says nothing.
-        concurrency: how many prompts are answered at once at most.
-        logprobs: how many of the likeliest tokens have log-probabilities in the results, besides
-            each token's own; None for no log-probabilities.
+        generation: the options of lines that do not set them.
+        decoder: the decoder of ``generation``.
+        prompt: options of the chat template.
+        concurrency: how many prompts to answer at once, at most.
+        logprobs: how many of the likeliest tokens get log-probabilities in the results, besides the
+            chosen token; None for no log-probabilities.
+        console: gets a line for each prompt that cannot be answered.
 
     Attributes:
-        answered, failed, unfinished: numbers of prompts; the last ones were interrupted.
-        figures: of the answered and the unfinished ones.
-        console: gets a line for each prompt that cannot be answered.
+        answered, failed, unfinished: numbers of prompts; unfinished ones were interrupted.
+        figures: the figures of the answered and the unfinished prompts.
     """
 
     def __init__(
@@ -311,19 +311,20 @@ class PromptAnswers:
         decoder: Decoder,
         prompt: PromptOptions,
         concurrency: int,
-        logprobs: int | None = None,
+        logprobs: int | None,
+        console: Console,
     ) -> None:
         self.answered = self.failed = self.unfinished = 0
         self.figures = Figures()
-        self.console = error_console()
+        self._console = console
         self._generation = generation
         self._decoder = decoder
         self._prompt = prompt
         self._logprobs = logprobs
-        # No answer is read as it comes, so none suffers while the prompts of others run.
+        # Nobody reads the answers as they grow, so they may wait for the prompts of others.
         self._engine = Engine(decoder, max_active=concurrency, stall=math.inf)
         self._begun = 0
-        self._held: deque[_PromptAnswer] = deque()  # all that are not written, in the file's order
+        self._held: deque[_PromptAnswer] = deque()  # not yet written, in the file's order
 
     def panel(self, interrupted: bool) -> Panel:
         """The figures of all answers."""
@@ -333,16 +334,16 @@ class PromptAnswers:
         return self.figures.panel(answered, *rows, subtitle="interrupted" if interrupted else None)
 
     def run(self, lines: Lines, count: int | None, bar: ProgressBar) -> bool:
-        """Answer all lines, or as many as there is time for until Ctrl-C.
+        """Answer lines until all are done or Ctrl-C is pressed.
 
         Args:
-            lines: of :func:`open_prompts`.
-            count: how many there are, if that is known.
+            lines: from :func:`open_prompts`.
+            count: the number of lines; None if unknown.
             bar: shows how many are done.
 
         Returns:
-            whether it was interrupted. Then what there is has been written, too: finished
-            answers, and the text so far of the others.
+            whether it was interrupted. Even then it has written all finished answers, and the
+            others as far as they were generated.
         """
         started = time.perf_counter()
         interrupted = False
@@ -367,7 +368,7 @@ class PromptAnswers:
         return interrupted
 
     def _begin_more(self, lines: Lines) -> bool:
-        """Begin as many answers as may run; returns whether there is anything left to do."""
+        """Begin as many answers as may run; return whether any work is left."""
         while self._engine.room > 0 and len(self._held) < _MOST_HELD:
             line = next(lines, None)
             if line is None:
@@ -417,7 +418,7 @@ class PromptAnswers:
             prompt = asked["prompt"]
             if not isinstance(prompt, str) and (given := options.for_template()):
                 raise PromptError(
-                    f"token ids are taken as they are: leave out {given[0]}, or give a text"
+                    f"token ids need no chat template: leave out {given[0]}, or give a text"
                 )
             templated = options.uses_template(prompt, tokenizer)
             return options.tokens(prompt, tokenizer, templated), templated
@@ -437,7 +438,7 @@ class PromptAnswers:
         return tokens, True
 
     def _finish(self, answer: _PromptAnswer) -> None:
-        """Make a result of what has been generated, or of the error that ended it."""
+        """Make the result from what was generated, or from the error that ended it."""
         request, result = answer.request, answer.result
         if request:
             self.figures.plain_cost += request.plain_seconds
@@ -447,8 +448,8 @@ class PromptAnswers:
                 return
             result.prompt_tokens = len(request.prompt)
         report = result_report(result, model_or_default(self._generation.model))
-        del report["step_times"]  # which are those of all answers
-        answer.end(report)  # first: an interrupt does not count twice what it finds ended
+        del report["step_times"]  # they include all answers
+        answer.end(report)  # first, or an interrupt could count the answer twice
         self.figures.add(result, len(result.tokens))
         if result.finish_reason == "interrupted":
             self.unfinished += 1
@@ -456,18 +457,18 @@ class PromptAnswers:
             self.answered += 1
 
     def _fail(self, answer: _PromptAnswer, error: Exception) -> None:
-        """Make a result of an error, and show it."""
+        """Make the result from an error, and print the error."""
         # A custom drafter may raise anything.
         kind = "" if isinstance(error, MlxspecError) else f"{type(error).__name__}: "
         message = f"line {answer.number}: {kind}{error}"
         self.failed += 1
-        self.console.print(Text(f"Error: {in_one_line(message)}"), soft_wrap=True)
+        self._console.print(Text(f"Error: {in_one_line(message)}"), soft_wrap=True)
         answer.end({"error": message})
 
     def _write_finished(self) -> None:
         """Write the results that are next in order."""
         while self._held and self._held[0].line is not None:
-            # In this order an interrupt can write none twice.
+            # In this order an interrupt cannot cause a result to be written twice.
             click.echo(self._held.popleft().line)
 
 

@@ -1,4 +1,4 @@
-"""``mlxspec replay``: what drafting would gain on recorded work, without running a model."""
+"""``mlxspec replay``: shows what drafts would gain on recorded outputs, without running a model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from ..drafting.chips import Chip
 
 _ALL = "all"
-_DEFAULT_CHIP = "M4 Pro"
 _OWN = "own curve"
 
 
@@ -58,36 +57,35 @@ class ReplayOptions:
     )
     chips: tuple[str, ...] = option_field(
         "--chip NAME",
-        "A chip whose cost curve is known, such as 'M3 Max', or 'all'; repeatable.  [default: M4 "
+        "A chip with a known cost curve, such as 'M3 Max', or 'all'; repeatable.  [default: M4 "
         "Pro; with --html all]",
     )
     curve: Path | None = option_field(  # noqa: RUF009
-        "--curve FILE", "A curve that mlxspec calibrate --json wrote."
+        "--curve FILE", "A cost curve written by 'mlxspec calibrate --json'."
     )
     limit: int = option_field(
-        "--limit N", "At most N conversations of a category, evenly spaced.", default=240
+        "--limit N", "At most N conversations per category, evenly spaced.", default=240
     )
     drafter: str | None = option_field(
-        DRAFTER, "Replay a drafter class of your own, too, alone and with auto."
+        DRAFTER, "Also replay your own drafter class, alone and with auto."
     )
     decoders: str | None = option_field(
         "--decoder A,B",
-        "The decoders to replay: auto, prompt-lookup, methods of other programs by the names of "
-        "these, 'hindsight', which shows what is left to gain, or 'all'.  [default: auto; with "
-        "--html all]",
+        "The decoders to replay: auto, prompt-lookup, the name of another program for its method, "
+        "'hindsight' for the most that is possible, or 'all'.  [default: auto; with --html all]",
         shell_complete=names_completed(_decoder_names),
     )
     concurrency: int = option_field(
         "--concurrency N",
-        "How many outputs run at once and share each step, both with and without drafts.",
+        "Run N outputs at once, which share each step, with and without drafts.",
         default=1,
     )
     memory: str | None = option_field(
         "--memory N[,N...]",
-        "Replay the default decoder with memories of earlier outputs of these sizes, and without "
-        "one: tokens, k for 1,024 and M for 1,048,576 (1M is the default decoder's), or 'all'. One "
-        "memory goes through all TRACES, category by category, in the order of the files; outputs "
-        "that --limit leaves out are not in it.",
+        "Compare the default decoder with memories of earlier outputs of these sizes, and without "
+        "one. A size is in tokens, with k for 1,024 and M for 1,048,576 (1M is usual), or 'all'. "
+        "One memory sees all TRACES, category by category, in the order of the files, without the "
+        "outputs that --limit leaves out.",
     )
 
 
@@ -105,8 +103,8 @@ class ReplayOptions:
 def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: ReportOptions) -> None:
     """Show what each decoder would gain on recorded outputs.
 
-    The outputs are decoded again by the real drafters and planner, without a model. The time of a
-    step over M rows is taken from a cost curve, T(M)/T(1).
+    The real drafters and planner decode the outputs again, without a model. A cost curve,
+    T(M)/T(1), gives the time of a step over M rows.
 
     \b
     Examples:
@@ -118,14 +116,14 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
       mlxspec replay chats.jsonl --tokenizer my_model --chip all --concurrency 4
       mlxspec replay chats.jsonl --tokenizer my_model --memory 16k,1M,all
 
-    A line of TRACES is an object with "messages", as in OpenAI-style chat logs, and optionally
+    A line of TRACES is an object with "messages", as in OpenAI-style chat logs. It may have
     "category", "model" and "completions", the indices of the messages to replay.
     """
     from ..bench.prompts import load_trace_tokenizer, read_completions
     from ..bench.replay import compare
 
     policies = _policies(asked, shows)
-    default = _ALL if shows.html else _DEFAULT_CHIP
+    default = _ALL if shows.html else "M4 Pro"
     if asked.chips and asked.curve:
         raise OptionError("--chip and --curve are given together: choose one")
     chips = _chips(asked.chips or (default,), asked.curve)
@@ -147,10 +145,10 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
 
 
 def _policies(asked: ReplayOptions, shows: ReportOptions) -> dict[str, ReplayPolicy]:
-    """The requested decoders and a custom drafter, or the default decoder's memories.
+    """The requested decoders and a custom drafter, or the default decoder with the memories.
 
     Raises:
-        OptionError: there is no such decoder or size, or options contradict each other.
+        OptionError: a decoder or size is unknown, or options contradict each other.
     """
     from ..bench.policies import AUTO, policies_with
     from ..bench.replay import chosen_policies, memories
@@ -162,7 +160,7 @@ def _policies(asked: ReplayOptions, shows: ReportOptions) -> dict[str, ReplayPol
     if several > 1 and shows.html:
         raise OptionError(
             f"--html with --concurrency {several}: the page shows one output at a time; "
-            "leave one of them out"
+            "leave out one of the two"
         )
     if asked.memory is None:
         names = asked.decoders if asked.decoders is not None else _ALL if shows.html else AUTO
@@ -173,8 +171,8 @@ def _policies(asked: ReplayOptions, shows: ReportOptions) -> dict[str, ReplayPol
     for option, given in (("--decoder", asked.decoders), ("--drafter", asked.drafter)):
         if given not in (None, AUTO):
             raise OptionError(
-                f"{option} {given} with --memory: that compares the default decoder with itself; "
-                "leave one of them out"
+                f"{option} {given} with --memory: the default decoder is compared with itself; "
+                "leave out one of the two"
             )
     return memories(asked.memory)
 
@@ -193,7 +191,7 @@ def _chips(names: tuple[str, ...], file: Path | None) -> dict[str, Chip]:
 def _verdict(
     asked: ReplayOptions, policies: Mapping[str, ReplayPolicy], comparison: Comparison
 ) -> list[str]:
-    """The result of the comparison, in lines."""
+    """The result of the comparison, as lines."""
     from ..bench.replay import joint_verdict, memory_verdict, verdict
 
     if asked.memory is not None:
@@ -207,7 +205,7 @@ def _report(
     comparison: Comparison,
     chips: Mapping[str, Chip],
 ) -> Report:
-    """The figures of the first policy on the first chip, and below ``comparison`` of all."""
+    """The figures of the first policy on the first chip, and all figures as ``comparison``."""
     from ..bench.policies import AUTO
 
     entries = []
@@ -235,7 +233,8 @@ def _tables(
         yield shown(f"Modelled on: {chip}{at_once}{estimates}")
         labels = [policies[name].label for name in reports]
         if several == 1:
-            sets = FoldingTable("set", "outputs", "tokens", *labels, caption=_SETS)
+            caption = "speed against plain decoding"
+            sets = FoldingTable("set", "outputs", "tokens", *labels, caption=caption)
             for name, first in next(iter(reports.values()))["sets"].items():
                 speeds = [ratio(report["sets"][name]["speedup"]) for report in reports.values()]
                 counts = str(first["completions"]), f"{first['tokens']:,}"
@@ -248,13 +247,12 @@ def _tables(
         yield table
 
 
-_SETS = "speed against plain decoding"
 _DECODERS = (
-    "speed: geometric mean over the sets; slow outputs, which lose more than 2 % and two plain "
-    "steps: mean share over the sets"
+    "speed: geometric mean over the sets; slow outputs: mean share over the sets of outputs that "
+    "lose more than 2 % and two plain steps"
 )
 _BATCHED = (
-    "speed of all outputs against one plain output; what it costs to attend to several contexts is "
+    "speed of all outputs against one plain output; the cost of attending to several contexts is "
     "not modelled; slow: more than 2 % and two steps behind plain batching"
 )
 

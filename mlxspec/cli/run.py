@@ -1,4 +1,4 @@
-"""``mlxspec run``: a Python program as it is, with speculation under mlx-lm's functions."""
+"""``mlxspec run``: runs a Python program unchanged, with speculation in mlx-lm's functions."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ Examples:
   mlxspec run -m mlx_lm generate --prompt "How tall is Mt Everest?"
   mlxspec run my_script.py --its-own-option
 
-mlx_lm.server batches most requests by itself; those are generated without speculation.
+mlx_lm.server batches most requests itself, and generates these without speculation.
 """
 
 
 class ProgramCommand(SectionedCommand):
-    """A command that leaves to the program all that follows its name."""
+    """A command that passes everything after the program's name on to the program."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Like ``python``: with ``-m MODULE`` no further option is the command's own."""
+        """Like ``python``: all options after ``-m MODULE`` belong to the module."""
         own = [*takewhile(lambda arg: arg == NO_MEMORY, args)]
         args = args[len(own) :]
         if args[:1] == ["-m"] and len(args) > 1:
@@ -54,15 +54,15 @@ class ProgramCommand(SectionedCommand):
 @click.option(NO_MEMORY, is_flag=True, help=NO_MEMORY_HELP)
 @argument(
     "arguments",
-    "The program's own.",
+    "The program's arguments.",
     nargs=-1,
     type=click.UNPROCESSED,
     metavar="[ARGUMENTS]...",
 )
 def run_command(module: str | None, no_memory: bool, arguments: tuple[str, ...]) -> None:
-    """Run a Python program that generates with mlx-lm; its calls speculate.
+    """Run a Python program that generates with mlx-lm, with speculation.
 
-    The program gets its arguments, its exit status stays what it is, and so does its output.
+    Arguments, exit status and output of the program stay the same.
     """
     if module is None and not arguments:
         raise click.UsageError("name a script, or a module with -m")
@@ -72,15 +72,14 @@ def run_command(module: str | None, no_memory: bool, arguments: tuple[str, ...])
 
 
 def _script(path: str, arguments: Sequence[str]) -> Callable[[], object]:
-    """Runs a script, or a directory or an archive with a ``__main__.py``, as ``python`` does.
-
-    Exits with status 1 after one line if there is no such file, otherwise as the program does.
+    """Prepare to run a script, or a directory or archive with ``__main__.py``, as ``python`` does.
 
     Raises:
+        click.ClickException: there is no such script.
         OSError: it cannot be read.
     """
     if not os.path.exists(path):
-        raise click.ClickException(f"{path}: no such script; a module is run with -m")
+        raise click.ClickException(f"{path}: no such script; to run a module, use -m")
     if not os.path.isdir(path):
         open(path, "rb").close()
     elif PathFinder.find_spec("__main__", [path]) is None:
@@ -91,26 +90,27 @@ def _script(path: str, arguments: Sequence[str]) -> Callable[[], object]:
 
 
 def _module(name: str, arguments: Sequence[str]) -> Callable[[], object]:
-    """Runs a module, or a package's ``__main__``, as ``python -m`` does.
+    """Prepare to run a module, or a package's ``__main__``, as ``python -m`` does.
 
-    Exits with status 1 after one line if there is no such module, otherwise as the program does.
+    Raises:
+        click.ClickException: there is no such module.
     """
     if name == "mlx_lm.generate":
-        # Run as __main__ it would call its own functions, not those that speculate.
+        # Run as __main__, it would call its own functions instead of those that speculate.
         name, arguments = "mlx_lm", ["generate", *arguments]
     sys.path[0] = os.getcwd()
     try:
         found = find_spec(name)
-    except (ImportError, ValueError):  # not even the package that it should be in, or no name
+    except (ImportError, ValueError):  # its package does not exist, or the name is invalid
         found = None
     if found is None:
-        raise click.ClickException(f"{name}: no such module; a script is run without -m")
+        raise click.ClickException(f"{name}: no such module; to run a script, leave out -m")
     sys.argv = [name, *arguments]
     return partial(runpy.run_module, name, run_name="__main__", alter_sys=True)
 
 
 def _run(program: Callable[[], object], memories: Memories) -> None:
-    """Run it with speculation; what ends it ends this process as it would end the program's."""
+    """Run a program with speculation, and end this process as the program would end."""
     from ..compat.augmentation import augment
     from ..compat.generation import remembering
 
@@ -120,7 +120,7 @@ def _run(program: Callable[[], object], memories: Memories) -> None:
         except KeyboardInterrupt:
             sys.exit(INTERRUPTED)
         except Exception as error:
-            # click would take some of them for its own.
+            # Shown here, since click would handle some of these exceptions as its own.
             shown = error.with_traceback(_from_program(error.__traceback__))
             sys.excepthook(type(shown), shown, shown.__traceback__)
             sys.exit(1)

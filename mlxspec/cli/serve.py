@@ -1,4 +1,4 @@
-"""``mlxspec serve``: models behind OpenAI's and Anthropic's APIs, and a log of requests."""
+"""``mlxspec serve``: serves models with OpenAI's and Anthropic's APIs, and logs requests."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _MOST_PORT = 65535
 
 
 def _size(text: str) -> int:
-    """A number of bytes: 8G, 512M, 1.5 GiB."""
+    """Parse a number of bytes: 8G, 512M, 1.5 GiB."""
     found = _SIZE.fullmatch(text.strip())
     if not found:
         raise click.BadParameter(f"{text!r} is not a size: write it as 512M or 8G")
@@ -77,7 +77,7 @@ class ServeOptions:
     """Where to listen, how many requests to run, and what to print."""
 
     adapter_path: str | None = _address_option(ADAPTERS, ADAPTERS_HELP, type=NAME)
-    host: str = _address_option("--host HOST", "The address to listen at.", default="127.0.0.1")
+    host: str = _address_option("--host HOST", "The address to listen on.", default="127.0.0.1")
     port: int = _address_option("--port N", "The port; 0 takes a free one.", default=8080)
     allowed_hosts: tuple[str, ...] = _address_option(
         "--allowed-host NAME",
@@ -89,22 +89,22 @@ class ServeOptions:
         f"Require one of the keys in this file, one per line, or the key in {API_KEY}.",
     )
     concurrency: int = _request_option(
-        "--concurrency N", "Generate for N requests of a model at once.", default=8
+        "--concurrency N", "Generate for N requests per model at once.", default=8
     )
     queue: int = _request_option(
-        "--queue N", "Let N more wait; others get status 429.", default=128
+        "--queue N", "Let N more requests wait; others get status 429.", default=128
     )
     max_tokens: int = _request_option(
-        "--max-tokens N", "Generate at most N tokens where a request does not say.", default=8192
+        "--max-tokens N", "Generate at most N tokens if a request sets no limit.", default=8192
     )
     stall: float = _request_option(
         "--stall SECONDS",
-        "How long running answers may wait for others' prompts between two tokens.",
+        "The longest wait between two tokens of an answer while other prompts run.",
         default=0.15,
     )
     grace: float = _request_option(
         "--grace SECONDS",
-        "How long running requests may go on after Ctrl-C or SIGTERM.",
+        "The time for running requests to end after Ctrl-C or SIGTERM.",
         default=10.0,
     )
     cache_bytes: int | None = option_field(
@@ -115,21 +115,21 @@ class ServeOptions:
     )
     cache_dir: Path | None = option_field(  # noqa: RUF009
         "--cache-dir DIR",
-        "Keep these caches here between runs. Only you may have write access.",
+        "Keep these caches in DIR between runs; only you may have write access to it.",
         group="Memory",
     )
     quiet: bool = option_field(
-        "-q --quiet", "Print no line for each request.", default=False, group="Output"
+        "-q --quiet", "Do not print a line for each request.", default=False, group="Output"
     )
     log_json: bool = option_field(
         "--log-json",
-        "Print these lines as JSON, on standard output.",
+        "Print these lines as JSON to standard output.",
         default=False,
         group="Output",
     )
 
     def check(self, models: int) -> None:
-        """Check the options against each other and for this number of models.
+        """Check the options, given the number of models.
 
         Raises:
             OptionError: one has a wrong value.
@@ -141,7 +141,7 @@ class ServeOptions:
         if not 0 <= self.grace < math.inf:
             raise OptionError(f"--grace is {self.grace:g}: give a number of seconds, 0 for none")
         if self.port > _MOST_PORT:
-            raise OptionError(f"--port is {self.port}: it is at most {_MOST_PORT}")
+            raise OptionError(f"--port is {self.port}: give at most {_MOST_PORT}")
         if self.adapter_path is not None and models > 1:
             raise OptionError("--adapter-path needs exactly one --model")
 
@@ -150,7 +150,7 @@ class ServeOptions:
 @model_argument(several=True)
 @options_of(ServeOptions, "options")
 @template_option("Requests")
-@options_of(DraftingOptions, "drafting", "Drafting", leave_out=("learn",))
+@options_of(DraftingOptions, "drafting", "Drafting")
 @options_of(CacheOptions, "caches", "Memory")
 @color_option("Output", "Colour the panel and the lines.")
 def serve_command(
@@ -162,10 +162,10 @@ def serve_command(
     caches: CacheOptions,
     color: bool | None,
 ) -> None:
-    """Serve models behind OpenAI's and Anthropic's APIs.
+    """Serve models with OpenAI's and Anthropic's APIs.
 
-    Several requests are answered at once, all with drafts: one forward verifies the rows of all
-    of them. What earlier prompts have in common with a new one does not run again.
+    Several requests are answered at once, all with drafts: one forward verifies the rows of all of
+    them. A prompt that begins like an earlier one reuses its cache.
 
     \b
     Examples:
@@ -174,9 +174,9 @@ def serve_command(
       curl $OPENAI_BASE_URL/chat/completions -H 'Content-Type: application/json' \\
           -d '{"messages": [{"role": "user", "content": "Name a river."}]}'
 
-    The address in a browser shows what requests do and what drafts earn. Beyond this machine
-    (--host 0.0.0.0) a key is needed. Ctrl-C or SIGTERM gives running requests --grace seconds to
-    end; a second one ends them at once.
+    Open the address in a browser to see the requests and what drafts gain. Other machines can
+    connect with --host 0.0.0.0, which needs a key. Ctrl-C or SIGTERM gives running requests --grace
+    seconds to end; press Ctrl-C again to end them at once.
     """
     if launched_rank() is not None:
         raise OptionError("serve runs in one process: start it without mlx.launch")
@@ -216,7 +216,7 @@ def _run(
         )
         limits = WorkerLimits(options.concurrency, options.queue, options.stall)
         worker = Worker(served, limits, lambda requests: log(end_record(requests)))
-        # SIGTERM does what Ctrl-C does.
+        # SIGTERM acts like Ctrl-C.
         usual = signal.signal(signal.SIGTERM, signal.default_int_handler)
         serving.callback(signal.signal, signal.SIGTERM, usual)
         if options.cache_dir and serving.enter_context(_ours_alone(options.cache_dir)):
@@ -229,7 +229,7 @@ def _run(
             address = f"http://{_bracketed(options.host)}:{listening.getsockname()[1]}"
             console.print(_panel(address, worker, bool(keys)))
             if not options.log_json:
-                memories.tell_once()
+                memories.suggest_once()
         app = create_app(
             worker,
             max_tokens=options.max_tokens,
@@ -237,47 +237,47 @@ def _run(
             keys=keys,
             on_refusal=lambda path, error: log(refusal_record(path, error)),
         )
-        # Nothing that is loaded by now becomes garbage. Each full collection would look through it
-        # all, and hold up every request for 100 ms.
+        # Nothing that is loaded now becomes garbage. Without this, each full collection would scan
+        # it, and delay every request by 100 ms.
         gc.freeze()
         _serve(app, listening, worker, options.grace)
 
 
 def _keys(file: Path | None) -> list[str]:
-    """The keys that requests may have, each once.
+    """The valid API keys, without duplicates.
 
     Raises:
-        OptionError: the file has none, or one that no header can carry.
+        OptionError: the file has no key, or a key that cannot be sent in a header.
     """
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file else []
     given = [key for line in [*lines, os.environ.get(API_KEY, "")] if (key := line.strip())]
     keys = [*dict.fromkeys(given)]
     if file and not keys:
-        raise OptionError(f"--api-key-file {shown(str(file))} has no key: write one a line")
+        raise OptionError(f"--api-key-file {shown(str(file))} has no key: write one per line")
     if any(not key.isascii() or not key.isprintable() or " " in key for key in keys):
-        raise OptionError("a key has spaces or other characters than ASCII: choose another one")
+        raise OptionError("a key has spaces or characters outside ASCII: choose another key")
     return keys
 
 
 def _keeps_answers(drafting: DraftingOptions, keys: list[str]) -> bool:
-    """Whether answers may be kept over runs: with several keys they would be read by others."""
+    """Whether to keep answers between runs; with several keys, others could read them."""
     if drafting.no_memory or len(keys) < 2:
         return not drafting.no_memory
     from ..corpus import settings_in_force
 
     if settings_in_force(note).keeps_some:
         note(
-            "kept answers are left alone, since there are several keys: each key drafts from its "
-            "own answers, which end with the server"
+            "kept answers are not used with several keys: each key drafts from its own answers, "
+            "which are forgotten when the server ends"
         )
     return False
 
 
 def _hosts(host: str, allowed: tuple[str, ...], keys: list[str]) -> set[str] | None:
-    """The names by which requests may call the server; None for any.
+    """The host names that requests may use for the server; None for any.
 
     Raises:
-        OptionError: others than this machine would reach it without a key, or a name has a port.
+        OptionError: other machines could use it without a key, or a name has a port.
     """
     from ..server.auth import host_name, is_loopback
 
@@ -289,7 +289,7 @@ def _hosts(host: str, allowed: tuple[str, ...], keys: list[str]) -> set[str] | N
     if not keys:
         raise OptionError(
             f"--host {host} can be reached from other machines: give a key with --api-key-file or "
-            f"{API_KEY}, or listen at 127.0.0.1"
+            f"{API_KEY}, or listen on 127.0.0.1"
         )
     return {_bracketed(host), *allowed} if allowed else None
 
@@ -299,10 +299,10 @@ def _bracketed(host: str) -> str:
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """A listening socket, opened before the models are loaded.
+    """Open a listening socket, before the models are loaded.
 
     Raises:
-        OptionError: it cannot.
+        OptionError: it cannot listen there.
     """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -310,8 +310,8 @@ def _listening(host: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:
         reason = str(getattr(error, "strerror", None) or error).partition(" (while")[0]
         raise OptionError(f"--host {host} --port {port}: {reason}; choose another one") from None
-    # asyncio sets this only on sockets of its own. Without it, each token, and each body, can wait
-    # up to 40 ms for the client to acknowledge the previous packet.
+    # asyncio sets this only on its own sockets. Without it, each token and each body can wait up to
+    # 40 ms for the client to acknowledge the previous packet.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listening
 
@@ -324,9 +324,10 @@ def _load(
     template_arguments: Mapping[str, Any],
     keys: list[str],
 ) -> list[ServedModel]:
-    """Load the models; each gets its share of the memory that is left after all are loaded.
+    """Load the models; each gets an equal share of the memory that is left after loading all.
 
-    Requests call a directory by its own name, unless another model is called so.
+    Requests use the last part of a directory's path as the model's name, unless another model has
+    this name.
 
     Raises:
         OptionError: a model is named twice.
@@ -338,7 +339,7 @@ def _load(
     paths = [model_or_default(one.model) for one in asked]
     for path in paths:
         if paths.count(path) > 1:
-            raise OptionError(f"{path} is named twice: leave it out once")
+            raise OptionError(f"{path} is named twice: name it once")
     names = [given_name(path) for path in paths]
     decoders = [one.load(console, memories) for one in asked]
     result = []
@@ -363,7 +364,7 @@ def _load(
 
 @contextmanager
 def _ours_alone(directory: Path) -> Iterator[bool]:
-    """Lock a directory of prefixes against other servers; yields whether it can be used."""
+    """Lock a directory of prefixes against other servers; yield whether it can be used."""
     trouble, held = "", None
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -380,7 +381,7 @@ def _ours_alone(directory: Path) -> Iterator[bool]:
     except OSError as error:
         trouble = str(error.strerror)
     if trouble:
-        note(f"--cache-dir {directory}: {trouble}; no prefix is kept there")
+        note(f"--cache-dir {directory}: {trouble}; no caches are kept there")
     try:
         yield not trouble
     finally:
@@ -390,10 +391,10 @@ def _ours_alone(directory: Path) -> Iterator[bool]:
 
 @contextmanager
 def _kept(served: list[ServedModel], directory: Path) -> Iterator[None]:
-    """Load the prefixes saved in a directory, and at the end save those that are cached then.
+    """Load the prefixes saved in a directory, and save the cached ones at the end.
 
-    Each model has a directory of its own, even one that is called ".". After an interrupt nothing
-    is saved, since the worker may still be using the prefixes.
+    Each model has a subdirectory, even a model named ".". After an interrupt nothing is saved,
+    since the worker may still be using the prefixes.
     """
     names = [quote(one.path or one.name, safe="") for one in served]
     places = [directory / (name if name.strip(".") else name.replace(".", "%2E")) for name in names]
@@ -405,7 +406,7 @@ def _kept(served: list[ServedModel], directory: Path) -> Iterator[None]:
 
 
 def _panel(address: str, worker: Worker, with_key: bool) -> Panel:
-    """Where the server is, and how to use it."""
+    """The server's address and models, and how to use it."""
     rows = Table.grid(padding=(0, 2))
     rows.add_row("address", address)
     for served in worker.models.values():
@@ -416,7 +417,7 @@ def _panel(address: str, worker: Worker, with_key: bool) -> Panel:
     key = "KEY" if with_key else "none"
     client = Text(f"export OPENAI_BASE_URL={address}/v1 OPENAI_API_KEY={key}", style="bold")
     return Panel(
-        Group(rows, "", "Point a client at it, or let mlxspec connect do it:", client),
+        Group(rows, "", "Configure a client like this, or with mlxspec connect:", client),
         title="mlxspec serve",
         expand=False,
         border_style="dim",
@@ -425,22 +426,22 @@ def _panel(address: str, worker: Worker, with_key: bool) -> Panel:
 
 
 def _serve(app: Any, listening: socket.socket, worker: Worker, grace: float) -> None:
-    """Answer requests until Ctrl-C or SIGTERM; running ones then have ``grace`` seconds to end."""
+    """Answer requests until Ctrl-C or SIGTERM; give running ones ``grace`` seconds to end."""
     from ..server.connections import HttpServer
 
     def on_exit() -> None:
         if running := len({request.stream for request in worker.requests.copy()}):
             have = f"{counted(running, 'running request')} {'has' if running == 1 else 'have'}"
             seconds = "1 second" if grace == 1 else f"{grace:g} seconds"
-            note(f"{have} {seconds} to end; Ctrl-C again ends at once")
+            note(f"{have} {seconds} to end; press Ctrl-C again to stop at once")
 
-    with suppress(KeyboardInterrupt):  # which uvicorn raises again once all has ended
+    with suppress(KeyboardInterrupt):  # uvicorn raises it again once all has ended
         HttpServer(app, grace=grace, on_exit=on_exit).run(sockets=[listening])
 
 
 # --- a log line for each request ---
 
-_LAST_LINES = 1.0  # seconds that a terminal has at the end to take what is left
+_LAST_LINES = 1.0  # seconds for a terminal to take the remaining lines at the end
 
 
 @contextmanager
@@ -449,17 +450,17 @@ def request_log(
 ) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Yield a function that prints a request's record.
 
-    A thread prints, so that a held terminal (Ctrl-S) holds up no request.
+    A thread prints it, so a paused terminal (Ctrl-S) delays no request.
 
     Args:
-        as_json: print JSON on standard output, not lines for people on standard error.
+        as_json: print JSON to standard output instead of readable lines to standard error.
         quiet: print nothing.
-        color: print what went wrong in red.
+        color: print failures in red.
     """
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
     def run() -> None:
-        with suppress(OSError):  # its reader is gone
+        with suppress(OSError):  # the reader is gone
             while line := lines.get():
                 click.echo(line, err=not as_json, color=color)
 
@@ -478,15 +479,15 @@ def request_log(
 
 
 def refusal_record(path: str, error: ApiError) -> dict[str, Any]:
-    """The log record of a request that was refused; it repeats no value of the request."""
+    """The log record of a refused request, without values from the request."""
     record = {"outcome": "refused", "path": printable(path), "status": error.status}
     return {**record, "param": error.param, "code": error.code}
 
 
 def end_record(requests: Sequence[ServedRequest]) -> dict[str, Any]:
-    """The log record of all choices of a request: summed, with times from the first choice on.
+    """The log record of a request: sums over its choices, without prompts and outputs.
 
-    It has neither prompts nor outputs.
+    Times count from the start of the first choice.
     """
     now, first = time.perf_counter(), requests[0]
     emitted = sum(request.stats.emitted for request in requests)
@@ -495,9 +496,10 @@ def end_record(requests: Sequence[ServedRequest]) -> dict[str, Any]:
     plain_seconds = sum(request.plain_seconds for request in requests)
     begun = [request.first_token for request in requests if request.first_token]
     errors = [(r.outcome, r.failure.message) for r in requests if r.failure]
-    errors.sort(key=lambda error: error[0] == "cancelled")  # as others are where one has failed
+    # When one choice fails, the others are cancelled: its own error comes first.
+    errors.sort(key=lambda error: error[0] == "cancelled")
     outcomes = dict.fromkeys(request.outcome or "" for request in requests)
-    # As in the answer's usage: once for all choices of a prompt, since one of them has run it.
+    # As in the answer's usage, a prompt counts once for all of its choices, which share it.
     prompts = {id(request.prompt): len(request.prompt) for request in requests}
     cached: dict[int, int] = {}
     for request in requests:
@@ -519,7 +521,7 @@ def end_record(requests: Sequence[ServedRequest]) -> dict[str, Any]:
 
 
 def _line(record: dict[str, Any]) -> str:
-    """A request's line, red where it was refused or failed."""
+    """The line of a request, red if it was refused or failed."""
     line = f"{record['time'][11:19]}  "
     if record["outcome"] == "refused":
         what = " ".join(shown(record[name]) for name in ("code", "param") if record[name])

@@ -1,7 +1,7 @@
-"""Settings files: what the user has set for all commands, and how files are edited.
+"""The user's settings, and edits of settings files.
 
-``mlxspec config`` writes the user's own, and ``mlxspec connect`` those of other programs. Both can
-be edited by hand: settings are merged in, and all else stays.
+``mlxspec config`` edits the user's settings, and ``mlxspec connect`` those of other programs. Both
+merge their settings into a file that the user may edit, and leave the rest unchanged.
 """
 
 from __future__ import annotations
@@ -13,48 +13,52 @@ import re
 import stat
 import tomllib
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import platformdirs
 
-from ..errors import OptionError, SettingsError
+from ..errors import MlxspecError, OptionError, SettingsError
 from ..files import SHARED, check_writable, replaced
 from ..models.model_files import DEMO
+from ..process import MLX_VARIABLES, variables_in
 
-# --- what the user has set ---
+# --- the user's settings ---
 
 ENVIRONMENT_VARIABLE = "MLXSPEC_CONFIG_DIR"
-"""Names another directory for the file than the user's configuration directory."""
+"""The variable that names another directory for the settings file."""
 
 MODEL_VARIABLE = "MLXSPEC_MODEL"
-"""Names the default model, before the file does."""
+"""The variable that names the default model; it overrides the file."""
 
-MODEL, ALIAS = "model", "alias"
+MODEL, ALIAS, MLX_SETTINGS = "model", "alias", "mlx-settings"
 ALIAS_PREFIX = f"{ALIAS}."
 _ALIAS_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 
 class Setting(NamedTuple):
-    """Something that can be set.
+    """A setting.
 
     Attributes:
         about: what it is.
         kind: ``str`` (not blank), ``int`` (at least 1) or ``float`` (at least 0).
-        must_be: what values it takes, in words.
-        commands: those whose option of this name gets it for a default.
+        must_be: its valid values, in words.
+        commands: the commands whose option of this name has it as the default.
+        pattern: the regular expression that a ``str`` must match.
     """
 
     about: str
     kind: type
     must_be: str
     commands: tuple[str, ...] = ()
+    pattern: str = r"[^\0]*[^\s\0][^\0]*"
 
     def takes(self, value: Any) -> bool:
-        """Whether it can be set to a value."""
+        """Whether a value is valid."""
         if self.kind is str:
-            return isinstance(value, str) and bool(value.strip()) and "\0" not in value
+            return isinstance(value, str) and bool(re.fullmatch(self.pattern, value))
         if self.kind is int:
             return type(value) is int and value >= 1
         return type(value) in (int, float) and 0 <= value < math.inf
@@ -62,16 +66,24 @@ class Setting(NamedTuple):
 
 _GENERATING = ("generate", "explain", "chat")
 _OF = "of generate, explain and chat"
+_VARIABLE = rf"({'|'.join(MLX_VARIABLES)})=[1-9][0-9]{{0,5}}"
 
 KEYS = {
     MODEL: Setting("the default model", str, "a model"),
-    "max-tokens": Setting(f"--max-tokens {_OF}", int, "a whole number from 1 on", _GENERATING),
-    "temp": Setting(f"--temp {_OF}", float, "a number from 0 on", _GENERATING),
+    "max-tokens": Setting(f"--max-tokens {_OF}", int, "a whole number, 1 or more", _GENERATING),
+    "temp": Setting(f"--temp {_OF}", float, "a number, 0 or more", _GENERATING),
     "system-prompt": Setting("--system-prompt of chat", str, "a text", ("chat",)),
+    MLX_SETTINGS: Setting(
+        "MLX's tuning variables, from 'bench --tune'",
+        str,
+        f"whole numbers, 1 or more for {', '.join(MLX_VARIABLES)}, such as "
+        f"{','.join(f'{name}={value}' for name, value in [*MLX_VARIABLES.items()][1:])}",
+        pattern=f"{_VARIABLE}(,{_VARIABLE})*",
+    ),
 }
 """All settings except aliases."""
 
-KNOWN = f"{', '.join(KEYS)} and {ALIAS_PREFIX}NAME"
+KNOWN = f"{', '.join(KEYS)} or {ALIAS_PREFIX}NAME"
 
 
 @dataclass(frozen=True)
@@ -80,8 +92,8 @@ class UserConfig:
 
     Attributes:
         path: the file, which may be missing.
-        values: by the name of the setting.
-        aliases: models by the user's names for them.
+        values: values by the name of the setting.
+        aliases: models by alias.
     """
 
     path: Path
@@ -94,11 +106,11 @@ class UserConfig:
         return {**self.values, **aliases}
 
     def resolved(self, name: str) -> str:
-        """The model that a name stands for: an alias's model, otherwise the name itself."""
+        """The model that an alias stands for; any other name is returned unchanged."""
         return self.aliases.get(name, name)
 
     def defaults_of(self, command: str) -> dict[str, Any]:
-        """The defaults that are set for a command, by the names of its parameters."""
+        """The defaults for a command, by the names of its parameters."""
         return {
             name.replace("-", "_"): value
             for name, value in self.values.items()
@@ -107,7 +119,7 @@ class UserConfig:
 
 
 def config_path() -> Path:
-    """Where the file is.
+    """The path of the settings file.
 
     Raises:
         OptionError: the environment variable names the home directory of an unknown user.
@@ -119,16 +131,16 @@ def config_path() -> Path:
         return Path(chosen).expanduser() / "config.toml"
     except RuntimeError:
         raise OptionError(
-            f"{ENVIRONMENT_VARIABLE} is {chosen!r}: that user's home directory is not known; "
-            "name another directory"
+            f"{ENVIRONMENT_VARIABLE} is {chosen!r}: that user's home directory is unknown; name "
+            "another directory"
         ) from None
 
 
 def load_config() -> UserConfig:
-    """Read the user's settings; without a file there are none.
+    """Read the user's settings; without a file they are empty.
 
     Raises:
-        OptionError: as :func:`config_path`.
+        OptionError: as for :func:`config_path`.
         SettingsError: the file cannot be read, or has a wrong setting.
     """
     path = config_path()
@@ -140,12 +152,22 @@ def load_config() -> UserConfig:
         return UserConfig(path)
     except OSError as error:
         raise SettingsError(
-            f"{path}: cannot be read ({error.strerror}); make it a file that you can read"
+            f"{path}: cannot be read ({error.strerror}); make it readable"
         ) from error
     except (ValueError, RecursionError) as error:
         raise SettingsError(
             f"{path}: is not valid TOML ({error}); correct it, or remove it"
         ) from error
+
+
+def apply_mlx_settings() -> None:
+    """Put MLX's settings into the environment; variables that are already set override them.
+
+    This must happen before MLX first uses a GPU.
+    """
+    with suppress(MlxspecError):  # the command reports it
+        for name, value in variables_in(load_config().values.get(MLX_SETTINGS, "")).items():
+            os.environ.setdefault(name, value)
 
 
 def _parsed(path: Path, document: Mapping[str, Any]) -> UserConfig:
@@ -158,50 +180,49 @@ def _parsed(path: Path, document: Mapping[str, Any]) -> UserConfig:
 
 
 def check_settings(document: Mapping[str, Any]) -> None:
-    """Check all settings, as they stand in the file.
+    """Check all settings, in the form that they have in the file.
 
     Raises:
-        OptionError: a setting is unknown or has a wrong value, or an alias or its model is not
-            valid.
+        OptionError: a setting is unknown or has a wrong value, or an alias or its model is invalid.
     """
     for name, value in document.items():
         if name not in (*KEYS, ALIAS):
-            raise OptionError(f"there is no setting {name!r}: there are {KNOWN}")
+            raise OptionError(f"unknown setting {name!r}: give one of {KNOWN}")
         if name in KEYS and not KEYS[name].takes(value):
             raise OptionError(f"{name} is {value!r}: give {KEYS[name].must_be}")
     aliases = document.get(ALIAS, {})
     if not isinstance(aliases, Mapping):
-        raise OptionError(f"{ALIAS} is {aliases!r}: it is a table of models by their aliases")
+        raise OptionError(f"{ALIAS} is {aliases!r}: make it a table of models by alias")
     for name in aliases:
         if not _ALIAS_NAME.fullmatch(name) or name == DEMO:
             raise OptionError(
-                f"{ALIAS_PREFIX}{name}: an alias has letters, digits, '.', '-' and '_', and is not "
+                f"{ALIAS_PREFIX}{name}: name it with letters, digits, '.', '-' and '_', and not "
                 f"{DEMO!r}"
             )
     for name, model in aliases.items():
         if not KEYS[MODEL].takes(model):
             raise OptionError(f"{ALIAS_PREFIX}{name} is {model!r}: give a model")
         if model in aliases:
-            raise OptionError(f"{ALIAS_PREFIX}{name} is {model!r}, an alias itself: give its model")
+            raise OptionError(f"{ALIAS_PREFIX}{name} is {model!r}, another alias: give its model")
 
 
-# --- files that are edited ---
+# --- edits of files ---
 
 Settings = dict[str, Any]
-"""Settings by name, nested. None means: remove it. A list of settings that have
-a ``name`` is merged by these names."""
+"""Nested settings by name. None removes a setting. Lists of settings with a ``name`` are merged by
+name."""
 
 _INDENT = re.compile(r"\n([ \t]+)\S")
 
 
 @dataclass(frozen=True)
 class SettingsFile:
-    """A settings file, and what to put into it.
+    """A settings file, and the settings to put into it.
 
     Attributes:
-        path: where it is; its suffix gives the format.
+        path: the file; its suffix determines the format.
         settings: the values to set.
-        defaults: values to set only where the file has none.
+        defaults: values to set only if the file has none.
     """
 
     path: Path
@@ -209,7 +230,7 @@ class SettingsFile:
     defaults: Settings = field(default_factory=dict)
 
     def read(self) -> str:
-        """The file's text; empty without a file.
+        """The file's text; empty if the file does not exist.
 
         Raises:
             SettingsError: it cannot be read or written, or is not UTF-8.
@@ -228,7 +249,7 @@ class SettingsFile:
             raise SettingsError(f"{self.path}: {reason}; make it readable") from error
 
     def merged(self, text: str) -> str:
-        """Merge the settings into the text of the file, which is empty for a new file.
+        """Merge the settings into a text of the file; the text of a new file is empty.
 
         Raises:
             SettingsError: something in the text would be lost.
@@ -244,7 +265,7 @@ class SettingsFile:
                 return text
             new = _render(kind, document, text)
             if _plain(_parse(kind, new)) != expected:
-                raise SettingsError("part of it would be changed")
+                raise SettingsError("the edit would change other parts of it")
         except SettingsError as error:
             raise SettingsError(f"{self.path}: {error}; change it by hand") from error
         except (ValueError, RecursionError) as error:
@@ -255,7 +276,7 @@ class SettingsFile:
         return new
 
     def write(self, text: str) -> None:
-        """Replace the file in one step; its directory is made if there is none.
+        """Replace the file in one step; create its directory if it is missing.
 
         Raises:
             SettingsError: it cannot be written.
@@ -266,7 +287,9 @@ class SettingsFile:
             mode = stat.S_IMODE(place.stat().st_mode) if place.exists() else SHARED
         except OSError as error:
             reason = error.strerror
-            raise SettingsError(f"{self.path}: cannot be written ({reason}); make it") from error
+            raise SettingsError(
+                f"{self.path}: cannot be written ({reason}); create its directory"
+            ) from error
         with replaced(place, SettingsError, mode) as file:
             file.write(text.encode())
 
@@ -277,24 +300,24 @@ def _merge(document: MutableMapping[str, Any], settings: Settings, keep: bool = 
     Args:
         document: changed in place.
         settings: the values to set.
-        keep: leave a value that is already there.
+        keep: keep a value that the document already has.
 
     Raises:
-        SettingsError: the document has another type where settings are nested.
+        SettingsError: nested settings meet a value of another type.
     """
     for name, value in settings.items():
         there = document.get(name)
         if value is None:
             document.pop(name, None)
-        elif there is None or there in ([], {}):  # `[]` in a line would keep ours in that line
+        elif there is None or there in ([], {}):  # TOML would write ours on the line of an `[]`
             document[name] = _given(value)
         elif isinstance(value, dict):
             if not isinstance(there, MutableMapping):
-                raise SettingsError(f"{name} is not an object there")
+                raise SettingsError(f"{name} must be an object")
             _merge(there, value, keep)
         elif isinstance(value, list) and any(isinstance(one, dict) for one in value):
             if not isinstance(there, list):
-                raise SettingsError(f"{name} is not a list there")
+                raise SettingsError(f"{name} must be a list")
             for entry in value:
                 same = [one for one in there if _name_of(one) == entry["name"]]
                 if same:
@@ -310,7 +333,7 @@ def _name_of(entry: Any) -> Any:
 
 
 def _given(value: Any) -> Any:
-    """A copy of a setting without the entries to remove."""
+    """A copy of a setting without entries that are None."""
     if isinstance(value, dict):
         return {name: _given(one) for name, one in value.items() if one is not None}
     return [_given(one) for one in value] if isinstance(value, list) else value
@@ -327,7 +350,7 @@ _KINDS = {".json": "JSON without comments", ".toml": "TOML", ".yaml": "YAML", ".
 
 
 def _parse(kind: str, text: str) -> Any:
-    """The document in a text, empty for an empty text.
+    """Parse a document; an empty text is an empty document.
 
     Raises:
         ValueError: it is not a document of this kind, or its comments would be lost.
@@ -341,11 +364,11 @@ def _parse(kind: str, text: str) -> Any:
         except TOMLKitError as error:
             raise ValueError(error) from error
     if kind == "YAML":
-        document = _plain(_parse_yaml(text))  # what it shares is copied
+        document = _plain(_parse_yaml(text))  # this also copies shared parts
     else:
         document = json.loads(text or "{}", object_pairs_hook=_without_repetition)
     if not isinstance(document, dict):
-        raise ValueError("no object")
+        raise ValueError("it must be an object")
     return document
 
 
@@ -356,13 +379,13 @@ def _parse_yaml(text: str) -> Any:
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             found = super().construct_mapping(node, deep)
             if len(found) < len(node.value):
-                raise ValueError("a name is there twice, or merged with <<")
+                raise ValueError("a name occurs twice, or is merged with <<")
             return found
 
     try:
         tokens = yaml.scan(text, Loader)
         end = 0
-        for token in tokens:  # what is between tokens is white space or a comment
+        for token in tokens:  # between tokens are white space and comments
             if "#" in text[end : token.start_mark.index]:
                 raise ValueError(f"line {token.start_mark.line}: a comment would be lost")
             end = token.end_mark.index
@@ -374,12 +397,12 @@ def _parse_yaml(text: str) -> Any:
 def _without_repetition(pairs: list[tuple[str, Any]]) -> Settings:
     settings = dict(pairs)
     if len(settings) < len(pairs):
-        raise ValueError("a name is there twice")
+        raise ValueError("a name occurs twice")
     return settings
 
 
 def _render(kind: str, document: Any, text: str) -> str:
-    """A document as text; JSON with the indentation and the escapes of the earlier ``text``."""
+    """Write a document as text; JSON is indented and escaped as in the earlier ``text``."""
     if kind == "TOML":
         import tomlkit
 
@@ -391,5 +414,5 @@ def _render(kind: str, document: Any, text: str) -> str:
     found = _INDENT.search(text)
     indent = found[1] if found else 2
     written = json.dumps(document, indent=indent, ensure_ascii=text.isascii(), allow_nan=False)
-    written.encode()  # raises for a lone surrogate, which UTF-8 cannot encode
+    written.encode()  # raises an error for a lone surrogate, which UTF-8 cannot encode
     return written + "\n"

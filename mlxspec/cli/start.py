@@ -1,6 +1,6 @@
-"""Where the command lines start, before a command is imported, since that takes a while.
+"""Start a command line: import its command, which takes a while, and run it.
 
-An interrupt during the import would otherwise end in a traceback.
+Without this, an interrupt during the import would end in a traceback.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 import signal
 from importlib import import_module
 
-from ..distributed.launch import let_rank_0_speak
+from ..distributed.launch import silence_followers
 from ..process import INTERRUPTED, occupy_standard_descriptors
 
 
@@ -22,16 +22,17 @@ def run(module: str, command: str, name: str) -> None:
     """Import a click command and run it; Ctrl-C ends the import with one line and status 130.
 
     Args:
-        module: where the command is.
-        command: its name there.
+        module: the module with the command.
+        command: the command's name in the module.
         name: what the user calls it.
     """
     occupy_standard_descriptors()
     usual = signal.getsignal(signal.SIGINT)
-    if usual is signal.default_int_handler:  # and not ignored, as behind nohup
+    if usual is signal.default_int_handler:  # not if SIGINT is ignored, as under nohup
         signal.signal(signal.SIGINT, _quit)
-    let_rank_0_speak()  # of several that mlx.launch has started
+    silence_followers()  # if mlx.launch has started several ranks
     start = getattr(import_module(module), command)
+    import_module("mlxspec.cli.settings").apply_mlx_settings()
     run_command = import_module("mlxspec.cli.common.notes").run_command
     signal.signal(signal.SIGINT, usual)
     run_command(start, name)

@@ -1,4 +1,4 @@
-"""``mlxspec store``: texts on disk that drafts are drawn from."""
+"""``mlxspec store``: makes files of texts to draft from."""
 
 from __future__ import annotations
 
@@ -28,23 +28,22 @@ Examples:
   mlxspec store add code.store more_code --model mistral
   mlxspec store info code.store
 
-A .jsonl file whose lines hold "messages" is a chat log; the assistant's messages are taken
-from it. Other files are taken whole. Skipped are files that are not UTF-8 text and, in
-directories, hidden files, hidden directories and links to directories.
+A .jsonl file with "messages" in its lines is a chat log: the store takes the assistant's messages.
+It takes all other files whole. Files that are not UTF-8 text are skipped. In directories, hidden
+files, hidden directories and links to directories are skipped, too.
 
-A store holds the texts: anyone who can read the file can read them. It is written readable by
-you alone.
+A store contains the texts: whoever can read the file can read them. Only you can read a new store.
 """
 
 _model_option = option(
     "-m --model MODEL",
-    "Whose tokenizer: a directory, a Hub repository, an alias, 'demo', or a tokenizer's file.",
+    "The tokenizer: a directory, a Hub repository, an alias, 'demo', or a tokenizer's file.",
     required=True,
     type=MODEL,
 )
 _max_tokens_option = option(
     "--max-tokens N",
-    "Tokens that the store may hold.  [default: 50,000,000]",
+    "The most tokens that the store may hold.  [default: 50,000,000]",
     type=click.IntRange(min=2),
 )
 
@@ -108,7 +107,7 @@ def add_command(file: str, paths: tuple[str, ...], model: str, max_tokens: int |
 @store_command.command("info", context_settings=SETTINGS)
 @_file
 def info_command(file: str) -> None:
-    """Verify the store in FILE and say what it holds."""
+    """Verify the store in FILE and show what it holds."""
     from ..corpus.store import open_store
 
     store = open_store(file).verify()
@@ -123,10 +122,10 @@ def info_command(file: str) -> None:
 def _write(
     paths: tuple[str, ...], model: str, max_tokens: int | None, write: Callable[..., Store]
 ) -> tuple[Store, str, str]:
-    """Read the texts in files and let ``write`` put their tokens into a store.
+    """Read the texts in files and have ``write`` put their tokens into a store.
 
     Returns:
-        the store, and in words, the number of files and the time it took.
+        the store, and as texts the number of files and the time it took.
     """
     from ..corpus.store import MAX_TOKENS, find_files, read_texts
     from ..models.tokenizer import load_tokenizer_of
@@ -145,7 +144,7 @@ def _write(
                 for text in read_texts(files, counts, lambda _: bar(next(done), len(files)))
             )
             store = write(sequences=sequences, tokenizer=tokenizer, max_tokens=limit)
-    finally:  # they may be why there is nothing to write
+    finally:  # even after an error: skipped texts may be its cause
         for number, thing, reason in (
             (counts["binary"], "file", "not UTF-8 text"),
             (counts["unreadable"], "file", "cannot be read"),
@@ -154,7 +153,7 @@ def _write(
             if number:
                 note(f"{counted(number, thing)} skipped: {reason}")
     if store.n_tokens >= limit - 1:
-        note(f"the store is full: --max-tokens {limit} is reached, and the rest is left out")
+        note(f"the store is full: --max-tokens {limit} is reached; the rest was left out")
     return store, counted(counts["files"], "file"), f"in {time.perf_counter() - started:.1f} s"
 
 

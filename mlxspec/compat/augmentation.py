@@ -21,8 +21,8 @@ from ..models.model import load
 from ..models.model_files import DEMO
 from . import generation
 
-_mlx_lm = import_module("mlx_lm.generate")  # the package has a function of that name
-_its_load = _mlx_lm.load  # whatever the name stands for later
+_mlx_lm = import_module("mlx_lm.generate")  # mlx_lm.generate is a function
+_its_load = _mlx_lm.load  # the original, even after it is replaced
 _PACKAGE = __name__.partition(".")[0]
 
 _active: list[Augmentation] = []
@@ -30,21 +30,21 @@ _warned: set[str] = set()
 
 
 def augment() -> Augmentation:
-    """Let mlx-lm's ``generate``, ``stream_generate`` and ``batch_generate`` speculate.
+    """Make mlx-lm's ``generate``, ``stream_generate`` and ``batch_generate`` speculate.
 
-    They are replaced in all modules that have been imported so far, under whatever name, and in
-    mlx-lm itself for those that will be. They generate what they did; ``load`` also knows "demo",
-    the bundled model. A call with an argument or a model that mlxspec cannot serve goes to mlx-lm's
-    own function, with a warning, once for each reason.
+    The functions are replaced in all imported modules, under any name, and in mlx-lm itself for
+    modules imported later. Their output stays the same. ``load`` also accepts "demo", the bundled
+    model. If mlxspec does not support a call's arguments or model, mlx-lm's own function serves
+    the call, with a warning, once for each reason.
 
-    Not covered: functions kept elsewhere than in a module (in a class, in ``partial``), calls
-    of ``generate_step`` and of ``BatchGenerator``. So ``mlx_lm.server`` speculates for the
-    requests that it does not batch: those with a seed, with ``--kv-bits``, with a draft model,
-    and all of a model whose caches cannot be batched.
+    Not covered are functions kept outside modules (in a class, in ``partial``), and calls of
+    ``generate_step`` and ``BatchGenerator``. So ``mlx_lm.server`` only speculates for requests that
+    it does not batch: requests with a seed, ``--kv-bits`` or a draft model, and all requests to a
+    model whose caches cannot be batched.
 
     Returns:
-        a handle to undo it, and a context manager that does so at its end. Of several, the last
-        one to be undone puts mlx-lm's functions back.
+        a handle to undo it, which is also a context manager. If :func:`augment` was called several
+        times, undoing the last handle restores mlx-lm's functions.
     """
     handle = Augmentation()
     if not _active:
@@ -54,7 +54,7 @@ def augment() -> Augmentation:
 
 
 class Augmentation:
-    """What :func:`augment` has done, until it is undone."""
+    """A handle to undo :func:`augment`."""
 
     def undo(self) -> None:
         """Put mlx-lm's functions back, unless another augmentation still needs them replaced."""
@@ -82,7 +82,7 @@ def _exchange(replacements: Mapping[Any, Any]) -> None:
 
 
 def _known(*functions: Callable[..., Any]) -> set[str]:
-    """The names of the arguments that mlx-lm knows; it complains about others itself."""
+    """The names of mlx-lm's arguments; mlx-lm itself refuses others."""
     return {name for function in functions for name in signature(function).parameters}
 
 
@@ -134,16 +134,16 @@ _STAND_INS = {
 
 @contextmanager
 def _warned_if_it_fails() -> Iterator[None]:
-    """Turn an error into a warning, the first time: mlxspec cannot serve this call.
+    """Turn an error into a warning, once for each reason: mlx-lm then serves the call.
 
-    Only for what comes before a generation: what is raised in one goes to the caller, whose own
+    The block must end before the generation begins. A later error goes to the caller, whose own
     processor may have raised it.
     """
     try:
         if mx.distributed.init().size() > 1:
-            raise OptionError("several machines share the model; use mlxspec generate there")
+            raise OptionError("the model is split over several machines: use mlxspec generate")
         yield
-    except Exception as error:  # whatever a model or an argument causes that mlx-lm may know
+    except Exception as error:  # mlx-lm may support the model or argument that causes it
         reason = " ".join(str(error).split()) or type(error).__name__
         kind = re.sub(r"\d+", "#", reason)
         if kind not in _warned:

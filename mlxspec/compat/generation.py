@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     @dataclass
     class BatchResponse:
-        """mlx-lm's, whose types a checker does not find."""
+        """mlx-lm's class, for type checkers, which do not find its types."""
 
         texts: list[str]
         stats: BatchStats
@@ -57,7 +57,7 @@ else:
 
 
 class StreamOptions(GenerationOptions, total=False):
-    """What :func:`mlxspec.stream_generate` takes besides model, tokenizer and prompt."""
+    """The options of :func:`mlxspec.stream_generate`."""
 
     max_tokens: int
     draft_model: nn.Module | None
@@ -82,8 +82,8 @@ def generate(
     Args:
         model, tokenizer: from :func:`mlxspec.load` or ``mlx_lm.load``.
         prompt: text, token ids, or messages, as for :meth:`mlxspec.Decoder.decode`.
-        verbose: print the text as it comes, and figures at its end.
-        options: those of :func:`stream_generate`.
+        verbose: print the text as it is generated, and figures at its end.
+        options: the options of :func:`stream_generate`.
 
     Raises:
         PromptError, OptionError, TypeError: as :func:`stream_generate`.
@@ -92,7 +92,7 @@ def generate(
 
 
 def joined(responses: Iterable[GenerationResponse], verbose: bool) -> str:
-    """The text of the responses; if ``verbose`` printed as it comes, with figures at its end."""
+    """The text of the responses; if ``verbose``, print it as it is generated, then figures."""
     if verbose:
         print("=" * 10)
     text = ""
@@ -121,37 +121,37 @@ def stream_generate(
 ) -> Generator[GenerationResponse, None, None]:
     """Generate with the default decoder, one response per token; the text is mlx-lm's.
 
-    The next call with the same model and tokenizer uses what this one has measured of the model
-    and remembers of its outputs. mlx-lm's arguments mean what they mean there; they are checked
-    at once, not with the first response. Logits processors and samplers of your own are called
-    as mlx-lm calls them, without drafts, unless they are marked with :func:`mlxspec.pure`. What a
-    sampler draws depends on ``mx.random.seed`` as with mlx-lm, but the samples differ from
-    mlx-lm's: random numbers are keyed by position here.
+    Later calls with the same model and tokenizer use what this call measures of the model, and
+    draft from its output. mlx-lm's arguments have the same meaning here. They are checked at once,
+    not with the first response. Your own logits processors and samplers are called as mlx-lm calls
+    them, without drafts, unless they are marked with :func:`mlxspec.pure`. Samples depend on
+    ``mx.random.seed`` as with mlx-lm, but differ from mlx-lm's, since random numbers are keyed by
+    position here.
 
     Args:
         model, tokenizer: from :func:`mlxspec.load` or ``mlx_lm.load``.
         prompt: text, token ids, or messages, as for :meth:`mlxspec.Decoder.decode`.
         max_tokens: how many tokens to generate at most; -1 for no limit.
         draft_model: a small model with the same tokenizer, to draft where no text repeats.
-        stream: where mlx-lm would run; everything runs on its ``generation_stream`` here.
-        num_draft_tokens: how many tokens ``draft_model`` drafts at most.
-        prompt_progress_callback: called with the numbers of prompt tokens done and in all.
-        input_embeddings: take the place of the prompt's embeddings. Then mlx-lm generates,
-            without drafts, and takes its own kinds of prompts and options only.
-        options: how to sample and where to end, the memory of the cache and ``prompt_cache``,
-            as in :meth:`mlxspec.Decoder.decode`. With a draft model ``max_kv_size`` is ignored,
-            as by mlx-lm.
+        stream: ignored; everything runs on mlx-lm's ``generation_stream``.
+        num_draft_tokens: the most tokens that ``draft_model`` drafts.
+        prompt_progress_callback: called with the number of prompt tokens done, and their total.
+        input_embeddings: embeddings in place of the prompt's. mlx-lm then generates without drafts,
+            and accepts only its own kinds of prompts and options.
+        options: options of sampling, of the end and of the cache, and ``prompt_cache``, as in
+            :meth:`mlxspec.Decoder.decode`. With a draft model ``max_kv_size`` is ignored, as by
+            mlx-lm.
 
     Raises:
         PromptError, PromptCacheError, OptionError: as :meth:`mlxspec.Decoder.decode`, or the
             draft model has another vocabulary.
-        TypeError: there is no such option.
+        TypeError: an option does not exist.
     """
     if input_embeddings is not None:
         for name in options.keys() - _PLAIN_OPTIONS:
             raise OptionError(
-                f"{name} is given with input_embeddings, with which mlx-lm generates and does "
-                "not know that option: leave it out"
+                f"{name} is given with input_embeddings, for which mlx-lm generates and does not "
+                "have that option: leave it out"
             )
         return plainly(
             model,
@@ -170,30 +170,12 @@ def stream_generate(
     if prompt_progress_callback is not None:
         options["on_progress"], record_time = _prompt_progress(prompt_progress_callback)
     if draft_model is None:
-        request = decoder.new_request(prompt, max_tokens, options)
-        return responses(request, record_time)
+        return responses(decoder.new_request(prompt, max_tokens, options), record_time)
     options.pop("max_kv_size", None)
-    return stream_with_draft_model(
-        decoder, draft_model, prompt, max_tokens, num_draft_tokens, record_time, **options
-    )
-
-
-def stream_with_draft_model(
-    decoder: AutoDecoder,
-    draft_model: nn.Module,
-    prompt: Prompt,
-    max_tokens: int,
-    num_draft_tokens: int = 2,
-    record_time: RecordTime | None = None,
-    **options: Unpack[GenerationOptions],
-) -> Generator[GenerationResponse, None, None]:
-    """Draft from repeated text when that pays, and with a small model elsewhere.
-
-    In ``prompt_cache`` the draft model's caches may follow the target's, as with mlx-lm.
-    """
     check_vocabularies(draft_model, decoder.vocab_size, len(decoder.tokenizer))
+    # As with mlx-lm, the draft model's caches may follow the target's.
     both = options.get("prompt_cache") or []
-    drafts_cache = both[len(make_prompt_cache(decoder.model)) :] or None
+    drafts_cache = both[len(make_prompt_cache(model)) :] or None
     drafter = DraftModelDrafter(draft_model, num_draft_tokens, drafts_cache)
     drafting = replace(decoder.drafting, extra=lambda: drafter)
     request = decoder.new_request(prompt, max_tokens, options, partial(drafting.make, decoder))
@@ -202,7 +184,7 @@ def stream_with_draft_model(
 
 
 class _KeptDecoder(AutoDecoder):
-    """Is kept as long as its model lives, so it must not keep it alive; writes mlx-lm's text."""
+    """A decoder kept as long as its model, which it does not keep alive; has mlx-lm's text."""
 
     def new_detokenizer(self) -> StreamingDetokenizer:
         return self.tokenizer.detokenizer
@@ -219,14 +201,14 @@ class _KeptDecoder(AutoDecoder):
 
 
 MemoryOf = Callable[[TokenizerWrapper], Memory | None]
-"""Says which memory the decoders of a tokenizer share; None is one of each decoder's own."""
+"""Returns the memory that a tokenizer's decoders share; None if each has its own."""
 
 _memory_of: list[MemoryOf] = [lambda tokenizer: None]
 
 
 @contextmanager
 def remembering(memory_of: MemoryOf) -> Iterator[None]:
-    """Give decoders that :func:`decoder_of` makes inside the block the caller's memory."""
+    """Give the decoders that :func:`decoder_of` makes inside the block the caller's memory."""
     _memory_of.append(memory_of)
     try:
         yield
@@ -239,8 +221,8 @@ def decoder_of(
 ) -> AutoDecoder:
     """The default decoder of a model and a tokenizer.
 
-    The same one as long as the model lives, its weights keep their sizes (those of other layers,
-    quantised or adapted, have other costs) and no other tokenizer comes in between.
+    It stays the same until the model is deleted, its weights change their size, or another
+    tokenizer is used. (Quantised or adapted layers have weights of another size, and other costs.)
     """
     size = sum(weight.nbytes for _, weight in tree_flatten(model.parameters()))
     with _keeping:
@@ -257,14 +239,14 @@ def decoder_of(
     return decoder
 
 
-# By the model's id: a model cannot be hashed, and an attribute of it would go into its copies.
+# Models are not hashable, and an attribute of a model would be copied with it.
 _kept: dict[int, tuple[object, int, AutoDecoder]] = {}
-"""The tokenizer and the size of the weights that each decoder was made for, and the decoder."""
+"""By the model's id: the tokenizer, the size of the weights, and the decoder made for them."""
 _keeping = threading.Lock()
 
 
 def plainly(*args: Any, **options: Any) -> Generator[GenerationResponse, None, None]:
-    """What mlx-lm's own ``stream_generate`` generates, as responses of plain decoding."""
+    """The output of mlx-lm's own ``stream_generate``, as responses of plain decoding."""
     for count, response in enumerate(stream_generate_plainly(*args, **options), start=1):
         stats = SpeculationStats(steps=count, rows=count, emitted=count)
         yield GenerationResponse(**vars(response), stats=stats)
@@ -273,7 +255,7 @@ def plainly(*args: Any, **options: Any) -> Generator[GenerationResponse, None, N
 def _prompt_progress(callback: Progress) -> tuple[Progress, RecordTime]:
     """Functions that report the prompt's progress as mlx-lm does.
 
-    mlx-lm counts the prompt's last token too, which belongs to the first step here.
+    mlx-lm also counts the prompt's last token, which belongs to the first step here.
     """
     unfinished: list[int] = []
 
@@ -290,7 +272,7 @@ def _prompt_progress(callback: Progress) -> tuple[Progress, RecordTime]:
 
 
 def _figures(last: GenerationResponse) -> str:
-    """mlx-lm's three lines, and what speculation did."""
+    """mlx-lm's three lines, and one about speculation."""
     stats = last.stats
     return (
         f"Prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.3f} tokens-per-sec\n"
@@ -328,37 +310,36 @@ def batch_generate(
 ) -> BatchResponse:
     """Answer several prompts at once, with speculation.
 
-    All prompts share each forward, and the rows of drafts go to whichever text is likeliest to
-    repeat, as long as that gains more than it costs the others
-    (:mod:`mlxspec.drafting.planner`).
-    A model whose forwards cannot be shared that way answers in mlx-lm's own batches, without
-    drafts, or one prompt in turn with the others where those do not take it.
+    All prompts share each forward. Draft rows go to the texts that are likeliest to repeat, as long
+    as they gain more than they cost the others (:mod:`mlxspec.drafting.planner`). If a model's
+    forwards cannot be shared that way, mlx-lm's own batches answer, without drafts. If these do not
+    support the model either, the prompts take turns.
 
     Args:
         model, tokenizer: from :func:`mlxspec.load` or ``mlx_lm.load``.
         prompts: token ids, texts, or messages, as for :meth:`mlxspec.Decoder.decode`.
-        prompt_caches: mlx-lm's caches of what precedes each prompt; they are not changed.
-        max_tokens: how many tokens to generate at most, for all prompts or for each.
+        prompt_caches: mlx-lm's caches of the text before each prompt; they are not changed.
+        max_tokens: the most tokens to generate, for all prompts or for each.
         verbose: print progress, and figures at the end.
         return_prompt_caches: return caches that hold each prompt and its answer.
-        return_token_ids: return the answers' tokens, without the one that ended an answer.
+        return_token_ids: return the answers' tokens, without the token that ended an answer.
         return_logprobs: return the log-probability of each of these tokens.
-        sampler, logits_processors: as for :func:`mlxspec.stream_generate`. Those that are not
-            known to be pure may count their calls, so the prompts go into mlx-lm's batches.
-        completion_batch_size: how many prompts are answered at once at most.
-        prefill_batch_size: of mlx-lm's batches.
-        prefill_step_size, max_kv_size: the memory of prefill and cache. Where the model honours
-            ``max_kv_size`` the prompts go into mlx-lm's batches: these drop the first positions,
-            too, which a prompt alone keeps.
+        sampler, logits_processors: as for :func:`mlxspec.stream_generate`. If they are not known to
+            be pure, they may count their calls, so the prompts go into mlx-lm's batches.
+        completion_batch_size: the most prompts that are answered at once.
+        prefill_batch_size: the most prompts that mlx-lm's batches prefill at once.
+        prefill_step_size, max_kv_size: limits on the memory of prefill and cache. If the model
+            honours ``max_kv_size``, the prompts go into mlx-lm's batches. Beyond the limit these
+            also drop the first positions, which a single prompt keeps.
         chat_template_kwargs: as for :meth:`mlxspec.Decoder.decode`, for all prompts.
-        prompt_progress_callback: called with how many tokens of all prompts are done and how many
-            there are; at the beginning and the end only where mlx-lm's batches run.
-        stream: where mlx-lm's batches run.
+        prompt_progress_callback: called with the number of tokens done, and the total, over all
+            prompts. mlx-lm's batches report only the beginning and the end.
+        stream: the stream of mlx-lm's batches.
 
     Raises:
-        PromptError, PromptCacheError, OptionError: as :func:`mlxspec.stream_generate`, of any
+        PromptError, PromptCacheError, OptionError: as :func:`mlxspec.stream_generate`, for any
             prompt, before the first one is answered.
-        TypeError: there is no such option.
+        TypeError: an option does not exist.
     """
     return prepared(**locals())()
 
@@ -373,7 +354,7 @@ def prepared(
     prompt_progress_callback: Progress | None = None,
     **options: Any,
 ) -> Callable[[], BatchResponse]:
-    """What :func:`batch_generate` runs, once its arguments, which are these, are checked."""
+    """Check the arguments of :func:`batch_generate`; returns the function that answers."""
     decoder = decoder_of(model, tokenizer)
     budgets = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
     caches = [None] * len(prompts) if prompt_caches is None else list(prompt_caches)
@@ -385,7 +366,7 @@ def prepared(
     lengths, done = list[int](), [0] * len(prompts)
 
     def report(index: int, tokens: int, total: int) -> None:
-        # A prompt's last token, which comes after the prefill, is not counted separately.
+        # A prompt's last token comes after the prefill, and is not counted separately.
         done[index] = tokens if tokens < total else lengths[index]
         if prompt_progress_callback:
             prompt_progress_callback(sum(done), sum(lengths))
@@ -419,19 +400,18 @@ def _goes_to_mlx_lm(
     caches: Sequence[list[Any] | None],
     max_kv_size: int | None,
 ) -> bool:
-    """Whether mlx-lm's batches answer, since requests should not share drafted forwards."""
+    """Whether mlx-lm's batches answer, since the requests should not share drafted forwards."""
     own = make_prompt_cache(decoder.model, max_kv_size)
     layers = [layer for cache in caches for layer in (own if cache is None else cache)]
     if hasattr(decoder.model, "leader") or not all(hasattr(layer, "merge") for layer in layers):
-        return False  # they do not take it
+        return False  # they do not support the model or its caches
     stateful = any(not request.sampling.allows_drafts for request in requests)
-    # In a batch mlx-lm drops the first positions as well, and so gives other answers than one by
-    # one.
+    # In a batch mlx-lm also drops the first positions, so the answers differ from single ones.
     keeps_start = any(getattr(part, "keep", 0) for part in parts(layers))
     in_turn = len(requests) > 1 and decoder.joint_mode is JointMode.ALONE
     if not (stateful or keeps_start or in_turn):
         return False
-    # A RoPE that depends on a context's length takes no batch, nor do rows that change each other.
+    # Neither a RoPE that depends on the context's length nor rows that change each other can batch.
     return decoder.chain_capability is not Capability.PLAIN and decoder.draft_end is None
 
 
@@ -447,11 +427,11 @@ def _at_once(
     """Answer the prompts with speculation.
 
     Args:
-        decoder: their model's.
-        answers: the requests, and what collects their responses.
-        caches: of each prompt, which the request continues.
+        decoder: the model's decoder.
+        answers: the requests, each with the result that collects its responses.
+        caches: the prompts' caches, which the requests continue.
         verbose, completion_batch_size: as for :func:`batch_generate`.
-        returns: its other options, of which those that say what to return are used.
+        returns: the other options; only those that select what to return are used.
     """
     engine = Engine(decoder, max_active=completion_batch_size, stall=math.inf)
     engine.add(*answers)
@@ -469,7 +449,7 @@ def _at_once(
     stats.decode_time = stats.generation_time
     if verbose:
         _show_figures(stats, results)
-    # mlx-lm returns no token that ended an answer.
+    # mlx-lm does not return the token that ended an answer.
     ends = decoder.tokenizer.eos_token_ids
     counts = [len(one.tokens) - (one.tokens[-1] in ends) for one in results]
     tokens = [one.tokens[:count] for one, count in zip(results, counts, strict=True)]
@@ -487,7 +467,7 @@ def _at_once(
 
 
 def _run(engine: Engine, requests: Sequence[Request], verbose: bool) -> None:
-    """Run all requests; the first that fails ends them all."""
+    """Run all requests; the first error ends all of them."""
     shown = -1
     with engine.running():
         going_on = True
@@ -506,7 +486,7 @@ def _run(engine: Engine, requests: Sequence[Request], verbose: bool) -> None:
 def _in_mlx_lms_batches(
     run: Callable[[], BatchResponse], callback: Progress | None, prompt_tokens: int
 ) -> BatchResponse:
-    """Let mlx-lm answer; its batches report no progress but the beginning and the end."""
+    """Answer in mlx-lm's batches, which report only the beginning and the end."""
     hold_at_exit()
     callback = callback or (lambda done, total: None)
     callback(0, prompt_tokens)
@@ -516,7 +496,7 @@ def _in_mlx_lms_batches(
 
 
 def _show_figures(stats: BatchStats, ended: Sequence[GenerationResult]) -> None:
-    """mlx-lm's lines, and what speculation did."""
+    """Print mlx-lm's lines, and one about speculation."""
     drafted = sum(response.stats.drafted for response in ended)
     accepted = sum(response.stats.accepted for response in ended)
     print(

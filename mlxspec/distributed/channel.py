@@ -1,4 +1,4 @@
-"""How rank 0 and the others meet, send messages, and notice that one of them is gone."""
+"""Connections between rank 0 and the other ranks: setup, messages, and detection of a loss."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..errors import DistributedError
 from .launch import end_with
 
 Message = list[Any]
-"""A name and its arguments; anything that JSON holds."""
+"""A name and its arguments, which are JSON values."""
 
 _END = "end"
 _SECONDS_SILENT, _SECONDS_BETWEEN_PROBES, _PROBES = 5, 2, 3
@@ -34,10 +34,10 @@ _FIREWALLS = "allow connections between the hosts in their firewalls"
 
 
 def meet(group: mx.distributed.Group) -> Channel:
-    """Connect rank 0 with each of the others.
+    """Connect rank 0 with every other rank.
 
-    Rank 0 listens at a port that the system gives it. By an all-reduce it sends the others its
-    addresses, the port and a secret; connections without the secret are refused.
+    Rank 0 listens at a free port. It sends its addresses, the port and a secret to the other ranks
+    by an all-reduce. Connections without the secret are refused.
 
     Raises:
         DistributedError: a rank cannot be reached.
@@ -57,10 +57,10 @@ def meet(group: mx.distributed.Group) -> Channel:
 
 
 def _own_addresses() -> list[str]:
-    """Where rank 0 may be reached, the fastest network first.
+    """The addresses of rank 0, the fastest network first.
 
     ``mlx.launch`` gives the ring back end a file with every rank's addresses, and JACCL one
-    address. In a ring of cables not every host has a cable to rank 0, so its name comes last.
+    address. In a ring of cables not every host has a cable to rank 0, so its host name is last.
     """
     file = os.environ.get("MLX_HOSTFILE")
     if file:
@@ -75,7 +75,7 @@ def _own_addresses() -> list[str]:
 
 
 def _broadcast(text: str) -> str:
-    """Rank 0's text, at every rank; the others pass an empty one."""
+    """Send rank 0's text to every rank; the others pass an empty text."""
     padded = text.encode().ljust(_MAX_INVITATION, b" ") if text else bytes(_MAX_INVITATION)
     summed = mx.distributed.all_sum(mx.array(list(padded), mx.int32), stream=mx.cpu)
     return bytes(cast(list[int], summed.tolist())).decode()
@@ -103,7 +103,7 @@ def _accept(listener: socket.socket, secret: str, count: int) -> dict[int, socke
 
 
 def _greeted(connection: socket.socket, secret: str) -> int | None:
-    """The rank that has connected, by its first line; None if it does not know the secret."""
+    """The rank that a new connection's first line states; None if its secret is wrong."""
     connection.settimeout(_SECONDS_TO_GREET)
     try:
         with connection.makefile("rb") as stream:
@@ -126,14 +126,14 @@ def _connect(addresses: Sequence[str], port: int) -> socket.socket:
 
 
 class Channel:
-    """Connections to other ranks, one JSON line a message.
+    """Connections to other ranks, with one JSON line per message.
 
-    Threads listen all the time. When a rank is gone without a farewell, one of them writes a line
-    and ends the process.
+    A thread listens to each rank. If the rank is gone without a farewell, the thread writes an
+    error line and ends the process.
 
     Args:
-        rank: of this process.
-        peers: a connected socket per other rank: all of them at rank 0, rank 0 at the others.
+        rank: the rank of this process.
+        peers: connected sockets by rank: all other ranks at rank 0, only rank 0 elsewhere.
     """
 
     def __init__(self, rank: int, peers: Mapping[int, socket.socket]) -> None:
@@ -153,9 +153,9 @@ class Channel:
         """Send a message to all peers; nothing is sent after the farewell."""
         if self._closing:
             return
-        line = json.dumps(message, default=list).encode() + b"\n"  # a range is not JSON
-        # An unclosed generation ends wherever it is garbage-collected: in the middle
-        # of another message, or in another thread.
+        line = json.dumps(message, default=list).encode() + b"\n"  # JSON has no ranges
+        # A generation that was never closed ends when it is garbage-collected. That may be in the
+        # middle of another message, or in another thread.
         with self._sending:
             for rank, connection in self._peers.items():
                 try:
@@ -168,15 +168,15 @@ class Channel:
         return self._messages.get()
 
     def close(self) -> None:
-        """Bid farewell: when this process has ended, so do the peers, with status 0.
+        """Send the farewell: once this process has ended, the peers end with status 0.
 
-        Until then they take part in what is still under way.
+        Until then they take part in running forwards.
         """
         self.send(_END)
         self._closing = True
 
     def _listen(self, rank: int, connection: socket.socket) -> None:
-        """Take the messages of a rank, until it is gone."""
+        """Receive a rank's messages until it is gone."""
         with suppress(OSError), connection.makefile("rb") as lines:
             for line in lines:
                 message = json.loads(line)
@@ -187,7 +187,7 @@ class Channel:
         self._lose(rank)
 
     def _lose(self, rank: int) -> None:
-        """End this process because another one is gone."""
+        """End this process because a rank is gone."""
         if self._may_end:
             os._exit(0)  # wherever the main thread is: it has nothing to finish
         if not self._closing:
@@ -195,7 +195,7 @@ class Channel:
 
 
 def _probe_when_silent(connection: socket.socket) -> None:
-    """Notice within seconds that a host has lost power or network, which closes nothing."""
+    """Detect within seconds that a host has lost power or network, which closes no connection."""
     idle = getattr(socket, "TCP_KEEPALIVE" if sys.platform == "darwin" else "TCP_KEEPIDLE")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, idle, _SECONDS_SILENT)

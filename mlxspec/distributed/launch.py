@@ -1,4 +1,4 @@
-"""A process that ``mlx.launch`` has started: its rank, how it ends, what a signal does.
+"""A process that ``mlx.launch`` has started: its rank, its output, its end, and its signals.
 
 Nothing here imports MLX.
 """
@@ -18,16 +18,16 @@ _ending = threading.Lock()
 
 
 def launched_rank() -> int | None:
-    """The rank that ``mlx.launch`` gave this process; None without it, or with one rank only."""
+    """The rank that ``mlx.launch`` gave this process; None without it, or with a single rank."""
     rank = os.environ.get("MLX_RANK", "")
     hosts = Path(os.environ.get("MLX_HOSTFILE") or os.devnull)
-    # For a single rank mlx.launch writes an empty file of hosts, over which MLX stumbles.
+    # For a single rank mlx.launch writes an empty file of hosts, on which MLX fails.
     is_alone = hosts.is_file() and not hosts.read_bytes().strip()
     return int(rank) if rank.isdecimal() and not is_alone else None
 
 
-def let_rank_0_speak() -> None:
-    """Silence the standard streams of the other ranks, which have :func:`end_with`."""
+def silence_followers() -> None:
+    """Silence the standard streams of all ranks but 0, which only write with :func:`end_with`."""
     if launched_rank():
         sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
@@ -36,7 +36,7 @@ def end_with(line: str, status: int = 1) -> NoReturn:
     """Write a line to standard error, and end the process, from any thread and at any rank.
 
     The main thread may be waiting inside MLX for a rank that will never answer, where no
-    exception reaches it. Of several threads that find the same rank gone, one says so.
+    exception reaches it. If several threads notice that a rank is gone, only one writes its line.
     """
     _ending.acquire()
     os.write(2, f"{' '.join(line.split())}\n".encode(errors="replace"))
@@ -45,10 +45,10 @@ def end_with(line: str, status: int = 1) -> NoReturn:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Hold an interrupt back until the block has ended.
+    """Delay an interrupt until the block has ended.
 
-    The followers would wait forever for a forward that the leader announced and then
-    does not run. Python interrupts the main thread only.
+    Otherwise the followers would wait forever for a forward that the leader announced but did not
+    run. Python interrupts only the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

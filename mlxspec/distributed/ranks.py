@@ -1,4 +1,4 @@
-"""The ranks of a split model: rank 0 leads, the others repeat each of its forwards."""
+"""The ranks of a split model: rank 0 leads, and the others repeat its forwards."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def load_shard(
     path_or_repo: str | Path, group: mx.distributed.Group
 ) -> tuple[nn.Module, TokenizerWrapper]:
-    """Load a model split over the ranks of a group, as mlx-lm's ``shard`` splits it.
+    """Load this rank's part of a model, which mlx-lm's ``shard`` splits over the ranks of a group.
 
     Weights are read one after another, and only this rank's part of each stays in memory.
 
@@ -55,7 +55,7 @@ def load_shard(
 
 
 def split(model: nn.Module, group: mx.distributed.Group, name: str) -> None:
-    """Replace a model's layers by sharded ones; nothing is evaluated.
+    """Replace a model's layers by sharded ones, without evaluating them.
 
     Raises:
         LoadError: mlx-lm cannot split this architecture, or its heads over this many ranks.
@@ -72,11 +72,11 @@ def split(model: nn.Module, group: mx.distributed.Group, name: str) -> None:
         model.shard(group)
         for key, part in _numbers(model).items():
             before = whole.get(key, part)
-            repeated = part == 1 and size % before == 0  # fewer heads than ranks, and copies
-            # With a remainder the model would run, with other results.
+            repeated = part == 1 and size % before == 0  # heads are copied if there are too few
+            # With a remainder the model would run, but compute something else.
             if part not in (before, before / size) and not repeated:
                 raise ValueError(f"{' '.join(key)}: {before} divided by {size}")
-        vocabulary_size(model)  # builds a forward, whose shapes show what else does not divide
+        vocabulary_size(model)  # builds a forward, which fails if other shapes do not divide
     except (AssertionError, ValueError, RuntimeError, ZeroDivisionError) as error:
         raise LoadError(
             f"{name}: its heads or layers cannot be split into {size} equal parts; use a number "
@@ -85,7 +85,7 @@ def split(model: nn.Module, group: mx.distributed.Group, name: str) -> None:
 
 
 def _numbers(model: nn.Module) -> dict[tuple[str, str], int]:
-    """The whole numbers that the modules hold by module and name: heads, groups, dimensions."""
+    """The integers of all modules, such as heads and dimensions, by module and name."""
     return {
         (path, name): value
         for path, module in model.named_modules()
@@ -95,22 +95,22 @@ def _numbers(model: nn.Module) -> dict[tuple[str, str], int]:
 
 
 def is_known(tree: DraftTree) -> bool:
-    """Whether the rows' tokens are known to all ranks: a pipelined one is only in rank 0's MLX."""
+    """Whether all ranks know the rows' tokens: a pipelined token is only in rank 0's MLX."""
     return tree.tokens[0] >= 0
 
 
 def share(token: mx.array | None) -> mx.array:
-    """Rank 0's choice of a pipelined token, (1,), at every rank; the others pass None.
+    """Rank 0's choice of a pipelined token, of shape (1,), at every rank; the others pass None.
 
-    It never becomes a number in Python on its way. Ranks cannot choose for themselves, because
-    the logits of different chips need not be equal.
+    The token is never read into Python. Ranks cannot choose for themselves, because the logits of
+    different chips need not be equal.
     """
     own = mx.zeros((1,), mx.uint32) if token is None else token.astype(mx.uint32)
     return mx.distributed.all_sum(own)
 
 
 def wait_for_all() -> None:
-    """Wait until every rank has come here: a GPU gives up earlier than a slow disk is done."""
+    """Wait for every rank, on the CPU: a GPU would give up before a slow disk is done."""
     mx.eval(mx.distributed.all_sum(mx.array(1.0), stream=mx.cpu))
 
 
@@ -118,11 +118,11 @@ Result = TypeVar("Result")
 
 
 class Leader:
-    """Rank 0's end of the channel, which the models that it loads carry as ``leader``.
+    """Rank 0's end of the channel. Models that it loads have it as their ``leader``.
 
     Args:
         group: the ranks.
-        channel: to all of them.
+        channel: the channel to the followers.
     """
 
     def __init__(self, group: mx.distributed.Group, channel: Channel) -> None:
@@ -151,10 +151,10 @@ class Leader:
         options: CacheOptions | None = None,
         cache: Sequence[Any] | None = None,
     ) -> LeadingTarget:
-        """A target that every rank has on its part; the arguments are those of :class:`Target`.
+        """Make a target at every rank, with the arguments of :class:`Target`.
 
         Raises:
-            OptionError: caches are lent, which hold a whole model's keys and values.
+            OptionError: there is a prompt cache, which would hold a whole model's keys and values.
         """
         if cache is not None:
             raise OptionError(
@@ -182,7 +182,7 @@ class Leader:
 
 
 def _repeated(name: str, at_followers: str = "") -> Any:
-    """A method of :class:`Target` that the followers repeat; its arguments are JSON's."""
+    """A method of :class:`Target` that the followers repeat; its arguments are JSON values."""
 
     def method(self: LeadingTarget, *args: Any) -> None:
         with self._sending(at_followers or name, *args):
@@ -192,9 +192,9 @@ def _repeated(name: str, at_followers: str = "") -> Any:
 
 
 class LeadingTarget(Target):
-    """A target whose every forward and change of the cache the followers repeat.
+    """A target whose forwards and cache changes the followers repeat.
 
-    Interrupts wait until a command sent to the followers is done here, too.
+    Interrupts are delayed until a command sent to the followers is also done here.
     """
 
     def __init__(self, leader: Leader, number: int, *args: Any, **options: Any) -> None:
@@ -205,7 +205,7 @@ class LeadingTarget(Target):
 
     @contextmanager
     def _sending(self, method: str, *args: Any) -> Iterator[None]:
-        """Send a call to the followers, unless it is part of one that they already repeat."""
+        """Send a call to the followers, unless it is part of a call that they already repeat."""
         if self._sent:
             yield
             return
@@ -218,7 +218,7 @@ class LeadingTarget(Target):
                 self._sent = False
 
     def forward(self, tokens: mx.array, tree: DraftTree) -> mx.array:
-        """As :meth:`Target.forward`, and dispatched: the other ranks wait for its values."""
+        """As :meth:`Target.forward`, but dispatched: the other ranks wait for its values."""
         with self._sending("forward", tree.tokens, tree.parents):
             if not is_known(tree):
                 tokens = share(tokens)
@@ -237,29 +237,28 @@ TOGETHER: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (chunk_error, rounding_noise, row_error, tree_agrees)
 }
-"""What :meth:`.ranks.Leader.run` may call at every rank."""
+"""The functions that :meth:`.ranks.Leader.run` may call."""
 
 _FORWARDS_BETWEEN_CLEARING = 256  # as in the decoding loop: outgrown buffers go to the system
-_SECONDS_TO_NOTICE = 3.0  # that a rank is gone, where MLX has complained first
+_SECONDS_TO_NOTICE = 3.0  # for the channel to notice that a rank is gone, after an error in MLX
 
 
 @contextmanager
 def taking_part() -> Iterator[Leader | None]:
     """Form the group of the ranks that ``mlx.launch`` has started.
 
-    Only rank 0 comes out of this; the others follow it until the process ends. When rank 0 ends
-    they end as well.
+    Only rank 0 runs the block. The other ranks follow it, and end when it ends.
 
     Yields:
         the leader, or None in a group of one.
 
     Raises:
-        DistributedError: the ranks do not find each other.
+        DistributedError: the ranks cannot be connected.
     """
     try:
         group = mx.distributed.init()
     except (RuntimeError, ValueError) as error:
-        raise DistributedError(f"the ranks do not find each other: {error}") from error
+        raise DistributedError(f"the ranks cannot be connected: {error}") from error
     if group.size() == 1:
         yield None
         return
@@ -272,21 +271,21 @@ def taking_part() -> Iterator[Leader | None]:
         time.sleep(_SECONDS_TO_NOTICE)
         raise
     finally:
-        # A forward may still be under way in which the followers take part.
+        # The followers may still take part in a running forward.
         mx.synchronize(generation_stream)
         channel.close()
 
 
 def _follow_to_the_end(group: mx.distributed.Group) -> None:
-    """Follow rank 0 until the process ends, by its word or with one line."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 gets it, too, and says what it means
+    """Follow rank 0 until the process ends, with its farewell or with an error line."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 gets it too, and acts on it
     channel = None
     try:
         channel = meet(group)
         _follow(group, channel)
     except Exception as error:
         if channel:
-            time.sleep(_SECONDS_TO_NOTICE)  # rank 0 may be in the same trouble, and say so
+            time.sleep(_SECONDS_TO_NOTICE)  # rank 0 may have the same error, and report it
         reason = "" if isinstance(error, MlxspecError) else f"{type(error).__name__}: "
         end_with(f"Error: rank {group.rank()}: {reason}{error}")
 
@@ -321,7 +320,7 @@ def _follow(group: mx.distributed.Group, channel: Channel) -> None:
                     mx.async_eval(targets[number].forward(rows, tree))
                     if next(forwards) % _FORWARDS_BETWEEN_CLEARING == 0:
                         mx.clear_cache()
-                # A generation that was never closed and ends as garbage may cut a target back
-                # that has been closed already.
+                # A generation that was never closed may truncate a closed target when it is
+                # garbage-collected.
                 case [method, number, *args] if number in targets:
                     getattr(targets[number], method)(*args)

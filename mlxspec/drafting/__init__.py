@@ -1,1 +1,1 @@
-"""Drafting: guessing the next tokens from text. Knows no MLX and no model."""
+"""Drafting: guesses the next tokens from text. Imports neither MLX nor models."""

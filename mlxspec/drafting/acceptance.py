@@ -1,4 +1,4 @@
-"""How likely a continuation is right (p_accept): token classes, and a model that learns."""
+"""Estimates the probability that a continuation is right (p_accept), and learns from each token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..corpus.suffix_index import Continuation
 
 # Where these come from: notes/planner.md, "What generations teach".
 _RATE, _LOWEST_RATE = 0.2, 0.01
-_SLOWS_AFTER = 10  # times that a feature was seen
+_SLOWS_AFTER = 10  # occurrences of a feature
 MOST_SEEN = round(_SLOWS_AFTER * ((_RATE / _LOWEST_RATE) ** 2 - 1))  # until the rate is the lowest
 _RATES = [_RATE / sqrt(1 + times / _SLOWS_AFTER) for times in range(MOST_SEEN + 1)]
 
@@ -25,13 +25,13 @@ _RATES = [_RATE / sqrt(1 + times / _SLOWS_AFTER) for times in range(MOST_SEEN + 
 class Corrections:
     """Weights of features, learned by gradient descent on the logarithmic loss.
 
-    The rate of each weight falls with the square root of the times that its feature was seen, as
-    in AdaGrad (Duchi, Hazan and Singer 2011), down to a rate at which it follows a user whose
+    Each weight's learning rate falls with the square root of its feature's occurrences, as in
+    AdaGrad (Duchi, Hazan and Singer 2011). It stops at a rate that still follows a user whose
     requests change.
 
     Args:
-        weights: to begin with; by default all are 0.
-        seen: how often each feature was seen.
+        weights: the initial weights; 0 by default.
+        seen: the number of each feature's occurrences.
     """
 
     def __init__(
@@ -41,12 +41,12 @@ class Corrections:
         self._seen = Counter(seen or {})
 
     def __iter__(self) -> Iterator[tuple[int, float, int]]:
-        """Each feature with its weight, and how often it was seen."""
+        """Yield each feature with its weight and the number of its occurrences."""
         for feature, weight in [*self._weights.items()]:
             yield feature, weight, self._seen[feature]
 
     def logit(self, features: Sequence[int]) -> float:
-        """What to add to the logit of a continuation with these features."""
+        """The correction to the logit of a continuation with these features."""
         return sum(map(self._weights.get, features, _NOTHING))
 
     def learn(self, features: Sequence[int], logit: float, right: bool) -> None:
@@ -54,8 +54,8 @@ class Corrections:
 
         Args:
             features: the continuation's.
-            logit: of its p_accept, without corrections.
-            right: whether it was.
+            logit: the logit of its p_accept, without corrections.
+            right: whether it was right.
         """
         weights, seen = self._weights, self._seen
         error = right - probability(logit + self.logit(features))
@@ -66,7 +66,7 @@ class Corrections:
             weights[feature] = weights.get(feature, 0.0) + _RATES[times] * error
 
     def copy(self) -> Corrections:
-        """The same weights, with fresh rates."""
+        """The same weights, with initial learning rates."""
         return Corrections(self._weights)
 
 
@@ -75,7 +75,7 @@ def probability(logit: float) -> float:
     return 1 / (1 + exp(-logit))
 
 
-_NOTHING = repeat(0.0)  # what features weigh that were never seen
+_NOTHING = repeat(0.0)  # the weights of features that were never seen
 
 
 class TokenClass(IntEnum):
@@ -95,12 +95,12 @@ def token_classes(pieces: Iterable[str], special: Container[int]) -> bytes:
     """Classify a vocabulary.
 
     Args:
-        pieces: each token's piece in order of the ids, as SentencePiece (``▁the``, ``<0x0A>``)
+        pieces: each token's piece in the order of ids, as SentencePiece (``▁the``, ``<0x0A>``)
             or byte-level BPE (``Ġthe``, ``Ċ``) writes it.
-        special: ids of control tokens.
+        special: the ids of control tokens.
 
     Returns:
-        one :class:`TokenClass` per token id.
+        a :class:`TokenClass` per token id.
     """
     return bytes(
         TokenClass.SPECIAL if token in special else _class_of(piece)
@@ -125,17 +125,17 @@ def _class_of(piece: str) -> TokenClass:
 
 
 # Where these come from: notes/planner.md, "Constants".
-_MAX_LENGTH = 512  # beyond, a match is as good as one of this length
+_MAX_LENGTH = 512  # longer matches count as this long
 _LOWEST, _HIGHEST = 1e-4, 0.998
 
-# Errors of a p_accept below this teach nothing, which saves most of the learning in long copies.
-# So a p_accept hardly rises above 0.99.
+# Smaller errors of a p_accept teach nothing, which saves most of the learning in long copies. So
+# p_accept rarely rises above 0.99.
 _SURE = 0.01
 _FIRST_HIT_RATE, _CHANGE = 0.3, 0.1  # of the best continuations
-_USUAL_AGE = 8192  # tokens; how far back an occurrence in earlier texts counts as
+_USUAL_AGE = 8192  # tokens; every occurrence in earlier texts counts as this far back
 
-# The features that experience corrects are numbered. No two share a number: the values of each
-# begin after those of the one before, and those of tokens, which have no end, come last.
+# The features that experience corrects are numbered. Each kind of feature starts after the values
+# of the previous kind. Tokens, whose number is unlimited, come last.
 _N_CLASSES, _UNKNOWN = len(TokenClass), int(TokenClass.UNKNOWN)
 # Forms of a continuation: without a competitor, the best of several, one of the others.
 _FORMS, _LOWER_RANKED = 3, 2
@@ -153,23 +153,21 @@ TOKEN_FEATURES = _IN_PROMPT + _FORMS * 2
 
 
 Estimate = tuple[float, float, tuple[int, ...]]
-"""The p_accept of one continuation, given that its path is right and that the better-ranked
-continuations are not; the logit of p_accept, without the corrections of experience; and its
-features."""
+"""A continuation's p_accept, given that its path is right and the better-ranked continuations are
+wrong; the logit of p_accept without corrections; and its features."""
 
 
 class AcceptanceModel:
-    """A logistic model of a continuation's p_accept, with corrections that are learned online.
+    """A logistic model of a continuation's p_accept, with corrections learned online.
 
-    Evidence: length of the match, number of occurrences that agree and disagree, distance,
-    the class of the token, rank among the continuations, and how often recent ones were right.
-    There are three weight vectors: for continuations without a competitor, for the best of
-    several, and for the others. They were fitted on replayed outputs and are in
-    ``p_accept_prior.json``.
+    The evidence is the match's length, the numbers of occurrences that agree and disagree, their
+    distance, the token's class, its rank among the continuations, and the recent hit rate. There
+    are three weight vectors: for continuations without a competitor, for the best of several, and
+    for the others. They were fitted on replayed outputs and are in ``p_accept_prior.json``.
 
     Args:
-        classes: per token id its :class:`TokenClass`; tokens beyond its end are UNKNOWN.
-        earlier: whether the texts are earlier ones, and not the context.
+        classes: per token id, its :class:`TokenClass`; tokens beyond the end are UNKNOWN.
+        earlier: whether the texts are earlier ones instead of the context.
     """
 
     def __init__(self, classes: bytes = b"", *, earlier: bool = False) -> None:
@@ -182,9 +180,9 @@ class AcceptanceModel:
         """Start a generation.
 
         Args:
-            corrections: what earlier generations have taught; all of them learn, and the first
-                ones are followed. By default there are some for this generation alone.
-            output_start: where in the index's text the output begins.
+            corrections: the corrections of earlier generations; all of them learn, and the first
+                is used. The default is a new one for this generation alone.
+            output_start: where the output begins in the index's text.
         """
         self._corrections = corrections or [Corrections()]
         self._output_start = output_start
@@ -205,12 +203,11 @@ class AcceptanceModel:
 
         Args:
             found: all continuations of the node, best first.
-            end: length of the indexed text.
-            depth: of the node: 0 for the root, the text's last token.
+            end: the length of the indexed text.
+            depth: the node's; 0 for the root, the text's last token.
             before: the node's own token.
-            limit: how many to estimate.
-            least_left: the others are not worth it once the probability that none so far is
-                right is lower than this.
+            limit: the most continuations to estimate.
+            least_left: stop once the probability that none so far is right falls below this.
         """
         occurrences = sum([len(continuation.occurrences) for continuation in found])
         estimates: list[Estimate] = []
@@ -226,16 +223,16 @@ class AcceptanceModel:
     def along(
         self, found: Sequence[Continuation], rank: int, occurrences: int, end: int
     ) -> Callable[[int, int, int], Estimate]:
-        """What estimates a continuation; and of one that is alone, all that follow it.
+        """A function that estimates a continuation, and those below it if it is the only one.
 
         Args:
             found: all continuations of a node, best first.
-            rank: of this one among them.
-            occurrences: of all continuations.
-            end: length of the indexed text.
+            rank: the continuation's rank among them.
+            occurrences: the number of occurrences of all continuations.
+            end: the length of the indexed text.
 
         Returns:
-            a function of a token, the depth of the node that it follows, and that node's token.
+            a function of a token, its parent's depth, and its parent's token.
         """
         _, matched, newest, agreed = found[rank]
         weights, form, gap = self._form_of(found, rank)
@@ -247,7 +244,7 @@ class AcceptanceModel:
         age = math.log(end - newest + 1)
         z += weights["earlier"] if self._earlier else weights["log_age"] * age
         prompt_depth = 0 if self._earlier else self._output_start - newest
-        # What follows runs for each node of a long copy, so nothing is looked up there twice.
+        # The function below runs for each node of a long copy, so values are looked up here.
         by_length, by_class = weights["by_length"], weights["class"]
         by_class_before, of_first = weights["class_before"], weights["first"]
         classes, n_classes = self._classes, len(self._classes)
@@ -291,8 +288,8 @@ class AcceptanceModel:
         """Learn which of a node's continuations was right.
 
         Args:
-            estimates: of the continuations, best first.
-            right: the rank of the right one; None if none was.
+            estimates: the estimates of the continuations, best first.
+            right: the rank of the right one, or None.
         """
         tried = estimates if right is None else estimates[: right + 1]
         for rank, (p_accept, logit, features) in enumerate(tried):
@@ -310,7 +307,7 @@ _Weights = dict[str, Any]  # numbers, and tables of numbers
 
 @cache
 def _weights() -> tuple[_Weights, _Weights, _Weights]:
-    """For continuations without a competitor, for the best of several, and for the others."""
+    """The weights of continuations without a competitor, of the best of several, and of others."""
     text = files(__package__).joinpath("p_accept_prior.json").read_text(encoding="utf-8")
     prior: dict[str, _Weights] = json.loads(text)
     chosen = prior["unanimous"], prior["divided"], prior["lower_ranked"]
@@ -322,8 +319,8 @@ def _weights() -> tuple[_Weights, _Weights, _Weights]:
             constant + linear * x + square * x * x + inverse / (n + 1) for n, x in enumerate(logs)
         ]
         one["by_rank"] = [0.0, 0.0, *one.get("rank", ())]
-        # How much longer the match is than the second best: 0, 1, 2 to 3, 4 or more tokens; and
-        # where there is no second.
+        # By how many tokens the match is longer than the second best: 0, 1, 2 to 3, 4 or more; the
+        # last entry is for no second match.
         none, some, few, many = one.get("gap", (0.0,) * 4)
         one["by_gap"] = [none, some, few, few, many, 0.0]
         # Two averages of hits were fitted; with online learning, one is enough.
@@ -340,12 +337,12 @@ def _logit(rate: float) -> float:
 
 
 def _length_class(length: int) -> int:
-    """Lengths 0 to 5 are classes of their own, then 6–7, 8–11, 12–19, 20–31, 32 and more."""
+    """The class of a match's length: 0 to 5 have their own, then 6–7, 8–11, 12–19, 20–31, 32+."""
     return length if length < 6 else 6 + sum(length >= bound for bound in (8, 12, 20, 32))
 
 
 def _depth_class(depth: int) -> int:
-    """Depths 0 to 3 are classes of their own, then 4–7, 8–15, 16–23, 24 and more."""
+    """The class of a depth: 0 to 3 have their own, then 4–7, 8–15, 16–23, 24+."""
     return depth if depth < 4 else 4 + min(depth // 8, 3)
 
 

@@ -1,4 +1,4 @@
-"""Cost curves of chips, published or estimated; ``chips.json`` names each one's source."""
+"""Chips' cost curves, measured or estimated; ``chips.json`` names the source of each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..errors import OptionError
 from .costs import CostCurve
 
 ESTIMATED = "≈"
-"""Marks what rests on estimates."""
+"""Marks estimates."""
 
 REPORT_FORM = "https://github.com/mlxspec/mlxspec/issues/new?template=bench-report.yml"
 """Where users send the curves of their machines."""
@@ -22,13 +22,13 @@ REPORT_FORM = "https://github.com/mlxspec/mlxspec/issues/new?template=bench-repo
 
 @dataclass(frozen=True)
 class Chip:
-    """What is known of a chip.
+    """A chip and its cost curve.
 
     Attributes:
-        name: as it is shown.
+        name: the name to show.
         curve: its verify cost.
         source: where the figures come from.
-        estimated: the row counts of the curve's points that are not measured.
+        estimated: the row counts at which the curve is not measured.
     """
 
     name: str
@@ -38,32 +38,32 @@ class Chip:
 
     @property
     def label(self) -> str:
-        """The name, marked where a part of the curve is an estimate."""
+        """The name, marked if a part of the curve is estimated."""
         return f"{self.name} {ESTIMATED}" if self.estimated else self.name
 
     @property
     def about(self) -> str:
-        """Which points are estimates, in a clause; empty where none is."""
+        """A clause that names the estimated points; empty without any."""
         rows = ", ".join(map(str, self.estimated))
         return f"{ESTIMATED} estimated at {rows} rows" if rows else ""
 
 
 def chip_names() -> list[str]:
-    """The chips whose curves come with the package."""
+    """The names of the chips with a built-in curve."""
     return list(_known()["chips"])
 
 
 def nearest_chips() -> dict[str, list[str]]:
-    """Apple's chips without a curve, each with the two known chips that are nearest to it."""
+    """Apple's chips without a curve, each with the two nearest chips that have one."""
     nearest: dict[str, list[str]] = _known()["nearest"]
     return nearest
 
 
 def known_chip(name: str) -> Chip:
-    """A chip by its name, in whatever case and with or without spaces or "Apple" before it.
+    """Find a chip by name, ignoring case, spaces and a leading "Apple".
 
     Raises:
-        OptionError: there is no curve of that name; it names the nearest ones.
+        OptionError: no chip of that name has a curve; the message names the nearest chips.
     """
     for known, chip in _known()["chips"].items():
         if _plain(known) == _plain(name):
@@ -83,7 +83,7 @@ def known_chip(name: str) -> Chip:
 
 
 def _plain(name: str) -> str:
-    """A chip's name as it is compared."""
+    """Normalise a chip's name, to compare it."""
     return re.sub(r"[^a-z0-9]", "", name.lower()).removeprefix("apple")
 
 

@@ -1,4 +1,4 @@
-"""Merge several drafts into one tree, and apply a constraint to it."""
+"""Merges several drafts into one tree, and applies a constraint to it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _P_ACCEPT = 0.99  # of a forced token; nothing is certain
 
 
 class CombinedDrafter(Drafter):
-    """Drafts what either of two drafters proposes; common prefixes are verified once.
+    """Merges the drafts of two drafters; common prefixes are verified once.
 
-    Each drafter observes a step as if its own tree had been verified: with the target's choices
-    after its own nodes, and all emitted tokens, whoever proposed them. A target that verifies
-    no branches gets the first drafter's chain, or the second's where the first has none.
+    Each drafter observes a step as if its own tree had been verified, with the target's choices
+    after its own nodes, and all emitted tokens. A target that verifies only chains gets the first
+    drafter's chain, or the second's if the first has no draft.
 
     Args:
-        first: comes first where drafts are cut to a chain.
-        second: comes second. If it is a fallback, it is asked where the first has no draft.
+        first: has priority when drafts are cut to a chain.
+        second: the other drafter. If it is a fallback, it drafts only when the first does not.
     """
 
     def __init__(self, first: Drafter, second: Drafter) -> None:
@@ -69,15 +69,14 @@ class CombinedDrafter(Drafter):
 
 
 def view(step: VerifiedStep, tree: DraftTree) -> VerifiedStep:
-    """A step as if only the nodes of one tree had been verified.
+    """A step as if only one tree's nodes had been verified.
 
     Args:
-        step: what was verified.
-        tree: a draft for the same token; nodes that the step did not verify are left out.
+        step: the verified step.
+        tree: a draft for the same token; nodes that the step did not verify are omitted.
 
     Returns:
-        the step with the target's choices after the nodes of ``tree`` and with its accepted
-        nodes, but with all emitted tokens.
+        the step with only the choices and accepted nodes of ``tree``, but with all emitted tokens.
     """
     verified = tree.nodes_in(step.tree)
     rows = [same for same in verified if same is not None]
@@ -92,7 +91,7 @@ def view(step: VerifiedStep, tree: DraftTree) -> VerifiedStep:
 
 
 def united(trees: Sequence[DraftTree], limits: Limits) -> DraftTree:
-    """The likeliest nodes of several drafts for one token, whose probabilities are known."""
+    """The likeliest nodes of several drafts for one token, which must have probabilities."""
     if len(trees) == 1:
         return trees[0]
     tree = merge(trees).best_first()
@@ -102,16 +101,16 @@ def united(trees: Sequence[DraftTree], limits: Limits) -> DraftTree:
 def merge(trees: Sequence[DraftTree]) -> DraftTree:
     """Merge drafts for one token; common prefixes share their nodes.
 
-    A node that several trees propose keeps its highest probability, as far as its siblings leave
-    room for that. The probability of a node that only a later tree proposes, given its parent, is
-    scaled by the probability that none of the earlier trees' siblings is right.
+    If several trees have a node, it gets the highest of their probabilities, or what its siblings
+    leave. If only a later tree has it, its probability given its parent is scaled by the
+    probability that no sibling from an earlier tree is right.
 
     Returns:
-        a tree that begins with the first one's nodes; it has origins where all trees have them,
-        and probabilities where all have them.
+        a tree that begins with the first tree's nodes. It has origins and probabilities if all
+        trees have them.
     """
     merged = TreeBuilder(trees[0].tokens[0])
-    p_reached, below = [1.0], [0.0]  # per node, and the sum of its children's
+    p_reached, below = [1.0], [0.0]  # per node, and the sum over its children
     for tree in trees:
         own = (1.0, *(tree.p_reached or (0.0,) * (len(tree) - 1)))
         # Per node, the share of its probability that the earlier trees' children leave.
@@ -147,7 +146,7 @@ class Guide(Protocol):
     """Knows how a constrained output may continue after the accepted tokens."""
 
     def forced(self) -> Sequence[int]:
-        """The tokens that come next whatever the model says; empty where it has a choice."""
+        """The tokens that must come next, whatever the model predicts; empty if it has a choice."""
 
     def allowed(self, tree: DraftTree) -> DraftTree:
         """The nodes of a draft that the constraint allows."""
@@ -173,20 +172,20 @@ class ForcedDrafter(Drafter):
 
 
 def with_forced(drafter: Drafter, guide: Guide) -> Drafter:
-    """A drafter of a constrained output that also drafts what is forced."""
+    """A drafter for a constrained output that also drafts the forced tokens."""
     both = CombinedDrafter(ForcedDrafter(guide), drafter)
-    # Where something is forced, nothing else is allowed: the two never make a branch together.
+    # No alternative to a forced token is allowed, so the two never make a branch together.
     both.branching = drafter.branching
     return both
 
 
 def guided(tree: DraftTree, guide: Guide, limits: Limits) -> DraftTree:
-    """The best nodes of a draft that are allowed, and the tokens that are forced.
+    """The best allowed nodes of a draft, and the forced tokens.
 
     Args:
         tree: a draft with probabilities and origins.
-        guide: of the output.
-        limits: of the result.
+        guide: the output's.
+        limits: the result's.
     """
     allowed, forced = guide.allowed(tree), guide.forced()[: limits.max_depth]
     if not forced:

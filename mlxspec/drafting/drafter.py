@@ -1,7 +1,4 @@
-"""Draft trees, their acceptance by a step, and the interface of the drafters that propose them.
-
-Derive your own drafter from :class:`Drafter`.
-"""
+"""Draft trees, their acceptance, and :class:`Drafter`, the base class of all drafters."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ class DraftTree:
 
     Node 0 is the root, the last emitted token, which is not drafted. Every other node is
     a token proposed to follow its parent. Parents come before their children, so a loop over
-    the nodes meets all ancestors of a node before it.
+    the nodes visits a node's ancestors first.
 
     Trees are equal if their tokens and parents are.
 
@@ -34,8 +31,8 @@ class DraftTree:
         tokens: one token id per node, the root's first; any sequence of integers.
         parents: the index of each node's parent; -1 for the root.
         p_reached: per node but the root, the probability that it is accepted, at most its
-            parent's; empty where the drafter does not know it.
-        origins: per node but the root, a word for where it came from; empty where nothing says.
+            parent's; empty if unknown.
+        origins: per node but the root, a word for its origin; empty if unknown.
 
     Raises:
         TypeError: a token or a parent is not an integer.
@@ -49,7 +46,7 @@ class DraftTree:
     origins: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        # Lists and NumPy's integers become what the comparisons here and MLX understand.
+        # Convert lists and NumPy's numbers for comparisons and MLX.
         object.__setattr__(self, "tokens", tuple(map(index, self.tokens)))
         object.__setattr__(self, "parents", tuple(map(index, self.parents)))
         object.__setattr__(self, "p_reached", tuple(map(float, self.p_reached)))
@@ -65,11 +62,11 @@ class DraftTree:
         p_parent = (1.0, *self.p_reached)
         for probability, parent in zip(self.p_reached, self.parents[1:], strict=False):
             if not 0 <= probability <= p_parent[parent]:
-                raise ValueError("a draft's probabilities lie between 0 and the parent's")
+                raise ValueError("in a draft tree probabilities lie between 0 and the parent's")
 
     @classmethod
     def chain(cls, root: int, draft: Iterable[int] = (), origin: str | None = None) -> DraftTree:
-        """The tree whose only branch is ``draft``; without one, the root alone."""
+        """A tree with ``draft`` as its only branch; if that is empty, the root alone."""
         tokens = (index(root), *draft)
         if len(tokens) == 1:
             return _root_alone(tokens[0])
@@ -78,7 +75,7 @@ class DraftTree:
 
     @classmethod
     def from_branches(cls, root: int, branches: Iterable[Sequence[int]]) -> DraftTree:
-        """Merge alternative continuations; branches with a common prefix share its nodes."""
+        """Merge alternative continuations; common prefixes share nodes."""
         builder = TreeBuilder(root)
         for branch in branches:
             builder.add_branch(branch)
@@ -86,19 +83,19 @@ class DraftTree:
 
     @classmethod
     def _of(cls, *parts: Sequence[Any]) -> DraftTree:
-        """A tree of parts that are known to fit: checking them takes longer than choosing them."""
+        """A tree of valid parts, without the checks, which take longer than the choice of nodes."""
         tree = object.__new__(cls)
         names = ("tokens", "parents", "p_reached", "origins")
         vars(tree).update(zip(names, map(tuple, parts), strict=True))
         return tree
 
     def __len__(self) -> int:
-        """The number of rows in a forward over this tree, including the root's."""
+        """The number of nodes, including the root: the rows of a forward over this tree."""
         return len(self.tokens)
 
     @property
     def node_origins(self) -> tuple[str, ...]:
-        """Per node where it came from: "root" for the root, "draft" where nothing says."""
+        """Per node, its origin: "root" for the root, "draft" if unknown."""
         return "root", *(self.origins or ["draft"] * (len(self) - 1))
 
     @cached_property
@@ -108,7 +105,7 @@ class DraftTree:
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """Distance of each node from the root: its position is that of the root plus this."""
+        """Each node's distance from the root; its position is the root's plus this."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(depths[parent] + 1 if parent >= 0 else 0)
@@ -118,7 +115,7 @@ class DraftTree:
         """Which nodes each node attends to: its ancestors and itself.
 
         Returns:
-            bool array of shape (nodes, nodes); row = the node that attends.
+            bool, (nodes, nodes); a row per attending node.
         """
         closure = np.eye(len(self), dtype=bool)
         for node, parent in enumerate(self.parents[1:], start=1):
@@ -126,14 +123,14 @@ class DraftTree:
         return closure
 
     def child(self, node: int, token: int) -> int | None:
-        """The first child of ``node`` that proposes ``token``, or None."""
+        """The first child of ``node`` with this token, or None."""
         for other in range(node + 1, len(self)):
             if self.parents[other] == node and self.tokens[other] == token:
                 return other
         return None
 
     def first_chain(self) -> DraftTree:
-        """The chain of first children: the part of a tree for a target that verifies chains."""
+        """The chain of first children, for a target that verifies only chains."""
         if self.is_chain:
             return self
         nodes = [0]
@@ -143,9 +140,11 @@ class DraftTree:
         return self._renumbered(nodes)
 
     def judged(self, tokens: Iterable[int]) -> Iterator[tuple[int, bool]]:
-        """The nodes that the tokens that followed have judged, and whether each was right.
+        """Compare the tree with the tokens that followed.
 
-        Those are the root's children, the children of the right one, and so on.
+        Yields:
+            each of the root's children, the right child's children and so on, and whether it was
+            right.
         """
         above: int | None = 0
         for token in tokens:
@@ -157,9 +156,9 @@ class DraftTree:
             above = self.child(above, token)
 
     def nodes_in(self, other: DraftTree) -> list[int | None]:
-        """Per node, that of another tree for the same token on the same path; None if it has none.
+        """Per node, the node of another tree with the same path, or None.
 
-        Of equal siblings there, the first counts.
+        Of equal siblings in the other tree, the first counts.
         """
         builder = TreeBuilder.of(other)
         nodes: list[int | None] = [0]
@@ -169,7 +168,7 @@ class DraftTree:
         return nodes
 
     def p_by_depth(self, n_draft: int) -> list[float]:
-        """The probabilities that at least 1, 2, … of the first ``n_draft`` nodes are accepted."""
+        """Per depth, the probability that at least that many of ``n_draft`` nodes are accepted."""
         depths = self.depths[1 : n_draft + 1]
         p_by_depth = [0.0] * max(depths, default=0)
         for depth, probability in zip(depths, self.p_reached, strict=False):
@@ -177,13 +176,13 @@ class DraftTree:
         return p_by_depth
 
     def first(self, n_draft: int) -> DraftTree:
-        """The tree of the root and the ``n_draft`` nodes after it."""
+        """The root and the ``n_draft`` nodes after it."""
         return self if n_draft >= len(self) - 1 else self._renumbered(range(n_draft + 1))
 
     def best_first(self, max_nodes: int = sys.maxsize) -> DraftTree:
         """The ``max_nodes`` nodes with the highest ``p_reached``, the likeliest first.
 
-        Equal ones keep their order, so that parents come before children.
+        Nodes with equal ``p_reached`` keep their order, so parents come before children.
         """
         order = sorted(range(1, len(self)), key=lambda node: -self.p_reached[node - 1])
         return self._renumbered([0, *order[:max_nodes]])
@@ -194,7 +193,7 @@ class DraftTree:
         return self.kept([d <= max_depth and 0 <= token < vocab_size for token, d in nodes])
 
     def kept(self, keeps: Sequence[bool]) -> DraftTree:
-        """The nodes to keep whose parents are kept; the root must be one of them."""
+        """Drop nodes that are not to be kept, with their subtrees; the root must be kept."""
         if all(keeps):
             return self
         nodes = {0: None}  # in order
@@ -218,21 +217,21 @@ class DraftTree:
 
 @lru_cache(maxsize=1024)
 def _root_alone(token: int) -> DraftTree:
-    """The tree of a step without a draft: every step of a sequence asks for it."""
+    """The tree of a step without a draft, cached since every step needs it."""
     return DraftTree((token,), (-1,))
 
 
 def accept(tree: DraftTree, choices: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Walk the tree along the target's own choices.
 
-    From the root, descend while a child proposes what the target chose after its parent; the
-    first choice without such a child is the bonus token, which costs nothing since the target
-    has already computed it. The same rule serves every temperature: a choice is an argmax or
-    a sample keyed by its position, and with point-mass drafts no lossless rule accepts more
-    than this one (Leviathan et al. 2023, arXiv 2211.17192, in the case q = 1).
+    Start at the root and descend while a child proposes the target's choice. The first choice
+    without such a child is the bonus token, which is free since the target has computed it
+    already. The rule is the same at every temperature: a choice is an argmax or a sample keyed by
+    its position. With point-mass drafts no lossless rule accepts more (Leviathan et al. 2023,
+    arXiv 2211.17192, in the case q = 1).
 
     Args:
-        tree: what was verified.
+        tree: the verified tree.
         choices: the target's choice after each node.
 
     Returns:
@@ -253,26 +252,26 @@ def accept(tree: DraftTree, choices: Sequence[int]) -> tuple[tuple[int, ...], tu
 
 @dataclass(frozen=True)
 class VerifiedStep:
-    """What one step of the target says about a draft.
+    """The target's verdict on a draft in one step.
 
     Attributes:
-        tree: the verified tree: the proposed one without what the step had to cut.
+        tree: the verified tree: the proposed one, less what the step had to cut.
         choices: per node, the token that the target picks after it.
         argmaxes: per node, the target's most likely token; equals ``choices`` at temperature 0.
         accepted: the accepted nodes, from the root's child downwards.
         tokens: the emitted tokens: the accepted ones, then the bonus token; fewer if the output
-            ends before.
-        pending: accepted tokens that the next step has to run again in front of its own rows,
-            which makes it wider (models whose state cannot be cut back).
-        rows: of the step's forward, those of other sequences and pending ones included.
-        sequences: how many sequences shared the forward.
-        seconds: wall time of the step, from the proposal to the commit, and of the drafter's
-            ``observe`` after the step before. 0 if not measured.
-        drafting: seconds of them that the drafter took from the processor that ran the forward:
-            none where that is a GPU.
-        pipelined: whether its forward had been dispatched during the step before.
-        ahead: whether the next step's forward was dispatched during this one.
-        context: positions of the context, ``tokens`` included.
+            ends earlier.
+        pending: accepted tokens that the next step has to run again before its own rows, for
+            models with states that cannot be cut back.
+        rows: the rows of the step's forward, including other sequences' and pending ones.
+        sequences: the number of sequences that shared the forward.
+        seconds: wall time from the proposal to the commit, plus that of the drafter's
+            ``observe`` after the previous step; 0 if not measured.
+        drafting: the part of ``seconds`` that the drafter took from the processor that ran the
+            forward; 0 on a GPU.
+        pipelined: whether the previous step dispatched its forward.
+        ahead: whether this step dispatched the next step's forward.
+        context: positions of the context, including ``tokens``.
     """
 
     tree: DraftTree
@@ -291,21 +290,21 @@ class VerifiedStep:
 
     @property
     def drafted(self) -> int:
-        """Draft tokens that were verified."""
+        """The number of draft tokens that were verified."""
         return len(self.tree) - 1
 
 
 class Limits(NamedTuple):
-    """The limits of the candidates that a planner asks a source for.
+    """The limits of the candidates that a planner requests from a source.
 
     Attributes:
-        max_depth: how deep they may be.
-        nodes: how many there may be, the root not counted.
+        max_depth: the greatest depth.
+        nodes: the most nodes, not counting the root.
         branching: whether a node may have several children.
-        least_p: ``least_p[n]`` is the probability below which no node beyond the first n pays,
+        least_p: ``least_p[n]`` is the probability below which no node after the first n pays,
             even if a plain step's time is worth one token; see
             :attr:`mlxspec.drafting.costs.CostCurve.cheapest_rows`.
-        costs: ``costs[rows]`` is T(rows) / T(1); empty where several sequences share the step.
+        costs: ``costs[rows]`` is T(rows) / T(1); empty if several sequences share the step.
     """
 
     max_depth: int
@@ -318,18 +317,18 @@ class Limits(NamedTuple):
 class Drafter:
     """Proposes draft trees. It can change the speed of decoding, never its output.
 
-    A drafter of your own needs :meth:`propose` and :meth:`observe`; all else has a default. A
-    generation calls ``begin`` once with the prompt, then ``propose`` and ``observe`` in turn, and
-    ``end`` when it ends, also after an error. A planner, which drafts only when drafting pays, may
-    omit ``propose``: then ``observe`` comes alone.
+    A subclass must define :meth:`propose` and :meth:`observe`; the other methods have defaults. A
+    generation calls ``begin`` once with the prompt, then ``propose`` and ``observe`` alternately,
+    and ``end`` at the end, even after an error. A planner drafts only when drafting pays, so it
+    may call ``observe`` without ``propose``.
     """
 
     branching = True
-    """Whether its trees may branch; False saves finding out whether the model verifies trees."""
+    """Whether its trees may branch. False saves the test whether the model verifies trees."""
 
     is_fallback = False
-    """Whether, as the second of a :class:`mlxspec.CombinedDrafter`, it drafts only where the
-    first one has no draft."""
+    """Whether, as the second drafter of a :class:`mlxspec.CombinedDrafter`, it drafts only when
+    the first has no draft."""
 
     pipelined = False
     """Whether the next forward may be dispatched before this one's token is read, if nothing is
@@ -342,9 +341,9 @@ class Drafter:
     def propose(self, max_depth: int) -> DraftTree:
         """Draft what follows the context, at most ``max_depth`` tokens deep.
 
-        The root of the tree is the context's last token; :meth:`DraftTree.chain` makes a tree
-        of tokens in a row, and of the root alone where there is nothing to draft. A planner
-        uses a tree's ``p_reached``, and learns how likely the nodes of other trees are right.
+        The tree's root is the context's last token. :meth:`DraftTree.chain` makes a tree without
+        branches, or of the root alone if there is nothing to draft. A planner uses the tree's
+        ``p_reached``; if there are none, it learns how likely the nodes are right.
         """
         raise NotImplementedError(f"{type(self).__name__} has no method propose")
 
@@ -356,12 +355,11 @@ class Drafter:
         """Release the generation's state."""
 
     def window_rows(self) -> Mapping[tuple[int, int], int]:
-        """Lookahead decoding's window in the tree proposed last: the node of each row
-        (level, column)."""
+        """Lookahead decoding's window in the last proposal: the node of each (level, column)."""
         return {}
 
     def no_draft(self) -> str:
-        """Why the last proposal was the root alone, in a clause; asked before ``observe``."""
+        """Why the last proposal was the root alone, in a clause; called before ``observe``."""
         return "the drafter has nothing to propose"
 
 
@@ -391,7 +389,7 @@ class TreeBuilder:
         root: the last emitted token, node 0.
 
     Attributes:
-        tokens, parents, p_reached, origins: of the nodes so far, as in :class:`DraftTree`.
+        tokens, parents, p_reached, origins: as in :class:`DraftTree`, for the nodes so far.
     """
 
     def __init__(self, root: int) -> None:
@@ -403,26 +401,26 @@ class TreeBuilder:
 
     @classmethod
     def of(cls, tree: DraftTree) -> TreeBuilder:
-        """A builder that starts from a tree, without its probabilities."""
+        """A builder with a tree's nodes, without their probabilities."""
         builder = cls(tree.tokens[0])
         builder.tokens, builder.parents = list(tree.tokens), list(tree.parents)
         builder.origins = list(tree.origins)
-        for node in range(len(tree) - 1, 0, -1):  # so that the first of equal siblings counts
+        for node in range(len(tree) - 1, 0, -1):  # backwards: the first of equal siblings counts
             builder._children[tree.parents[node], tree.tokens[node]] = node
         return builder
 
     def __len__(self) -> int:
-        """The number of nodes, the root included."""
+        """The number of nodes, including the root."""
         return len(self.tokens)
 
     def find(self, parent: int, token: int) -> int | None:
-        """The child of a node with this token; None if there is none."""
+        """The child of a node with this token, or None."""
         return self._children.get((parent, token))
 
     def child(
         self, parent: int, token: int, p_reached: float | None = None, origin: str | None = None
     ) -> int:
-        """The child of a node with this token; it is added if there is none."""
+        """The child of a node with this token, added if missing."""
         node = self._children.get((parent, token))
         if node is None:
             node = self._children[parent, token] = len(self.tokens)
@@ -435,13 +433,13 @@ class TreeBuilder:
         return node
 
     def add_branch(self, tokens: Iterable[int], origin: str | None = None) -> None:
-        """Add a continuation of the root; it shares the nodes of a common prefix."""
+        """Add a continuation of the root; common prefixes share nodes."""
         node = 0
         for token in tokens:
             node = self.child(node, token, origin=origin)
 
     def tree(self) -> DraftTree:
-        """The tree so far, with what is known of all its nodes."""
+        """The tree so far; it has probabilities and origins if all nodes have them."""
         drafted = len(self.tokens) - 1
         if not drafted:
             return _root_alone(self.tokens[0])
@@ -451,10 +449,10 @@ class TreeBuilder:
 
 
 def checked_drafter(drafter: object) -> Drafter:
-    """Return a drafter that a user may have written.
+    """Return ``drafter`` if it is a :class:`Drafter`.
 
     Raises:
-        DrafterError: it is not an instance of :class:`Drafter`.
+        DrafterError: it is not an instance of a derived class.
     """
     if not isinstance(drafter, Drafter):
         name = repr(drafter) if isinstance(drafter, type) else f"a {type(drafter).__name__}"
@@ -465,7 +463,7 @@ def checked_drafter(drafter: object) -> Drafter:
 
 
 def checked_draft(proposed: object, drafter: Drafter, last: int) -> DraftTree:
-    """Return what a drafter has proposed to follow the token ``last``.
+    """Return a drafter's proposal if it is a tree with the root ``last``.
 
     Raises:
         DrafterError: it is not a draft tree, or its root is another token.
@@ -479,17 +477,17 @@ def checked_draft(proposed: object, drafter: Drafter, last: int) -> DraftTree:
     if proposed.tokens[0] != last:
         raise DrafterError(
             f"{name}.propose returned a tree with the root {proposed.tokens[0]}, but the context "
-            f"ends with {last}: its last token comes from the prompt, and then from step.tokens"
+            f"ends with {last}: keep the last token of the prompt, and then of step.tokens"
         )
     return proposed
 
 
 def load_drafter(name: str) -> type[Drafter]:
-    """Import the drafter class ``module:Class``; the working directory is searched too.
+    """Import the drafter class ``module:Class``; also searches the working directory.
 
     Raises:
-        OptionError: there is no such class derived from :class:`Drafter`, it lacks a method, or
-            it cannot be made without arguments.
+        OptionError: the class does not exist, is not derived from :class:`Drafter`, lacks a
+            method, or requires arguments.
     """
     module, _, class_name = name.partition(":")
     if not (class_name and all(map(str.isidentifier, module.split(".")))) or module[-3:] == ".py":
@@ -509,6 +507,6 @@ def load_drafter(name: str) -> type[Drafter]:
     try:
         inspect.signature(found).bind()
     except TypeError as error:
-        reason = f"it must be possible to make it without arguments ({error})"
+        reason = f"it is created without arguments: give them defaults ({error})"
         raise OptionError(f"drafter {name}: {reason}") from None
     return found

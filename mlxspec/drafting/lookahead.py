@@ -1,4 +1,4 @@
-"""Lookahead decoding: drafts from n-grams seen, and from the target's own Jacobi iterations."""
+"""Lookahead decoding: drafts n-grams from the text and from the target's own Jacobi iterations."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ GUESS, WINDOW = "guess", "window"
 """The origins of drafts from the pool and from the window."""
 
 MOST_GUESSES = 64
-"""Guesses kept for one first token where no limit is set. In a text of few symbols a token may
-have thousands; verifying them all would take longer than they could save."""
+"""The most guesses to keep for one first token, if no limit is set. In a text of few symbols a
+token may have thousands, and verifying them all would take longer than they could save."""
 
 
 class JacobiWindow:
-    """Guesses of the tokens ahead, each improved on by the next step's argmax.
+    """Guesses of the tokens ahead, which each step refines by the target's argmaxes.
 
     Level l holds, in column i, a guess for the position ``i + l`` after the current token, made
-    l steps after that of level 0. Row (l, i) of a step sees level 0's columns 0 to i and column
-    i of the levels 1 to l: the guess for each earlier position that was made just before. The
-    argmax after the deepest level's row completes an n-gram and belongs to the next level.
-    (Fu et al. 2024, arXiv 2402.02057, section 3.)
+    l steps after level 0's guess. Row (l, i) of a step sees level 0's columns 0 to i and column
+    i of the levels 1 to l: the latest guess for each earlier position. The argmax after the
+    deepest level's row completes an n-gram and belongs to the next level. (Fu et al. 2024, arXiv
+    2402.02057, section 3.)
 
-    At first level 0 is drawn from the text at random, wider than W by the N - 2 columns that are
-    lost while each step adds a level. Once there are N - 1 levels, each step drops the oldest
-    instead, by which all guesses move on by one position.
+    Level 0 is first drawn from the text at random. It starts N - 2 columns wider than W, since each
+    of the first steps adds a level and loses a column. Once there are N - 1 levels, each step
+    drops the oldest instead, which moves all guesses on by one position.
 
-    This does not depend on how many tokens a step has emitted, as in the reference. Moving on by
-    their number, with new columns drawn from the text at the right end, was no better: 2.084
-    tokens per step instead of 2.086, the mean of nine runs (W, N, G = 5, 4, 5; 10, 5, 8; 15, 5, 15,
-    each with 100 tokens after 40 code and question texts on the bundled demo model, and after 20
-    random starts on stories260K and on BabyLlama; without the prompts in the pool).
+    As in the reference, this does not depend on the number of tokens that a step has emitted.
+    Moving on by their number, with new columns drawn from the text at the right end, was no better:
+    2.084 tokens per step instead of 2.086, the mean of nine runs (W, N, G = 5, 4, 5; 10, 5, 8; 15,
+    5, 15, each with 100 tokens after 40 code and question texts on the bundled demo model, and
+    after 20 random starts on stories260K and on BabyLlama; without the prompts in the pool).
 
     Args:
         window_size: W, the number of columns; at least 1.
         ngram_size: N, the length of the n-grams that the window yields; at least 2.
-        text: where the first guesses are drawn from; its last token is the current one.
+        text: the source of the first guesses; its last token is the current one.
     """
 
     def __init__(self, window_size: int, ngram_size: int, text: Sequence[int]) -> None:
         self.ngram_size = ngram_size
-        # Seeded, so that a generation repeats step by step.
+        # Seeded, to make generations repeatable.
         drawn = random.Random(0).choices(text, k=window_size + ngram_size - 3)
         self.levels: list[list[int]] = [[text[-1], *drawn]]
         """``levels[l][i]``, the oldest level first; ``levels[0][0]`` is the current token."""
@@ -52,22 +52,17 @@ class JacobiWindow:
         """The nodes of its rows in the current draft, as from :func:`add_window`."""
 
     @property
-    def columns(self) -> int:
-        """How many columns there are now."""
-        return len(self.levels[0])
-
-    @property
     def depth(self) -> int:
-        """How far after the current token its deepest row is."""
-        return self.columns + len(self.levels) - 2
+        """The depth of its deepest row below the current token."""
+        return len(self.levels[0]) + len(self.levels) - 2
 
     def add_to(self, tree: TreeBuilder) -> None:
-        """Add its rows to a draft that has all its other nodes; see :func:`add_window`."""
+        """Add its rows to a draft after all other nodes; see :func:`add_window`."""
         self.rows = add_window(tree, self.levels)
         self._tree_size = len(tree)
 
     def observe(self, step: VerifiedStep) -> list[tuple[int, ...]]:
-        """Learn from a step; returns the n-grams that it completed."""
+        """Learn from a step; return the n-grams that it completed."""
         rows, self.rows = self.rows, []
         current = step.tokens[-1]
         if not rows or len(step.tree) != self._tree_size:  # another step, or the tree was cut
@@ -76,14 +71,14 @@ class JacobiWindow:
         return self.advance([step.argmaxes[node] for node in rows[-1]], current)
 
     def advance(self, argmaxes: Sequence[int], current: int) -> list[tuple[int, ...]]:
-        """Learn from a step.
+        """Add a level and move the window.
 
         Args:
             argmaxes: per column, the target's most likely token after the deepest level's row.
             current: the last emitted token.
 
         Returns:
-            one n-gram per column, from its oldest guess to its newest; none while levels are
+            one n-gram per column, from its oldest guess to its newest; empty while levels are
             missing.
         """
         self.levels.append(list(argmaxes))
@@ -97,16 +92,17 @@ class JacobiWindow:
         return ngrams
 
     def skip(self, current: int) -> None:
-        """Go on after a step without the window's rows; ``current`` is the last emitted token."""
+        """Set the last emitted token, without moving the window."""
         self.levels[0][0] = current
 
 
 def add_window(tree: TreeBuilder, levels: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Add a window's rows to a draft; equal beginnings share nodes.
+    """Add a window's rows to a draft; common prefixes share nodes.
 
     Args:
-        tree: holds the guesses; they come first, for a target that verifies chains only.
-        levels: as :class:`JacobiWindow` has them.
+        tree: the draft, which has the guesses already: a target that verifies only chains takes
+            the first branch.
+        levels: as in :class:`JacobiWindow`.
 
     Returns:
         ``rows[l][i]`` is the node of the window's row (l, i).
@@ -122,29 +118,28 @@ def add_window(tree: TreeBuilder, levels: Sequence[Sequence[int]]) -> list[list[
 
 
 _LONGEST_NGRAM = 64  # as for prompt lookup
-_LARGEST_WINDOW = 1024  # rows; far more than pay on any machine
+_LARGEST_WINDOW = 1024  # rows, far more than pay on any machine
 
 
 class LookaheadDrafter(Drafter):
-    """Drafts n-grams from a pool, which a window of guesses of the tokens ahead feeds.
+    """Drafts n-grams from a pool, which a window of guesses fills with new ones.
 
     Each step verifies one tree: the pool's guesses of what follows the current token, and the
     window's rows, whose argmaxes give new n-grams. (Fu et al., "Break the Sequential
-    Dependency of LLM Inference Using Lookahead Decoding", ICML 2024, arXiv 2402.02057.) The
-    walk may accept along the window too. A step has up to ``(N - 1) * (W + G)`` rows.
+    Dependency of LLM Inference Using Lookahead Decoding", ICML 2024, arXiv 2402.02057.) Rows of the
+    window may be accepted, too. A step has up to ``(N - 1) * (W + G)`` rows.
 
-    A target that verifies chains only gets the newest guess, and no window.
+    A target that verifies only chains gets the newest guess and no window.
 
     Args:
-        window_size: W, the reference's WINDOW_SIZE: columns of the window, which may have
-            1024 rows; 0 does without it.
-        ngram_size: N, the reference's LEVEL: length of the n-grams, at most 64; the window has
+        window_size: W, the reference's WINDOW_SIZE: the window's columns. The window may have
+            1024 rows; 0 turns it off.
+        ngram_size: N, the reference's LEVEL: the n-grams' length, at most 64. The window has
             N - 1 levels and guesses have N - 1 tokens.
-        guess_set_size: G, the reference's GUESS_SET_SIZE: n-grams that are kept, and verified
-            in a step, for one first token; -1, the reference's "no limit", for 64, and None for
-            as many as W.
+        guess_set_size: G, the reference's GUESS_SET_SIZE: the n-grams to keep, and to verify in a
+            step, for one first token. -1, the reference's "no limit", means 64, and None means W.
         pool_from_prompt: the reference's POOL_FROM_PROMPT: whether the pool starts with the
-            prompt's n-grams. Those of the output are always entered.
+            prompt's n-grams. The output's are always added.
 
     Raises:
         OptionError: a size is out of range.
@@ -176,9 +171,8 @@ class LookaheadDrafter(Drafter):
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._text = list(prompt)
-        self._end: deque[int] = deque(maxlen=self.ngram_size)  # of the text that was read
-        # The pool: per first token, the rest of each n-gram. A dictionary keeps the order of
-        # insertion, so an n-gram that is added again is the newest.
+        self._end: deque[int] = deque(maxlen=self.ngram_size)  # the last tokens that were read
+        # The pool: per first token, the rest of each n-gram, the newest last.
         self._tails: dict[int, dict[tuple[int, ...], None]] = {}
         # The output's first n-gram begins with the current token.
         self._read(prompt if self.pool_from_prompt else prompt[-1:])
@@ -194,7 +188,7 @@ class LookaheadDrafter(Drafter):
                 self.add(tuple(self._end))
 
     def add(self, ngram: tuple[int, ...]) -> None:
-        """Add an n-gram to the pool; the one that was added longest ago makes room for it."""
+        """Add an n-gram to the pool as the newest; drop the oldest if there is no room."""
         tail, tails = ngram[1:], self._tails.setdefault(ngram[0], {})
         if tail in tails:
             del tails[tail]

@@ -1,4 +1,4 @@
-"""The planner: drafts whatever yields the most tokens per unit of time, which may be nothing."""
+"""The planner: drafts what yields the most tokens per unit of time, which may be nothing."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from .suffix_source import SuffixSource
 
 _log = logging.getLogger(__name__)
 
-# The running gain starts with that of a chain whose tokens each have a p_accept of 60 %
+# The running gain starts with the gain of a chain whose tokens each have a p_accept of 60 %
 # (notes/planner.md, "Constants").
 _FIRST_DRAFT = [0.6**depth for depth in range(1, 9)]
 
 
 class Plan(NamedTuple):
-    """What a sequence verifies in one step.
+    """The draft of a sequence for one step.
 
     Attributes:
-        candidates: for the current token, the likeliest first; None where none were searched for.
-        n_draft: how many of them to verify.
-        gain: what these gain, in tokens.
+        candidates: the possible nodes, the likeliest first; None if there was no search.
+        n_draft: the number of candidates to verify.
+        gain: their gain, in tokens.
         pipelined: whether the next step may be dispatched before this one's tokens are known, if
             nothing is drafted.
-        joint: what steps of several sequences cost; None for a step of the sequence alone.
+        joint: the costs of steps of several sequences; None for a step of the sequence alone.
         charge: the part of a joint step's time that the sequence's guard pays, in plain steps.
-        fault: the error raised while planning it.
+        fault: the error raised while planning.
     """
 
     candidates: DraftTree | None = None
@@ -61,29 +61,29 @@ NO_PLAN = Plan()
 
 
 class Planner(Drafter):
-    """Drafts what gains most under the costs of rows.
+    """Drafts what gains most, given the costs of rows.
 
-    In each step the sources' trees are merged and their nodes sorted by probability. The number
-    of nodes is chosen that maximises the expected tokens less the price of their time, within
-    what the policy allows: see :func:`plan_drafts`. Every step corrects the costs and the
-    probabilities.
+    Each step merges the sources' trees and sorts their nodes by probability. It drafts as many
+    nodes as maximise the expected tokens less the price of their time, within the limits of the
+    policy: see :func:`plan_drafts`. Every step corrects the costs and the probabilities.
 
-    A fault in any of that costs the generation its drafts and nothing else: the log gets a line,
-    and the remaining steps are plain. What a user's own drafter raises is raised.
+    If planning fails, the generation loses only its drafts: the log gets a line, and the remaining
+    steps are plain. Exceptions of a user's own drafter are raised.
 
     Args:
-        costs: what steps cost; every step is recorded there.
-        drafters: what it drafts from; where several propose siblings, the first one's come first.
-            Each one but a :class:`SuffixSource` is wrapped in a :class:`DrafterSource`.
+        costs: the costs of steps, which learn from every step.
+        drafters: the sources of drafts. Of siblings with the same probability, the first source's
+            come first. Each drafter except a :class:`SuffixSource` is wrapped in a
+            :class:`DrafterSource`.
         branching: whether drafts may be trees; otherwise they are chains.
         replays: whether accepted tokens of a partly rejected draft run again (REPLAY).
-        experience: of earlier generations; None where there are none.
+        experience: the experience of earlier generations, or None.
 
     Attributes:
         branching, replays: as given.
-        policy: of the current generation.
+        policy: the current generation's.
         failed: whether planning has failed in the current generation.
-        guide: knows what a constrained output allows; None where nothing is constrained.
+        guide: knows what a constrained output allows; None without a constraint.
     """
 
     guide: Guide | None = None
@@ -125,11 +125,11 @@ class Planner(Drafter):
             self._fails(error)
 
     def search(self, curve: CostCurve, limits: Limits) -> DraftTree | None:
-        """What may follow the current token, the likeliest first; None if the policy skips it.
+        """Candidates to follow the current token, the likeliest first; None if not searched for.
 
         Args:
-            curve: of rows.
-            limits: of the draft.
+            curve: the costs of rows.
+            limits: the candidates'.
         """
         forced = self.guide is not None and bool(self.guide.forced())
         if not forced and self.policy.skips_search(curve):
@@ -150,7 +150,7 @@ class Planner(Drafter):
         """The draft of a plan for this planner's next step.
 
         Raises:
-            Exception: what a user's own drafter has raised.
+            Exception: the exception of a user's own drafter.
         """
         if plan.fault:
             self._fails(plan.fault)
@@ -171,17 +171,17 @@ class Planner(Drafter):
     def pipelined(self) -> bool:  # type: ignore[override]
         """Whether to dispatch the next forward before the next token is known.
 
-        Asked when nothing is drafted now. The next token may open a passage worth drafting. It
-        pays to wait for that token where drafts have lately gained more than the sync overhead,
-        or where one would if the likeliest token came. The guard must allow that draft, too.
+        Read when nothing is drafted now, but the next token may open a passage worth drafting.
+        Waiting for that token pays if drafts have lately gained more than the sync overhead, or if
+        one would after the likeliest token. The guard must allow that draft, too.
         """
         return self.failed or self._plan.pipelined
 
     def gain_of_waiting(self, candidates: DraftTree | None, costs: Sequence[float]) -> float:
-        """What a draft after the next token gains on average, if the step waits for that token.
+        """The average gain of a draft after the next token, if the step waits for that token.
 
         Args:
-            candidates: after the current token; None where none were searched for.
+            candidates: for the current token; None if there was no search.
             costs: ``costs[rows]`` is the cost of a step with that many rows.
         """
         branch = candidates.first_chain().p_reached if candidates else ()
@@ -191,7 +191,7 @@ class Planner(Drafter):
         return max(self.policy.gain, branch[0] * self._gain_of_chain(then, costs))
 
     def _gain_of_chain(self, p_reached: Sequence[float], costs: Sequence[float]) -> float:
-        """What a chain may gain whose first 1, 2, … tokens have these probabilities."""
+        """The allowed gain of a chain whose first 1, 2, … tokens have these probabilities."""
         expected = expected_tokens(p_reached)[: len(costs) - 1]
 
         def allows(gain: float, n_draft: int) -> bool:
@@ -210,14 +210,14 @@ class Planner(Drafter):
                 self._fails(error)
 
     def _learn(self, step: VerifiedStep, pending: int) -> None:
-        """Learn from a step that started with ``pending`` accepted tokens not yet read."""
+        """Learn from a step that ran ``pending`` accepted tokens again."""
         spent = sum(source.spent for source in self._sources)
         if step.pipelined:  # it measures plain decoding, which has no planner
             spent = max(spent, min(step.drafting, step.seconds / 2))
-        # First: a lent cache may have made it longer than the prompt.
+        # First, since a caller's cache may make the context longer than the prompt.
         self.costs.move_to(step.context)
         plan, costs, charge = self._plan, self._plan.joint or self.costs, None
-        # A step that is planned alone may have been dispatched before, together with others.
+        # A step that is planned alone may share a forward that was dispatched before.
         if not plan.joint and step.sequences == 1:
             self.costs.record(step.rows, step.seconds - spent, step.pipelined)
         if plan.joint:
@@ -241,7 +241,7 @@ class Planner(Drafter):
     def end(self) -> None:
         self._experience.probe_step = self.policy.probe_step
         ends = self.costs.end, self._experience.end, *(one.end for one in reversed(self._begun))
-        with ExitStack() as ending:  # all of them, whatever fails
+        with ExitStack() as ending:  # end all of them even if one fails
             for end in ends:
                 ending.callback(self._end, end)
 
@@ -252,16 +252,16 @@ class Planner(Drafter):
             self._fails(error)
 
     def no_draft(self) -> str:
-        """Why the last proposal has no draft; computed again, since only ``explain`` asks."""
+        """Why the last proposal has no draft; computed on demand, since only ``explain`` asks."""
         candidates, policy, costs = self._plan.candidates, self.policy, self.costs
         if self.failed:
             return "planning has failed, as the log says"
         if candidates is None:
-            return "not searched for, since rows are expensive here: every fourth step searches"
+            return "no search: rows are expensive here, so only every fourth step searches"
         table = costs.hopeful.table
         if len(candidates) == 1:
             return (
-                "nothing repeats here that is likely enough for rows of "
+                "nothing that repeats here is likely enough for rows that cost "
                 f"{costs.hopeful.cheapest_rows[0]:.2f} plain steps each"
             )
         if policy.probes:
@@ -275,7 +275,7 @@ class Planner(Drafter):
         )
         if not gains:
             return reason
-        return f"the guard forbids it, whose bank is {policy.bank:.2f} plain steps: {reason}"
+        return f"the guard, with {policy.bank:.2f} plain steps in its bank, forbids it: {reason}"
 
 
 def plan_drafts(
@@ -287,29 +287,29 @@ def plan_drafts(
     rows_taken: int = 0,
     patient: bool = False,
 ) -> list[Plan]:
-    """Plan the drafts of the next step, of one sequence or of several together.
+    """Plan the next step's drafts, for one sequence or for several together.
 
-    All candidates are sorted by their probabilities. As many are taken as maximise the tokens
-    expected of all sequences less the price of the step's time, within what the guard allows. A
-    token counts by the time that it saves, so a fast sequence's tokens count less: text that is
-    easily copied can be copied later.
+    All candidates are sorted by their probabilities. The plan takes as many as maximise the
+    expected tokens of all sequences less the price of the step's time, within the limits of the
+    guard. A token counts by the time that it saves, so a fast sequence's tokens count less: text
+    that is easy to copy can be copied later.
 
-    A draft delays every sequence of the step, so there are two guards. The sequences share their
-    banks: the sum pays for a step that fails, and what a step costs beyond a plain one is charged
-    to those that draft, in proportion to their rows. And no sequence waits for the others
-    longer than its patience: a few plain joint steps in all, and a tenth of its time.
+    A draft delays every sequence of the step, so there are two limits. First, the sequences share
+    their banks: the sum pays for a step that fails, and the drafting sequences are charged for the
+    step's extra time, in proportion to their rows. Second, no sequence waits for the others longer
+    than its patience: a few plain joint steps in all, and a tenth of its time.
 
     Args:
-        planners: of the sequences that plan their drafts, in the middle of a generation.
-        max_depths: per planner, how deep its draft may be.
-        costs: of steps of all sequences: one row is a plain step of all of them, and drafts add
-            the others.
-        sequences: how many sequences share the step, those without a planner included.
+        planners: the planners of the sequences, in the middle of a generation.
+        max_depths: per planner, the greatest depth of its draft.
+        costs: the costs of steps of all sequences: one row is a plain step of all of them, and
+            each draft token adds one.
+        sequences: the number of sequences that share the step, including those without a planner.
         rows_taken: rows that the step has in any case, besides one per sequence.
         patient: whether sequences may wait for others as long as all gain together.
 
     Returns:
-        a plan per planner; its ``fault`` is what the drafters raised, if anything.
+        a plan per planner; its ``fault`` is the exception of its drafters, if any.
     """
     step = _Step(planners, costs, sequences, rows_taken)
     plans = step.search(max_depths)
@@ -330,7 +330,7 @@ def plan_drafts(
 
 
 class _Step:
-    """A step whose drafts are planned; the arguments are those of :func:`plan_drafts`."""
+    """A step to plan drafts for; takes the arguments of :func:`plan_drafts`."""
 
     def __init__(
         self, planners: Sequence[Planner], costs: Costs, sequences: int, rows_taken: int
@@ -340,7 +340,7 @@ class _Step:
         self._curve = costs.hopeful
         self._taken = min(rows_taken, self._curve.widest - 1)
         self._max_nodes = self._curve.widest - 1 - self._taken
-        # What a token of each sequence counts, 1 on average: the time that it usually takes.
+        # The weight of each sequence's tokens, 1 on average: the time that one usually takes.
         times = [1 / policy.rate for policy in self._policies]
         self._weights = [time * len(times) / sum(times) for time in times]
 
@@ -348,7 +348,7 @@ class _Step:
         """Ask each planner for its candidates and sort all of them.
 
         Returns:
-            plans that verify none of them yet.
+            plans with candidates, but without a draft yet.
         """
         curve, plans = self._curve, list[Plan]()
         least_p, costs = curve.cheapest_rows, curve.table
@@ -368,7 +368,7 @@ class _Step:
             for index, plan in enumerate(plans)
             if plan.candidates and not self._policies[index].probes
         }
-        # The best first; a node's parent is before it.
+        # The best first; a node comes after its parent.
         order = sorted(
             (-p * self._weights[index], index)
             for index, candidates in self._drafting.items()
@@ -383,7 +383,7 @@ class _Step:
         return plans
 
     def shares(self, n_draft: int) -> Counter[int]:
-        """How many of the first nodes each planner has."""
+        """How many of the first ``n_draft`` nodes each planner owns."""
         return Counter(self._owners[:n_draft])
 
     def more_time(self, n_draft: int) -> float:
@@ -391,11 +391,11 @@ class _Step:
         return self._sequences * (self._table[n_draft + 1] / self._table[1] - 1)
 
     def choose(self, patient: bool) -> tuple[float, int]:
-        """The greatest gain that the guard allows, in tokens, and its number of nodes."""
+        """The greatest allowed gain, in tokens, and its number of nodes."""
         policies = self._policies
         rate = sum(one.rate * weight for one, weight in zip(policies, self._weights, strict=True))
         rate += self._sequences - len(policies)
-        # Who has just joined does not know what was dispatched.
+        # A sequence that has just joined does not know whether a forward was dispatched.
         restart = self._costs.sync_overhead * any(policy.ahead for policy in policies)
         banks = [policy.bank for policy in policies]
 
@@ -409,7 +409,7 @@ class _Step:
         return best_allowed(gains_of(self._expected, self._table, rate, restart), allows)
 
     def _is_endured(self, more_time: float, shares: Counter[int]) -> bool:
-        """Whether no sequence waits longer than its patience, its own tokens deducted."""
+        """Whether each sequence's wait, less its own drafted tokens, is within its patience."""
         return all(
             more_time
             - sum(self._drafting[index].p_reached[: shares[index]] if shares[index] else ())
@@ -418,15 +418,15 @@ class _Step:
         )
 
     def is_pipelined(self, plans: Sequence[Plan]) -> bool:
-        """Whether a step without drafts need not wait for its tokens, since drafts after these
-        would hardly gain more than the wait costs."""
-        # A probe of one sequence is not waited for by the others.
+        """Whether a step without drafts need not wait for its tokens: drafts after them would gain
+        no more than the wait costs."""
+        # The others do not wait for a probe of one sequence.
         if not self._drafting or (self._sequences > 1 and self._costs.wants_plain_steps):
             return True
         most = self._sequences * self._costs.sync_overhead
         if sum(policy.gain for policy in self._policies) > most:
             return False
-        # A drafting sequence is charged for the time its rows cost all sequences.
+        # A drafting sequence pays for the time that its rows cost all sequences.
         table = [0.0, *(1 + self.more_time(n) for n in range(len(self._table) - 1))]
         gains = (
             planner.gain_of_waiting(plan.candidates, table)
@@ -436,7 +436,7 @@ class _Step:
 
 
 def log_fault(error: Exception) -> None:
-    """Say in a line of the log what has failed in planning, which costs speed alone."""
+    """Log a failure of planning in one line; it costs only speed."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     reason = str(error).partition("\n")[0]
     _log.warning(

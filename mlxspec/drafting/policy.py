@@ -1,7 +1,7 @@
-"""When to draft, and how much: the gain of a draft, and what keeps drafts from costing too much.
+"""When to draft, and how much: the gain of a draft, and the limits on what drafts may cost.
 
-All times are in plain steps, the time of a pipelined step over one row. Where the constants come
-from: notes/planner.md, "Constants".
+All times are in plain steps: one is the time of a pipelined step over one row. notes/planner.md,
+"Constants", says where the constants come from.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import numpy as np
 from .costs import CostCurve
 from .drafter import VerifiedStep
 
-SHARE_OF_NOW = 0.8  # of this step's best rate in the price of time; the rest is the average's
+SHARE_OF_NOW = 0.8  # weight of this step's best rate in the price of time; the rest is the average
 _FIRST_RATE = 1.2
 _CHANGE = 0.1  # weight of the newest step in the running averages
 
 _FIRST_BANK = 2.0
-_INCOME = 1.02  # per emitted token, so that the bank keeps its level at 98 % of plain speed
-_STAKE = 0.04  # the square of an allowed shortfall, as a part of bank times gain
+_INCOME = 1.02  # per emitted token: the bank keeps its level at 98 % of plain speed
+_STAKE = 0.04  # the square of an allowed shortfall, as a fraction of bank times gain
 
-# In plain joint steps: an output comes so much later at most, and takes a tenth longer. A first
-# patience of less lets the newest of many short outputs keep all others from drafting.
+# In plain joint steps: the longest delay of an output, besides a tenth of its time. With a lower
+# first patience, the newest of many short outputs would keep all others from drafting.
 _FIRST_PATIENCE, _MOST_PATIENCE = 4.0, 64.0
 _PATIENCE_PER_STEP = 0.1
 
@@ -38,41 +38,38 @@ _PROBE_ROUND = 30  # steps
 _PROBE = range(12, 18)  # in a row: the first and the last pipelined step are special
 
 _ROWS_OF_A_TREE = 16
-_FLAT = 2.0  # what these rows cost, in plain steps
+_FLAT = 2.0  # the cost of these rows, in plain steps
 
 
 class Policy:
-    """Chooses how many of a step's candidates to verify; the state of one generation.
+    """The state of one generation that decides how many of a step's candidates to verify.
 
-    A draft's **gain** is what it emits beyond a plain step, less the price of its time, in
-    tokens. Four things temper it:
+    A draft's **gain**, in tokens, is what it adds to a plain step's tokens, less the price of its
+    time. Four things restrain drafts:
 
-    - The *guard* is a bank of time that pays for drafts that fail. Each step adds a little more
-      than it emits and takes out its cost. How much a draft may risk grows with the bank and with
-      what the draft gains; see :func:`allowed_shortfall`. So safe drafts pass at once, bold ones
-      only after something was gained, and those that hardly gain anything seldom.
-    - Where the next step's forward is dispatched already, a draft interrupts the pipeline, which
-      costs the sync overhead.
-    - The *back-off*: where rows are expensive, drafts seldom pay, and searching for one in each
-      step takes noticeable time. There, after eight steps without a draft, only every fourth
-      step searches.
-    - The *probe*: all costs are relative to the time of a plain step. Where every step has a
-      draft, a change of the costs looks like a change of the machine's speed. So while plain
-      steps are wanted, six in a row of every 30 steps go without a draft, unless drafts gain much
-      and there is no doubt of that. They are counted over generations, since a short one never
-      reaches that many.
+    - The *guard* is a bank of time that pays for drafts that fail. Each step deposits a little more
+      than it emits and withdraws its cost. The more the bank holds and the larger the gain, the
+      more a draft may risk; see :func:`allowed_shortfall`. So safe drafts pass at once, bold ones
+      only after earlier gains, and drafts with little gain rarely.
+    - The *sync overhead* is charged if the next step's forward is dispatched already, since a draft
+      interrupts the pipeline.
+    - The *back-off*: if rows are expensive, drafts rarely pay, but searching in each step takes
+      noticeable time. Then, after eight steps without a draft, only every fourth step searches.
+    - The *probe*: all costs are relative to the time of a plain step. If every step has a draft,
+      changing costs look like a change of the machine's speed. So while plain steps are wanted, six
+      consecutive steps out of every 30 have no draft, unless drafts certainly gain much. The count
+      continues over generations, since short ones never reach 30 steps.
 
     Args:
-        probe_step: where the round of probes begins, in steps.
+        probe_step: the number of steps already counted towards the next probe.
 
     Attributes:
-        probe_step: as given; steps while plain ones are wanted add to it.
+        probe_step: as given, plus the steps since then while plain steps are wanted.
         rate: running average of tokens per plain step's time.
         gain: running average of the chosen drafts' gains; a step without a draft counts 0.
-        bank: what the guard has left, in plain steps.
+        bank: the guard's balance, in plain steps.
         ahead: whether the next step's forward is dispatched already.
-        patience: for how long the sequence may yet wait for the drafts of others, in plain joint
-            steps.
+        patience: how much longer the sequence may wait for others' drafts, in plain joint steps.
     """
 
     def __init__(self, probe_step: int = 0) -> None:
@@ -95,7 +92,7 @@ class Policy:
 
     @property
     def probes(self) -> bool:
-        """Whether the next step is a plain one, to be measured."""
+        """Whether the next step is a probe: a plain step to measure."""
         gains_much = self.gain >= _MUCH_GAIN and not self._doubtful
         return not gains_much and self.probe_step % _PROBE_ROUND in _PROBE
 
@@ -110,17 +107,16 @@ class Policy:
         doubtful: bool = False,
         charge: float | None = None,
     ) -> None:
-        """Account for a step that ran.
+        """Account for a completed step.
 
         Args:
-            step: what was verified; nothing where a plain step had been dispatched already.
+            step: the verified step; it has no draft if its forward was dispatched before.
             cost: T(rows) / T(1) of the step.
             chosen: whether a draft was chosen, verified or not.
-            gain: its gain, 0 for none.
+            gain: the draft's gain, 0 without one.
             probing: whether plain steps are wanted.
-            doubtful: whether costs are hardly known, so that gains may be imagined.
-            charge: what the guard charges for the step, if not its cost: several
-                sequences share it.
+            doubtful: whether costs are so uncertain that gains may be imaginary.
+            charge: the guard's charge, if several sequences share the step; otherwise its cost.
         """
         emitted = len(step.tokens)
         self.ahead = step.ahead
@@ -135,14 +131,14 @@ class Policy:
 
 
 def expected_tokens(p_reached: Sequence[float], sequences: int = 1) -> list[float]:
-    """E(n): what a step emits on average when the first ``n`` draft nodes are verified.
+    """E(n): the average number of tokens of a step that verifies the first ``n`` draft nodes.
 
     Args:
         p_reached: per draft node, best first, the probability that it is accepted.
-        sequences: how many share the step.
+        sequences: the number of sequences that share the step.
 
     Returns:
-        E(0), E(1), …; E(0) = 1, the token that every step emits of each sequence.
+        E(0), E(1), …; E(0) counts the one token that every step emits for each sequence.
     """
     return list(accumulate(p_reached, initial=float(sequences)))
 
@@ -150,8 +146,8 @@ def expected_tokens(p_reached: Sequence[float], sequences: int = 1) -> list[floa
 def price_of_time(expected: Sequence[float], costs: Sequence[float], rate: float) -> float:
     """The price of a plain step's time, in tokens.
 
-    Time that this step does not use goes to later steps, at their rate. That rate is predicted
-    from the best rate possible now, since easy passages last, and from the average.
+    The time that this step saves goes to later steps, at their rate. The prediction of that rate
+    combines the best rate possible now, since easy passages last, with the average.
 
     Args:
         expected: E(n) as from :func:`expected_tokens`.
@@ -165,13 +161,13 @@ def price_of_time(expected: Sequence[float], costs: Sequence[float], rate: float
 def gains_of(
     expected: Sequence[float], costs: Sequence[float], rate: float, restart_cost: float
 ) -> list[tuple[float, int]]:
-    """The drafts that gain anything: what each gains, and its number of nodes.
+    """The drafts with a positive gain: per draft, its gain and its number of nodes.
 
     Args:
         expected: E(n) as from :func:`expected_tokens`.
         costs: ``costs[rows]`` is T(rows) / T(1).
         rate: as for :func:`price_of_time`.
-        restart_cost: what any draft costs besides its rows.
+        restart_cost: the cost of any draft besides its rows.
     """
     price = price_of_time(expected, costs, rate)
     plain = expected[0] - price * costs[1]
@@ -183,14 +179,14 @@ def gains_of(
 
 
 def expected_shortfall(cost: float, *drafts: Sequence[float]) -> float:
-    """The expected time that a step costs beyond what it emits: E[max(0, cost - emitted)].
+    """The expected time by which a step's cost exceeds its tokens: E[max(0, cost - emitted)].
 
     Args:
-        cost: 1 and the time that the step takes beyond a plain one, from all sequences.
-        drafts: per sequence that drafts, the probabilities that at least 1, 2, … of its tokens
-            are accepted.
+        cost: 1 plus the time that the step takes beyond a plain one, over all sequences.
+        drafts: per drafting sequence, the probabilities that 1, 2, … or more of its tokens are
+            accepted.
     """
-    accepted = np.ones(1)  # the probabilities that 0, 1, … are accepted in all
+    accepted = np.ones(1)  # the probabilities that 0, 1, … tokens are accepted in all
     for p_by_depth in drafts:
         at_least = np.minimum.accumulate(np.array([1.0, *p_by_depth, 0.0]))
         accepted = np.convolve(accepted, at_least[:-1] - at_least[1:])
@@ -201,17 +197,17 @@ def expected_shortfall(cost: float, *drafts: Sequence[float]) -> float:
 def best_allowed(
     gains: Sequence[tuple[float, int]], allows: Callable[[float, int], bool]
 ) -> tuple[float, int]:
-    """The greatest allowed gain, and the number of nodes that reaches it.
+    """The greatest allowed gain, and its number of nodes.
 
-    All numbers of nodes are compared, since cost curves have stairs. After a refusal, half as many
-    are tried at most: a little less would hardly be safer, and asking takes a while.
+    All numbers of nodes are compared, since costs rise in jumps. After a refusal, only half as many
+    nodes or fewer are tried: slightly fewer would barely be safer, and each check takes time.
 
     Args:
         gains: from :func:`gains_of`.
         allows: whether a gain with a number of nodes is allowed.
 
     Returns:
-        0.0 and 0 where nothing is.
+        0.0 and 0 if nothing is allowed.
     """
     most = sys.maxsize
     for gain, n_draft in sorted(gains, reverse=True):
@@ -223,29 +219,29 @@ def best_allowed(
 
 
 def allowed_shortfall(banks: Sequence[float], gain: float) -> float:
-    """The expected shortfall up to which the guard lets a draft be verified.
+    """The greatest expected shortfall of a draft that the guard allows.
 
     A draft is a bet, and as with Kelly's criterion (Kelly 1956) the stake grows with the edge: the
     square of the shortfall is at most 4 % of the bank times the gain. It is also at most the bank.
 
     Args:
-        banks: of the sequences that share the step, in plain steps.
-        gain: the draft's, in tokens.
+        banks: the banks of the sequences that share the step, in plain steps.
+        gain: the draft's gain, in tokens.
     """
     bank = max(0.0, sum(banks))
     return min(math.sqrt(_STAKE * bank * max(0.0, gain)), bank)
 
 
 def replayed_costs(expected: Sequence[float], table: Sequence[float], pending: int) -> list[float]:
-    """What a step costs where state cannot be cut back, and accepted tokens run once more.
+    """The costs of a step whose state cannot be cut back, so accepted tokens run once more.
 
-    Pending rows run in front of the step's own. A draft that is accepted in part makes the
-    next step wider by the tokens that are pending then.
+    Pending rows run before the step's own. A partly accepted draft makes the next step wider by
+    its accepted tokens, which are then pending.
 
     Args:
         expected: E(n) as from :func:`expected_tokens`.
         table: ``table[rows]`` is T(rows) / T(1), up to the widest draft with its pending rows.
-        pending: accepted tokens that this step runs again.
+        pending: the number of accepted tokens that this step runs again.
 
     Returns:
         ``costs[rows]`` for the step's own rows, as :func:`price_of_time` takes them.
@@ -253,7 +249,7 @@ def replayed_costs(expected: Sequence[float], table: Sequence[float], pending: i
     widest = len(table) - 1
     costs = [0.0, table[min(pending + 1, widest)]]
     for n_draft in range(1, len(expected)):
-        whole = expected[n_draft] - expected[n_draft - 1]  # the probability that all is accepted
+        whole = expected[n_draft] - expected[n_draft - 1]  # the probability that all are accepted
         cost = table[pending + 1 + n_draft]
         if whole < 1:
             accepted = (expected[n_draft] - 1 - n_draft * whole) / (1 - whole)
@@ -266,8 +262,8 @@ def replayed_costs(expected: Sequence[float], table: Sequence[float], pending: i
 def trees_pay(curve: CostCurve) -> bool:
     """Whether rows are cheap enough for drafts that branch.
 
-    Branches pay only where sixteen rows cost less than two plain steps; elsewhere a chain is as
-    fast and saves the work of growing a tree.
+    Branches pay only if sixteen rows cost less than two plain steps. Otherwise a chain is as fast
+    and saves the work of growing a tree.
     """
     rows = min(_ROWS_OF_A_TREE, curve.widest)
     return rows > 1 and curve(rows) < _FLAT

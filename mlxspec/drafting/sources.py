@@ -1,4 +1,4 @@
-"""Small drafters: prompt lookup, a predicted output, and wrappers around any drafter."""
+"""Small drafters: prompt lookup, predicted outputs, and wrappers around any drafter."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class PromptLookupDrafter(Drafter):
     """Drafts a chain by looking the context's last tokens up in the context itself.
 
     For n from ``ngram_max`` down to ``ngram_min``, the last n tokens of prompt and output are
-    looked up in what precedes them; the tokens after the earliest occurrence of the
-    longest match are the draft. (Apoorv Saxena, "Prompt Lookup Decoding", 2023; the earliest
-    match is the one that transformers takes too.)
+    looked up in the text before them. The tokens after the earliest occurrence of the longest
+    match are the draft. (Apoorv Saxena, "Prompt Lookup Decoding", 2023; transformers takes the
+    earliest match, too.)
 
     Args:
-        n_draft: how many tokens to draft at most.
-        ngram_max: the longest n-gram looked up, at most 64.
-        ngram_min: the shortest.
+        n_draft: the most tokens to draft.
+        ngram_max: the length of the longest n-gram to look up, at most 64.
+        ngram_min: the length of the shortest.
 
     Raises:
         OptionError: a number is out of range, or ``ngram_min`` exceeds ``ngram_max``.
@@ -58,7 +58,7 @@ class PromptLookupDrafter(Drafter):
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._text: list[int] = []
-        # Per n-gram its earliest end. A token adds one entry per n, and nothing is ever scanned.
+        # Per n-gram, its earliest end. A token adds one entry per n, and nothing scans the text.
         self._ends: dict[tuple[int, ...], int] = {}
         self._sizes = range(self.ngram_max, self.ngram_min - 1, -1)
         self.extend(prompt)
@@ -67,7 +67,7 @@ class PromptLookupDrafter(Drafter):
         text = self._text
         for n in self._sizes:
             end = self._ends.get(tuple(text[-n:]), len(text))
-            # The n-gram at the very end is in the table too, and nothing follows it.
+            # The table includes the n-gram at the very end, which nothing follows.
             if end < len(text):
                 draft = text[end : end + min(max_depth, self.n_draft)]
                 return DraftTree.chain(text[-1], draft, "lookup")
@@ -96,11 +96,11 @@ def parse_lookup_config(config: str | Sequence[object]) -> tuple[int, int, str |
         config: draft tokens, longest n-gram, and optionally a list of devices.
 
     Returns:
-        the number of draft tokens, the longest n-gram, and a note for the user when a device
-        list was ignored.
+        the number of draft tokens, the longest n-gram, and a note to the user if a device list
+        was ignored, or None.
 
     Raises:
-        OptionError: it has another form.
+        OptionError: the configuration has another form.
     """
     try:
         values = json.loads(config) if isinstance(config, str) else list(config)
@@ -126,10 +126,10 @@ _LONGEST, _SHORTEST = 4, 2  # tokens that must agree where the output returns to
 
 
 class PredictionDrafter(Drafter):
-    """Drafts the rest of a text that the output is expected to follow, as an editor sends a file.
+    """Drafts the rest of a predicted output, such as a file that an editor sends.
 
-    The output is taken to begin where the text begins. Where it departs, its last tokens are
-    looked up in the text: the next place after the one that was left, or else the first one.
+    The output is expected to begin like the prediction. When it departs, its last tokens are looked
+    up in the prediction: first after the place that it left, then from the beginning.
 
     Args:
         prediction: token ids.
@@ -139,7 +139,7 @@ class PredictionDrafter(Drafter):
 
     def __init__(self, prediction: Sequence[int]) -> None:
         self._text = tuple(prediction)
-        self._places: dict[tuple[int, ...], list[int]] = {}  # where each n-gram ends, ascending
+        self._places: dict[tuple[int, ...], list[int]] = {}  # the ends of each n-gram, ascending
         for size in range(_SHORTEST, _LONGEST + 1):
             for end in range(size, len(self._text) + 1):
                 self._places.setdefault(self._text[end - size : end], []).append(end)
@@ -147,7 +147,7 @@ class PredictionDrafter(Drafter):
     def begin(self, prompt: Sequence[int]) -> None:
         self._last = prompt[-1]
         self._output: tuple[int, ...] = ()  # the last tokens
-        self._place = 0  # where in the text the output continues, or where it left the text
+        self._place = 0  # where the output continues in the text, or where it left it
         self._follows = True
 
     def propose(self, max_depth: int) -> DraftTree:
@@ -177,23 +177,23 @@ class PredictionDrafter(Drafter):
 _RANKS, _DEPTHS = 4, 8  # ranks among siblings, and depths, each with a probability of its own
 _FIRST_P_ACCEPT = 0.5
 _RATE = 0.1
-_LEAST, _MOST = 0.01, 0.99  # nothing is certain, however often it was right or wrong
+_LEAST, _MOST = 0.01, 0.99  # nothing is certain
 
 
 class DrafterSource(Drafter):
-    """Gives the drafts of any drafter probabilities, as if it drafted alone.
+    """Adds probabilities to the drafts of any drafter, which drafts as if it were alone.
 
-    Where a draft has no probabilities, they are learned from what followed, by depth and by rank
-    among siblings, whether the tokens were verified or not. So a drafter that is often wrong soon
-    costs only its own time, which is not part of the cost of rows.
+    If a draft has no probabilities, they are learned from the tokens that followed, by depth and by
+    rank among siblings, whether the draft was verified or not. So a drafter that is often wrong
+    soon costs only its own time, which is not part of the cost of rows.
 
     Args:
         drafter: proposes the drafts; it serves one generation at a time.
-        name: the origin of its drafts; by default the drafter's class.
+        name: the origin of its drafts; by default the name of the drafter's class.
 
     Attributes:
-        spent: seconds of the current step that the drafter took.
-        fault: what the drafter has raised, which is not a fault of planning.
+        spent: the seconds of the current step that the drafter took.
+        fault: the drafter's exception, which is not a fault of planning.
     """
 
     spent = 0.0
@@ -231,7 +231,7 @@ class DrafterSource(Drafter):
             step = view(step, tree)
         self._last = step.tokens[-1]
         self.spent = 0.0
-        with self._asking():  # which counts for the next step
+        with self._asking():  # its time counts for the next step
             self._drafter.observe(step)
 
     def end(self) -> None:
@@ -240,7 +240,7 @@ class DrafterSource(Drafter):
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
-        """Time the drafter, and record what it raises, which is not a fault of planning."""
+        """Time a call of the drafter and record its exception."""
         started = time.perf_counter()
         try:
             yield
@@ -251,7 +251,7 @@ class DrafterSource(Drafter):
             self.spent += time.perf_counter() - started
 
     def _estimate(self, tree: DraftTree) -> list[float]:
-        """The probability that each node but the root is accepted."""
+        """Per node but the root, the probability that it is accepted."""
         p_reached, siblings = [1.0], Counter[int]()
         self._cells = [(0, 0)]
         for parent, depth in zip(tree.parents[1:], tree.depths[1:], strict=True):
@@ -262,7 +262,7 @@ class DrafterSource(Drafter):
         return p_reached[1:]
 
     def _learn(self, tree: DraftTree, tokens: Sequence[int]) -> None:
-        """Learn from the tokens that followed, up to the first that the tree does not have."""
+        """Learn from the tokens that followed, up to the first one outside the tree."""
         for node, right in tree.judged(tokens):
             cell = self._cells[node]
             p_accept = self._p_accept[cell] + _RATE * (right - self._p_accept[cell])
@@ -271,13 +271,13 @@ class DrafterSource(Drafter):
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One step, and what its drafter says of the tree.
+    """A step, and its drafter's remarks on the tree.
 
     Attributes:
         verified: the step.
-        origins: per node of the verified tree, where it came from; the root's is "root".
+        origins: per node of the verified tree, its origin; the root's is "root".
         window: lookahead decoding's window in the verified tree: the node of each (level, column).
-        no_draft: why nothing was drafted, in a clause; empty where something was.
+        no_draft: why nothing was drafted, in a clause; empty with a draft.
     """
 
     verified: VerifiedStep
@@ -287,11 +287,11 @@ class RecordedStep:
 
 
 class RecordingDrafter(Drafter):
-    """Passes everything on to another drafter, and records every step.
+    """Records the steps of another drafter.
 
     Args:
-        drafter: the one to record.
-        steps: the list to which they are appended.
+        drafter: the drafter to record.
+        steps: the list to append steps to.
     """
 
     def __init__(self, drafter: Drafter, steps: list[RecordedStep]) -> None:
@@ -308,7 +308,7 @@ class RecordingDrafter(Drafter):
 
     def propose(self, max_depth: int) -> DraftTree:
         tree = self._drafter.propose(max_depth)
-        # Asked now: after the step the drafter may have forgotten this tree.
+        # Read now: after the step the drafter may have forgotten this tree.
         self._window = dict(self._drafter.window_rows())
         self._no_draft = self._drafter.no_draft() if max_depth > 0 else "the output ends here"
         self._proposed = replace(tree, origins=tree.node_origins[1:])
@@ -323,7 +323,7 @@ class RecordingDrafter(Drafter):
             self._no_draft = ""
         elif len(self._proposed) > 1:
             self._no_draft = (
-                "the step was dispatched before its draft was known, so that draft has to wait"
+                "the step was dispatched before its draft was known, so the draft has to wait"
                 if step.pipelined
                 else "the output's form or its end leaves the proposed draft no room"
             )

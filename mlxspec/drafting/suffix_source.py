@@ -1,4 +1,4 @@
-"""Drafts from text that repeats: what followed where the text's end occurred before."""
+"""Drafts from repeated text: what followed earlier occurrences of the text's end."""
 
 from __future__ import annotations
 
@@ -31,33 +31,33 @@ CONTEXT = "context"
 MEMORY, STORE = "memory", "store"
 """The origins of drafts from earlier texts."""
 OTHERS = "other"
-"""Where accepted drafts came from that are not of a :class:`SuffixSource`."""
+"""The origin, in the counts, of drafts that do not come from a :class:`SuffixSource`."""
 
 # Where these come from: notes/planner.md, "Constants".
-_LESSONS = 8  # tokens of a step that are learned from: further ones of a copy add nothing
+_LESSONS = 8  # tokens per step to learn from: further ones of a copy add nothing
 _CHILDREN = 6  # per node of a tree; more are never likely enough
-_EARLIER_OCCURRENCES = 8  # that earlier texts are asked for
-_LEAST_P_REACHED = 0.01  # nodes that are reached more rarely gain nothing on any machine
+_EARLIER_OCCURRENCES = 8  # requested from each earlier text
+_LEAST_P_REACHED = 0.01  # less likely nodes gain nothing on any machine
 
 
 class SuffixSource(Drafter):
-    """Drafts continuations of the earlier occurrences of the text's end.
+    """Drafts the continuations of earlier occurrences of the text's end.
 
-    They are looked up in the context, and in earlier texts: a memory of outputs, and a store.
-    How likely each of these is right is learned from every emitted token, drafted or not.
+    It looks them up in the context and in earlier texts: a memory of outputs, and a store. The
+    probabilities are learned from every emitted token, drafted or not.
 
     Args:
         token_classes: see :func:`mlxspec.drafting.acceptance.token_classes`.
-        experience: what earlier generations have taught; this one adds to it.
-        memory: of earlier outputs.
-        store: of texts.
-        remembers: whether the memory takes the output at its end.
+        experience: the experience of earlier generations, which this one adds to.
+        memory: earlier outputs.
+        store: texts.
+        remembers: whether to add the output to the memory at its end.
         context: the index of the conversation so far, which is extended; by default each
             generation has a new one.
 
     Attributes:
-        earned: the generation's figures: its "steps" and "tokens", and how many accepted drafts
-            came from the context, from each of the earlier texts, and from others.
+        earned: the generation's counts: "steps", "tokens", and the accepted drafts from the
+            context, from the memory, from the store and from other drafters.
     """
 
     spent = 0.0
@@ -96,7 +96,7 @@ class SuffixSource(Drafter):
         self.earned: Counter[str] = Counter()
 
     def search(self, limits: Limits) -> DraftTree:
-        """What may follow the current token, the likeliest first, with ``p_reached``."""
+        """The tokens that may follow the current one, the likeliest first, with ``p_reached``."""
         index = self._text()
         last, tail = index.tokens[-1], index.tokens[-MAX_LENGTH:] if self._earlier else ()
         depth = min(limits.max_depth, limits.nodes, EXCERPT_TOKENS)
@@ -128,7 +128,7 @@ class SuffixSource(Drafter):
         return self._index
 
     def _count(self, step: VerifiedStep) -> None:
-        """Count the step, and its accepted drafts by the first text that they came from."""
+        """Count the step, and its accepted drafts by the first text that contains them."""
         self.earned["steps"] += 1
         self.earned["tokens"] += len(step.tokens)
         reached = [(tree, 0) for tree in self._trees]
@@ -146,26 +146,28 @@ class SuffixSource(Drafter):
 
 # Negative p_reached, serial number, parent, occurrences, path.
 _Frontier = tuple[float, int, int, list[Occurrence], list[int]]
-# The tokens that the text proposes as children of a node, and their estimates.
-_Saying = tuple[Sequence[int], Sequence[Estimate]]
+# The children that the text proposes for a node, and their estimates.
+_Proposal = tuple[Sequence[int], Sequence[Estimate]]
 
 
 class SuffixTree(TreeBuilder):
     """A tree of continuations, grown best first.
 
-    A child's probability is its parent's, times those of its better siblings being wrong, times
-    its own. No child's exceeds its parent's, so any number of first nodes is a tree.
+    A child's probability is the product of its parent's, the probability that its better siblings
+    are wrong, and its own p_accept. It never exceeds its parent's, so the first n nodes are a tree
+    for any n.
 
-    It grows as long as the next node may belong to the best draft. The nodes so far bound the
-    price of time from below: in a good copy that ends the growth early.
+    The tree grows as long as the next node may belong to the best draft. The nodes so far give a
+    lower bound on the price of time, which ends the growth early in a good copy.
 
     Args:
         root: the current token.
         name: the origin of its nodes.
-        text: that was searched.
-        occurrences: where the context's end occurred in it before, the longest match first.
-        acceptance: estimates the probabilities of what followed.
-        limits: of the tree.
+        text: the text that was searched.
+        occurrences: the places in it where the context's end occurred before, the longest match
+            first.
+        acceptance: estimates the probabilities of continuations.
+        limits: the tree's.
     """
 
     def __init__(
@@ -183,26 +185,26 @@ class SuffixTree(TreeBuilder):
         self._least_p, self._costs = limits.least_p, limits.costs
         self._most_children = _CHILDREN if limits.branching else 1
         self._expected = self._best_rate = self._price = 1.0
-        self._sayings: list[_Saying | None] = []  # per node, what was said of its children
+        self._proposals: list[_Proposal | None] = []  # per node, its proposed children
         self.firsts: list[Occurrence] = []  # per node but the root, the best occurrence
         self._frontier: list[_Frontier] = []
-        self._serial = 0  # decides between equals: the older entry comes first
+        self._serial = 0  # breaks ties: the older entry comes first
         self._grow(occurrences)
 
     def learn(self, emitted: Sequence[int]) -> None:
-        """Learn from the tokens that followed, whether they had been verified as drafts or not."""
+        """Learn from the tokens that followed, whether they were drafted or not."""
         node: int | None = 0
         for token in emitted[:_LESSONS]:
             if node is None:
                 return
-            if said := self._sayings[node]:
-                tokens, estimates = said
+            if proposal := self._proposals[node]:
+                tokens, estimates = proposal
                 right = tokens.index(token) if token in tokens else None
                 self._acceptance.learn(estimates, right)
             node = self.find(node, token)
 
     def _grow(self, occurrences: list[Occurrence]) -> None:
-        """Best-first search from the root."""
+        """Grow the tree from the root, best first."""
         self._expand(0, 1.0, occurrences, [])
         while self._frontier and self._max_depth > 0:
             negative_p, _, parent, occurrences, path = heappop(self._frontier)
@@ -218,7 +220,7 @@ class SuffixTree(TreeBuilder):
         self._serial += 1
 
     def _is_wanted(self, p_reached: float) -> bool:
-        """Whether to grow a node that is reached with this probability, the best one left."""
+        """Whether to add the best remaining node, which has this probability."""
         return len(self.p_reached) < self._max_nodes and p_reached >= self._least_wanted()
 
     def _least_wanted(self) -> float:
@@ -239,10 +241,10 @@ class SuffixTree(TreeBuilder):
     def _follow(
         self, node: int, p_reached: float, occurrences: list[Occurrence], path: list[int]
     ) -> None:
-        """Grow what follows a node, while that is one token, and the likeliest.
+        """Extend a node's path while a single token follows it and is the likeliest candidate.
 
-        Most of a long copy is such a path. The result is the same as with the frontier and
-        :meth:`_expand`.
+        Most of a long copy is such a path. The result is the same as with :meth:`_expand` and the
+        frontier, but faster.
         """
         length, position = occurrences[0]
         others = [position for _, position in occurrences[1:]]
@@ -261,29 +263,29 @@ class SuffixTree(TreeBuilder):
             if token == SEPARATOR:
                 break
             estimated = estimate(token, depth, path[-1])
-            self._sayings.append(((token,), (estimated,)))
+            self._proposals.append(((token,), (estimated,)))
             p_reached *= estimated[0]
             path.append(token)
             if p_reached <= likeliest_other or not self._is_wanted(p_reached):
                 self._push(p_reached, node, occurrences, path)
                 return
             node = self._append(token, node, p_reached, occurrences[0])
-        self._sayings.append(None)  # nothing follows
+        self._proposals.append(None)  # nothing follows
 
     def _expand(
         self, node: int, p_node: float, occurrences: list[Occurrence], path: list[int]
     ) -> None:
-        """Rank a node's continuations and put them on the frontier."""
+        """Rank a node's continuations and add them to the frontier."""
         found = continuations(self._text, occurrences, path)
         if not found:
-            self._sayings.append(None)
+            self._proposals.append(None)
             return
-        # Of the current token all are worth learning from.
+        # For the root, all continuations are worth learning from.
         least_left = self._least_wanted() / p_node if node else 0.0
         estimates = self._acceptance.estimate(
             found, len(self._text), len(path), self.tokens[node], self._most_children, least_left
         )
-        self._sayings.append(([one.token for one in found[: len(estimates)]], estimates))
+        self._proposals.append(([one.token for one in found[: len(estimates)]], estimates))
         left = p_node  # the probability that no child so far is right
         for (token, _, _, followed), (p_accept, _, _) in zip(found, estimates, strict=False):
             self._push(left * p_accept, node, followed, [*path, token])

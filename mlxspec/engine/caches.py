@@ -1,10 +1,10 @@
-"""The KV caches of a step: made from mlx-lm's, masked for a tree, cut to what was accepted.
+"""KV caches for verifying drafts: they take the mask of a tree and are cut to what was accepted.
 
-First the kinds of caches, each for one layer of one sequence: plain, quantised, of a sliding
-window, in a slot next to other sequences'. Then what a step does with them, in this order:
-:func:`for_steps` makes caches that can be cut back, :func:`masked_for` sets the mask of a draft
-tree, :func:`move_rows` and :func:`cut` commit what was accepted, and a :class:`Snapshot` restores
-what cannot be cut.
+The first half defines the kinds of caches, each for one layer of one sequence: plain, quantised,
+with a sliding window, or in a slot next to other sequences. The second half follows a step:
+:func:`for_steps` converts mlx-lm's caches, :func:`masked_for` sets the mask of a draft tree,
+:func:`move_rows` and :func:`cut` commit the accepted rows, and a :class:`Snapshot` restores caches
+that cannot be cut.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class TreeRows:
         return self.depths.size
 
     def mask(self, cached: int, window_size: int | None) -> mx.array:
-        """Each row attends to the cache and to its ancestors, within the window if there is one.
+        """The rows' mask: each row attends to the cache and to its ancestors, within the window.
 
         Args:
-            cached: how many positions stand in the cache in front of the rows.
-            window_size: how many positions a row sees, its own included; None for all.
+            cached: the number of cached positions before the rows.
+            window_size: the number of positions that a row sees, including its own; None for all.
 
         Returns:
             bool array, (rows, cached + rows).
@@ -78,10 +78,10 @@ class TreeSteps:
 
     offset: int
     rows: TreeRows | None = None
-    """The rows of the tree step that is being run."""
+    """The rows of the current tree step."""
 
     place = slice(None)
-    """The sequence's part of the arrays' first axis."""
+    """The sequence's slice of the arrays' first axis."""
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
@@ -95,26 +95,25 @@ class TreeSteps:
         return position
 
 
-_STEP = 256  # entries that the buffers grow by
-_SLACK = 16  # entries beyond the window that stay when others are dropped
+_STEP = 256  # entries by which buffers grow
+_SLACK = 16  # entries beyond the window that are kept when older ones are dropped
 
 
 class WindowKVCache(TreeSteps):
-    """The keys and values of the latest positions, and of the first few where those are kept.
+    """The keys and values of a sliding window and, optionally, of the context's first positions.
 
-    mlx-lm's rotating cache overwrites its oldest entry with each new one, so what a rejected
-    draft has overwritten is lost. This one appends, and drops old entries only when its buffers
-    are full: it can be cut back to any length that it had since then, and 16 positions further.
-    It holds at most the window, the rows of one step and 272 entries more.
+    mlx-lm's rotating cache overwrites its oldest entries, so a rejected draft destroys entries
+    that are still needed. This cache appends, and drops old entries only when its buffers are
+    full. It can be cut back to any length since then, and 16 positions further. It holds at most
+    the window, the rows of one step and 272 more entries.
 
-    The entries stand in the order of their positions: the first ``keep`` ones, then those from
-    ``start`` on without a gap. What a row sees is what mlx-lm's cache shows a step of one row:
-    the latest ``max_size`` positions, its own included, or where the first are kept those and
-    the latest ``max_size - keep``.
+    Entries are ordered by position: the first ``keep``, then all from ``start`` on. A row sees
+    what mlx-lm's cache shows to a step of one row: the latest ``max_size`` positions, including
+    its own. If the first positions are kept, it sees them and the latest ``max_size - keep``.
 
     Args:
-        max_size: how many positions a row sees at most.
-        keep: how many of them are the context's first ones, which are never dropped.
+        max_size: the most positions that a row sees.
+        keep: the number of the context's first positions that are never dropped.
     """
 
     def __init__(self, max_size: int, keep: int = 0) -> None:
@@ -128,7 +127,7 @@ class WindowKVCache(TreeSteps):
 
     @classmethod
     def of(cls, rotating: RotatingKVCache) -> WindowKVCache:
-        """A cache with the content of mlx-lm's, wherever that one's rotation stands."""
+        """Convert mlx-lm's cache, at any point of its rotation."""
         cache = cls(rotating.max_size, rotating.keep)
         if rotating.keys is not None:
             cache.keys = rotating._temporal_order(rotating.keys)
@@ -138,7 +137,7 @@ class WindowKVCache(TreeSteps):
         return cache
 
     def rotating_state(self) -> tuple[Any, ...]:
-        """The state of mlx-lm's cache with the same content, in the order of the positions."""
+        """The content as the state of mlx-lm's cache, ordered by position."""
         if self.keys is None:
             return None, None, 0, self.keep, self.max_size, 0
         end = self.index(self.offset)
@@ -153,10 +152,10 @@ class WindowKVCache(TreeSteps):
         return keys, values, self.offset, self.keep, self.max_size, keys.shape[2]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append a step's rows; return what they may see, in the order of :meth:`make_mask`."""
+        """Append a step's rows; return the entries that :meth:`make_mask` has masked."""
         rows = keys.shape[2]
         if self.keys is None:
-            # Without a position yet; _make_room gives them their size.
+            # No positions yet: _make_room allocates them.
             self.keys, self.values = keys[..., :0, :], values[..., :0, :]
         self._make_room(rows)
         begin = self.index(self.offset)
@@ -168,20 +167,19 @@ class WindowKVCache(TreeSteps):
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """The entries that rows of the last step may see."""
+        """The entries that the last step's rows may see."""
         return self.keys[..., self._seen, :], self.values[..., self._seen, :]
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
-        """The mask of the next step, for what :meth:`update_and_fetch` will return.
+        """The next step's mask, for the entries that :meth:`update_and_fetch` will return.
 
-        mlx-lm's own mask for several rows drops the first positions that it keeps, so that
-        rows would not see what they see one by one.
+        mlx-lm's own mask for several rows hides the kept first positions, which a single row sees.
         """
         span = min(window_size or self.max_size, self.max_size)
         if self.keep and self.offset + N > self.max_size:
-            self._make_room(N)  # now, so that the mask is for the entries that will be left
+            self._make_room(N)  # now, since the mask must fit the entries that remain
             return self._mask_with_gap(N, span)
         cached = self._cached()
         if self.rows is not None:
@@ -198,7 +196,7 @@ class WindowKVCache(TreeSteps):
         first = mx.arange(min(self.keep, self.offset))
         cached = mx.concatenate([first, mx.arange(self._start, max(self._start, self.offset))])
         positions = mx.concatenate([cached, own])
-        # Up to max_size positions nothing has been dropped yet.
+        # Rows at the first max_size positions see everything.
         seen_from = mx.where(own < self.max_size, 0, own - (span - self.keep) + 1)[:, None]
         in_sight = (positions < self.keep) | (positions >= seen_from)
         in_cache = mx.ones((rows, cached.size), dtype=mx.bool_)
@@ -211,7 +209,7 @@ class WindowKVCache(TreeSteps):
         """Drop the last ``n`` positions.
 
         Raises:
-            ValueError: positions are gone that the next row would see.
+            ValueError: positions that the next row would see have been dropped.
         """
         length = self.offset - n
         if n > 0:
@@ -221,7 +219,7 @@ class WindowKVCache(TreeSteps):
         return n
 
     def reaches_back_to(self, length: int) -> bool:
-        """Whether it still holds all that a row after the first ``length`` positions sees."""
+        """Whether a row after the first ``length`` positions would still see all that it needs."""
         oldest_seen = length + 1 - (self.max_size - self.keep)
         return self._start <= max(self.keep, oldest_seen)
 
@@ -239,18 +237,18 @@ class WindowKVCache(TreeSteps):
         return position if position < self.keep else self.keep + position - self._start
 
     def _cached(self) -> int:
-        """The number of entries before the next rows that these may see."""
+        """The number of cached entries that the next rows may see."""
         entries = self.index(self.offset)
-        # Where the first positions are kept the mask hides what lies between.
+        # If the first positions are kept, the mask hides the entries in between.
         return entries if self.keep else min(entries, self.max_size - 1)
 
     def _make_room(self, rows: int) -> None:
-        """If the buffers are full, drop what no row will see, and make room for ``rows`` more."""
+        """If the buffers are full, drop what no row will see and make room for ``rows`` more."""
         if self.keys is not None and self.index(self.offset) + rows > self.keys.shape[2]:
             self._drop_unseen(math.ceil(rows / _STEP) * _STEP)
 
     def compact(self) -> None:
-        """Drop what no row will see, if that is much: a prefill leaves all its rows."""
+        """Drop what no row will see, if that is much, as after a prefill."""
         if self.keys is not None and self.keys.shape[2] > self.max_size + _SLACK + _STEP:
             self._drop_unseen(0)
 
@@ -273,8 +271,8 @@ class WindowKVCache(TreeSteps):
 class Slots:
     """The keys and values of one layer, (slots, heads, positions, head_dim).
 
-    The slots in use are the first ones. MLX writes into these arrays in place as long as
-    no reference to an earlier state is left.
+    The first slots are in use. MLX writes into these arrays in place unless something still
+    refers to an earlier state.
     """
 
     keys: mx.array
@@ -325,8 +323,8 @@ class Slots:
         """Write a step's rows into the first slots.
 
         Args:
-            places: where along the positions, (slots, 1, rows, 1).
-            end: behind the last of them.
+            places: each row's index along the positions, (slots, 1, rows, 1).
+            end: the largest of these indices plus 1.
             keys, values: (slots, heads, rows, head_dim).
         """
         self.make_room(0, end)
@@ -334,7 +332,7 @@ class Slots:
         if unused:
             rows = [(0, unused), (0, 0), (0, 0), (0, 0)]
             places, keys, values = (mx.pad(array, rows) for array in (places, keys, values))
-        # In one operation each: writing slot by slot takes two for each sequence and layer.
+        # One operation for all slots: writing slot by slot takes two per sequence and layer.
         self.keys = mx.put_along_axis(self.keys, places, keys, axis=2)
         self.values = mx.put_along_axis(self.values, places, values, axis=2)
 
@@ -343,9 +341,9 @@ class SlotKVCache(TreeSteps):
     """The cache of one sequence, kept in a slot.
 
     Args:
-        slots: of the layer.
-        slot: the sequence's.
-        offset: how many positions it holds.
+        slots: the layer's slots.
+        slot: the index of the sequence's slot.
+        offset: the number of positions that it holds.
     """
 
     def __init__(self, slots: Slots, slot: int, offset: int) -> None:
@@ -355,7 +353,7 @@ class SlotKVCache(TreeSteps):
 
     @property
     def place(self) -> slice:  # type: ignore[override]
-        """The sequence's part of the first axis of the layer's arrays."""
+        """The sequence's slice of the first axis of the layer's arrays."""
         return slice(self.slot, self.slot + 1)
 
     def move(self, slot: int) -> None:
@@ -374,7 +372,7 @@ class SlotKVCache(TreeSteps):
         return self.slots.values
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append a step's rows; returns all keys and values."""
+        """Append a step's rows; return all keys and values."""
         start, self.offset = self.offset, self.offset + keys.shape[2]
         self.slots.make_room(0, self.offset)
         self.slots.keys[self.place, :, start : self.offset] = keys
@@ -410,7 +408,7 @@ class TreeKVCache(TreeSteps, KVCache):
 
 
 class TreeQuantizedKVCache(TreeSteps, QuantizedKVCache):
-    """mlx-lm's quantised cache, whose keys and values are three arrays each, likewise."""
+    """mlx-lm's quantised cache with the mask of a tree step."""
 
 
 TREE_CACHES = (TreeKVCache, TreeQuantizedKVCache, WindowKVCache, SlotKVCache)
@@ -418,10 +416,10 @@ TREE_CACHES = (TreeKVCache, TreeQuantizedKVCache, WindowKVCache, SlotKVCache)
 
 
 def for_steps(cache: Any) -> Any:
-    """A cache with the same content that can be cut back after a step, if such a kind exists.
+    """Convert a cache to a kind that can be cut back after a step, if such a kind exists.
 
     Args:
-        cache: one of mlx-lm's, or of a model's own kind. The new cache shares its arrays.
+        cache: mlx-lm's, or of the model's own kind. The result shares its arrays.
     """
     if type(cache) is KVCache:
         return TreeKVCache.from_state(cache.state)
@@ -435,7 +433,7 @@ def for_steps(cache: Any) -> Any:
 
 
 def compact(caches: Iterable[Any]) -> None:
-    """Copy states that may be views of all rows of a prefill, so that those are freed."""
+    """Copy states that may be views of all rows of a prefill, to free those rows."""
     for cache in parts(caches):
         if isinstance(cache, ArraysCache):
             cache.cache = [
@@ -444,7 +442,7 @@ def compact(caches: Iterable[Any]) -> None:
 
 
 def drop_unseen(caches: Iterable[Any]) -> None:
-    """Drop from windows and chunks what the next row does not see."""
+    """Drop the positions of windows and chunks that the next row does not see."""
     for cache in parts(caches):
         if isinstance(cache, WindowKVCache):
             cache.compact()
@@ -454,7 +452,7 @@ def drop_unseen(caches: Iterable[Any]) -> None:
 
 
 def parts(caches: Iterable[Any]) -> list[Any]:
-    """All caches, with the members of mlx-lm's ``CacheList`` in its place."""
+    """All caches, with each of mlx-lm's ``CacheList`` replaced by its members."""
     found = []
     for cache in caches:
         found += parts(cache.caches) if isinstance(cache, CacheList) else [cache]
@@ -462,7 +460,7 @@ def parts(caches: Iterable[Any]) -> list[Any]:
 
 
 def cached_length(caches: Iterable[Any]) -> int:
-    """The number of positions that caches hold; 0 where they only hold a state."""
+    """The number of positions that caches hold; 0 if they hold only states."""
     return max((getattr(cache, "offset", 0) for cache in parts(caches)), default=0)
 
 
@@ -472,23 +470,28 @@ def are_quantized(caches: Iterable[Any]) -> bool:
 
 
 def smallest_window(caches: Iterable[Any], keeping: bool = False) -> int | None:
-    """The size of the smallest window, or of those that keep the first positions; None if none."""
+    """The size of the smallest window; None without one.
+
+    Args:
+        caches: mlx-lm's or a target's.
+        keeping: consider only windows that keep the context's first positions.
+    """
     windows = [part for part in parts(caches) if isinstance(part, RotatingKVCache | WindowKVCache)]
     return min((part.max_size for part in windows if part.keep or not keeping), default=None)
 
 
 def held_arrays(caches: Iterable[Any]) -> list[mx.array]:
-    """The arrays in caches; pass :func:`parts` of them if there may be lists of caches."""
+    """The arrays in caches; pass :func:`parts` of the caches if they may include lists."""
     found: list[mx.array] = []
-    slots: set[Slots] = set()  # each is many sequences'
+    slots: set[Slots] = set()  # many sequences share each
     for cache in caches:
-        if type(cache) is TreeKVCache and cache.keys is not None:  # most are: asked first
+        if type(cache) is TreeKVCache and cache.keys is not None:  # the usual kind first
             found += (cache.keys, cache.values)
             continue
         if isinstance(cache, SlotKVCache):
             slots.add(cache.slots)
             continue
-        for value in vars(cache).values():  # at each step: tree_flatten takes many times as long
+        for value in vars(cache).values():  # tree_flatten would take many times as long
             if isinstance(value, mx.array):
                 found.append(value)
             elif isinstance(value, list | tuple):
@@ -499,13 +502,13 @@ def held_arrays(caches: Iterable[Any]) -> list[mx.array]:
 
 
 def is_trimmable(cache: Any) -> bool:
-    """Whether a cache can forget its last positions, whatever it holds."""
-    # A rotating cache says so until it has wrapped.
+    """Whether a cache can drop its last positions, whatever it holds."""
+    # A rotating cache claims that it can until it has wrapped.
     return cache.is_trimmable() and not isinstance(cache, RotatingKVCache)
 
 
 def is_trimmable_anywhere(cache: Any) -> bool:
-    """Whether a cache still holds all its positions, and can forget the last of them."""
+    """Whether a cache still holds all its positions and can drop the last ones."""
     return is_trimmable(cache) and not isinstance(cache, WindowKVCache | ChunkedKVCache)
 
 
@@ -522,14 +525,14 @@ def masked_for(rows: TreeRows, caches: Sequence[Any]) -> Iterator[None]:
 
 
 def move_rows(kept: Iterable[tuple[Sequence[Any], int, Sequence[int]]]) -> None:
-    """Move rows that stay together, to where the first of all rows stands; one wait for all.
+    """Move the accepted rows together, to the start of the step's rows; wait once for all.
 
-    Their RoPE positions are right already: a row's position is its depth, and kept rows have
-    consecutive depths. What stands behind them is still to be :func:`cut`.
+    Their RoPE positions are right already: a row's position is its depth, and accepted rows have
+    consecutive depths. The rows after them still have to be :func:`cut`.
 
     Args:
-        kept: per sequence its caches, which can all be cut, the position of the first row
-            written, and the indices of the rows that stay, in order.
+        kept: per sequence, its caches, which can all be cut; the position of the step's first
+            row; and the indices of the accepted rows, in order.
     """
     moved: list[tuple[mx.array, Any, mx.array]] = []
     changed: list[Any] = []
@@ -545,12 +548,12 @@ def move_rows(kept: Iterable[tuple[Sequence[Any], int, Sequence[int]]]) -> None:
                 moved.append((array, place, array[cache.place, ..., taken, :]))
     if not moved:
         return
-    # MLX writes into an array in place once nothing is left to read it. Without this, each
-    # of these small writes would copy the cache of the whole context.
+    # MLX writes into an array in place once no pending operation reads it. Without this wait,
+    # each of these small writes would copy the cache of the whole context.
     mx.eval([new for *_, new in moved])
     for array, place, new in moved:
         array[place] = new
-    # Otherwise they would be lazy until the next step, and could not be read in its thread.
+    # Lazy arrays can be read in this thread only, but another thread may run the next step.
     mx.async_eval(held_arrays(changed))
 
 
@@ -564,12 +567,12 @@ def cut(caches: Iterable[Any], length: int) -> None:
     """
     for cache in caches:
         if isinstance(cache, TREE_CACHES):
-            cache.rows = None  # which an interrupted tree step may have left there
+            cache.rows = None  # an interrupted tree step may have left some
         cache.trim(max(0, cache.offset - length))
 
 
 def can_be_cut(cache: Any, length: int) -> bool:
-    """Whether a cache still holds all that a row after its first ``length`` positions sees."""
+    """Whether a row after a cache's first ``length`` positions would still see all it needs."""
     if isinstance(cache, WindowKVCache):
         return cache.reaches_back_to(length)
     if isinstance(cache, ChunkedKVCache):
@@ -578,13 +581,13 @@ def can_be_cut(cache: Any, length: int) -> bool:
 
 
 def first_positions(cache: Any, length: int, room: int) -> Any:
-    """mlx-lm's cache with a copy of what a cache holds of its first ``length`` positions.
+    """Copy the first ``length`` positions of a cache into a new cache of mlx-lm's.
 
     Args:
         cache: one that :func:`can_be_cut` to the length, or ends there. It may be in use.
         length: at least 1.
-        room: for how many positions plain caches get room, so that writing up to there
-            copies nothing again.
+        room: allocate plain caches for this many positions; later writes within them copy
+            nothing.
     """
     if isinstance(cache, CacheList):
         return CacheList(*(first_positions(part, length, room) for part in cache.caches))
@@ -617,12 +620,12 @@ class Snapshot:
     """The content of caches that cannot be cut, at one moment; cheap, since arrays are shared.
 
     Models replace the arrays of an ``ArraysCache`` and never write into them, so references
-    are enough. A cache of another kind may write into its arrays: those are copied, which MLX
-    does only when one of the two is written to.
+    are enough. Caches of other kinds may write into their arrays, so these are copied. MLX copies
+    an array only once one of the two is written to.
 
     Args:
         caches: the caches to restore.
-        length, pending: of the context cache at that moment.
+        length, pending: the context cache's at that moment.
     """
 
     def __init__(
@@ -637,7 +640,7 @@ class Snapshot:
             vars(cache).update(_copied(cache, held))
 
     def content_of(self, cache: Any) -> Any:
-        """A separate cache with the content that one of these caches had."""
+        """A new cache with the content that one of these caches had."""
         found = copy.copy(cache)
         (held,) = (held for own, held in self._held if own is cache)
         vars(found).update(_copied(cache, held))

@@ -1,10 +1,10 @@
-"""What a model can verify, found out by trying a few small forwards, whatever it calls itself.
+"""What a model can verify: found by running a few small forwards, whatever its architecture's name.
 
-:func:`examine` goes through it in order: what the caches allow (:func:`cache_capability`), whether
-several rows in one forward give what they give one by one (:func:`chain_capability`), where a rule
-for positions changes so that they no longer do (:func:`draft_end`), and whether a branching step
-gives what its branches give in a row. :func:`examine_joint` tries how several sequences share a
-forward, :func:`examine_chunks` whether prompts may run in chunks of any size.
+:func:`examine` asks four questions in order. What do the caches allow (:func:`cache_capability`)?
+Do several rows in one forward give the same as one by one (:func:`chain_capability`)? From which
+position on do they not, because a rule for positions changes (:func:`draft_end`)? Does a branching
+step give the same as each of its branches? :func:`examine_joint` tries how several sequences share
+a forward, and :func:`examine_chunks` whether prompts may run in chunks of any size.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from .params import CacheOptions
 from .patches import finite, forward_at, install
 from .target import Capability, Target, target_for, together, vocabulary_size
 
-_PREFIX = (3, 1, 4)  # in front of a trial step
-_ROWS_DIFFER = "several rows in one forward give other logits than one by one"
+_PREFIX = (3, 1, 4)  # the tokens before a trial step
+_ROWS_DIFFER = "several rows in one forward give different logits than one by one"
 
-# What several rows do to logits by rounding alone, as a share of their spread: the most where it
-# made no difference to others, and the most at all (in half precision it can send a row to other
-# experts, so there the mean is compared with it).
+# How much rounding alone changes logits when several rows run together, as a share of the logits'
+# spread: the least to assume, and the most. In half precision rounding can route a row to other
+# experts, so there the mean difference is compared with the bound.
 _LEAST_ROUNDING = 1e-4
 _MOST_ROUNDING_FLOAT32, _MOST_ROUNDING_HALF = 1e-3, 3e-2
 
@@ -55,8 +55,8 @@ class Finding:
 
     Attributes:
         capability: for drafts before ``draft_end``.
-        reason: in words.
-        draft_end: the position from which on it verifies none; None if it does everywhere.
+        reason: what keeps the model from a richer capability, in words.
+        draft_end: the first position at which it verifies no drafts; None without one.
     """
 
     capability: Capability
@@ -65,12 +65,12 @@ class Finding:
 
 
 def examine(model: nn.Module) -> Finding:
-    """Find out what drafts the model verifies rightly, and what keeps it from richer ones."""
+    """Find out which drafts the model verifies correctly, and what keeps it from richer ones."""
     return find_capability(model, draft_end(model))
 
 
 def find_capability(model: nn.Module, end: int | None) -> Finding:
-    """As :func:`examine`, of drafts before ``end``, which is the model's :func:`draft_end`."""
+    """:func:`examine` with a known :func:`draft_end`."""
     capability = chain_capability(model)
     if capability is Capability.PLAIN:
         return Finding(capability, _ROWS_DIFFER)
@@ -81,11 +81,11 @@ def find_capability(model: nn.Module, end: int | None) -> Finding:
         reason = f"{names} cannot be cut back: {after} after a rejection"
     elif cache_capability(caches) is Capability.CHAIN:
         names = _names(cache for cache in caches if not isinstance(cache, TREE_CACHES))
-        reason = f"{names} can be cut back, but takes no tree's mask"
+        reason = f"{names} can be cut back, but takes no tree mask"
     elif (position := _failing_position(model, end)) is not None:
-        reason = f"a branching step differs from its branches in a row at position {position}"
+        reason = f"branching steps differ from separate branches at position {position}"
     else:
-        capability, reason = Capability.TREE, "branching steps equal their branches in a row"
+        capability, reason = Capability.TREE, "branching steps equal separate branches"
     if end is not None:
         reason += f"; from position {end} on {_ROWS_DIFFER}: no drafts there"
     return Finding(capability, reason, end)
@@ -99,7 +99,7 @@ def _names(caches: Iterable[Any]) -> str:
 
 
 def cache_capability(caches: Iterable[Any]) -> Capability:
-    """What caches allow, without running a model; TREE and TAPE mean that these may work.
+    """The richest capability that caches allow; no model runs, so TREE and TAPE may yet fail.
 
     Args:
         caches: mlx-lm's, as its ``make_prompt_cache`` makes them for a model.
@@ -114,22 +114,22 @@ def cache_capability(caches: Iterable[Any]) -> Capability:
 
 
 def capability_with(caches: Iterable[Any], capability: Capability) -> Capability:
-    """What a model can verify on lent caches, which may be of another kind than its own.
+    """What a model can verify on caller-supplied caches, which may differ in kind from its own.
 
     Args:
         caches: mlx-lm's.
-        capability: the model's, with the caches that mlx-lm makes for it.
+        capability: the model's with the caches that mlx-lm makes for it.
     """
     return max(cache_capability(caches), capability, key=list(Capability).index)  # the poorer
 
 
 def check_quantization(model: nn.Module, options: CacheOptions) -> None:
-    """Refuse to quantise what cannot be quantised, before a generation has come that far.
+    """Refuse options that cannot quantise the model's cache, before a generation needs it.
 
     The graph of two small forwards is built and never evaluated.
 
     Raises:
-        OptionError: mlx-lm has no quantised cache for this model, or not with these options.
+        OptionError: mlx-lm cannot quantise this model's cache, or not with these options.
     """
     if options.kv_bits is None:
         return
@@ -155,7 +155,7 @@ def check_quantization(model: nn.Module, options: CacheOptions) -> None:
 
 
 def chain_capability(model: nn.Module) -> Capability:
-    """What the model verifies of drafts that never branch, found out once with a few forwards."""
+    """What the model verifies of unbranched drafts, found once by a few forwards."""
     if (known := getattr(model, "chain_capability", None)) is not None:
         return known
     capability = capability_with(make_prompt_cache(model), Capability.CHAIN)
@@ -183,7 +183,7 @@ def _verifies_chains(model: nn.Module, capability: Capability) -> bool:
     single.prefill(_PREFIX)
     first = run(drafted, draft, kept)
     if capability is Capability.TAPE and drafted.pending:
-        return False  # the states of a layer do not come from what a tape notes
+        return False  # a layer's states come from calls that the tape does not record
     several = mx.concatenate([first, run(drafted, after, len(after))])
     one_by_one = mx.concatenate([run(single, (token,), 1) for token in (*draft[:kept], *after)])
 
@@ -193,7 +193,7 @@ def _verifies_chains(model: nn.Module, capability: Capability) -> bool:
 
 
 def _most_rounding(found: mx.array) -> mx.array:
-    """The most by which rounding alone may change these logits, in the model's own type."""
+    """The most by which rounding may change these logits, which have the model's own type."""
     share = _MOST_ROUNDING_FLOAT32 if found.dtype == mx.float32 else _MOST_ROUNDING_HALF
     return share * (mx.max(found) - mx.min(found)).astype(mx.float32)
 
@@ -202,9 +202,9 @@ def _most_rounding(found: mx.array) -> mx.array:
 
 
 class _ShiftedCache(ConcatenateKVCache):
-    """A cache that claims to stand ``base`` positions further on than what it holds.
+    """A cache that claims to hold ``base`` more positions than it does.
 
-    It lets a model be tried at long contexts without the memory of one.
+    It allows trials at long contexts without the memory for them.
     """
 
     base = 0
@@ -227,7 +227,7 @@ class _ShiftedCache(ConcatenateKVCache):
 
 
 def _trial_caches(model: nn.Module) -> list[Any]:
-    """New caches of a model, which :func:`_context` moves."""
+    """New caches of a model, which :func:`_context` moves to a position."""
 
     def on_trial(cache: Any) -> Any:
         if isinstance(cache, CacheList):
@@ -244,8 +244,8 @@ def _context(
 
     Args:
         model: the target.
-        length: at least that of the prefix, which they hold.
-        fill: put random entries in front of it; otherwise only the offset says so.
+        length: at least the prefix's length.
+        fill: put random entries before the prefix, instead of only setting the offset.
         prefix: the context's last tokens.
     """
     caches = _trial_caches(model)
@@ -270,28 +270,27 @@ def _filled(own: Any, before: int) -> mx.array:
 
 
 def logits(model: nn.Module, tokens: tuple[int, ...], caches: list[Any]) -> mx.array:
-    """In float32, (len(tokens), vocabulary)."""
+    """The model's logits in float32, (len(tokens), vocabulary)."""
     return finite(model(mx.array(tokens)[None], cache=caches)[0].astype(mx.float32))
 
 
 # --- where a rule for positions changes ---
 
 _WITH_POSITIONS = (KVCache, RotatingKVCache, ChunkedKVCache)
-_ROWS = 8  # of a trial step: a rule that changes little shows in many
-_SAMPLES = 3  # of tokens: in half precision some rows come to other experts by rounding
+_ROWS = 8  # of a trial step: a small change of a rule shows only in many rows
+_SAMPLES = 3  # of tokens: in half precision, rounding routes some rows to other experts
 
 
 def draft_end(model: nn.Module) -> int | None:
-    """The position from which on a model verifies no drafts; None if none has been found.
+    """The first position at which a model verifies no drafts; None if none is found.
 
-    A step whose rows all stand before it gives what its rows give one by one. Steps are tried that
-    lie on both sides of the positions that the model's configuration names, with three or four
-    small forwards each.
+    A step whose rows all come before it gives the same as its rows one by one. Trial steps straddle
+    the positions that the model's configuration names, with three or four small forwards each.
     """
     kinds = {type(cache) for cache in parts(make_prompt_cache(model))}
     with_positions = {kind for kind in kinds if issubclass(kind, _WITH_POSITIONS)}
     if not with_positions or not all(issubclass(k, ArraysCache) for k in kinds - with_positions):
-        return None  # no positions, or caches that cannot claim to stand somewhere else
+        return None  # no positions, or caches that cannot claim another position
 
     def error(start: int, sample: int = 0, fill: bool = False) -> float:
         return together(row_error, model, start, sample, fill)
@@ -315,12 +314,12 @@ def draft_end(model: nn.Module) -> int | None:
 
 
 def first_crossing(model: nn.Module) -> int:
-    """The first position that :func:`draft_end` tries: all steps before it are right."""
+    """The first position that :func:`draft_end` tries: all steps before it are correct."""
     return min([*named_positions(model), sparse_crossing(model) or sys.maxsize, sys.maxsize])
 
 
 def _learned_positions(model: nn.Module) -> set[int]:
-    """Where tables of learned positions end (GPT-2's): positions end with them."""
+    """The lengths of tables of learned positions (GPT-2's): no position lies beyond them."""
     return {
         module.weight.shape[0]
         for name, module in model.named_modules()
@@ -330,7 +329,7 @@ def _learned_positions(model: nn.Module) -> set[int]:
 
 
 def _last_true(agrees: Callable[[int], bool], below: int) -> int:
-    """The last end of a step before ``below`` with which it agrees; 0 if there is none."""
+    """The last position before ``below`` at which a step may end and agree; 0 without one."""
     wrong, distance, least = below, 1, _ROWS + len(_PREFIX)
     while (right := wrong - distance) > least and not agrees(right):
         wrong, distance = right, 2 * distance
@@ -343,7 +342,7 @@ def _last_true(agrees: Callable[[int], bool], below: int) -> int:
 
 
 def row_error(model: nn.Module, start: int, sample: int, fill: bool) -> float:
-    """How far the rows of a step lie from what they are if the first and the last come alone.
+    """How much a step's logits change when its first and its last row run alone.
 
     Args:
         model: the target.
@@ -352,20 +351,20 @@ def row_error(model: nn.Module, start: int, sample: int, fill: bool) -> float:
         fill: fill the caches before the step, instead of only setting their offset.
 
     Returns:
-        the greatest difference of two logits, as a share of the logits' spread.
+        the greatest difference between two logits, as a share of the logits' spread.
     """
     return _split_error(model, _context(model, start, fill), sample)
 
 
 def _row_bound(model: nn.Module, sample: int) -> float:
-    """What rounding alone does to :func:`row_error` and :func:`chunk_error`, with room."""
+    """A generous bound for :func:`row_error` and :func:`chunk_error` by rounding alone."""
     spacing = mx.finfo(model(mx.array([[0]]), cache=_trial_caches(model)).dtype).eps
     error = together(row_error, model, len(_PREFIX), sample, False)
     return 4 * error + max(_LEAST_ROUNDING, spacing)
 
 
 def _split_error(model: nn.Module, at_once: list[Any], sample: int) -> float:
-    """As :func:`row_error`, on these caches."""
+    """:func:`row_error` on these caches."""
     apart = copy.deepcopy(at_once)
     tokens = tuple((sample + 1) * (2 * row + 1) % 11 for row in range(_ROWS))
     wide = logits(model, tokens, at_once)
@@ -382,21 +381,24 @@ _DEPTH = len(_BRANCHES[0])
 
 
 def _failing_position(model: nn.Module, end: int | None) -> int | None:
-    """The first position tried at which a branching step differs from its branches in a row.
+    """The first position tried at which a branching step differs from separate branches.
 
-    Steps are tried at the beginning of a context and across all crossings, where positions that
-    are scaled outside RoPE modules show. None if no step differs.
+    Steps are tried at the beginning of a context and across all crossings, which reveal positions
+    that are scaled outside RoPE modules.
 
     Args:
         model: the target, whose caches are all of a kind that verifies trees.
-        end: no step reaches this position; None if there are drafts everywhere.
+        end: no step reaches this position; None without a limit.
+
+    Returns:
+        None if no step differs.
     """
     noise = together(rounding_noise, model)
     if (sparse := sparse_crossing(model)) is not None and (end is None or sparse < end):
-        start = sparse - 1 - _DEPTH  # so that the second branch stands behind it
+        start = sparse - 1 - _DEPTH  # the second branch comes after the crossing
         if not together(tree_agrees, model, start, noise, True):
             return start
-    # Two below each crossing, so that the step's positions lie on both sides of it.
+    # From two below each crossing, the step's positions lie on both sides of it.
     for start in (len(_PREFIX), *(position - 2 for position in crossings(model))):
         inside = end is None or start + 1 + _DEPTH <= end
         if inside and not together(tree_agrees, model, start, noise, False):
@@ -405,10 +407,10 @@ def _failing_position(model: nn.Module, end: int | None) -> int | None:
 
 
 def rounding_noise(model: nn.Module) -> float:
-    """How far rounding moves logits of rows computed together from those of the rows one by one.
+    """How much logits differ by rounding between rows computed together and one by one.
 
-    A greater difference than rounding can make is a fault of the model's, which must not excuse
-    others: then this is the most that rounding makes.
+    A difference too great for rounding is a fault of the model's, which must not excuse other
+    faults. So the result is at most what rounding can do.
     """
     tokens = (*_PREFIX, 1, 5, 2, 6)
     at_once, one_by_one = _trial_caches(model), _trial_caches(model)
@@ -419,7 +421,7 @@ def rounding_noise(model: nn.Module) -> float:
 
 
 def tree_agrees(model: nn.Module, start: int, noise: float, fill: bool) -> bool:
-    """Whether a branching step at this position equals its branches, each in a row.
+    """Whether a branching step at this position gives the same as separate branches.
 
     Args:
         model: the target.
@@ -449,7 +451,7 @@ def tree_agrees(model: nn.Module, start: int, noise: float, fill: bool) -> bool:
 
 
 def _agrees(found: mx.array, expected: mx.array, noise: float) -> bool:
-    """Whether logits differ by no more than rounding; (rows, vocabulary) both."""
+    """Whether logits, (rows, vocabulary) both, differ by no more than rounding."""
     spread = mx.max(expected) - mx.min(expected)
     error = mx.max(mx.abs(found - expected))
     return cast(bool, (error <= 4 * noise + _LEAST_ROUNDING * spread).item())
@@ -463,24 +465,24 @@ _JOINT_STEPS = (((1, 5, 2, 6), (7,), (2, 1)), ((3,), (4, 1), (5,)))
 
 
 def joint_mode(model: nn.Module) -> JointMode:
-    """How several sequences share one forward of the model, from :func:`examine_joint`."""
+    """The mode that :func:`examine_joint` finds for the model."""
     return examine_joint(model, chain_capability(model))[0]
 
 
 def examine_joint(model: nn.Module, capability: Capability) -> tuple[JointMode, str]:
-    """Find out with small forwards how several sequences share one forward of the model.
+    """Find out with small forwards how several sequences can share one forward of the model.
 
-    Sequences with unequal numbers of rows are tried, the first at the beginning of a context and
-    across all crossings, and compared with a forward for each.
+    Joint forwards of sequences with unequal numbers of rows are compared with separate forwards,
+    at the beginning of a context and across all crossings.
 
     Args:
         model: the target.
-        capability: of drafts, from :func:`examine` or :func:`chain_capability`. With PLAIN the
-            rows of one sequence change each other already, and nothing is tried.
+        capability: from :func:`examine` or :func:`chain_capability`. With PLAIN, even the rows of
+            one sequence affect each other, so nothing is tried.
 
     Returns:
-        the cheapest mode that gives each sequence what a forward of its own gives, and in words
-        what keeps the model from a cheaper one.
+        the cheapest mode that gives each sequence the same as a forward of its own, and what keeps
+        the model from a cheaper one, in words.
     """
     if hasattr(model, "leader"):
         return JointMode.ALONE, "the model is split over machines"
@@ -501,10 +503,7 @@ def examine_joint(model: nn.Module, capability: Capability) -> tuple[JointMode, 
 
 
 def _failing_joint(model: nn.Module, mode: JointMode, noise: float) -> int | None:
-    """The first position tried at which a joint forward differs; None if none does.
-
-    The arguments are those of :func:`joint_agrees`.
-    """
+    """The first position tried at which :func:`joint_agrees` is false; None without one."""
     for start in (len(_PREFIX), *(position - 2 for position in crossings(model))):
         if not joint_agrees(model, mode, start, noise):
             return start - len(_PREFIX)
@@ -512,12 +511,12 @@ def _failing_joint(model: nn.Module, mode: JointMode, noise: float) -> int | Non
 
 
 def joint_agrees(model: nn.Module, mode: JointMode, start: int, noise: float) -> bool:
-    """Whether a joint forward gives each sequence what a forward of its own gives.
+    """Whether a joint forward gives each sequence the same as a forward of its own.
 
     Args:
         model: the target.
-        mode: how to join them.
-        start: the position of the first sequence's first row; that of the others is lower.
+        mode: how to join the sequences.
+        start: the position of the first sequence's first row; the others start lower.
         noise: from :func:`rounding_noise`.
     """
     at = [start, len(_PREFIX), max(len(_PREFIX), start // 2)]
@@ -527,7 +526,7 @@ def joint_agrees(model: nn.Module, mode: JointMode, start: int, noise: float) ->
     ]
     apart = copy.deepcopy(contexts)
     recurrent = any(isinstance(part, ArraysCache) for part in parts(contexts[0]))
-    # What a step has left of a state shows in the next one.
+    # Damage to a recurrent state shows in the next step.
     for rows in _JOINT_STEPS if recurrent else _JOINT_STEPS[:1]:
         expected = [logits(model, *own) for own in zip(rows, apart, strict=True)]
         found = _joint_logits(model, mode, rows, at, contexts)
@@ -544,17 +543,17 @@ def _joint_logits(
     at: Sequence[int],
     contexts: Sequence[list[Any]],
 ) -> list[mx.array] | None:
-    """A joint forward.
+    """Run a joint forward.
 
     Args:
         model: the target.
-        mode: how to join.
-        rows: per sequence.
-        at: per sequence the position of its first row.
-        contexts: per sequence its caches.
+        mode: how to join the sequences.
+        rows: per sequence, the tokens of its rows.
+        at: per sequence, the position of its first row.
+        contexts: per sequence, its caches.
 
     Returns:
-        per sequence its logits, (rows, vocabulary); None if the model cannot be run so.
+        per sequence, its logits, (rows, vocabulary); None if the model cannot run in this mode.
     """
     if mode is JointMode.BLOCK:
         for tokens, caches in zip(rows, contexts, strict=True):
@@ -568,7 +567,7 @@ def _joint_logits(
         found = finite(found.astype(mx.float32))
         mx.eval(found)
     except (AttributeError, IndexError, TypeError, ValueError):
-        return None  # the model does more with keys, masks or positions than it is prepared for
+        return None  # the model uses keys, masks or positions in ways that joint forwards lack
     return [found[span] for span in spans]
 
 
@@ -578,15 +577,15 @@ def _joint_logits(
 def examine_chunks(
     model: nn.Module, capability: Capability, end: int | None
 ) -> tuple[int | None, str]:
-    """Find out with a few forwards whether prompts of the model may run in any chunks.
+    """Find out with a few forwards whether the model's prompts may run in chunks of any size.
 
     Args:
         model: the target.
         capability, end: from :func:`examine`. Rows that differ in a draft differ in a chunk, too.
 
     Returns:
-        the length in positions up to which a prompt gives the same in whatever chunks it runs, None
-        if every prompt does; and the reason in words.
+        the longest prompt, in positions, that gives the same in any chunks, None without a limit;
+        and the reason in words.
     """
     if capability is Capability.PLAIN:
         return 0, _ROWS_DIFFER
@@ -607,7 +606,7 @@ def _windows_depend_on_chunks(model: nn.Module) -> bool:
 
 
 def chunk_error(model: nn.Module, sample: int) -> float:
-    """As :func:`row_error`, on mlx-lm's own caches, whose windows are full.
+    """:func:`row_error` on mlx-lm's own caches, with full windows.
 
     Args:
         model: the target.
@@ -619,7 +618,7 @@ def chunk_error(model: nn.Module, sample: int) -> float:
         if isinstance(part, RotatingKVCache) and part.keys is not None:
             size, held = part.max_size, part.keys.shape[2]
             keys, values = (_filled(own, max(0, size - held)) for own in (part.keys, part.values))
-            # One position among thousands would hardly show: those that go first weigh more.
+            # One position among thousands would not show: the first that drop out weigh more.
             weights = mx.where(mx.arange(keys.shape[2]) < 2 * _ROWS, size / (2 * _ROWS), 1)
             values = (values * weights[:, None]).astype(values.dtype)
             part.state = keys, values, 2 * size, part.keep, size, keys.shape[2]

@@ -1,8 +1,8 @@
-"""Compiling constraints so that none can end this process, or keep it busy for long.
+"""Compiles constraints; none of them can crash this process or keep it busy for long.
 
-What would take long while generating is refused by its text. Then a constraint is compiled in
-another process, which may crash and is killed at a limit of time or memory. Only what that process
-survives is compiled here, on a stack that is twice as large.
+A constraint that would slow generation down is refused by its text. The others are first compiled
+in another process, which may crash and has limits of time and memory. Constraints that it survives
+are compiled here, on a stack twice as large.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ..errors import OptionError
 from . import compiling_process
 from .constraint import ONE_LINE, Constraint
 
-# llguidance's own limits, except for the grammar's size (compiling optional properties takes time
-# that grows with its cube: a second for 2000 of them), the automaton's states (a kilobyte or two
-# each), and errors, which would repeat the output.
+# These are llguidance's defaults, with three exceptions: the grammar's size (compile time grows
+# with the cube of the optional properties: a second for 2000 of them), the automaton's states (one
+# or two kilobytes each), and verbose errors, which would repeat the output.
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,  # some 20 ms
     "step_lexer_fuel": 200_000,  # some 15 ms
@@ -37,11 +37,11 @@ _LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 _SECONDS = 2.0  # of CPU time
-_MEMORY = 512 << 20  # bytes; on Linux of address space, of which the process starts with 100 MB
-_STACK = 8 << 20  # bytes: enough for a thousand references in a chain
+_MEMORY = 512 << 20  # bytes; on Linux of address space, where the process starts with 100 MB
+_STACK = 8 << 20  # bytes: enough for a chain of a thousand references
 
 _MOST_REPETITIONS = 50_000  # each takes a state of the automaton: max_lexer_states
-_LONGEST_TEXT = 20_000  # fixed characters; with this many, each mask before them takes 12 ms
+_LONGEST_TEXT = 20_000  # fixed characters: with this many, each mask before them takes 12 ms
 _LEAST = re.compile(r'"(?:min(?:Length|Items|Properties))"\s*:\s*(\d+)')
 _IN_REGEX = re.compile(r"\\.|\[(?:[^]\\]|\\.)*\]?|\{(\d+)", re.DOTALL)
 _IN_GRAMMAR = re.compile(r'"(?:[^"\\\n]|\\.)*"?|(?:#|//)[^\n]*|\\.|[{~]\s*(\d+)')
@@ -53,7 +53,7 @@ _CAUSES: dict[int, str] = {
 }
 
 Outline = dict[str, Any]
-"""What the other process needs of a tokenizer, as JSON holds it."""
+"""The parts of a tokenizer that the other process needs, as JSON values."""
 
 
 def outline_of(size: int, ends: Sequence[int], special: Mapping[int, bytes]) -> Outline:
@@ -62,7 +62,7 @@ def outline_of(size: int, ends: Sequence[int], special: Mapping[int, bytes]) -> 
     Args:
         size: the number of its ids.
         ends: the ids that end an output.
-        special: by id, the tokens without text, which grammars may name.
+        special: the tokens without text, which grammars may name, by id.
     """
     texts = {token: text.decode("latin-1") for token, text in special.items()}
     return {"size": size, "ends": ends, "special": texts}
@@ -71,16 +71,16 @@ def outline_of(size: int, ends: Sequence[int], special: Mapping[int, bytes]) -> 
 def compiled(
     constraint: Constraint, tokens: llguidance.LLTokenizer, outline: Outline
 ) -> llguidance.LLMatcher:
-    """A matcher at the constraint's beginning, whose first mask has been computed.
+    """Compile a constraint into a matcher at its beginning, and compute the first mask.
 
     Args:
-        constraint: what the output has to be.
-        tokens: the model's.
-        outline: of these tokens.
+        constraint: what the output must satisfy.
+        tokens: the model's tokens.
+        outline: the outline of these tokens.
 
     Raises:
-        OptionError: the constraint is invalid, takes too much to compile or follow, or nothing
-            satisfies it.
+        OptionError: the constraint is invalid or unsatisfiable, or costs too much to compile or
+            follow.
     """
     check_bounds(constraint)
     definition = tried(constraint, outline)
@@ -88,12 +88,12 @@ def compiled(
     def compile() -> llguidance.LLMatcher:
         limits = llguidance.LLParserLimits(**_LIMITS)
         matcher = llguidance.LLMatcher(tokens, definition, log_level=0, limits=limits)
-        if not matcher.is_error():  # the first mask shows what the definition does not
+        if not matcher.is_error():  # the first mask reveals errors that the definition does not
             matcher.compute_bitmask()
         return matcher
 
     with _changing_stack_size:
-        # That of all threads to come: another's that begins now has a larger one than it needs.
+        # The size applies to all new threads: one that another thread starts now gets it, too.
         usual = threading.stack_size(2 * _STACK)
         try:
             thread = ThreadPoolExecutor(1)
@@ -111,12 +111,10 @@ _changing_stack_size = threading.Lock()
 
 
 def check_bounds(constraint: Constraint) -> None:
-    """Refuse a constraint that compiles soon and takes long to follow.
-
-    All of it takes linear time whatever the text.
+    """Refuse a constraint that compiles quickly but is slow to follow; takes linear time.
 
     Raises:
-        OptionError: it fixes a text that is too long, or requires too many repetitions.
+        OptionError: it contains a fixed text that is too long, or requires too many repetitions.
     """
     text = constraint.text
     if constraint.kind == "regex":
@@ -128,25 +126,25 @@ def check_bounds(constraint: Constraint) -> None:
         except (ValueError, RecursionError) as error:
             raise _refusal(constraint, error) from error
         numbers = [number for pattern in patterns for number in _IN_REGEX.findall(pattern)]
-    else:  # whose schemas may be written with escapes
+    else:  # a grammar; schemas in it may use escapes
         text = re.sub(r"\\u00([2-7][0-9a-fA-F])", lambda code: chr(int(code[1], 16)), text)
         longest = max(map(len, re.split(r"[|\n]", text)))
         numbers = _IN_GRAMMAR.findall(text)
     if longest > _LONGEST_TEXT:
         raise OptionError(
-            f"the {constraint.noun} cannot be used: it fixes a text of {longest:,} characters, or "
-            f"has a part as long without an alternative; {_LONGEST_TEXT:,} are the most"
+            f"the {constraint.noun} cannot be used: it contains a fixed text, or a part without "
+            f"alternatives, of {longest:,} characters; use {_LONGEST_TEXT:,} at most"
         )
     for number in numbers + _LEAST.findall(text):
         if len(number) > 18 or int(number or 0) > _MOST_REPETITIONS:
             raise OptionError(
-                f"the {constraint.noun} cannot be used: {number[:18]} is the least number of "
-                f"repetitions of something, which takes too much; use {_MOST_REPETITIONS:,} at most"
+                f"the {constraint.noun} cannot be used: it requires at least {number[:18]} "
+                f"repetitions; require {_MOST_REPETITIONS:,} at most"
             )
 
 
 def _texts_of(schema: str) -> tuple[int, list[str]]:
-    """The characters of the longest text that a schema fixes, and its regular expressions."""
+    """The length of a schema's longest fixed text, and its regular expressions."""
     objects: list[dict[str, Any]] = []
     json.loads(schema, object_hook=lambda one: objects.append(one) or one)  # type: ignore[func-returns-value]
 
@@ -158,7 +156,7 @@ def _texts_of(schema: str) -> tuple[int, list[str]]:
     patterns += members("patternProperties", dict)
     texts = [*map(json.dumps, members("enum", list)), *members("properties", dict)]
     texts += [branch for pattern in patterns for branch in pattern.split("|")]
-    # One constant may follow the other, and all that is between them may be fixed, too.
+    # Constants may follow one another, with only fixed text between them.
     constants = sum(len(json.dumps(one["const"])) for one in objects if "const" in one)
     return max(constants, max(map(len, texts), default=0)), patterns
 
@@ -170,10 +168,10 @@ def tried(constraint: Constraint, outline: Outline) -> str:
         its definition in llguidance's form.
 
     Raises:
-        OptionError: llguidance refuses it, or crashes or takes too much while it compiles it.
+        OptionError: llguidance refuses the constraint, crashes, or exceeds a limit.
     """
     if getattr(sys, "frozen", False):  # the executable is not a Python that could run a file
-        raise OptionError("constraints are compiled by another Python process: install mlxspec")
+        raise OptionError("constraints need another Python process: install mlxspec with pip")
     request = {
         "path": os.path.dirname(os.path.dirname(llguidance.__file__)),
         "kind": constraint.kind,
@@ -192,7 +190,7 @@ def tried(constraint: Constraint, outline: Outline) -> str:
             input=json.dumps(request).encode(),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # an interrupt at the terminal is not meant for it
+            start_new_session=True,  # keep an interrupt at the terminal from it
             check=False,
         )
     except OSError as error:
@@ -201,7 +199,7 @@ def tried(constraint: Constraint, outline: Outline) -> str:
             f"({error.strerror}): end other programs, or use no constraint"
         ) from error
     if done.returncode:
-        crash = f"compiling it crashes (status {done.returncode}), as it does where references or "
+        crash = f"compiling it crashes (status {done.returncode}), usually because references or "
         cause = _CAUSES.get(-done.returncode, crash + "nesting are too deep; make it flatter")
         raise OptionError(f"the {constraint.noun} cannot be used: {cause}")
     definition, problem = json.loads(done.stdout)
@@ -211,7 +209,7 @@ def tried(constraint: Constraint, outline: Outline) -> str:
 
 
 def in_one_line(message: object) -> str:
-    """An error of llguidance, without its pictures of the place."""
+    """An error of llguidance in one line, without the excerpt that points to the place."""
     lines = [" ".join(line.split()) for line in str(message).splitlines()] or [""]
     reasons = [line for line in lines[1:] if line.startswith("error:")]
     return " ".join([lines[0], *reasons[:1]])

@@ -1,8 +1,8 @@
-"""The process in which a constraint is tried out; :mod:`mlxspec.engine.compiling` starts it.
+"""The process that tries a constraint; :mod:`mlxspec.engine.compiling` starts it.
 
-It is run as a file and imports nothing of mlxspec, so that it starts soon. Its input is JSON, the
-arguments of :func:`main`; its output is a JSON list of the constraint's definition and llguidance's
-error. A constraint that crashes or takes too much kills it.
+It runs as a file and imports nothing of mlxspec, to start quickly. It reads the arguments of
+:func:`main` as JSON, and writes a JSON list of the constraint's definition and llguidance's error.
+A constraint that crashes or exceeds a limit kills it.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ def main(path: str, seconds: float, memory: int, stack: int, **constraint: Any) 
     """Try a constraint within limits, and end this process.
 
     Args:
-        path: the directory that has llguidance.
-        seconds: of CPU time that compiling may take.
-        memory: bytes that the process may take.
-        stack: bytes of the stack on which it compiles.
+        path: the directory that contains llguidance.
+        seconds: the CPU time that compiling may take.
+        memory: the bytes that the process may take.
+        stack: the bytes of the compiling thread's stack.
         constraint: arguments of :func:`tried`.
     """
     sys.path.append(path)
-    import llguidance  # noqa: F401 (not within the limit of time)
+    import llguidance  # noqa: F401 (before the time limit starts)
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform == "linux":  # other systems ignore it
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         most = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
         resource.setrlimit(resource.RLIMIT_AS, (most, hard))
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which the parent may have ignored,
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # or blocked
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the parent may have ignored it,
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # or blocked it
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
     def answer() -> None:
@@ -53,7 +53,7 @@ def main(path: str, seconds: float, memory: int, stack: int, **constraint: Any) 
     threading.stack_size(stack)
     threading.Thread(target=answer).start()
     least = _peak()
-    while True:  # for systems without that limit; the other thread ends the process
+    while True:  # for systems without RLIMIT_AS; the other thread ends the process
         if _peak() - least > memory:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.02)
@@ -62,16 +62,16 @@ def main(path: str, seconds: float, memory: int, stack: int, **constraint: Any) 
 def tried(
     kind: str, text: str, lead: str, json_format: Any, outline: Any, limits: Any
 ) -> tuple[str, str]:
-    """Convert a constraint, and compile it up to the first choice that it leaves.
+    """Convert a constraint, and compile it up to the first token that it leaves open.
 
     Args:
         kind, text, lead: as in :class:`mlxspec.engine.constraint.Constraint`.
-        json_format: llguidance's options for the white space of JSON.
+        json_format: llguidance's options for white space in JSON.
         outline: arguments of :class:`OutlinedTokenizer`.
-        limits: llguidance's.
+        limits: llguidance's limits.
 
     Returns:
-        the definition, and llguidance's error, which is empty if there is none.
+        the definition, and llguidance's error, or "".
     """
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
@@ -94,20 +94,20 @@ def tried(
     matcher = LLMatcher(tokens, definition, log_level=0, limits=LLParserLimits(**limits))
     if not matcher.is_error():
         matcher.compute_bitmask()
-    if not matcher.is_error():  # as far as there is no choice, which generating gets to anyway
+    if not matcher.is_error():  # consume the forced tokens, as every generation does
         matcher.try_consume_tokens(matcher.compute_ff_tokens())
     return definition, matcher.get_error()
 
 
 class OutlinedTokenizer:
-    """A tokenizer with only the special tokens of another, which grammars may name, and all bytes.
+    """A stand-in for the model's tokenizer: its special tokens, which grammars may name, and bytes.
 
-    The other tokens hardly matter for the time and memory of compiling.
+    The other tokens barely affect the time and memory of compiling.
 
     Args:
-        size: the number of the other's ids; those of the bytes come after them.
+        size: the number of the model's ids; the ids of the bytes follow them.
         ends: the ids that end an output.
-        special: by id, in decimal, the text of a special token, a character for each byte.
+        special: the text of each special token, a character per byte, by the id in decimal.
     """
 
     bos_token_id = None

@@ -1,6 +1,6 @@
-"""What an output has to be: valid under a JSON Schema, or in the language of a regex or grammar.
+"""Constraints on an output: a JSON Schema, a regular expression or a grammar.
 
-Knows no MLX and no grammar engine; :mod:`mlxspec.engine.grammar` turns it into masks of tokens.
+Imports neither MLX nor a grammar engine; :mod:`mlxspec.engine.grammar` makes token masks of them.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import Any, Literal, NamedTuple
 
 from ..errors import OptionError
 
-_LONGEST = 1_000_000  # characters of a schema, regex or grammar
+_LONGEST = 1_000_000  # characters in a schema, regex or grammar
 _MOST_CHOICES = 10_000
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """What a whole output has to be.
+    """A constraint that the whole output satisfies.
 
     Make one with :meth:`json_schema`, :meth:`json_object`, :meth:`regex`, :meth:`grammar` or
-    :meth:`choice`. What the library llguidance cannot guarantee is refused when a generation is
-    asked for, not before.
+    :meth:`choice`. A constraint that the library llguidance cannot guarantee is refused when a
+    generation starts, not before.
 
     Attributes:
         kind: the language of ``text``; a "grammar" is Lark or GBNF.
         text: a JSON Schema, a regular expression or a grammar.
-        lead: a regular expression; what may come before the output proper.
+        lead: a regular expression for the text that may precede the constrained output.
 
     Raises:
         OptionError: the text is too long.
@@ -41,26 +41,26 @@ class Constraint:
     def __post_init__(self) -> None:
         if len(self.text) > _LONGEST:
             raise OptionError(
-                f"the {self.noun} has {len(self.text):,} characters: {_LONGEST:,} are the most"
+                f"the {self.noun} has {len(self.text):,} characters: use {_LONGEST:,} at most"
             )
 
     @property
     def noun(self) -> str:
-        """What messages call it."""
+        """The constraint's name in messages."""
         return {"json_schema": "JSON schema", "regex": "regex"}.get(self.kind, "grammar")
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Constraint:
-        """JSON that is valid under a schema, on one line, with ``", "`` and ``": "`` between.
+        """JSON that is valid under a schema, on one line, with separators ``", "`` and ``": "``.
 
-        Objects have their properties in the order of the schema. A key ``x-guidance`` of the schema
-        with ``{"whitespace_flexible": true}`` leaves white space to the model.
+        Objects have their properties in the schema's order. The key ``x-guidance`` in the schema,
+        with ``{"whitespace_flexible": true}``, leaves white space to the model.
 
         Args:
-            schema: of JSON Schema, 2020-12 or before; as an object or as JSON.
+            schema: a JSON Schema, 2020-12 or older, as an object or as JSON.
 
         Raises:
-            OptionError: it is not an object, or too long.
+            OptionError: the schema is not an object, or too long.
         """
         if isinstance(schema, str):
             cls("json_schema", schema)  # refuses a long text before it is parsed
@@ -86,19 +86,19 @@ class Constraint:
 
     @classmethod
     def regex(cls, pattern: str) -> Constraint:
-        """A text that a regular expression matches as a whole.
+        """A text that a regular expression matches from beginning to end.
 
-        The syntax is that of Rust's crate ``regex``: without look-around and back-references.
+        The syntax is that of Rust's ``regex`` crate, without look-around and back-references.
         """
         return cls("regex", pattern)
 
     @classmethod
     def grammar(cls, text: str) -> Constraint:
-        """A text of a context-free grammar.
+        """A text that a context-free grammar generates.
 
         Args:
-            text: in llguidance's variant of Lark, whose start symbol is ``start``, or in the GBNF
-                of llama.cpp, whose start symbol is ``root``.
+            text: the grammar, in llguidance's variant of Lark (start symbol ``start``) or in
+                llama.cpp's GBNF (start symbol ``root``).
         """
         return cls("grammar", text)
 
@@ -112,12 +112,12 @@ class Constraint:
         if not choices or not all(isinstance(one, str) for one in choices):
             raise OptionError("choices must be a list of one text or more")
         if len(choices) > _MOST_CHOICES:
-            raise OptionError(f"there are {len(choices)} choices: {_MOST_CHOICES} are the most")
+            raise OptionError(f"there are {len(choices)} choices: use {_MOST_CHOICES} at most")
         return cls.regex("|".join(map(re.escape, choices)))
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """The output's one phase."""
+        """The output's only phase."""
         return (Phase(self),)
 
 
@@ -125,10 +125,10 @@ class Phase(NamedTuple):
     """A part of an output.
 
     Attributes:
-        constraint: what the rest of the output has to be; None where it is free text.
-        exits: tokens that lead to another phase, by its number: in free text anywhere, otherwise
-            instead of the phase's first token.
-        may_end: whether the output may end in free text.
+        constraint: what the rest of the output must satisfy; None for free text.
+        exits: tokens that start another phase, with its number. In free text they may come
+            anywhere, otherwise only as the phase's first token.
+        may_end: whether the output may end in this phase, if it is free text.
     """
 
     constraint: Constraint | None = None
@@ -137,7 +137,7 @@ class Phase(NamedTuple):
 
 
 class Phases(NamedTuple):
-    """An output in several phases: reasoning before the answer, text before a call of a tool."""
+    """An output in several phases, such as reasoning before the answer."""
 
     phases: tuple[Phase, ...]
 

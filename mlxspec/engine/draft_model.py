@@ -23,19 +23,19 @@ class DraftModelDrafter(Drafter):
     """Drafts a chain of another model's most likely tokens.
 
     (Leviathan, Kalman, Matias, "Fast Inference from Transformers via Speculative Decoding",
-    ICML 2023, arXiv 2211.17192; drafts are greedy here, and the target accepts those that are
-    its own choices.) The draft model has a KV cache of its own, which is cut back when drafts
-    are rejected. As the second of a :class:`mlxspec.CombinedDrafter` it drafts nothing whenever
-    the first has a draft.
+    ICML 2023, arXiv 2211.17192. Here drafts are greedy, and the target accepts a token if it
+    would have chosen the same.) The draft model has its own KV cache, which is cut back when
+    drafts are rejected. As the second drafter of a :class:`mlxspec.CombinedDrafter` it drafts
+    only when the first has no draft.
 
     Args:
         model: an mlx-lm model with the target's tokenizer.
-        num_draft_tokens: how many tokens to draft at most; mlx-lm's default.
+        num_draft_tokens: the most tokens to draft; the default is mlx-lm's.
         prompt_cache: caches of the draft model to continue; see ``loan``.
 
     Raises:
         OptionError: ``num_draft_tokens`` is below 1, or the cache has too few layers.
-        PromptCacheError: the cache is another model's.
+        PromptCacheError: another model made the cache.
     """
 
     branching = False
@@ -51,18 +51,18 @@ class DraftModelDrafter(Drafter):
             raise OptionError(f"num_draft_tokens is {num_draft_tokens}: draft at least 1 token")
         self.model = model
         self.num_draft_tokens = num_draft_tokens
-        # Only the caches matter: a difference by rounding costs a draft at most.
+        # Nothing is tried: rows that differ cost a draft at most.
         self._capability = capability_with(make_prompt_cache(model), Capability.CHAIN)
         self._vocab_size = vocabulary_size(model)
         self.begun = False
         """Whether a generation has begun."""
         self.loan: Loan | None = None
-        """Of ``prompt_cache``, which holds prompt and output when the generation has ended."""
+        """The loan of ``prompt_cache``, which holds prompt and output after the generation."""
         if prompt_cache is not None:
             self.loan = Loan(lent_caches(prompt_cache, model), model)
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Start a generation, with a prefill of the draft model."""
+        """Start a generation: prefill the draft model."""
         self.begun = True
         self._target = self.loan.take(self._new_target) if self.loan else self._new_target()
         self._start = self._target.length
@@ -72,7 +72,7 @@ class DraftModelDrafter(Drafter):
 
     def propose(self, max_depth: int) -> DraftTree:
         count = min(max_depth, self.num_draft_tokens)
-        # Lazy: all are read at once, after the last one was dispatched.
+        # Lazy: all tokens are read at once, after the last forward was dispatched.
         drafted: list[mx.array] = []
         if count > 0:
             rows = mx.array(self._unseen())
@@ -108,7 +108,7 @@ class DraftModelDrafter(Drafter):
         return self._readable(self._context[self._target.length - self._start :])
 
     def _readable(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens, with 0 for those that the target's padding has beyond the draft model's."""
+        """The tokens, with 0 for ids in the target's padding that the draft model lacks."""
         return [token if token < self._vocab_size else 0 for token in tokens]
 
     def _cut(self, length: int) -> None:
@@ -117,8 +117,8 @@ class DraftModelDrafter(Drafter):
             self._target.truncate(min(self._target.length, self._start + length))
 
     def _next_token(self, tokens: mx.array) -> mx.array:
-        """Run tokens, (rows,), and return the most likely one after them, (1,)."""
-        tree = DraftTree.chain(0, [0] * (len(tokens) - 1))  # of as many rows; its ids do not matter
+        """Run tokens, (rows,), and return the most likely next one, (1,)."""
+        tree = DraftTree.chain(0, [0] * (len(tokens) - 1))  # only its size matters
         with mx.stream(generation_stream):
             logits = self._target.forward(tokens, tree)
             token = mx.argmax(logits[-1:], axis=-1)
@@ -131,9 +131,9 @@ def check_vocabularies(draft_model: nn.Module, vocab_size: int, tokenizer_size: 
     """Refuse a draft model that cannot have the target's tokenizer.
 
     Args:
-        draft_model: the drafter.
+        draft_model: the model that drafts.
         vocab_size: the number of token ids that the target knows, padding included.
-        tokenizer_size: the number of tokens of its tokenizer.
+        tokenizer_size: the number of tokens in the target's tokenizer.
 
     Raises:
         OptionError: the draft model lacks tokens, or has many that the target lacks.

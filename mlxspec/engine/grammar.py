@@ -1,7 +1,7 @@
-"""Constraints as masks of tokens: which may come next, along a draft tree, and which must.
+"""Constraints as token masks: which tokens may come next at each node of a draft, and which must.
 
-The library llguidance parses. A state follows the output by one matcher, which is moved along the
-branches of a draft and back, so that every row of a step has the mask of its own context.
+The library llguidance parses. One matcher follows the output. For a draft, it moves along each
+branch and back, so every row of a step gets the mask of its own context.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from ..models.detokenizer import token_bytes
 from .compiling import compiled, in_one_line, outline_of
 from .constraint import Constraint, Phase, Phases
 
-_KEPT = 64  # compiled constraints of a tokenizer
+_KEPT = 64  # compiled constraints per tokenizer
 _WORD = 32  # tokens in a word of a mask
-_MOST_FORCED = 1024  # tokens, since each step asks again, and the forced text can have any length
+_MOST_FORCED = 1024  # tokens: forced text can have any length, and each step asks again
 
-_ANCHOR = "☺"  # which is part of no other token
+_ANCHOR = "☺"  # no token merges it with what follows
 _UNKNOWN = "\ufffd".encode()
 
 
 class Vocabulary:
-    """A model's tokens as llguidance takes them, and the constraints compiled for them.
+    """A model's tokens in llguidance's form, and the constraints compiled for them.
 
     Args:
         tokenizer: the model's, of any kind.
         vocab_size: the number of token ids that the model knows.
 
     Raises:
-        OptionError: the tokenizer has no token that ends an output, or none for a character.
+        OptionError: the tokenizer lacks a token that ends an output, or one for some character.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper, vocab_size: int) -> None:
@@ -49,7 +49,7 @@ class Vocabulary:
                 "constraint: the tokenizer has no token that ends an output; set eos_token_ids"
             )
         own = tokenizer.eos_token_id
-        if own in self.ends:  # the one that the model was trained to end with
+        if own in self.ends:  # first the one that the model was trained with
             self.ends.sort(key=lambda token: token != own)
         special = _special_tokens(tokenizer, vocab_size) | {*self.ends}
         known = min(vocab_size, len(tokenizer))
@@ -75,11 +75,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: TokenizerWrapper, vocab_size: int) -> Vocabulary:
-        """That of a tokenizer, which keeps it.
-
-        Raises:
-            OptionError: as for the class.
-        """
+        """The vocabulary of a tokenizer, which keeps it; raises as the class does."""
         key = vocab_size, frozenset(tokenizer.eos_token_ids)
         kept = getattr(tokenizer, "_mlxspec_vocabulary", None)
         if kept is None or kept[0] != key:
@@ -89,10 +85,10 @@ class Vocabulary:
         return found
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text that goes on a line; they stand for exactly its bytes.
+        """Encode a text that continues a line, as tokens of exactly its bytes.
 
-        The tokenizer's own where it has such: alone, or after a sign that keeps it from putting a
-        space in front.
+        The tokenizer's own encoding is preferred: of the text alone, or after an anchor that keeps
+        the tokenizer from inserting a space.
         """
         wanted = text.encode()
         ids = self._encode(text)
@@ -106,16 +102,12 @@ class Vocabulary:
         return known and b"".join(self._texts[token] for token in ids) == text
 
     def matcher(self, constraint: Constraint) -> llguidance.LLMatcher:
-        """At the beginning; to be copied.
-
-        Raises:
-            OptionError: the constraint is not sound, or cannot be kept, or is too large.
-        """
+        """A matcher at the beginning of a constraint; raises as :func:`compiled` does."""
         return self.compiled(constraint).deep_copy()
 
 
 class _Tokens:
-    """What llguidance wants to know of a tokenizer."""
+    """The tokenizer that llguidance calls."""
 
     bos_token_id = None
 
@@ -126,12 +118,12 @@ class _Tokens:
         self._vocabulary = vocabulary
 
     def __call__(self, text: bytes) -> list[int]:
-        # While it is made, llguidance's tokenizer encodes a test text and ignores the result.
+        # llguidance's constructor encodes a test text and ignores the result.
         return self._vocabulary.encode(text.decode()) if hasattr(self._vocabulary, "tokens") else []
 
 
 def _special_tokens(tokenizer: TokenizerWrapper, vocab_size: int) -> set[int]:
-    """Tokens without text: control tokens, and markers of reasoning and calls."""
+    """Tokens without text: control tokens, and markers of reasoning and tool calls."""
     special = {*tokenizer.all_special_ids}
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special |= {token for token, one in added.items() if getattr(one, "special", False)}
@@ -149,36 +141,36 @@ def _markers(tokenizer: TokenizerWrapper) -> list[int | None]:
 
 
 def token_of(tokenizer: TokenizerWrapper, marker: str) -> int | None:
-    """The one token that a marker is; None where it is several."""
+    """The token of a marker; None if it is not a single token."""
     token: int | None = tokenizer.get_vocab().get(marker)
     return token
 
 
 def _bytes_of(tokenizer: TokenizerWrapper, token: int) -> bytes:
     text = token_bytes(tokenizer, token)
-    return b"" if _UNKNOWN in text else text  # part of a character, whose bytes are unknown
+    return b"" if _UNKNOWN in text else text  # part of a character, with unknown bytes
 
 
 def _encoder(tokenizer: TokenizerWrapper) -> Callable[[str], list[int]]:
-    """Ids of a text as it is, in any thread."""
+    """A function that encodes a text as it is, in any thread."""
     backend = getattr(tokenizer._tokenizer, "backend_tokenizer", None)
     if backend is None:
         return lambda text: list(tokenizer.encode(text, add_special_tokens=False))
-    own = copy.deepcopy(backend)  # settings of the tokenizer's own change while others use it
+    own = copy.deepcopy(backend)  # others may change the settings of the tokenizer's own
     own.no_padding()
     own.no_truncation()
     return lambda text: list(own.encode(text, add_special_tokens=False).ids)
 
 
 class Grammar:
-    """A constraint that is compiled for a vocabulary; for any number of generations.
+    """A constraint compiled for a vocabulary, for any number of generations.
 
     Args:
-        constraint: what outputs have to be.
+        constraint: what outputs must satisfy.
         vocabulary: the model's.
 
     Raises:
-        OptionError: the constraint is not sound, or cannot be kept, or is too large.
+        OptionError: as for :func:`mlxspec.engine.compiling.compiled`.
     """
 
     def __init__(self, constraint: Constraint | Phases, vocabulary: Vocabulary) -> None:
@@ -200,20 +192,20 @@ class Grammar:
 
 
 class _Compiled(NamedTuple):
-    """A phase, and the matcher at its beginning, if it has a constraint."""
+    """A phase, and a matcher at its beginning, if it has a constraint."""
 
     phase: Phase
     matcher: llguidance.LLMatcher | None
 
 
 class _Place(NamedTuple):
-    """Where in a grammar an output is.
+    """An output's place in a grammar.
 
     Attributes:
-        phase: the one that it is in.
-        matcher: of the phase's constraint; None in free text.
+        phase: the current phase.
+        matcher: the matcher of the phase's constraint; None in free text.
         fresh: whether the phase's first token is still to come.
-        ended: the output has ended.
+        ended: whether the output has ended.
     """
 
     phase: Phase
@@ -223,10 +215,10 @@ class _Place(NamedTuple):
 
 
 class GrammarState:
-    """How far an output has come.
+    """Follows an output through a grammar.
 
-    Between two calls it is after the last accepted token, whatever was looked at meanwhile. All
-    methods raise an OptionError where following the constraint takes more than is allowed.
+    Between two calls, its place is after the last accepted token, even if it has checked drafts.
+    All methods raise an OptionError if the constraint takes too much to follow.
     """
 
     def __init__(self, grammar: Grammar) -> None:
@@ -236,17 +228,17 @@ class GrammarState:
         self._vocab_size = grammar.vocabulary.vocab_size
         self._place = self._beginning_of(0)
         self._path: list[tuple[_Place, bool]] = []
-        """Per token looked at the place before it, and whether the matcher has consumed it."""
+        """Per unaccepted token, the place before it, and whether the matcher consumed it."""
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Go on along tokens that were chosen under the masks."""
+        """Advance along tokens that were chosen under the masks."""
         for token in tokens:
             if not self._advance(token):
                 raise OptionError(f"the constraint does not allow the token {token}")
         self._path.clear()
 
     def forced(self) -> tuple[int, ...]:
-        """The tokens that must come next whatever the model predicts; empty if it has a choice."""
+        """The tokens that must come next, whatever the model predicts; empty if it has a choice."""
         phase, matcher, fresh, ended = self._place
         if matcher is None or ended or (fresh and phase.exits):
             return ()
@@ -264,11 +256,11 @@ class GrammarState:
         return tree.kept([may_come for _, may_come in self._walk(tree.tokens, tree.parents)])
 
     def masks(self, tree: DraftTree) -> mx.array | None:
-        """Which tokens may come after each node.
+        """Which tokens may follow each node.
 
         Returns:
-            bool, (rows, vocabulary); all of them after a node that may not come itself. None
-            where all may come after all nodes.
+            bool, (rows, vocabulary), all True after a node that is not allowed itself. None if all
+            tokens may follow all nodes.
         """
         words = np.full((len(tree), -(-self._vocab_size // _WORD)), -1, dtype=np.int32)
         masked = [
@@ -282,12 +274,12 @@ class GrammarState:
         return bits.reshape(len(tree), -1)[:, : self._vocab_size].astype(mx.bool_)
 
     def _walk(self, tokens: Sequence[int], parents: Sequence[int]) -> Iterator[tuple[int, bool]]:
-        """Be at each node of a draft in turn, then at the root again.
+        """Visit each node of a draft, then return to the root.
 
         Yields:
-            each node, and whether it may come; if not, the state is somewhere above it.
+            each node, and whether it is allowed; if not, the state is somewhere above it.
         """
-        ways: list[list[int] | None] = [[]]  # from the root to each node that may come
+        ways: list[list[int] | None] = [[]]  # from the root to each allowed node
         here: list[int] = []
         try:
             yield 0, True
@@ -311,7 +303,7 @@ class GrammarState:
         return _Place(phase, matcher.deep_copy() if matcher else None)
 
     def _advance(self, token: int) -> bool:
-        """Go on by a token; False, and no change, where it may not come."""
+        """Advance by a token, or return False without a change if it is not allowed."""
         place = self._place
         phase, matcher, fresh, ended = place
         # A draft may hold any integer; an id that the model lacks would break the matcher.
@@ -342,7 +334,7 @@ class GrammarState:
         self._place = place
 
     def _mask_into(self, words: np.ndarray) -> bool:
-        """Write which tokens may come, a bit each; returns whether any may not."""
+        """Write which tokens may come next, a bit each; return whether any may not."""
         phase, matcher, fresh, ended = self._place
         if ended:
             return False
@@ -372,7 +364,7 @@ def _bit(token: int) -> int:
 
 
 def _check(matcher: llguidance.LLMatcher) -> None:
-    """Raise what has gone wrong with a matcher."""
+    """Raise an error if a matcher has failed or is stuck."""
     if matcher.is_error():
         raise OptionError(
             f"the constraint takes too much to follow ({in_one_line(matcher.get_error())}): "

@@ -1,16 +1,15 @@
 """A joint forward: from the rows of several sequences to their logits.
 
-The rows of all sequences stand side by side in the model's row dimension, so a layer computes what
-it does to each row by itself for all at once. The file follows a forward from the outside to the
-inside:
+The rows of all sequences are concatenated in the model's row dimension, so operations on single
+rows run once for all sequences. The file follows a forward inwards:
 
 1. :class:`Joint` concatenates the rows, with a position each, and runs the model.
-2. The model finds one :class:`JointCache` or :class:`JointStates` a layer instead of the caches.
-   With a JointCache, attention is computed for each sequence over its own cache. With
-   JointStates, a recurrent block runs once for each number of rows.
-   (:mod:`mlxspec.engine.patches` makes attention and blocks ask these.)
-3. Where caches of several sequences stand in slots, attention over :class:`SlotRows` is one call
-   for all plain steps.
+2. Each layer gets one :class:`JointCache` or :class:`JointStates` in place of its caches. A
+   JointCache computes attention for each sequence over its own cache. JointStates run a recurrent
+   block once for each number of rows. (:mod:`mlxspec.engine.patches` makes attention and recurrent
+   blocks call them.)
+3. If caches of several sequences are in slots, attention over :class:`SlotRows` is one call for
+   all plain steps.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ from .patches import forward_at, install
 from .tape import Tape
 from .target import Capability, Target
 
-# Contexts in slots are padded to the longest. Attention may then read at most _MOST_PADDING times
-# what it needs, plus _SHORT positions.
+# Contexts in slots are padded to the longest one. Attention may read at most _MOST_PADDING times
+# the positions that it needs, plus _SHORT.
 _MOST_PADDING, _SHORT = 2, 4096
 
-# The overhead of one more call of attention, as rows times positions of a usual layer
-# (32 heads of 128): some ten operations on a CPU, a launch on a GPU.
+# The overhead of another call of attention, as rows times positions of a typical layer (32 heads of
+# 128): some ten operations on a CPU, a launch on a GPU.
 _CALL = 1024
 
 
@@ -46,23 +45,23 @@ class JointMode(enum.Enum):
     """How several sequences share one forward of a model, the cheapest first."""
 
     SPLIT = "joint"
-    """Attention is computed for each sequence by itself."""
+    """Attention is computed separately for each sequence."""
 
     BLOCK = "joint with a block mask"
-    """The model computes attention in its own way: over the keys of all sequences, which are
-    copied together, with a mask that hides the other sequences'."""
+    """The model computes attention in its own way, over the concatenated keys of all sequences,
+    with a mask that hides the sequences from each other."""
 
     ALONE = "one at a time"
-    """A forward takes the rows of one sequence."""
+    """Each sequence has forwards of its own."""
 
 
 class JointRows(NamedTuple):
     """The rows of one sequence in a joint forward.
 
     Attributes:
-        target: of the sequence.
+        target: the sequence's.
         tokens: (len(tree),), as for :meth:`Target.forward`.
-        tree: the rows.
+        tree: the tree whose nodes are the rows.
     """
 
     target: Target
@@ -83,22 +82,22 @@ class Joint:
         self.mode = mode
         self._slots: list[Slots] = []
         self._seated: list[Target] = []
-        """The targets whose caches stand in slots, in the order of these."""
+        """The targets with caches in slots, in the order of the slots."""
         self._in_slots_only = False
-        """Whether these have no other caches."""
+        """Whether these targets have no other caches."""
         install(model)
 
     def takes(self, target: Target) -> bool:
-        """Whether a target's rows can be in a forward with those of others."""
-        # Keys that are copied together have to be of one kind; and models that compute attention
-        # in their own way hardly ever take quantised ones.
+        """Whether a target can share a forward with others."""
+        # Concatenated keys must be of one kind, and models that compute attention in their own way
+        # rarely take quantised ones.
         return self.mode is JointMode.SPLIT or not target.quantized
 
     def prefill(self, prompts: Sequence[tuple[Target, Sequence[int]]]) -> None:
-        """Put prompt tokens of several sequences into their caches in one forward.
+        """Prefill several sequences in one forward.
 
         Args:
-            prompts: per sequence its target, with ``prefills_jointly``, and the tokens.
+            prompts: per sequence, its target, with ``prefills_jointly``, and the tokens.
         """
         positions = [target.length + n for target, tokens in prompts for n in range(len(tokens))]
         rows = [mx.array(list(tokens)) for _, tokens in prompts]
@@ -110,7 +109,7 @@ class Joint:
         """Run the rows of several sequences, without waiting for the result.
 
         Returns:
-            lazy logits, (rows of all, vocabulary), and per member its rows, without those of
+            lazy logits, (rows of all, vocabulary), and per member the slice of its rows, without
             pending tokens.
         """
         trees = {target: _with_pending(target, tree) for target, _, tree in members}
@@ -149,17 +148,17 @@ class Joint:
         in_slots: SlotRows | None = None,
         tape: Tape | None = None,
     ) -> tuple[mx.array, list[slice]]:
-        """One forward.
+        """Run one forward.
 
         Args:
             tokens: per sequence, (rows,).
-            positions: of all rows.
-            caches: per sequence its caches, one a layer.
-            in_slots: the rows of the first sequences, whose caches stand in slots in this order.
-            tape: notes the calls that lead to states.
+            positions: the positions of all rows.
+            caches: per sequence, its caches, one per layer.
+            in_slots: the rows of the first sequences, if their caches are in slots, in this order.
+            tape: records the calls that lead to recurrent states.
 
         Returns:
-            lazy logits, (rows of all, vocabulary), and per sequence its rows.
+            lazy logits, (rows of all, vocabulary), and per sequence the slice of its rows.
         """
         ends = list(itertools.accumulate(map(len, tokens)))
         spans = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
@@ -174,9 +173,9 @@ class Joint:
         return logits.reshape(len(rows), -1), spans
 
     def join(self, target: Target) -> None:
-        """Move a target's caches into slots next to the others' if that saves time.
+        """Move a target's caches into slots if that saves time.
 
-        It may take part in :meth:`forward` in any case.
+        The target may take part in :meth:`forward` in any case.
         """
         layers = [cache for cache in target.cache if type(cache) is TreeKVCache]
         lengths = [target.length, *(other.length for other in self._seated)]
@@ -206,7 +205,7 @@ class Joint:
         """Remove a target.
 
         Args:
-            keep: whether it gets caches of its own again; otherwise it cannot be used any more.
+            keep: give it caches of its own again; otherwise it can no longer be used.
         """
         if target not in self._seated:
             return
@@ -221,7 +220,7 @@ class Joint:
         self._cut_slots()
 
     def _cut_slots(self) -> None:
-        """Free the memory of sequences that have left, if it is much."""
+        """Free the memory of sequences that have left, if that is much."""
         held = [
             cache.offset
             for target in self._seated
@@ -237,20 +236,20 @@ class Joint:
 
 
 def _held(target: Target) -> int:
-    """How many positions a target's caches hold."""
+    """The number of positions that a target's caches hold."""
     return target.length - len(target.pending)
 
 
 def _with_pending(target: Target, tree: DraftTree) -> DraftTree:
-    """The rows of a forward over a tree, pending ones included."""
+    """The rows of a forward over a tree, including those of pending tokens."""
     if not target.pending:
         return tree
-    tokens = (*target.pending, *tree.tokens)  # no draft branches where tokens are pending
+    tokens = (*target.pending, *tree.tokens)  # a target with pending tokens takes chains only
     return DraftTree.chain(tokens[0], tokens[1:])
 
 
 def _unseated(cache: Any) -> Any:
-    """A cache of its own with the same content."""
+    """A cache with the same content outside the slots."""
     if not isinstance(cache, SlotKVCache):
         return cache
     own = TreeKVCache()
@@ -265,7 +264,7 @@ def _of_layer(
     in_slots: SlotRows | None,
     tape: Tape | None,
 ) -> Any:
-    """The stand-in for the caches of one layer; the arguments are those of JointCache."""
+    """Make the stand-in for one layer's caches; takes the arguments of JointCache."""
     if isinstance(members[0], CacheList):
         lists = zip(*(member.caches for member in members), strict=True)
         return CacheList(*(_of_layer(each, spans, mode, in_slots, tape) for each in lists))
@@ -276,17 +275,17 @@ def _of_layer(
 
 
 class JointCache:
-    """Stands in for the caches of one layer, and for the keys and values in them.
+    """Stands in for the caches of one layer, and for their keys and values.
 
     Args:
-        members: per sequence its cache.
-        spans: per sequence its rows.
+        members: per sequence, its cache.
+        spans: per sequence, the slice of its rows.
         mode: the model's.
-        in_slots: the rows of the first sequences, whose caches stand in slots.
+        in_slots: the rows of the first sequences, if their caches are in slots.
     """
 
     offset = 0
-    """Rows have absolute positions."""
+    """0, since rows have absolute positions."""
 
     def __init__(
         self,
@@ -301,10 +300,10 @@ class JointCache:
         self._mode = mode
         self._in_slots = in_slots
         self._entries: list[tuple[Any, Any]] = []
-        """Keys and values of each sequence that is served by itself."""
+        """The keys and values of each sequence whose attention is computed alone."""
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
-        """The masks for :meth:`attend`, or one that hides the sequences from each other."""
+        """The masks for :meth:`attend`; with BLOCK, one that hides sequences from each other."""
         masks = [
             cache.make_mask(
                 span.stop - span.start, return_array=return_array, window_size=window_size
@@ -316,13 +315,13 @@ class JointCache:
         return [self._in_slots.mask(window_size), *masks] if self._in_slots else masks
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """Append each sequence's rows to its cache; the keys and values that rows may see."""
+        """Append each sequence's rows to its cache; return the visible keys and values."""
         if self._in_slots:
             self._in_slots.write(self._seated[0][0].slots, keys, values)
             for cache, span in self._seated:
                 cache.offset += span.stop - span.start
-        # All write before the first one reads: a view of a slot in use would make the next write
-        # copy the whole array.
+        # All write before the first reads: with a view of a slot in use, the next write would copy
+        # the whole array.
         for cache, span in self._alone:
             cache.update_and_fetch(keys[:, :, span], values[:, :, span])
         self._entries = [cache.keys_and_values() for cache, _ in self._alone]
@@ -330,7 +329,7 @@ class JointCache:
 
     @property
     def state(self) -> tuple[Any, Any]:
-        """What the last :meth:`update_and_fetch` returned; layers may share it."""
+        """The result of the last :meth:`update_and_fetch`, which layers may share."""
         if self._mode is JointMode.SPLIT:
             return self, self
         keys, values = zip(*self._entries, strict=True)
@@ -349,9 +348,9 @@ class JointCache:
         """Attention of each sequence over its own keys and values.
 
         Args:
-            attention: mlx-lm's function; its other arguments follow.
-            queries: of all rows, (1, heads, rows, head_dim).
-            mask: from :meth:`make_mask`, or one for each sequence.
+            attention: mlx-lm's function; the other arguments are its own.
+            queries: the queries of all rows, (1, heads, rows, head_dim).
+            mask: from :meth:`make_mask`, or one mask for every sequence.
 
         Returns:
             what ``attention`` returns, for all rows.
@@ -370,7 +369,7 @@ class JointCache:
 
 
 def _block(masks: Sequence[mx.array]) -> mx.array:
-    """One mask from those of all sequences, (rows of all, entries of all)."""
+    """Combine the masks of all sequences into one, (rows of all, entries of all)."""
     width = sum(mask.shape[-1] for mask in masks)
     rows, start = [], 0
     for mask in masks:
@@ -381,23 +380,23 @@ def _block(masks: Sequence[mx.array]) -> mx.array:
 
 
 class StateRead(TypeError):
-    """A block has read the states of several sequences, and has to run on a batch of them."""
+    """A block reads states itself, so it must run on batches of sequences."""
 
 
 _readers: set[Callable[..., Any]] = set()
-"""The blocks that have turned out to read states themselves."""
+"""The blocks that are known to read states themselves."""
 
 
 class JointStates:
     """Stands in for the recurrent states of one layer.
 
-    A state goes from row to row, so the rows of several sequences cannot follow each other in a
-    block. Those of sequences with equally many rows become a batch.
+    A state passes from row to row, so a block cannot run the rows of several sequences one after
+    another. Sequences with the same number of rows form a batch.
 
     Args:
-        members: per sequence its cache.
-        spans: per sequence its rows; together they are all rows of the forward, in order.
-        tape: of the forward, if it has one.
+        members: per sequence, its cache.
+        spans: per sequence, the slice of its rows; together all rows of the forward, in order.
+        tape: the forward's, if it has one.
     """
 
     def __init__(
@@ -413,30 +412,30 @@ class JointStates:
             ([member for member, _ in batch], mx.array([[*own] for _, own in batch]))
             for batch in batches.values()
         ]
-        """The caches of each, and their rows, (sequences, rows of each), among those of all."""
+        """Per batch, its caches, and the indices of their rows, (sequences, rows of each)."""
         self._n_rows = spans[-1].stop
         order = [row for batch in batches.values() for _, own in batch for row in own]
         self._places = mx.array(np.argsort(order))
-        """Where each row stands among those of the batches, one batch after another."""
+        """Each row's index among the rows of all batches."""
 
     def make_mask(self, N: int) -> None:
-        """A batch has no padding to be hidden."""
+        """None: a batch has no padding to hide."""
 
     def __getitem__(self, index: int) -> Any:
-        raise StateRead("the states of several sequences must be read one by one")
+        raise StateRead("run this block on one batch of sequences at a time")
 
     def run_block(
         self, block: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]
     ) -> Any:
-        """Call a block: for each batch, if it reads states itself, and does not just pass them on.
+        """Call a block: once per batch if it reads states itself, otherwise once.
 
         Args:
-            block: returns an array, or several.
-            args, named: its arguments. One is this object; arrays of all rows, (1, rows, …), are
-                divided, and others passed on.
+            block: returns one or more arrays.
+            args, named: its arguments, one of which is this object. Arrays of all rows,
+                (1, rows, …), are split into batches; other arguments are passed on.
 
         Returns:
-            as the block, for all rows.
+            the block's result for all rows.
         """
         if block not in _readers:
             try:
@@ -462,9 +461,9 @@ class JointStates:
         """A block's argument for one batch.
 
         Args:
-            states: of the batch.
-            rows: (sequences, rows of each), among the rows of all.
-            argument: as the block got it.
+            states: the batch's.
+            rows: the indices of its rows, (sequences, rows of each).
+            argument: the block's argument for all rows.
         """
         if argument is self:
             return states
@@ -473,13 +472,13 @@ class JointStates:
         return argument
 
     def _gathered(self, outputs: Sequence[mx.array]) -> mx.array:
-        """The rows of all, (1, rows, …), from the batches' (sequences, rows of each, …)."""
+        """Put the batches' outputs, (sequences, rows of each, …), in order, (1, rows, …)."""
         rows = [output.reshape(-1, *output.shape[2:]) for output in outputs]
         return mx.concatenate(rows)[self._places][None]
 
 
 def _joined(members: Sequence[ArraysCache]) -> ArraysCache:
-    """The states of a batch, one after another along the first axis."""
+    """The states of a batch, concatenated along the first axis."""
     joined = ArraysCache(len(members[0].cache))
     joined.cache = [
         None if arrays[0] is None else mx.concatenate(list(arrays))
@@ -489,17 +488,17 @@ def _joined(members: Sequence[ArraysCache]) -> ArraysCache:
 
 
 class SlotRows:
-    """The rows of plain steps whose caches stand in slots: one row in each slot.
+    """The rows of plain steps with caches in slots: one row per slot.
 
     Args:
-        lengths: per slot, how many positions its cache holds.
-        slots: those that have a row. These are the first rows of the forward, in this order.
-        all_in_slots: whether all members of the forward stand in slots, and all their layers.
+        lengths: per slot, the number of positions that its cache holds.
+        slots: the slots that have a row. These are the forward's first rows, in this order.
+        all_in_slots: whether all layers of all members of the forward are in slots.
 
     Attributes:
-        longest: how many positions the longest context has with its row.
-        are_batch: whether the rows stand in the model's batch dimension: one of each slot, and no
-            others. That saves moving them there and back in each layer.
+        longest: the number of positions of the longest context, including its row.
+        are_batch: whether the rows, one per slot and no others, lie in the model's batch
+            dimension. That saves moving them there and back in each layer.
     """
 
     def __init__(self, lengths: Sequence[int], slots: Sequence[int], all_in_slots: bool) -> None:
@@ -510,7 +509,7 @@ class SlotRows:
         self.are_batch = all_in_slots and self._all_used
         self._lengths = mx.array(list(lengths))[:, None]
         if not self._all_used:
-            # A slot without a row gets any other's; the result is dropped.
+            # A slot without a row gets any other row, and the result is dropped.
             rows = np.searchsorted(slots, range(len(lengths)))
             self._row_of_slot = mx.array(np.minimum(rows, len(slots) - 1))
             self._used = mx.array(list(slots))
@@ -520,13 +519,13 @@ class SlotRows:
     def of(
         cls, seated: Sequence[tuple[int, DraftTree | None]], all_in_slots: bool
     ) -> SlotRows | None:
-        """The rows to serve together; None if serving each sequence by itself takes less time.
+        """The rows to compute together; None if computing each sequence alone takes less time.
 
-        Sequences with drafts are served by themselves.
+        Sequences with drafts are computed alone.
 
         Args:
-            seated: per slot how many positions its cache holds, and the tree of its rows, or None
-                if it takes no part.
+            seated: per slot, the number of positions that its cache holds, and the tree of its
+                rows, or None if it takes no part.
             all_in_slots: as for the class.
         """
         lengths = [length for length, _ in seated]
@@ -537,21 +536,21 @@ class SlotRows:
         return cls(lengths, slots, all_in_slots)
 
     def write(self, slots: Slots, keys: mx.array, values: mx.array) -> None:
-        """Append rows of all, (1, heads, rows, dim), to a layer's slots.
+        """Append all rows, (1, heads, rows, dim), to a layer's slots.
 
-        A slot without a row gets an entry, too: it is never read, and the slot's own next row
+        A slot without a row gets an entry, too. Nothing reads it, and the slot's own next row
         overwrites it.
         """
         places = self._lengths[:, None, :, None]
         slots.write(places, self.longest, self.spread(keys), self.spread(values))
 
     def held(self, slots: Slots) -> tuple[mx.array, mx.array]:
-        """A layer's keys and values, with the rows of this forward."""
+        """A layer's keys and values, including the rows of this forward."""
         held = slice(self._n_slots), slice(None), slice(self.longest)
         return slots.keys[held], slots.values[held]
 
     def spread(self, rows: mx.array) -> mx.array:
-        """Rows of all, (1, heads, rows, dim), as (slots, heads, 1, dim)."""
+        """All rows, (1, heads, rows, dim), as (slots, heads, 1, dim)."""
         if self.are_batch:
             return rows
         each = rows.transpose(2, 1, 0, 3)
@@ -565,10 +564,10 @@ class SlotRows:
         return each.transpose(2, 1, 0, 3)
 
     def mask(self, window_size: int | None) -> mx.array:
-        """What rows attend to, (slots, 1, 1, longest); made once for all layers.
+        """The rows' mask, (slots, 1, 1, longest); made once for all layers.
 
         Args:
-            window_size: how many positions a row sees, its own included; None for all.
+            window_size: the number of positions that a row sees, including its own; None for all.
         """
         if window_size not in self._masks:
             entries = mx.arange(self.longest)

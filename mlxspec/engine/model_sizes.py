@@ -1,6 +1,6 @@
-"""Sizes of a model: its context length, positions where rules change, memory of its caches.
+"""A model's sizes: its context length, the positions where rules change, and its caches' memory.
 
-The first part reads the configuration; :func:`cache_kinds` looks at the caches of a small forward.
+The first part reads the configuration; :func:`cache_kinds` reads the caches of a small forward.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _LENGTH_NAMES = (
     "model_max_length",
 )
 _SCALING_NAMES = ("rope_scaling", "rope_parameters")
-_EXTENDING = ("linear", "dynamic", "yarn")  # and not llama3, longrope: their lengths are extended
+_EXTENDING = ("linear", "dynamic", "yarn")  # llama3 and longrope state the extended length
 _WORDS = ("position", "window", "chunk", "ctx", "context", "seq", "length", "floor_scale")
-_LONGEST_KNOWN = 2**15  # of a model whose configuration states no longest context
+_LONGEST_KNOWN = 2**15  # if the configuration states no context length
 _NUMBERS = range(16, 2**30)  # an offset has 31 bits
-_LONGEST_FILLED = 2**13  # entries of all layers are held for a moment
-_ENDLESS = 1e18  # some tokenizers state 1e30 where there is no bound
+_LONGEST_FILLED = 2**13  # all layers hold this many entries for a moment
+_ENDLESS = 1e18  # some tokenizers state 1e30 for no limit
 
 
 def context_length(model: nn.Module) -> int | None:
-    """The longest context in tokens that the model's configuration states, or None if it has none.
+    """The longest context, in tokens, that the model's configuration states, or None.
 
-    If RoPE scaling extends the context of a finished model, the extended length counts.
+    If RoPE scaling extends the context of a finished model, this is the extended length.
     """
     args = _settings(model)
     for settings in (args, _setting(args, "text_config")):
@@ -65,16 +65,13 @@ def named_positions(model: nn.Module) -> set[int]:
 
 
 def crossings(model: nn.Module) -> list[int]:
-    """Positions across which trial steps are put: named ones, and powers of two.
-
-    These go up to the model's longest context.
-    """
+    """Positions that trial steps straddle: named ones, and powers of two within the context."""
     longest = min(context_length(model) or _LONGEST_KNOWN, _NUMBERS.stop - 1)
     return sorted(named_positions(model) | {2**k for k in range(4, longest.bit_length())})
 
 
 def sparse_crossing(model: nn.Module) -> int | None:
-    """A length at which attention that picks blocks or positions leaves some out; None without it.
+    """A length at which sparse attention leaves out some positions; None without such attention.
 
     It is a multiple of the blocks' size, unless that would be very long.
     """
@@ -87,7 +84,7 @@ def sparse_crossing(model: nn.Module) -> int | None:
 
 
 def _extended(stated: float, settings: Any) -> float:
-    """The length after RoPE scaling, if the scaling extends it."""
+    """The context length after RoPE scaling."""
     scalings = (_setting(settings, name) for name in _SCALING_NAMES)
     scaling = next(filter(None, scalings), None)
     if not isinstance(scaling, dict) or _setting(settings, "rope_local_base_freq"):
@@ -102,7 +99,7 @@ def _extended(stated: float, settings: Any) -> float:
 
 
 def _numbers(settings: Any, wanted: Callable[[str], bool]) -> set[int]:
-    """All numbers under a wanted name, however deep."""
+    """All numbers with a wanted name, at any depth."""
     found = set()
     left = [("", settings)]
     while left:
@@ -123,12 +120,12 @@ def _settings(model: nn.Module) -> Any:
 
 
 def _setting(settings: Any, name: str) -> Any:
-    """A value from a dict, or from one of mlx-lm's classes of settings; None without it."""
+    """A value from a dict, or from one of mlx-lm's settings classes; None if missing."""
     return settings.get(name) if isinstance(settings, dict) else getattr(settings, name, None)
 
 
 def _number(value: Any) -> float | None:
-    """A number that can count tokens, or None."""
+    """The value if it can be a number of tokens, or None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return value if 1 <= value < _ENDLESS else None
@@ -136,15 +133,14 @@ def _number(value: Any) -> float | None:
 
 @dataclass(frozen=True)
 class CacheKind:
-    """Caches of one model that grow alike.
+    """A model's caches that grow in the same way.
 
     Attributes:
         name: the class.
-        count: how many there are.
-        positions: how many one holds at most; None where it holds all, or is a state.
-        bytes_per_position: what one position takes in one cache, for a kind that grows.
-        state_bytes: the size of one cache, for a kind that stays the same however long the
-            context is.
+        count: the number of caches.
+        positions: the most positions that one holds; None if it holds all, or is a state.
+        bytes_per_position: the memory of one position in one cache, for a kind that grows.
+        state_bytes: the size of one cache, for a kind whose size does not depend on the context.
     """
 
     name: str
@@ -157,14 +153,14 @@ class CacheKind:
 def cache_kinds(
     model: nn.Module, options: CacheOptions | None = None, quantized: bool = False
 ) -> list[CacheKind]:
-    """A model's caches by their kinds.
+    """A model's caches by kind.
 
     The graph of a small forward is built for the shapes and never evaluated.
 
     Args:
         model: an mlx-lm model.
-        options: of the caches.
-        quantized: the caches as they are once they have been quantised as the options say.
+        options: the caches' options.
+        quantized: return the caches as they are after quantisation.
     """
     options = options or CacheOptions()
     caches = make_prompt_cache(model, options.max_kv_size)

@@ -1,6 +1,6 @@
 """The parameters of a generation: how to sample, and how much memory its caches may take.
 
-Knows no MLX, so that the command line makes its options from these fields at once.
+Does not import MLX, so the command line can make its options from these fields quickly.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
 LogitsProcessor = Callable[["mx.array", "mx.array"], "mx.array"]
-"""From the context's tokens, (length,), and the logits after it, (1, vocabulary), to logits."""
+"""Maps the context's tokens, (length,), and the logits after it, (1, vocabulary), to new logits."""
 
 Sampler = Callable[["mx.array"], "mx.array"]
-"""From log-probabilities, (1, vocabulary), to the token, (1,)."""
+"""Maps log-probabilities, (1, vocabulary), to the chosen token, (1,)."""
 
 _Function = TypeVar("_Function", bound="Callable[..., mx.array]")
 
-_COLDEST = 1e-30  # what a logit difference is divided by without leaving float32
+_COLDEST = 1e-30  # logit differences divided by this stay within float32
 
 
 def pure(function: _Function) -> _Function:
-    """Say of a logits processor or a sampler that it depends on its arguments alone.
+    """Declare that a logits processor or a sampler depends on its arguments alone.
 
-    Then it may be asked about tokens that turn out to be wrong, and so the output can be
-    drafted. What mlx-lm's ``make_logits_processors`` and ``make_sampler`` return is known to be
-    pure. A sampler that draws from MLX's random state is pure, too.
+    Such a function may be called for draft tokens that turn out to be wrong, so mlxspec can draft
+    with it. The results of mlx-lm's ``make_logits_processors`` and ``make_sampler`` need no
+    declaration. A sampler that draws from MLX's random state is pure, too.
 
     Args:
-        function: called with the arguments that it is given; keeps nothing between calls.
+        function: a processor or sampler that keeps nothing between calls.
 
     Returns:
-        what to pass in its place. ``@mlxspec.pure`` above a function does the same.
+        the function to pass instead. ``@mlxspec.pure`` above a function does the same.
     """
     return _Pure(function)  # type: ignore[return-value]
 
 
 class _Pure(Generic[_Function]):
-    # A type, and no attribute of the function: functools.wraps would copy that to a wrapper.
+    # A class, since functools.wraps would copy an attribute of the function to impure wrappers.
 
     def __init__(self, function: _Function) -> None:
         self._function = function
@@ -58,58 +58,58 @@ def _is_pure(function: object) -> bool:
     """Whether a processor or sampler is marked as pure, or made by mlx-lm."""
     from mlx_lm import sample_utils
 
-    if isinstance(function, FunctionType):  # and nothing that forwards a function's attributes
+    if isinstance(function, FunctionType):  # not an object that forwards its attributes
         return function.__globals__ is vars(sample_utils)
     return isinstance(function, _Pure)
 
 
 def _option(default: Any, metavar: str, help: str) -> Any:
-    """A field that is an option of the command line, too; see :mod:`mlxspec.cli.common.options`."""
+    """A field that is also a command-line option; see :mod:`mlxspec.cli.common.options`."""
     return field(default=default, metadata={"metavar": metavar, "help": help})
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the target picks a token; the names, meanings and order of effects are mlx-lm's.
+    """How the target picks a token. Names, meanings and the order of effects are mlx-lm's.
 
-    The logits after each token go through the logit bias, the penalties and the logits
-    processors, become log-probabilities, and above temperature 0 are filtered by top-p, min-p,
-    XTC and top-k and divided by the temperature.
+    The logit bias, the penalties and the logits processors change the logits, which then become
+    log-probabilities. Above temperature 0, these are filtered by top-p, min-p, XTC and top-k, and
+    divided by the temperature.
 
     Attributes:
         temp: temperature; 0 takes the most likely token.
         top_p: keep the smallest set of tokens with this much probability; 0 and 1 keep all.
         top_k: keep this many tokens; 0 keeps all.
         min_p: keep tokens with at least this share of the best one's probability; 0 keeps all.
-        seed: with the position of a token, determines its random numbers. None draws a seed
+        seed: determines a token's random numbers, together with its position. None draws a seed
             from MLX's random state for each generation.
-        min_tokens_to_keep: this many of the best tokens are kept by ``min_p``.
-        xtc_probability: how often, from 0 to 1, XTC drops the likeliest tokens.
-        xtc_threshold: XTC drops all but the least likely of the tokens with more probability
-            than this, 0 to 0.5.
+        min_tokens_to_keep: ``min_p`` keeps at least this many of the best tokens.
+        xtc_probability: how often XTC drops the likeliest tokens, from 0 to 1.
+        xtc_threshold: of the tokens with more probability than this, 0 to 0.5, XTC drops all but
+            the least likely.
         xtc_special_tokens: ids that XTC never drops, usually line breaks and end tokens.
-        logit_bias: by token id, what is added to its logit; minus infinity forbids it.
-        repetition_penalty: divides positive logits of tokens that the context holds, multiplies
-            negative ones (Keskar et al. 2019, arXiv 1909.05858); None or 0 for none.
-        repetition_context_size: how many of the context's last tokens count, prompt included;
-            0 for all.
-        presence_penalty: subtracted from the logit of each token that the context holds.
+        logit_bias: a number to add to a token's logit, by token id; minus infinity forbids the
+            token.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in the
+            context (Keskar et al. 2019, arXiv 1909.05858); None or 0 for none.
+        repetition_context_size: the number of the context's last tokens that count, including
+            the prompt's; 0 for all.
+        presence_penalty: subtracted once from the logit of each token in the context.
         presence_context_size: as ``repetition_context_size``.
-        frequency_penalty: subtracted from a token's logit for each time the context holds it.
+        frequency_penalty: subtracted from a token's logit for each occurrence in the context.
         frequency_context_size: as ``repetition_context_size``.
         logits_processors: called in order, after bias and penalties, with the context and the
-            logits after it. One that counts its calls, or follows a grammar as the output grows,
-            is called as mlx-lm calls it, once for each token and in order; so nothing is drafted
-            with it. One that depends on its arguments alone is better marked with
-            :func:`mlxspec.pure`: then drafts are verified with it, each token of a draft in its
-            own context. mlx-lm's own need no mark.
+            logits after it. A processor is called as mlx-lm calls it, once per token and in
+            order, so nothing is drafted. Mark it with :func:`mlxspec.pure` if it depends on its
+            arguments alone: then it is also called for draft tokens, each with its own context.
+            mlx-lm's own processors need no mark.
         sampler: picks the token instead of temperature and filters; called and marked like
-            processors. What it draws from MLX's random state is keyed by seed and position, and
-            the state is as before after it. So ``mx.random.seed`` makes samples repeatable, but
-            they are others than mlx-lm draws from that seed.
+            processors. Its draws from MLX's random state depend on seed and position alone, and
+            the state is restored afterwards. So ``mx.random.seed`` makes samples repeatable, but
+            mlx-lm draws different ones from that seed.
 
     Raises:
-        OptionError: a value is outside its range, or a sampler comes with what it replaces.
+        OptionError: a value is out of range, or a sampler comes with options that it replaces.
     """
 
     temp: float = _option(0.0, "T", "Temperature; 0 is greedy.")
@@ -121,7 +121,7 @@ class SamplingParams:
     min_tokens_to_keep: int = _option(1, "N", "--min-p keeps the best N.")
     xtc_probability: float = _option(0.0, "P", "How often XTC drops the likeliest tokens, 0 to 1.")
     xtc_threshold: float = _option(
-        0.1, "P", "XTC drops the tokens above this probability but the least likely of them."
+        0.1, "P", "XTC drops the tokens above this probability, except the least likely of them."
     )
     xtc_special_tokens: Sequence[int] = ()
     logit_bias: Mapping[int, float] | None = _option(
@@ -130,7 +130,7 @@ class SamplingParams:
     repetition_penalty: float | None = _option(
         None,
         "F",
-        "Divide positive logits of tokens that occurred by F, multiply negative ones; 0 is off.",
+        "Divide positive and multiply negative logits of tokens that occurred by F; 0 is off.",
     )
     repetition_context_size: int = _option(
         20, "N", "The repetition penalty counts the last N tokens, prompt included; 0 counts all."
@@ -142,7 +142,7 @@ class SamplingParams:
         20, "N", "The presence penalty counts the last N tokens, prompt included; 0 counts all."
     )
     frequency_penalty: float | None = _option(
-        None, "X", "Subtract X for each time that a token occurred."
+        None, "X", "Subtract X from a token's logit for each time it occurred."
     )
     frequency_context_size: int = _option(
         20, "N", "The frequency penalty counts the last N tokens, prompt included; 0 counts all."
@@ -154,7 +154,7 @@ class SamplingParams:
         _check(self)
         if self.temp != 0 and not _COLDEST <= self.temp < math.inf:
             raise OptionError(
-                f"temp is {self.temp}: choose 0 (greedy), or a finite number from {_COLDEST} on"
+                f"temp is {self.temp}: choose 0 (greedy), or a finite number from {_COLDEST} up"
             )
         for token, bias in (self.logit_bias or {}).items():
             if not isinstance(bias, SupportsFloat) or not float(bias) < math.inf:
@@ -165,12 +165,12 @@ class SamplingParams:
             value = getattr(self, own.name)
             if own.name in _REPLACED_BY_SAMPLER and value != own.default:
                 raise OptionError(
-                    f"{own.name} is {value}, but a sampler replaces it: pass one of them"
+                    f"{own.name} is {value}, but a sampler replaces it: pass one or the other"
                 )
 
     @property
     def allows_drafts(self) -> bool:
-        """Whether processors and sampler may be asked about tokens that turn out to be wrong."""
+        """Whether processors and sampler may be called for tokens that turn out to be wrong."""
         own = [*(self.logits_processors or ()), *filter(None, [self.sampler])]
         return all(map(_is_pure, own))
 
@@ -189,18 +189,18 @@ _REPLACED_BY_SAMPLER = {
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """What bounds the memory of KV cache and prefill; the names and meanings are mlx-lm's.
+    """Limits on the memory of KV cache and prefill. Names and meanings are mlx-lm's.
 
     Attributes:
         kv_bits: bits of a quantised key or value; None does not quantise.
-        kv_group_size: how many of them share a scale.
-        quantized_kv_start: how many positions are cached before quantisation begins.
-        max_kv_size: cache at most this many positions: the first 4 and the latest. Models that
-            bring a cache of their own (sliding windows, state) ignore it, as in mlx-lm.
-        prefill_step_size: how many prompt tokens are processed at a time.
+        kv_group_size: the number of values that share a scale.
+        quantized_kv_start: the number of positions that are cached before quantisation begins.
+        max_kv_size: cache at most this many positions: the first 4 and the latest. Models with
+            a cache of their own (sliding windows, states) ignore it, as in mlx-lm.
+        prefill_step_size: the number of prompt tokens per forward.
 
     Raises:
-        OptionError: a value is outside its range.
+        OptionError: a value is out of range.
     """
 
     kv_bits: int | None = _option(None, "N", "Quantise the KV cache to N bits.")
@@ -209,8 +209,8 @@ class CacheOptions:
     max_kv_size: int | None = _option(
         None,
         "N",
-        "Cache N positions at most, the first 4 and the latest, where the model's own cache has "
-        "no bound.",
+        "Cache N positions at most, the first 4 and the latest, unless the model's own cache is "
+        "bounded.",
     )
     prefill_step_size: int = 2048
 
@@ -219,7 +219,7 @@ class CacheOptions:
 
     @property
     def quantized_at(self) -> int:
-        """The length at which mlx-lm quantises the cache of every prompt at least that long.
+        """The prompt length from which mlx-lm quantises the cache during the prefill.
 
         It does so after the first chunk that reaches ``quantized_kv_start``. The caches of shorter
         prompts are quantised at the end of the prompt or later.
@@ -252,7 +252,7 @@ _CHOICES = {"kv_bits": (2, 3, 4, 5, 6, 8), "kv_group_size": (32, 64, 128)}
 
 
 def _check(params: SamplingParams | CacheOptions) -> None:
-    """Refuse values of a wrong type, and those outside the range of their field."""
+    """Refuse values of a wrong type or out of range."""
     for own in fields(params):
         value: Any = getattr(params, own.name)
         kind, _, optional = str(own.type).partition(" | ")

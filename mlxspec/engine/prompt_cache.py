@@ -1,4 +1,4 @@
-"""mlx-lm's prompt caches: lent by a caller, continued by a generation, and given back."""
+"""mlx-lm's prompt caches: borrowed from a caller, continued by a generation, and returned."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _MLX_LM_CLASSES: dict[type, Any] = {
     WindowKVCache: RotatingKVCache,
 }
 _JUDGED = {*_MLX_LM_CLASSES.values(), ArraysCache}
-"""Classes whose content after one token shows what they hold after many."""
+"""Classes whose shapes after one token are known for any number of tokens."""
 
 _lock = threading.RLock()
-"""Held while caches change hands. One for all caches, and reentrant: a generation that is garbage
-collected gives its caches back wherever the collector runs, in here too."""
+"""Held while caches are borrowed or returned. There is one for all caches, and it is reentrant: a
+garbage-collected generation returns its caches wherever the collector runs, here too."""
 
 
 def lent_caches(prompt_cache: Sequence[Any], model: nn.Module) -> list[Any]:
-    """The caches of a prompt cache that a model takes; a draft model's may follow them.
+    """A model's caches in a prompt cache; a draft model's caches may follow them.
 
     Args:
         prompt_cache: from ``mlx_lm.models.cache.make_prompt_cache``, empty or not.
@@ -47,7 +47,7 @@ def lent_caches(prompt_cache: Sequence[Any], model: nn.Module) -> list[Any]:
 
     Raises:
         OptionError: the cache was made for a model with fewer layers.
-        PromptCacheError: it holds keys and values of another model.
+        PromptCacheError: the cache holds another model's keys and values.
     """
     needed = len(make_prompt_cache(model))
     if len(prompt_cache) < needed:
@@ -57,7 +57,7 @@ def lent_caches(prompt_cache: Sequence[Any], model: nn.Module) -> list[Any]:
         )
     lent = list(prompt_cache[:needed])
     with _lock:
-        # Those of an unfinished generation are checked when this one takes them over.
+        # An unfinished generation's caches are checked when this generation takes them over.
         if any(type(cache) is _LentCache for cache in lent):
             return lent
         held = [copy.copy(cache) for cache in lent]
@@ -71,30 +71,30 @@ def _check_shapes(held: Sequence[Any], model: nn.Module) -> None:
 
 
 def as_mlx_lms(cache: Any) -> Any:
-    """mlx-lm's cache with the content of a target's; the arrays are shared."""
+    """Convert a target's cache to mlx-lm's class; they share arrays."""
     if isinstance(cache, CacheList):
         return CacheList(*map(as_mlx_lms, cache.caches))
     if type(cache) not in _MLX_LM_CLASSES:
-        return copy.copy(cache)  # the target's own is restored to where the target stands
+        return copy.copy(cache)  # since the target will restore its own
     state = cache.rotating_state() if isinstance(cache, WindowKVCache) else cache.state
     return _MLX_LM_CLASSES[type(cache)].from_state(state)
 
 
 class Loan:
-    """A caller's caches, which a generation continues until it gives them back.
+    """A caller's caches, which a generation continues and then returns.
 
     In mlx-lm a cache follows its generation: after each response it holds the prompt and the
     output so far. A target's caches are one token behind, or several ahead. So while caches are
-    lent, the caller's objects are stand-ins. Any code that uses one, mlx-lm included, finds what
-    mlx-lm would have left there at that moment: the target is brought to that point, the caches
-    become the caller's again, and when the generation resumes it borrows them again.
+    borrowed, the caller's objects are stand-ins. Any use of one returns the caches first, with the
+    content that mlx-lm's would have at that moment. When the generation resumes, it borrows them
+    again.
 
     Args:
         caches: the caller's, from :func:`lent_caches`; untouched until :meth:`take`.
         model: the model that will continue them.
 
     Attributes:
-        end: ends the generation, before its caches are given to another one or back for good.
+        end: ends the generation, before its caches go to another one or are returned for good.
     """
 
     def __init__(self, caches: list[Any], model: nn.Module) -> None:
@@ -106,16 +106,16 @@ class Loan:
         self._given: list[Any] = []
 
     def take(self, new_target: Callable[[list[Any]], Target]) -> Target:
-        """Borrow the caches; returns a target that continues them.
+        """Borrow the caches; return a target that continues them.
 
-        Another generation that has them ends here: advancing it fails from now on.
+        This ends another generation that has borrowed them: it can no longer advance.
 
         Args:
-            new_target: called with caches that hold what the caller's do.
+            new_target: called with caches of the same content.
 
         Raises:
-            PromptCacheError: a generation is running on them, in another thread, or they are
-                another model's or damaged by now.
+            PromptCacheError: a generation is using them in another thread, another model made
+                them, or they are damaged.
         """
         with _lock:
             reclaim(self._caches)
@@ -128,7 +128,7 @@ class Loan:
         return target
 
     def pause(self, context: Sequence[int]) -> None:
-        """Let others use the caches until :meth:`resume`. Does nothing if they are back already.
+        """Let others use the caches until :meth:`resume`; if returned already, do nothing.
 
         Args:
             context: prompt and output so far, without what the caches held before.
@@ -138,28 +138,29 @@ class Loan:
             self._state = "paused"
 
     def resume(self) -> None:
-        """Resume with the caches; borrow them again if they have been used meanwhile.
+        """Resume the generation; borrow the caches again if they were used in between.
 
         Raises:
-            PromptCacheError: they have been changed, or another generation has taken them.
+            PromptCacheError: they have changed, or another generation has borrowed them.
         """
         with _lock:
             if self._state == "returned":
                 if self._target is None or not self._is_as_given():
                     raise PromptCacheError(
                         "prompt_cache has been continued or changed since this generation's last "
-                        "response, which cannot go on: start another one"
+                        "response, so it cannot continue: start another one"
                     )
                 self._given = []
                 self._lend()
             self._state = "running"
 
     def give_back(self, context: Sequence[int], complete: bool = True) -> None:
-        """End the generation; from now on the caches hold what the consumer has taken of it.
+        """End the generation; return the caches with the context that the consumer has read.
 
         Args:
             context: as for :meth:`pause`.
-            complete: run the tokens of it that the target has not seen; otherwise leave them out.
+            complete: run the context's tokens that the target has not seen, instead of omitting
+                them.
         """
         with _lock:
             end, self.end = self.end, None
@@ -177,16 +178,16 @@ class Loan:
         """Return the caches to the caller while the generation is paused.
 
         Args:
-            for_good: the generation is not to go on.
+            for_good: end the generation.
 
         Raises:
-            PromptCacheError: it is running.
+            PromptCacheError: the generation is running.
         """
         with _lock:
             if self._state in ("running", "returning"):
                 raise PromptCacheError(
                     "prompt_cache is in use by a generation that is running: use it between two "
-                    "responses, or when the generation has ended"
+                    "responses, or after the generation"
                 )
             if for_good:
                 self.give_back(self._context)
@@ -197,7 +198,7 @@ class Loan:
                 self._given = _contents(self._caches)
 
     def offset(self, place: int) -> int | None:
-        """The offset that mlx-lm's cache would have now; None if it has none, or was returned."""
+        """The offset that mlx-lm's cache would have now; None without one, or if returned."""
         target = self._target
         if target is None or self._state in ("returning", "returned"):
             return None
@@ -208,18 +209,18 @@ class Loan:
     def kind(self, place: int) -> type:
         """The class that mlx-lm's cache would have now."""
         target = self._target
-        if target is None:  # it is back, or another loan's by now, which knows
+        if target is None:  # returned, or borrowed by another loan, which knows
             return self._caches[place].__class__
         kind = type(target.cache[place])
         return _MLX_LM_CLASSES.get(kind, kind)
 
     def _lend(self) -> None:
-        """Turn the caches into stand-ins, so that the target alone holds the arrays.
+        """Turn the caches into stand-ins, which leaves the target as the only owner of the arrays.
 
-        MLX writes into an array in place only if nothing else holds it. A thread that looks
-        meanwhile finds either all that a cache needs or all that a stand-in does.
+        MLX writes into an array in place only if nothing else refers to it. At every moment the
+        objects have all attributes of a cache or all of a stand-in, as other threads may look.
         """
-        self._state = "running"  # first, so that an interrupt returns them
+        self._state = "running"  # first, so an interrupt returns them
         for place, cache in enumerate(self._caches):
             held = vars(cache)
             before = list(held)
@@ -252,7 +253,7 @@ class Loan:
                 returned = [as_mlx_lms(cache) for cache in target.cache]
                 mx.eval([part.state for part in parts(returned)])
             for stand_in, cache in zip(self._caches, returned, strict=True):
-                if "_loan" in _held(stand_in):  # all, unless an interrupt came between
+                if "_loan" in _held(stand_in):  # False only after an interrupt of this loop
                     _turn_into(stand_in, cache)
         except BaseException:
             self._state = before  # the next use of a stand-in tries again
@@ -261,10 +262,10 @@ class Loan:
 
 
 def reclaim(caches: Iterable[Any]) -> None:
-    """Take caches back from unfinished generations, which cannot go on then.
+    """Take caches back from unfinished generations, which this ends.
 
     Raises:
-        PromptCacheError: one is running.
+        PromptCacheError: one of the generations is running.
     """
     for cache in caches:
         if type(cache) is _LentCache and (loan := _held(cache).get("_loan")):
@@ -272,14 +273,14 @@ def reclaim(caches: Iterable[Any]) -> None:
 
 
 class _LentCache:
-    """What a caller's cache is while it is lent: any use of it turns it into mlx-lm's cache again.
+    """The class of a caller's cache while it is lent; any use turns it into mlx-lm's cache again.
 
-    Its class and its offset, which programs watch while they generate, are answered without that.
+    Reading its class or its offset, which programs do while they generate, does not.
     """
 
     def __getattribute__(self, name: str) -> Any:
         if name == "offset":
-            with _lock:  # it is neither returned nor lent again between two looks
+            with _lock:  # nobody returns or lends it between the two reads
                 offset = _offset(self)
                 return getattr(_reclaimed(self), name) if offset is None else offset
         if name == "__class__":
@@ -319,14 +320,14 @@ def _kind(stand_in: _LentCache) -> type:
 
 
 def _reclaimed(stand_in: _LentCache) -> Any:
-    """The same object, which is mlx-lm's cache again."""
+    """Turn a stand-in into mlx-lm's cache again; return it."""
     if loan := _held(stand_in).get("_loan"):
         loan.reclaim()
     return stand_in
 
 
 def _turn_into(stand_in: _LentCache, cache: Any) -> None:
-    """Make a stand-in a cache of this class and content."""
+    """Give a stand-in a cache's class and content."""
     held = _held(stand_in)
     held.update(vars(cache))
     object.__setattr__(stand_in, "__class__", type(cache))

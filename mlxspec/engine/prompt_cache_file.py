@@ -1,14 +1,14 @@
-"""Prompt caches in files, in mlx-lm's format: what either writes, both read.
+"""Prompt-cache files in mlx-lm's format; mlxspec and mlx-lm read each other's.
 
-mlx-lm flattens a list of caches into a safetensors file. Arrays are named by their place in the
-caches' states, ``3.1`` for the values of the fourth layer, and numbers, texts and None among the
-states are arrays too. The metadata is flat as well: ``0.model`` and so on for the reader,
-``1.3`` for the class of the fourth cache, ``2.7.0`` and ``2.7.1`` for the place and the type of the
+mlx-lm flattens a list of caches into a safetensors file. An array's name is its place in the
+caches' states, such as ``3.1`` for the fourth layer's values. Numbers, texts and None in the states
+are stored as arrays, too. The metadata is flat as well: ``0.model`` and so on for the reader,
+``1.3`` for the fourth cache's class, ``2.7.0`` and ``2.7.1`` for the place and the type of the
 seventh value that is not an array.
 
-mlx-lm's own reader believes all of it: it makes lists as long as the largest number in a name, and
-caches that go on at whatever offset they say. Here the names are checked before lists are made of
-them, and every number and shape is compared with what a cache of its class can hold.
+mlx-lm's own reader trusts all of it: it makes lists as long as the largest number in a name, and
+accepts any offset. This module checks the names before it makes lists of them, and every number and
+shape against what a cache of its class can hold.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ def save_prompt_cache(
 ) -> None:
     """Save a prompt cache for :func:`load_prompt_cache` and for mlx-lm.
 
-    A file that is there already is replaced once the new one is complete.
+    An existing file is replaced once the new one is complete.
 
     Args:
-        file_name: ``.safetensors`` is appended where it is missing, as by mlx-lm.
+        file_name: ``.safetensors`` is appended if missing, as by mlx-lm.
         cache: mlx-lm's caches, as they are after a generation with ``prompt_cache``.
         metadata: for the reader. ``mlx_lm.generate`` expects "model", the model's
             directory or repository, and "tokenizer_config", a JSON object.
-        tokens: what the cache holds, so that drafts can be taken from it later.
+        tokens: the tokens that the cache holds, which later generations can draft from.
 
     Raises:
-        PromptCacheError: the file cannot be written; what was there before is as it was.
+        PromptCacheError: the file cannot be written; an existing one is unchanged.
     """
     path = prompt_cache_path(file_name)
     held = {**(metadata or {}), **({_TOKENS: json.dumps(list(tokens))} if tokens else {})}
@@ -93,10 +93,10 @@ def load_prompt_cache(
         return_metadata: return its metadata as well.
 
     Returns:
-        mlx-lm's caches, to be passed as ``prompt_cache``.
+        mlx-lm's caches, to pass as ``prompt_cache``.
 
     Raises:
-        PromptCacheError: there is no such file, or it is damaged or of another kind.
+        PromptCacheError: the file is missing, damaged, or not a prompt cache.
     """
     path = Path(file_name)
     with _unreadable(path):
@@ -108,10 +108,10 @@ def load_prompt_cache(
 
 
 def read_prompt_cache_metadata(path: Path) -> tuple[list[int], dict[str, str]]:
-    """The tokens that a prompt cache names, and its metadata; the cache itself is not read.
+    """The tokens that a prompt cache's metadata names, and the metadata; reads no caches.
 
     Raises:
-        PromptCacheError: as :func:`load_prompt_cache`.
+        PromptCacheError: as for :func:`load_prompt_cache`.
     """
     with _unreadable(path):
         metadata = _below("0", _load(path)[1])
@@ -120,11 +120,11 @@ def read_prompt_cache_metadata(path: Path) -> tuple[list[int], dict[str, str]]:
 
 @contextmanager
 def _unreadable(file_name: Path) -> Iterator[None]:
-    """Say what is wrong with a file in one line that names it."""
+    """Turn errors of reading into one line that names the file."""
     try:
         if not file_name.exists():
             raise PromptCacheError(
-                f"{file_name}: there is no such file; make it with 'mlxspec cache-prompt'"
+                f"{file_name}: no such file; make it with 'mlxspec cache-prompt'"
             )
         yield
     except OSError as error:
@@ -143,10 +143,10 @@ def _unreadable(file_name: Path) -> Iterator[None]:
 
 
 def prompt_cache_path(file_name: str | os.PathLike[str]) -> Path:
-    """The file that :func:`save_prompt_cache` will write; asked before the work begins.
+    """The file that :func:`save_prompt_cache` will write; check it before the work begins.
 
     Raises:
-        PromptCacheError: it cannot be written.
+        PromptCacheError: the file cannot be written.
     """
     path = Path(file_name)
     if path.suffix != _SUFFIX:
@@ -156,15 +156,15 @@ def prompt_cache_path(file_name: str | os.PathLike[str]) -> Path:
 
 
 def check_replaceable(path: Path, force: bool) -> None:
-    """Refuse to write over what the user would miss.
+    """Refuse to overwrite a file that the user may need.
 
     Args:
         path: from :func:`prompt_cache_path`.
-        force: whether a prompt cache that is there may be replaced.
+        force: whether an existing prompt cache may be replaced.
 
     Raises:
-        PromptCacheError: there is a prompt cache, or a file of another kind.
-        OSError: what is there cannot be read.
+        PromptCacheError: the file is not a prompt cache, or it is one and ``force`` is off.
+        OSError: the file cannot be read.
     """
     if not path.exists() or (path.is_file() and path.stat().st_size == 0):
         return
@@ -179,7 +179,7 @@ def check_replaceable(path: Path, force: bool) -> None:
 
 
 def tokens_in(cache: Sequence[Any], metadata: Mapping[str, str]) -> list[int]:
-    """The tokens that a loaded cache holds; none where its file, like mlx-lm's, names none."""
+    """The tokens that a loaded cache holds; empty if its file, like mlx-lm's, names none."""
     tokens = _named_tokens(metadata)
     with_positions = [part for part in parts(cache) if hasattr(part, "offset")]
     known = not with_positions or cached_length(with_positions) == len(tokens)
@@ -187,7 +187,7 @@ def tokens_in(cache: Sequence[Any], metadata: Mapping[str, str]) -> list[int]:
 
 
 def _named_tokens(metadata: Mapping[str, str]) -> list[int]:
-    """The tokens that a file's metadata names, if it does."""
+    """The tokens that a file's metadata names; empty without valid ones."""
     try:
         tokens = json.loads(metadata.get(_TOKENS, "[]"))
     except (ValueError, RecursionError):
@@ -209,7 +209,7 @@ def check_fits(cache: Sequence[Any], model: nn.Module, source: str) -> None:
         source: names the cache in errors.
 
     Raises:
-        PromptCacheError: layers or shapes are others.
+        PromptCacheError: the number of layers or the shapes differ.
     """
     own = make_prompt_cache(model)
     if len(own) != len(cache):
@@ -232,7 +232,7 @@ def check_fits(cache: Sequence[Any], model: nn.Module, source: str) -> None:
 def _fits(cache: Any, own: Any) -> bool:
     """Whether a cache can be the model's own after more tokens.
 
-    One that a model did not ask for, bounded or quantised, holds what the plain one does.
+    Options can bound or quantise a plain cache; otherwise its layout is the same.
     """
     if isinstance(cache, QuantizedKVCache) and hasattr(own, "to_quantized"):
         own = own.to_quantized(cache.group_size, cache.bits)
@@ -245,9 +245,9 @@ def _fits(cache: Any, own: Any) -> bool:
 
 
 def _layout(cache: Any) -> dict[str, tuple[bool, tuple[int, ...]]]:
-    """For each array that a cache holds: whether it holds fractions, and its shape.
+    """For each array in a cache: whether it holds fractions, and its shape.
 
-    The number of positions is left out, and so is how many of the last tokens a state keeps.
+    The shape omits the number of positions, and for a state the number of tokens that it keeps.
     """
     layout = {}
     for name, array in tree_flatten(cache.state):
@@ -265,26 +265,26 @@ def check_lengths(cache: Sequence[Any], source: str) -> None:
     """Refuse a cache whose layers hold different numbers of positions.
 
     Args:
-        cache: of one model, which is not running: in the middle of a forward layers differ.
+        cache: one model's caches, outside a forward, since within one the layers differ.
         source: names the cache in errors.
 
     Raises:
-        PromptCacheError: they do.
+        PromptCacheError: the lengths differ.
     """
     filled = [part for part in parts(cache) if hasattr(part, "offset") and not part.empty()]
     lengths = {part.offset for part in filled}
     if len(lengths) > 1:
         raise PromptCacheError(
-            f"{source} is damaged: its layers end at different positions, {min(lengths)} "
+            f"{source} is damaged: its layers end at different positions, such as {min(lengths)} "
             f"and {max(lengths)}; make it again"
         )
 
 
 # --- reading ---
 
-_MAX_HEADER_BYTES = 16 << 20  # tokens take some seven each
+_MAX_HEADER_BYTES = 16 << 20  # a token takes some seven
 _MAX_HEADER_ITEMS = 1_000_000
-_DEEPEST_NAME = 8  # numbers in the name of an array; a cache in a list of caches has 5
+_DEEPEST_NAME = 8  # numbers in the name of an array; names in a list of caches have 5
 _MAX_POSITIONS = 2**31 - 1
 _MAX_CLASS_NAME = 64
 _FLOATS = {mx.float16, mx.bfloat16, mx.float32}
@@ -302,14 +302,14 @@ def _require(condition: bool, problem: str = "values are missing, or too many") 
 
 
 def _load(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
-    """What MLX reads in a file, unless that would take much time or memory.
+    """A file's arrays and metadata, unless reading them would take much time or memory.
 
     Raises:
-        OSError: it cannot be read.
-        SafetensorError, RuntimeError: it is truncated or no safetensors file.
+        OSError: the file cannot be read.
+        SafetensorError, RuntimeError: it is truncated, or not a safetensors file.
         ValueError: its header is too large.
     """
-    _require(path.is_file(), "it is not a regular file")  # a pipe would be waited for
+    _require(path.is_file(), "it is not a regular file")  # reading a pipe would block
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = file.read(min(length, _MAX_HEADER_BYTES + 1))
@@ -325,13 +325,13 @@ def _read_caches(path: Path) -> tuple[list[Any], dict[str, str]]:
 
     Raises:
         OSError, SafetensorError, RuntimeError: as for :func:`_load`.
-        ValueError: it holds no caches, or some that cannot be.
+        ValueError: it holds no caches, or invalid ones.
     """
     arrays, flat = _load(path)
     try:
         classes = _unflattened(_below("1", flat))
         start, *pairs = _unflattened(_below("2", flat))
-        _require(start == "", "it was not written by mlx-lm")  # which puts it there
+        _require(start == "", "it was not written by mlx-lm")  # which writes "" first
         values: dict[str, Any] = dict(arrays)
         for place, kind in pairs:
             values[place] = _value(arrays[place], kind)
@@ -345,12 +345,12 @@ def _read_caches(path: Path) -> tuple[list[Any], dict[str, str]]:
 
 
 def _below(section: str, flat: Mapping[str, str]) -> dict[str, str]:
-    """The entries of a section of the metadata, by what follows its number."""
+    """The entries in a section of the metadata, without its number in their names."""
     return {key[2:]: value for key, value in flat.items() if key.startswith(f"{section}.")}
 
 
 def _unflattened(values: Mapping[str, Any]) -> list[Any]:
-    """Lists of lists from values that are named by their place in them.
+    """Build nested lists from values that are named by their places.
 
     Raises:
         ValueError: a name is not a place, or the place before it is missing.
@@ -379,7 +379,7 @@ def _value(array: mx.array, kind: str) -> int | str | None:
 
 
 def _check(cache: Any) -> None:
-    """Raise ValueError for a cache whose state is none that one sequence can have."""
+    """Raise ValueError for a cache with a state that no single sequence can have."""
     held = vars(cache).copy()
     if isinstance(cache, ArraysCache):
         arrays = isinstance(held["cache"], list)
@@ -389,22 +389,22 @@ def _check(cache: Any) -> None:
         return
     keys, values = held.pop("keys"), held.pop("values")
     numbers = all(type(number) is int and 0 <= number <= _MAX_POSITIONS for number in held.values())
-    _require(numbers, "a cache has a length or a size that cannot be")
+    _require(numbers, "a cache has an impossible length or size")
     offset, start, index = (held.get(name, 0) for name in ("offset", "start_position", "_idx"))
     if isinstance(cache, RotatingKVCache):
         _require(cache.keep < cache.max_size, "a window keeps more than it holds")
     if keys is None:
         empty = values is None and not any((offset, start, index))
-        _require(empty, "an empty cache says that it is not")
+        _require(empty, "an empty cache claims to hold positions")
         return
     quantization = None
     if isinstance(cache, QuantizedKVCache):
         quantization = cache.group_size, cache.bits
         known = cache.group_size in _GROUP_SIZES and cache.bits in _BITS
-        _require(known, "a cache is quantised in a way that does not exist")
+        _require(known, "a cache has an unknown quantisation")
     room = _room(keys, values, quantization)
     if isinstance(cache, RotatingKVCache):
-        # Until it is full positions stand where they are written; then the oldest make room.
+        # Until a window is full, its index is its length; then it wraps.
         fits = index == offset if offset <= room else cache.keep <= index <= room
         fits = fits and offset > 0
     else:
@@ -413,20 +413,20 @@ def _check(cache: Any) -> None:
 
 
 def _room(keys: Any, values: Any, quantization: tuple[int, int] | None) -> int:
-    """How many positions keys and values have, (batch, heads, positions, width) each."""
+    """The number of positions in keys and values, (batch, heads, positions, width) each."""
     arrays = [keys, values] if quantization is None else [*keys, *values]
     for array in arrays:
-        # An index that picks keys has values of no width (MiniMax M3).
+        # MiniMax M3's index, which picks keys, has values of width 0.
         known = isinstance(array, mx.array) and array.ndim == 4 and 0 not in array.shape[:3]
-        _require(known, "keys or values have no shape that keys or values can have")
+        _require(known, "keys or values have an impossible shape")
         packed = quantization is not None and (array is keys[0] or array is values[0])
         known = array.dtype == mx.uint32 if packed else array.dtype in _FLOATS
-        _require(known, "keys or values are of a type that they cannot be")
+        _require(known, "keys or values have an impossible type")
     if quantization is not None:
         group_size, bits = quantization
         for packed, scales, biases in (keys, values):
             fits = packed.shape[3] * 32 == scales.shape[3] * group_size * bits
             fits = fits and scales.shape == biases.shape
-            _require(fits, "a quantised cache has arrays that do not belong together")
-    _require(len({array.shape[:3] for array in arrays}) == 1, "keys and values do not fit")
+            _require(fits, "the arrays of a quantised cache do not match")
+    _require(len({array.shape[:3] for array in arrays}) == 1, "keys and values do not match")
     return cast(int, keys[0].shape[2] if quantization else keys.shape[2])

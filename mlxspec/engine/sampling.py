@@ -1,7 +1,7 @@
 """The target's choice after each row: processors, filters, then argmax or a sample.
 
-The random numbers of a token depend on the seed and its position alone, so a token is the same
-whether it is decoded alone, as a row of a draft, or in a branch of a tree.
+A token's random numbers depend on the seed and its position alone. So a token is the same whether
+it is decoded alone, as a row of a draft, or in a branch of a tree.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from .params import SamplingParams
 if TYPE_CHECKING:
     from .grammar import GrammarState
 
-_LONGEST = 2**31 - 1  # the longest context that MLX can count back
+_LONGEST = 2**31 - 1  # tokens; MLX cannot index further back
 
 
 class Chooser:
-    """Picks the target's token after each row of a forward; one for each generation.
+    """Picks the target's token after each row of a forward, for one generation.
 
-    Above temperature 0 it samples by the Gumbel-max trick: the filtered log-probabilities
-    divided by the temperature plus Gumbel noise have their maximum at token t with exactly t's
-    probability. The noise of the token at position p is a function of (seed, p) alone: keys of
-    MLX's counter-based generator are two words, one for the seed and the purpose, one for p.
+    Above temperature 0 it samples by the Gumbel-max trick: divide the filtered log-probabilities
+    by the temperature and add Gumbel noise; then token t is the maximum with exactly t's
+    probability. The noise at position p is a function of (seed, p) alone: a key of MLX's
+    counter-based generator has one word for the seed and the purpose, and one for p.
 
     Args:
         params: how to pick.
-        grammar: what constrains the output, at its beginning; None without a constraint.
+        grammar: the constraint's state at the beginning of the output; None without a constraint.
 
     Attributes:
         greedy: whether the choice is the most likely token.
-        takes_argmax: whether it is the argmax of the logits as they are, whatever the context.
-        looks_ahead: whether it is asked for one token more than is emitted, as in mlx-lm's plain
-            decoding; a processor or sampler may count its calls.
+        takes_argmax: whether the choice is the argmax of the unprocessed logits.
+        looks_ahead: whether to call it for one token more than is emitted, as mlx-lm's plain
+            decoding does; a processor or sampler may count its calls.
     """
 
     def __init__(self, params: SamplingParams, grammar: GrammarState | None = None) -> None:
@@ -70,8 +70,8 @@ class Chooser:
         if not self.greedy:
             self._noise_word, self._coin_word, self._state_word = _words(params.seed)
 
-    # Processors see the data types of mlx-lm: int32 for the prompt alone, and int64 once it is
-    # joined with generated tokens, which are uint32.
+    # Processors see mlx-lm's data types: int32 for the prompt alone, and int64 once generated
+    # tokens, which are uint32, are appended.
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Begin a generation whose context is ``prompt``."""
@@ -87,9 +87,9 @@ class Chooser:
         """The context of each node's choice, for :meth:`choose`; None without processors.
 
         Args:
-            tree: below the context's last token.
-            unknown: the token, (1,), that follows the context if it has not been read yet;
-                instead of the tree.
+            tree: the draft; its root is the context's last token.
+            unknown: the token after the context, (1,), if it has not been read yet; replaces the
+                tree.
         """
         if not self._processors:
             return None
@@ -114,14 +114,14 @@ class Chooser:
 
         Args:
             logits: (rows, vocabulary).
-            positions: per row, the absolute position of the token to be chosen, counted from
-                the prompt's first token; the row's own position plus one.
-            contexts: per row, the tokens up to the row's own, from :meth:`contexts`.
+            positions: per row, the position of the token to choose, counted from the prompt's
+                first token: the row's own position plus one.
+            contexts: per row, the tokens up to its own, from :meth:`contexts`.
             allowed: bool, (rows, vocabulary), the tokens that a constraint allows; None for all.
 
         Returns:
-            the choices, (rows,), and the log-probabilities after processors and constraint, before
-            filters and temperature, (rows, vocabulary). Both are lazy.
+            the choices, (rows,), and the log-probabilities after processors and constraint but
+            before filters and temperature, (rows, vocabulary). Both are lazy.
         """
         if self._processors:
             assert contexts is not None
@@ -130,11 +130,11 @@ class Chooser:
                 rows = [processor(*pair) for pair in zip(contexts, rows, strict=True)]
             logits = rows[0] if len(rows) == 1 else mx.concatenate(rows)
         if allowed is not None:
-            # Some token is left even if a bias forbids all that the constraint allows.
+            # Keep a choice even if a bias forbids all tokens that the constraint allows.
             least = mx.finfo(logits.dtype).min
             logits = mx.where(allowed, mx.maximum(logits, least), -mx.inf)
-        # mlx-lm takes the argmax of log-probabilities, in which rounding can make equal what
-        # differs in the logits. Equal output needs the same arithmetic.
+        # mlx-lm takes the argmax of log-probabilities, where rounding can make different logits
+        # equal. Equal output needs the same arithmetic.
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         if self.greedy:
             return mx.argmax(logprobs, axis=-1), logprobs
@@ -148,15 +148,15 @@ class Chooser:
         return mx.concatenate(choices), logprobs
 
     def perturb(self, logprobs: mx.array, positions: Sequence[int]) -> mx.array:
-        """The values whose argmax is the choice: log-probabilities filtered, tempered, noised.
+        """The values whose argmax is the choice: filtered, divided by the temperature, with noise.
 
         Shapes as in :meth:`choose`. At temperature 0 these are the log-probabilities, even with
-        a sampler of the caller's, since nothing is known of it.
+        the caller's own sampler, whose effect is unknown.
         """
         if self.params.temp == 0:
             return logprobs
         kept = self._filtered(logprobs, positions).astype(mx.float32)
-        # Relative to the best token, so that a low temperature makes the others overflow, not it.
+        # Relative to the best token, so at low temperatures only other tokens can overflow.
         tempered = (kept - kept.max(axis=-1, keepdims=True)) * (1 / self.params.temp)
         size = logprobs.shape[-1]
         return tempered + _by_position(
@@ -171,8 +171,8 @@ class Chooser:
         if params.min_p > 0:
             logprobs = apply_min_p(logprobs, params.min_p, min(params.min_tokens_to_keep, size))
         if params.xtc_probability > 0:
-            # mlx-lm's function tosses one coin for all rows, from MLX's random state. So it drops
-            # tokens always here, and each position has a coin of its own.
+            # mlx-lm's function tosses one coin for all rows, from MLX's random state. Here it
+            # always drops tokens, and each position tosses a coin of its own.
             with _restored_mlx_state():
                 special = list(params.xtc_special_tokens)
                 dropped = apply_xtc(logprobs, 1.0, params.xtc_threshold, special)
@@ -186,7 +186,7 @@ class Chooser:
 
 
 def _first_kept(params: SamplingParams) -> int:
-    """The index from which on processors look at the context, so that a long one costs no more."""
+    """The index of the first token that processors need, which bounds the cost of long contexts."""
     penalties = (
         (params.repetition_penalty, params.repetition_context_size),
         (params.presence_penalty, params.presence_context_size),
@@ -197,7 +197,7 @@ def _first_kept(params: SamplingParams) -> int:
 
 
 def _words(seed: int | None) -> list[int]:
-    """The first words of a generation's keys: for noise, for coins, for a caller's sampler."""
+    """The first words of a generation's keys: for noise, coins, and a caller's sampler."""
     if seed is None:
         high, low = cast(list[int], mx.random.randint(0, 2**31 - 1, (2,)).tolist())
         seed = high << 32 | low
@@ -208,9 +208,9 @@ def _words(seed: int | None) -> list[int]:
 
 @contextmanager
 def _restored_mlx_state() -> Iterator[None]:
-    """Leave MLX's random state as it is, whatever is drawn inside.
+    """Restore MLX's random state at the end.
 
-    A compiled function that draws would leave a state that waits for the function's inputs.
+    A compiled function that draws would leave a state that depends on the function's inputs.
     """
     (key,) = cast(Sequence[mx.array], mx.random.state)
     high, low = cast(list[int], key.tolist())
@@ -223,7 +223,7 @@ def _restored_mlx_state() -> Iterator[None]:
 def _by_position(
     word: int, positions: Sequence[int], draw: Callable[[mx.array], mx.array]
 ) -> mx.array:
-    """Stack ``draw(key)`` for each position; rows of one position share theirs."""
+    """Stack ``draw(key)`` for each position; rows with the same position share a draw."""
     distinct = sorted(set(positions))
     keys = mx.array([[word, position] for position in distinct], dtype=mx.uint32)
     drawn = mx.vmap(draw)(keys)

@@ -1,7 +1,7 @@
 """One step of decoding: propose, forward, choose, accept, keep, settle.
 
-:class:`Sequence` is one generation, :func:`joint_step` a step of one or several of them, and
-:class:`Batch` plans the drafts of several together.
+A :class:`Sequence` is one generation, :func:`joint_step` runs a step of one or more of them, and a
+:class:`Batch` plans their drafts together.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from .target import Capability, Progress, Target
 
 _Result = TypeVar("_Result")
 
-_STEPS_BETWEEN_CLEARING = 256  # as mlx-lm: buffers of outgrown caches go back to the system
+_STEPS_BETWEEN_CLEARING = 256  # as in mlx-lm: return the buffers of outgrown caches to the system
 
-_NEAR = 64  # positions before the first crossing; hardly any draft is deeper
+_NEAR = 64  # positions before the first crossing; drafts are rarely deeper
 _NEXT = DraftTree.chain(-1)  # the one row after a token that is not known yet
 
 
@@ -40,11 +40,11 @@ class PositionLimits:
     """Positions at which a model behaves differently; see :mod:`mlxspec.engine.capability`.
 
     Attributes:
-        first_crossing: the first position after which it might verify no drafts.
-        draft_end: called once the context comes near that; returns the position from which on
-            nothing is drafted, or None if there is none.
-        chunks_matter: given the length of a prompt and the target's caches, returns whether the
-            prompt has to run in mlx-lm's chunks, since others give something else.
+        first_crossing: the first position after which the model might verify no drafts.
+        draft_end: called once the context comes near that; returns the first position at which
+            nothing is drafted, or None.
+        chunks_matter: given a prompt's length and the target's caches, returns whether the prompt
+            must run in mlx-lm's chunks, because others would change the output.
     """
 
     first_crossing: int = sys.maxsize
@@ -55,29 +55,29 @@ class PositionLimits:
 class Sequence:
     """One generation: a growing context, the target's cache of it, a drafter and a chooser.
 
-    After every step, and when it is closed in whatever way, the target's cache holds exactly the
-    context without its last token (while a pipelined plain step is pending, one dispatched token
-    more; with REPLAY without the target's pending tokens).
+    After every step, and however it is closed, the target's cache holds exactly the context without
+    its last token. There are two exceptions: while a pipelined plain step is pending, it holds one
+    dispatched token more; with REPLAY, it lacks the target's pending tokens.
 
     Args:
-        target: the model, with what precedes the prompt in its cache.
+        target: the model; its cache holds what precedes the prompt.
         prompt: at least one token id.
-        drafter: proposes what the target verifies.
+        drafter: proposes drafts.
         chooser: picks the target's token after each row.
-        max_tokens: how many tokens to emit at most, at least 1.
-        ends: called with each emitted token in order; True ends the output after it.
+        max_tokens: the most tokens to emit, at least 1.
+        ends: called with each emitted token in order; returns True to end the output after it.
         n_cached: how many of the prompt's first tokens the target's cache holds; less than all.
-        limits: of the model.
+        limits: the model's.
 
     Attributes:
-        length: positions of the context, the last token included.
-        remaining: how many tokens may still be emitted.
+        length: positions of the context, including the last token's.
+        remaining: the number of tokens that may still be emitted.
         finished: whether the output has ended.
         tree: the rows of the step.
-        forward: over these rows.
-        ahead: the next step's forward, if it was dispatched in the last step.
-        proposed: how many draft tokens were proposed last.
-        fault: the exception that its drafter, a processor or the like raised; it must be closed.
+        forward: the forward over these rows.
+        ahead: the next step's forward, if the last step dispatched it.
+        proposed: the number of draft tokens proposed last.
+        fault: the exception of its drafter, a processor or the like; then it must be closed.
     """
 
     tree: DraftTree
@@ -112,22 +112,22 @@ class Sequence:
         self._limits = limits or PositionLimits()
         self._steps = 0
         self._open = False
-        self._uncounted = 0.0  # seconds that the drafter's last ``observe`` took
+        self._uncounted = 0.0  # seconds of the drafter's last ``observe``
 
     def begin(self, on_progress: Progress | None = None) -> None:
-        """Run the prompt, all but its last token."""
+        """Run the prompt except its last token."""
         self.open_drafter()
         with mx.stream(generation_stream):
             self.target.prefill(self.to_prefill, on_progress, self.prefills_as_mlx_lm)
 
     def begin_in_chunks(self, chunk: Callable[[], int]) -> Generator[tuple[int, int], None, None]:
-        """As :meth:`begin`, but run a chunk each time the next progress is asked for.
+        """:meth:`begin`, one chunk per iteration.
 
         Args:
-            chunk: returns how many tokens to run next; not asked with ``prefills_as_mlx_lm``.
+            chunk: returns the number of tokens to run next; not called if ``prefills_as_mlx_lm``.
 
         Yields:
-            the number of prompt tokens processed so far and the number in all.
+            the number of prompt tokens processed so far, and the total.
         """
         self.open_drafter()
         chunks = self.target.prefill_in_chunks(self.to_prefill, chunk, self.prefills_as_mlx_lm)
@@ -140,24 +140,24 @@ class Sequence:
                 yield done, len(self.to_prefill)
 
     def open_drafter(self) -> None:
-        """Pass the prompt to the drafter; every sequence begins with it."""
+        """Pass the prompt to the drafter, before anything runs."""
         self.drafter.begin(list(self.prompt))
         self._open = True
 
     @cached_property
     def prefills_as_mlx_lm(self) -> bool:
-        """Whether the prompt has to run in mlx-lm's chunks; to be asked before it has begun."""
+        """Whether the prompt must run in mlx-lm's chunks; read it before the prompt runs."""
         return self._limits.chunks_matter(self.length - 1, self.target.cache)
 
     @property
     def to_prefill(self) -> tuple[int, ...]:
-        """The tokens of the prompt that have to run before the first step."""
+        """The prompt's tokens that must run before the first step."""
         return self.prompt[self._n_cached : -1]
 
     def close(self) -> None:
-        """Cut the cache to the context, and end the drafter.
+        """Cut the cache to the context and end the drafter.
 
-        May be called again, and before :meth:`begin`.
+        Calling it again, or before :meth:`begin`, does nothing.
         """
         if not self._open:
             return
@@ -167,17 +167,16 @@ class Sequence:
             self.drafter.end()
         finally:
             with mx.stream(generation_stream):
-                mx.eval(self.target.arrays)  # those of an interrupted step are lazy
+                mx.eval(self.target.arrays)  # an interrupted step leaves lazy arrays
 
     def propose(self, plan: Plan | None = None) -> None:
         """Propose the rows of the step.
 
-        If the step's forward was dispatched during the last step, it has one row, and the draft
-        waits for the next step.
+        If the last step has dispatched this step's forward already, the forward has one row, and
+        the draft waits for the next step.
 
         Args:
-            plan: made by :class:`mlxspec.engine.step.Batch` for several sequences together; the
-                drafter is a planner then. None asks the drafter.
+            plan: from a :class:`Batch`, if the drafter is a planner. None asks the drafter.
         """
         self._started = time.perf_counter() - self._uncounted
         max_depth = self.max_depth
@@ -192,14 +191,14 @@ class Sequence:
         self.tree = DraftTree.chain(self.last) if self.proposed and self.ahead else tree
 
     def rows(self, ahead: bool) -> JointRows:
-        """The proposed rows, or the row ``ahead``: the one after the plain step's token."""
+        """The proposed rows; with ``ahead``, the row after the plain step's token."""
         if ahead:
             return JointRows(self.target, self.forward.choices, _NEXT)
         return JointRows(self.target, mx.array(self.tree.tokens), self.tree)
 
     @property
     def max_depth(self) -> int:
-        """How deep the next draft may be."""
+        """The greatest depth of the next draft."""
         limits, length = self._limits, self.target.length
         room = limits.first_crossing - 1 - length
         if room < _NEAR:
@@ -209,7 +208,7 @@ class Sequence:
 
     @property
     def may_go_on(self) -> bool:
-        """Whether there may be a step after the proposed one."""
+        """Whether another step may follow the proposed one."""
         return self.remaining > 1 or self.chooser.looks_ahead
 
     def is_pipelined(self) -> bool:
@@ -217,11 +216,11 @@ class Sequence:
         return not self.proposed and self.drafter.pipelined
 
     def _fitting(self, proposed: object, max_depth: int) -> DraftTree:
-        """Cut a proposal down to what the target can verify and the output can still hold."""
+        """Cut a proposal to what the target can verify and the output has room for."""
         tree = checked_draft(proposed, self.drafter, self.last)
         if len(tree) == 1:
             return tree
-        # First, since nothing that follows has to know ids that the model lacks.
+        # First, since the grammar and the target expect ids that the model knows.
         tree = tree.pruned(max_depth, self.target.vocab_size)
         # The rows of lookahead's window are not drafts and need not satisfy the grammar.
         if self.chooser.grammar and not self.drafter.window_rows():
@@ -229,7 +228,7 @@ class Sequence:
         return tree if self.target.capability is Capability.TREE else tree.first_chain()
 
     def take_ahead(self) -> None:
-        """Let the forward that was dispatched in the last step be this step's."""
+        """Use the forward that the last step dispatched as this step's."""
         assert self.ahead
         if self.ahead.logits is not None:
             with mx.stream(generation_stream):
@@ -240,12 +239,12 @@ class Sequence:
     def choose(self, forward: Forward, rows: JointRows, unknown: bool = False) -> None:
         """Choose the target's token after each row of a forward, lazily.
 
-        Which tokens a constraint allows after a row depends on the row's token. While that is
+        The tokens that a constraint allows after a row depend on the row's token. While that is
         unknown, nothing is chosen, and :meth:`take_ahead` chooses later.
 
         Args:
-            forward: of this sequence.
-            rows: that it ran.
+            forward: this sequence's.
+            rows: the rows of the forward.
             unknown: whether the token of its single row has not been read yet.
         """
         grammar = self.chooser.grammar
@@ -278,7 +277,7 @@ class Sequence:
         return 0, *nodes[: len(tokens) - 1]
 
     def settle(self) -> DecodedStep:
-        """Commit the accepted rows, which :func:`keep` has moved; let the drafter observe them."""
+        """Commit the accepted rows, which :func:`keep` has moved, and let the drafter observe."""
         tree, forward, (nodes, tokens) = self.tree, self.forward, self._accepted
         if len(tree) > 1:
             with mx.stream(generation_stream):
@@ -311,7 +310,7 @@ class Sequence:
             ahead=self.ahead is not None,
             context=self.length,
         )
-        del self.forward  # and what it holds
+        del self.forward  # frees its arrays
         self.drafter.observe(verified)
         self._uncounted = time.perf_counter() - ended
         return DecodedStep(verified, forward.logprobs_after(self.kept_rows))
@@ -319,17 +318,17 @@ class Sequence:
 
 @dataclass
 class Forward:
-    """A forward over the rows of a sequence, which has been dispatched.
+    """A dispatched forward over the rows of a sequence.
 
     Args:
-        logits: (rows, vocabulary); None once tokens are chosen after the rows.
-        rows: how many rows the forward has, those of other sequences and pending ones included.
-        sequences: how many sequences share it.
-        pipelined: whether it was dispatched during the step before its own.
+        logits: (rows, vocabulary); None once tokens are chosen.
+        rows: the number of rows, including other sequences' and pending ones.
+        sequences: the number of sequences that share it.
+        pipelined: whether it was dispatched during the previous step.
 
     Attributes:
-        choices, argmaxes: (rows,), once they are chosen.
-        logprobs: (rows, vocabulary), of one row (vocabulary,).
+        choices, argmaxes: (rows,), once tokens are chosen.
+        logprobs: (rows, vocabulary); (vocabulary,) for a single row.
     """
 
     logits: mx.array | None
@@ -341,8 +340,7 @@ class Forward:
     logprobs: mx.array = field(init=False)
 
     def set_choices(self, choices: mx.array, logprobs: mx.array, greedy: bool) -> None:
-        """Set the tokens chosen after the rows, (rows,), and what they were chosen from,
-        (rows, vocabulary)."""
+        """Set the chosen tokens, (rows,), and their log-probabilities, (rows, vocabulary)."""
         self.logits, self.choices = None, choices
         self.argmaxes = choices if greedy else mx.argmax(logprobs, axis=-1)
         self.logprobs = logprobs.squeeze(0) if len(logprobs) == 1 else logprobs
@@ -355,9 +353,9 @@ class Forward:
         return self.choices, self.argmaxes, self.logprobs
 
     def logprobs_after(self, rows: abc.Sequence[int]) -> list[mx.array]:
-        """Per row, the log-probabilities from which a token was chosen, (vocabulary,).
+        """Per row, the log-probabilities that its token was chosen from, (vocabulary,).
 
-        Each is an array of its own: a slice would keep all rows in memory.
+        Each is an array of its own, since a slice would keep all rows in memory.
         """
         if self.logprobs.ndim == 1:
             return [self.logprobs]
@@ -373,8 +371,8 @@ class DecodedStep:
 
     Attributes:
         verified: the tree, the target's choices and the emitted tokens.
-        logprobs: per emitted token, the log-probabilities from which it was chosen,
-            (vocabulary,), before filters and temperature; dispatched, not waited for.
+        logprobs: per emitted token, the log-probabilities that it was chosen from, (vocabulary,),
+            before filters and temperature; dispatched, not yet evaluated.
     """
 
     verified: VerifiedStep
@@ -384,10 +382,10 @@ class DecodedStep:
 def each(
     phase: Callable[[Sequence], _Result], sequences: Iterable[Sequence]
 ) -> dict[Sequence, _Result]:
-    """Run one phase of each sequence without a fault; an exception becomes its fault.
+    """Run a phase for each sequence without a fault; an exception becomes the sequence's fault.
 
     Returns:
-        what the phase has returned for each sequence that goes on.
+        the phase's result for each sequence that continues.
     """
     results = {}
     for sequence in sequences:
@@ -412,20 +410,19 @@ def joint_step(
     joint: Joint | None = None,
     plans: abc.Mapping[Sequence, Plan] | None = None,
 ) -> list[DecodedStep | Exception]:
-    """Run one step of each sequence: all are dispatched before the first is waited for.
+    """Run one step of each sequence; all forwards are dispatched before the first result is read.
 
-    Where an earlier step has dispatched a sequence's forward already, its draft is not verified:
-    it has to wait for the next step. Where nothing is drafted, the next step's forward may be
-    dispatched right after this one.
+    If an earlier step has dispatched a sequence's forward already, its draft waits for the next
+    step. If nothing is drafted, the next step's forward may be dispatched right after this one.
 
     Args:
         sequences: of one model; none is finished.
-        joint: runs the rows of all sequences in one forward; needed where there are several.
-        plans: of those sequences whose drafts were planned together.
+        joint: runs the rows of all sequences in one forward; required for several sequences.
+        plans: for the sequences whose drafts were planned together.
 
     Returns:
-        per sequence its step, or the exception that its drafter, processor or sampler raised.
-        Such a sequence must be closed; the others go on.
+        per sequence, its step, or the exception of its drafter, processor or sampler. Such a
+        sequence must be closed; the others continue.
     """
     plans = plans or {}
     proposed = each(lambda sequence: sequence.propose(plans.get(sequence)), sequences)
@@ -442,18 +439,18 @@ def joint_step(
 def dispatch(
     sequences: abc.Sequence[Sequence], joint: Joint | None, ahead: bool = False
 ) -> Iterable[Sequence]:
-    """Start a forward over rows of one or more sequences, and choose, without waiting for it.
+    """Dispatch a forward over rows of one or more sequences, and the choices after them.
 
-    The only row of a plain step stays whatever is chosen after it. So it is committed at once, and
+    The single row of a plain step is kept whatever token is chosen. So it is committed at once, and
     the next forward can be dispatched after it.
 
     Args:
-        sequences: that have proposed rows.
-        joint: runs the forward where there are several sequences.
+        sequences: the sequences, which have proposed rows.
+        joint: runs the forward of several sequences.
         ahead: run the row after each sequence's plain step, whose token is not known yet.
 
     Returns:
-        those sequences that go on.
+        the sequences that continue.
     """
     if not sequences:
         return ()
@@ -471,15 +468,15 @@ def dispatch(
             for sequence, span in zip(rows, spans, strict=True)
         }
         if any(sequence.chooser.grammar for sequence in rows):
-            mx.async_eval(logits)  # which are computed while the masks are
+            mx.async_eval(logits)  # compute them while the masks are made
         if len(rows) > 1 and all(sequence.chooser.takes_argmax for sequence in rows):
             choices, logprobs = sequences[0].chooser.choose(logits, ())
             for forward, span in zip(forwards.values(), spans, strict=True):
                 forward.set_choices(choices[span], logprobs[span], greedy=True)
         chosen = each(lambda s: s.choose(forwards[s], rows[s], ahead), rows)
-    # Everything that outlives the step, since lazy arrays can be read in this thread only.
-    # (The choices need not depend on all of the caches: a recurrent layer's last state, or the
-    # keys of a sparse layer's index.)
+    # Evaluate everything that outlives the step, since only this thread can read lazy arrays. The
+    # choices do not depend on all caches, such as a recurrent layer's last state or the keys of a
+    # sparse layer's index.
     mx.async_eval(
         [forwards[sequence].arrays for sequence in chosen],
         held_arrays(cache for target, *_ in rows.values() for cache in parts(target.cache)),
@@ -495,7 +492,7 @@ def dispatch(
 
 
 def dispatch_next(sequences: Iterable[Sequence], joint: Joint | None) -> None:
-    """Dispatch the next plain step of all sequences that go on, unless one of them drafts.
+    """Dispatch the next plain step of all sequences that continue, unless one of them drafts.
 
     All or none: two forwards of a few rows take longer than one.
     """
@@ -506,27 +503,27 @@ def dispatch_next(sequences: Iterable[Sequence], joint: Joint | None) -> None:
 
 
 def keep(sequences: Iterable[Sequence]) -> None:
-    """Move the rows that stay in the caches, for all sequences at once."""
+    """Move the accepted rows in the caches, for all sequences at once."""
     moved = [s.target.kept(s.kept_rows) for s in sequences if len(s.tree) > 1]
     if moved:
         with mx.stream(generation_stream):
             move_rows(moved)
 
 
-_SHORT = 128  # tokens; more of them make a forward of their own as good as one for several prompts
+_SHORT = 128  # tokens; longer prompts gain nothing by sharing a forward
 
 
 class Batch:
     """Runs the steps of several sequences of one model, which may join and leave between steps.
 
-    A fault in planning drafts makes a plain step. Only the first of a batch is logged, since the
-    next steps may well fail alike.
+    If planning drafts fails, the step is plain. Only a batch's first failure is logged, since the
+    next steps are likely to fail in the same way.
 
     Args:
         model: an mlx-lm model.
-        mode: the model's, from :func:`mlxspec.engine.capability.joint_mode`. With ``ALONE`` the
-            sequences take turns: each has a forward of its own in every step.
-        costs: what rows cost, to share them where drafts are planned; None where none are.
+        mode: the model's, from :func:`mlxspec.engine.capability.joint_mode`. With ``ALONE``, each
+            sequence has a forward of its own in every step.
+        costs: what rows cost, to plan drafts together; None if no drafts are planned.
         patient: whether a sequence may wait for others' drafts as long as all gain together.
     """
 
@@ -544,7 +541,7 @@ class Batch:
         self._has_failed = False
 
     def _planned(self, plan: Callable[[], _Result]) -> _Result | None:
-        """The result of a part of planning; None if it fails."""
+        """The result of a planning function; None if it fails."""
         try:
             return plan()
         except Exception as error:
@@ -554,17 +551,17 @@ class Batch:
             return None
 
     def begins_together(self, sequence: Sequence) -> bool:
-        """Whether a sequence that has not begun may do so in :meth:`begin`."""
+        """Whether :meth:`begin` takes a sequence that has not begun."""
         if self._joint is None or self._joint.mode is not JointMode.SPLIT:
             return False
         short = 0 < len(sequence.to_prefill) <= _SHORT
         return short and sequence.target.prefills_jointly and not sequence.prefills_as_mlx_lm
 
     def begin(self, sequences: abc.Sequence[Sequence]) -> dict[Sequence, Exception]:
-        """Run prompts, all but the last tokens, in one forward; returns what drafters have raised.
+        """Run prompts, except their last tokens, in one forward; return the drafters' exceptions.
 
         Args:
-            sequences: that :meth:`begins_together`.
+            sequences: for which :meth:`begins_together` is true.
         """
         assert self._joint
         if begun := each(Sequence.open_drafter, sequences):
@@ -578,7 +575,7 @@ class Batch:
             self._joint.join(sequence.target)
 
     def leave(self, sequence: Sequence, keep: bool = True) -> None:
-        """Remove a sequence, which is then to be closed.
+        """Remove a sequence, before it is closed.
 
         Args:
             keep: whether the content of its target's caches is still needed.
@@ -589,7 +586,7 @@ class Batch:
             self._planned(costs.end)
 
     def step(self, sequences: abc.Sequence[Sequence]) -> list[DecodedStep | Exception]:
-        """Run one step of each sequence, as :func:`mlxspec.engine.step.joint_step`."""
+        """Run one step of each sequence; returns as :func:`joint_step` does."""
         together = [s for s in sequences if self._joint and self._joint.takes(s.target)]
         outcomes: dict[Sequence, DecodedStep | Exception] = {}
         if len(together) > 1:
@@ -614,11 +611,11 @@ class Batch:
     def cost(self, sequence: Sequence, step: VerifiedStep) -> float | None:
         """The time of a sequence's step by the measured costs, in steps without drafts.
 
-        That is 1 for a step without a draft. It is a ratio: other programs, a long context and
-        prompts that run in between slow both kinds of step.
+        It is 1 for a step without a draft. As a ratio it does not depend on other programs, the
+        context's length or prompts in between, which slow both kinds of step.
 
         Returns:
-            None if the costs of drafts are not measured, such as those of a draft model.
+            None if the drafts' costs are not measured, as with a draft model.
         """
         planner = sequence.drafter
         if not isinstance(planner, Planner) or not isinstance(planner.costs, LiveCosts):
@@ -635,7 +632,7 @@ class Batch:
         return self._costs_of[count]
 
     def _plan(self, sequences: abc.Sequence[Sequence]) -> tuple[LiveCosts, dict[Sequence, Plan]]:
-        """Plan the drafts of all sequences together; what such steps cost, and the plans."""
+        """Plan the drafts of all sequences together; return the steps' costs, and the plans."""
         count = len(sequences)
         costs = self._costs_for(count)
         costs.move_to(max(sequence.length for sequence in sequences))
@@ -657,7 +654,7 @@ class Batch:
 
 
 def _planners(sequences: abc.Sequence[Sequence]) -> dict[Sequence, Planner]:
-    """The planners of those sequences that have one."""
+    """The planners of the sequences that have a working one."""
     return {
         sequence: sequence.drafter
         for sequence in sequences
@@ -666,8 +663,8 @@ def _planners(sequences: abc.Sequence[Sequence]) -> dict[Sequence, Planner]:
 
 
 def _step_alone(sequence: Sequence) -> DecodedStep | Exception:
-    """A step of one sequence, with a forward of its own."""
+    """Run one sequence's step with a forward of its own."""
     try:
         return step(sequence)
-    except Exception as error:  # also of the forward, which is this sequence's alone
+    except Exception as error:  # including the forward's, which no other sequence shares
         return error

@@ -1,9 +1,9 @@
-"""The states of recurrent layers after any row of a forward, from what the forward has computed.
+"""Recomputes the states of recurrent layers after any row of a forward.
 
 A recurrent state cannot be cut back, and running accepted tokens again takes rows through the whole
-model. A :class:`Tape` keeps the inputs of each short convolution and each recurrence of a forward
-instead. The state after its first n rows then takes a few small operations a layer: a convolution's
-state is a part of its inputs, and a recurrence runs again over n rows.
+model. Instead, a :class:`Tape` keeps the inputs of a forward's short convolutions and recurrences.
+The states after the first n rows then take a few small operations per layer: a convolution's state
+is a slice of its inputs, and a recurrence runs again over n rows.
 
 :mod:`mlxspec.engine.patches` reports the calls. llama.cpp (#28123) and mlx-vlm
 (``rollback_speculative_cache``) undo rejected drafts in the same way.
@@ -22,7 +22,13 @@ from mlx_lm.models.cache import ArraysCache
 
 
 class _Arguments(NamedTuple):
-    """The arguments of a recurrence that :class:`Tape` changes: the names and the rows' axis."""
+    """The arguments of a recurrence that :class:`Tape` changes.
+
+    Attributes:
+        rows: the names of the arguments with an axis of rows.
+        axis: that axis.
+        state: the name of the state.
+    """
 
     rows: tuple[str, ...]
     axis: int
@@ -34,15 +40,15 @@ RECURRENCES = {
     "ssm_update": _Arguments(("hidden_states", "B", "C", "dt"), 1, "state"),
     "recurrent_gla": _Arguments(("q", "k", "v"), 2, "h"),
 }
-"""mlx-lm's functions, which return outputs and the state after the last row."""
+"""mlx-lm's functions, by name; they return outputs and the state after the last row."""
 
 
-_signature = functools.cache(inspect.signature)  # it takes longer than all else that is noted
+_signature = functools.cache(inspect.signature)  # the slowest part of recording a call
 
 
 @dataclass(frozen=True, eq=False)
 class Convolution:
-    """A call of a convolution: its inputs, (batch, kept + rows, channels), begin with its state."""
+    """A call of a convolution; its inputs, (batch, kept + rows, channels), begin with its state."""
 
     inputs: mx.array
 
@@ -80,28 +86,28 @@ class Tape:
     """The calls of a forward that lead to recurrent states.
 
     Attributes:
-        calls: in their order.
+        calls: the calls that no state is assigned to yet, in order.
     """
 
     def __init__(self) -> None:
         self.calls: list[Convolution | Recurrence] = []
         self._calls_of: dict[int, tuple[list[Convolution | Recurrence], int, slice]] = {}
-        """By the id of a cache: the call that led to each state, the rows, the place in these."""
+        """By a cache's id: the call for each state, the number of rows, its slice of the batch."""
 
     def note_recurrence(
         self, function: Callable[..., Any], args: Any, kwargs: Any, state: mx.array
     ) -> None:
-        """Note the call of a recurrence."""
+        """Record the call of a recurrence."""
         arguments = _signature(function).bind(*args, **kwargs).arguments
         self.calls.append(Recurrence(function, arguments, state))
 
     def assign(self, states: Sequence[Any], members: Sequence[ArraysCache], rows: int) -> None:
-        """Find the calls that have led to the states of a layer.
+        """Find the calls that led to the states of a layer.
 
         Args:
-            states: after all rows.
-            members: the caches that hold them, one for each entry of the states' first axis.
-            rows: how many there are of each.
+            states: the states after all rows.
+            members: the caches that hold the states, one for each entry of their first axis.
+            rows: the number of rows of each member.
         """
         found: list[Convolution | Recurrence] = []
         for state in states:
@@ -114,14 +120,14 @@ class Tape:
             self._calls_of[id(member)] = found, rows, slice(place, place + 1)
 
     def states_after(self, rows: int, caches: Iterable[Any]) -> list[list[mx.array]] | None:
-        """The states of recurrent layers after the first rows, lazy.
+        """The states of recurrent layers after the first rows of a sequence, lazily.
 
         Args:
-            rows: of one sequence, at least 1.
-            caches: of the layers.
+            rows: the number of rows, at least 1.
+            caches: the sequence's caches of these layers.
 
         Returns:
-            per cache its states; None if the tape lacks the calls for some of them.
+            per cache, its states; None if the tape lacks a call for some state.
         """
         states = []
         for cache in caches:

@@ -1,1 +1,1 @@
-"""The server: an OpenAI-compatible API over an engine of joint steps."""
+"""The server: APIs compatible with OpenAI's and Anthropic's, over one engine per model."""

@@ -1,8 +1,8 @@
-"""From the text that a model writes to an answer in any API's form, sent whole or in chunks.
+"""Turns a model's text into an answer in any API's form, sent whole or in chunks.
 
-mlx-lm knows the markers of each family of models (``TextStateMachine``) and how to read its calls
-(``tool_parsers``). :class:`OutputParser` is the one place that uses them. A :class:`Choice`
-collects what it reads as parts: texts, reasoning, and calls of tools. Each API renders these parts.
+mlx-lm knows each model family's markers (``TextStateMachine``) and how to parse its tool calls
+(``tool_parsers``). Only :class:`OutputParser` uses them. A :class:`Choice` collects the parsed
+parts: text, reasoning and tool calls. Each API renders these parts.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from .worker import Begun, Ended, Event, EventStream, Piece
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """How to read an output.
+    """How to parse a model's output.
 
     Attributes:
-        machine: knows the markers, and which state each leads to.
-        initial: the state in which the output begins: "normal", "reasoning", "tool", or one of
-            the model's own.
+        machine: knows the markers, and the state that each marker leads to.
+        initial: the state in which the output begins: "normal", "reasoning", "tool", or a state
+            of the model's own.
         call_start: the marker before a call.
-        call_end: the marker after it; empty where a call extends to the output's end.
-        parse: mlx-lm's parser, from the text between the markers and the tools to a call or
-            several; None where no tools were offered.
-        header: matches what comes before arguments that are a JSON object, with the function's
-            name as its first group; None for formats whose arguments are not JSON.
-        tools: as the client sent them.
-        call_begun: what the prompt has of the first call, after its marker.
-        several_calls: an answer may have more than one.
-        trims_space: the output begins with a space that the tokenizer has put there.
+        call_end: the marker after a call; empty if a call extends to the output's end.
+        parse: mlx-lm's parser. It takes the text between the markers and the tools, and returns
+            one call or several. None if no tools were offered.
+        header: matches the text before a call's JSON arguments; its first group is the function's
+            name. None for formats whose arguments are not JSON.
+        tools: the tools as the client sent them.
+        call_begun: the part of the first call, after its marker, that is in the prompt.
+        several_calls: whether an answer may have more than one call.
+        trims_space: whether the output begins with a space that the tokenizer added.
     """
 
     machine: TextStateMachine
@@ -72,9 +72,9 @@ _HEADERS = {
     ),
     "mistral": re.compile(r"\s*(?:\[TOOL_CALLS\])?\s*([\w-]+)\s*\[ARGS\]\s*(?=\{)"),
 }
-"""By mlx-lm's parsers: the formats whose arguments are handed on while they are written."""
+"""By the name of mlx-lm's parser: the formats whose arguments are streamed."""
 
-_LONGEST_HEADER = 1000  # characters; a longer header is read once the call has ended
+_LONGEST_HEADER = 1000  # characters; a longer header is parsed when the call ends
 
 
 def output_format(
@@ -83,8 +83,8 @@ def output_format(
     """The format of a model's outputs.
 
     Args:
-        tokenizer: the model's.
-        tools: those that the model has been offered. Without any, markers of calls are text.
+        tokenizer: the model's tokenizer.
+        tools: the tools offered to the model. Without any, call markers are plain text.
     """
     if tools and tokenizer.has_tool_calling:
         return OutputFormat(
@@ -111,24 +111,24 @@ def output_format(
 
 
 def parser_name(tokenizer: TokenizerWrapper) -> str:
-    """mlx-lm's name of the way in which a model calls tools."""
+    """mlx-lm's name for a model's tool call format."""
     return str(getattr(tokenizer.tool_parser, "__module__", "")).rpartition(".")[2]
 
 
-# --- reading an output ---
+# --- parsing an output ---
 
 
 @dataclass(frozen=True)
 class Delta:
-    """A further part of an output.
+    """The next piece of an output.
 
     Attributes:
-        kind: "text", "reasoning", "call" for the begin of a tool call, or "arguments" for more
-            of its arguments, a JSON text.
-        text: of the part.
-        index: of the call among those of the answer.
-        id: by which the client returns a call's result.
-        name: the function's.
+        kind: "text", "reasoning", "call" for the beginning of a tool call, or "arguments" for
+            more of the call's arguments, as JSON text.
+        text: the piece's text.
+        index: the call's index in the answer.
+        id: the id under which the client returns the call's result.
+        name: the called function's name.
     """
 
     kind: str
@@ -139,14 +139,14 @@ class Delta:
 
 
 class OutputParser:
-    """Reads one output as it comes, in segments of any length.
+    """Parses one output incrementally, in segments of any length.
 
-    White space next to a marker is dropped: it belongs to the format, and chat templates put it
-    there again.
+    White space next to a marker is dropped: it belongs to the format, and chat templates add it
+    again.
 
     Attributes:
         n_calls: how many calls have begun.
-        finished: the answer has the one call that it may have; what follows is dropped.
+        finished: whether the answer has the only call that it may have. Later text is dropped.
     """
 
     def __init__(self, format: OutputFormat) -> None:
@@ -163,11 +163,11 @@ class OutputParser:
 
     @property
     def reasoning(self) -> bool:
-        """Whether the output has come to a piece of reasoning that has not ended."""
+        """Whether the output is inside reasoning."""
         return self._state == "reasoning"
 
     def feed(self, text: str) -> list[Delta]:
-        """Take the next segment of the output."""
+        """Parse the next segment of the output."""
         if text and self._trims_space:
             self._trims_space = False
             text = text.removeprefix(" ")
@@ -180,11 +180,11 @@ class OutputParser:
         return deltas
 
     def finish(self, cut: bool = False) -> list[Delta]:
-        """The output has ended: what was held back.
+        """Parse what was held back, after the end of the output.
 
         Args:
-            cut: it was not the model that ended it. A call that has only begun is dropped then:
-                it is not text, and the client sees from the end why it is missing.
+            cut: whether something other than the model ended the output. A call that has only
+                begun is then dropped. It is not text, and the finish reason explains its absence.
         """
         self._machine_state, held, _ = TextStateMachine.flush(self._machine_state)
         deltas = self._ready + self._add(held)
@@ -196,7 +196,7 @@ class OutputParser:
         return deltas
 
     def _enter(self, state: str) -> list[Delta]:
-        """A marker has been passed."""
+        """Change to the state that a marker leads to."""
         deltas = self._end_call(self._format.call_end) if self._state == "tool" else []
         self._state, self._gap, self._after_marker = state, "", True
         if state == "tool":
@@ -245,12 +245,12 @@ class OutputParser:
 
     def _begin(self, name: str, call_id: object = None) -> Delta:
         self.n_calls += 1
-        if not isinstance(call_id, str):  # Mistral's templates take nine of these alone
+        if not isinstance(call_id, str):  # Mistral's templates require nine of these
             call_id = "".join(map(secrets.choice, [string.ascii_letters + string.digits] * 9))
         return Delta("call", index=self.n_calls - 1, id=call_id, name=name)
 
     def _end_call(self, marker: str, cut: bool = False) -> list[Delta]:
-        """The calls that are not known yet; what cannot be read as a call is text."""
+        """Parse the calls that have not been sent yet; what is not a call becomes text."""
         call, format = self._call, self._format
         if self.finished or not format.parse or call.in_arguments:
             return []
@@ -259,7 +259,7 @@ class OutputParser:
             parsed = [_read_call(one) for one in (found if isinstance(found, list) else [found])]
             if not parsed:
                 raise ValueError("no call")
-        except Exception:  # the parsers raise whatever a text makes them raise
+        except Exception:  # the parsers raise exceptions of any type
             return [] if cut else self._as_text(marker)
         if call.taken:
             return []
@@ -272,7 +272,7 @@ class OutputParser:
         return deltas
 
     def _as_text(self, marker: str) -> list[Delta]:
-        """What follows the last call that could be read; all of it, markers too, if none could."""
+        """The text after the last parsed call; all of it with its markers if none was parsed."""
         call = self._call
         if not call.taken:
             return [Delta("text", call.start + call.text[call.begun :] + marker)]
@@ -280,20 +280,20 @@ class OutputParser:
         return [Delta("text", rest)] if rest.strip(_CLOSING) else []
 
 
-_CLOSING = "}] \t\r\n"  # what may follow the arguments of a call
+_CLOSING = "}] \t\r\n"  # characters that may follow a call's arguments
 
 
 class _CallText:
-    """The text between two markers of calls, and how much of it has been handed on.
+    """The text between two call markers, and how much of it was sent.
 
     Args:
-        start: the marker before it, unless that stands in the prompt.
-        begun: how many of its characters do.
+        start: the marker before the text; empty if the marker is in the prompt.
+        begun: how many characters of the text are in the prompt.
 
     Attributes:
-        text: all of it so far.
-        taken: where the part begins that has not been handed on.
-        in_arguments: that part is of a JSON object that has not ended.
+        text: all of the text so far.
+        taken: where the unsent part begins.
+        in_arguments: whether the unsent part is inside a JSON object.
     """
 
     def __init__(self, start: str, begun: int = 0) -> None:
@@ -304,14 +304,14 @@ class _CallText:
         self.in_arguments = False
 
     def begin_arguments(self, at: int) -> None:
-        """A JSON object stands from here on."""
+        """Record where the JSON object of the arguments begins."""
         self.taken = at
         self.in_arguments = True
         self._depth = 0
         self._in_string = False
 
     def take_arguments(self) -> str:
-        """As much of the object as is there, without a backslash that escapes what follows."""
+        """The unsent part of the object so far, without an incomplete escape at its end."""
         begin = self.taken
         while stop := (_IN_STRING if self._in_string else _OUTSIDE).search(self.text, self.taken):
             mark = stop[0]
@@ -333,17 +333,13 @@ _OUTSIDE = re.compile(r'["{}\[\]]')
 
 
 def _read_call(call: dict[str, Any]) -> tuple[str, str, object]:
-    """Name, arguments as JSON, and id of a call that mlx-lm has parsed.
-
-    Raises:
-        Exception: of any kind, if it is not a call.
-    """
+    """The name, JSON arguments and id of a parsed call; raises if it is invalid."""
     name, arguments = call["name"], call.get("arguments", {})
     if not isinstance(name, str) or not name:
         raise ValueError("a function without a name")
-    if not isinstance(arguments, str):  # as a string they are JSON already
+    if not isinstance(arguments, str):  # a string is JSON already
         arguments = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    (name + arguments).encode()  # raises for half a surrogate pair, which no answer can hold
+    (name + arguments).encode()  # raises for half a surrogate pair, which cannot be sent
     return name, arguments, call.get("id")
 
 
@@ -352,14 +348,14 @@ def _read_call(call: dict[str, Any]) -> tuple[str, str, object]:
 
 @dataclass
 class Part:
-    """A run of text or reasoning, or a call of a tool.
+    """A run of text or reasoning, or a tool call.
 
     Attributes:
         kind: "text", "reasoning" or "call".
-        id: by which the client returns a call's result.
-        name: the called function's.
-        index: of the call among those of the answer.
-        texts: what it has so far; the JSON of the arguments for a call.
+        id: the id under which the client returns the call's result.
+        name: the called function's name.
+        index: the call's index in the answer.
+        texts: the pieces of its text so far; for a call, of the arguments' JSON.
     """
 
     kind: str
@@ -370,19 +366,20 @@ class Part:
 
     @property
     def text(self) -> str:
-        """What it has so far."""
+        """The part's text so far."""
         return "".join(self.texts)
 
 
 @dataclass
 class TextRun:
-    """What some tokens add to a part.
+    """The text that some tokens add to a part.
 
     Attributes:
-        part: that they add to.
-        begins: the part begins with it.
-        drafts: the texts, and whether each comes from an accepted draft.
-        pieces: the tokens with its text, and those before it that added nothing; none that reason.
+        part: the part.
+        begins: whether the part begins with this run.
+        drafts: the run's texts, each with whether it comes from an accepted draft.
+        pieces: the run's tokens, with the tokens before it that added no text. Reasoning tokens
+            are left out.
     """
 
     part: Part
@@ -392,26 +389,26 @@ class TextRun:
 
     @property
     def text(self) -> str:
-        """What they add."""
+        """The added text."""
         return "".join(text for text, _ in self.drafts)
 
 
 class Choice:
-    """A choice of an answer: its parts so far, and what they take.
+    """A choice of an answer: its parts and token counts so far.
 
     Args:
-        index: of the choice.
-        format: of the output; None for one text without markers.
+        index: the choice's index.
+        format: the format of the output; None for text without markers.
 
     Attributes:
-        parts: in order.
-        end: how it has ended, once it has.
-        length: characters of its text, without reasoning and calls.
-        pieces: the tokens so far, if they have log-probabilities.
-        latest: those of the last :meth:`read`.
-        reasoning_tokens: how many tokens reasoned.
-        tokens: how many there are, up to the end of the one call that the answer may have.
-        accepted: how many of them were accepted drafts.
+        parts: the parts, in order.
+        end: how the choice has ended; None while it runs.
+        length: the number of characters of its text, without reasoning and calls.
+        pieces: the tokens with log-probabilities so far.
+        latest: the tokens with log-probabilities of the last :meth:`read`.
+        reasoning_tokens: the number of reasoning tokens.
+        tokens: the number of tokens, up to the end of the only call that the answer may have.
+        accepted: how many of the tokens were accepted drafts.
     """
 
     def __init__(self, index: int = 0, format: OutputFormat | None = None) -> None:
@@ -423,24 +420,24 @@ class Choice:
         self.length = self.reasoning_tokens = self.tokens = self.accepted = 0
         self._parser = OutputParser(format) if format else None
         self._silent: list[Piece] = []
-        """Tokens since the last run that have added nothing."""
+        """Tokens since the last run, which have added no text."""
 
     @property
     def finished(self) -> bool:
-        """Whether it needs no more tokens, though it may not have ended."""
+        """Whether the choice needs no more tokens, even if it has not ended yet."""
         return self._parser is not None and self._parser.finished
 
     @property
     def text(self) -> str:
-        """Its text, without reasoning and calls."""
+        """The choice's text, without reasoning and calls."""
         return "".join(part.text for part in self.parts if part.kind == "text")
 
     def read(self, pieces: Sequence[Piece], end: Ended | None) -> list[TextRun]:
-        """Take some tokens, and the end if it has come; returns what they add."""
+        """Read tokens, and the end if it is known; returns the runs that they add."""
         runs: list[TextRun] = []
         parser, self.latest = self._parser, []
         for piece in pieces:
-            if self.finished:  # how many follow depends on what else runs
+            if self.finished:  # the number of tokens that follow depends on other requests
                 break
             self.tokens += 1
             self.accepted += piece.accepted
@@ -480,16 +477,16 @@ class Choice:
         self._silent = []
 
     def _counted(self, end: Ended) -> Ended:
-        """The end, without the tokens that are not part of the answer."""
+        """The end, without counting tokens that follow the answer."""
         if not self.finished:
             return end
-        # Drafts that were accepted later have not been rejected, either.
+        # Drafts that were accepted after the answer do not count as rejected.
         drafted = end.drafted - (end.accepted - self.accepted)
         return replace(end, completion_tokens=self.tokens, drafted=drafted, accepted=self.accepted)
 
     @property
     def finish_reason(self) -> str:
-        """Why it has ended: "stop", "length" or "tool_calls"."""
+        """Why the choice has ended: "stop", "length" or "tool_calls"."""
         reason = self.end.finish_reason if self.end else "stop"
         calls = any(part.kind == "call" for part in self.parts)
         return "tool_calls" if calls and (reason == "stop" or self.finished) else reason
@@ -498,18 +495,18 @@ class Choice:
 class ApiAnswer(ABC):
     """An answer in the form of an API.
 
-    It is fed with events, of any of its choices in any order, and returns the chunks that a
-    streamed answer sends for them. When all choices have ended it can be sent as a whole.
+    It takes events of its choices in any order, and returns the chunks that a streamed answer
+    sends for them. When all choices have ended, it can be sent as a whole.
 
     Args:
-        choices: of all prompts together.
+        choices: the choices of all prompts.
     """
 
     end = ""
-    """What ends a stream."""
+    """The text that ends a stream."""
 
     headers: Mapping[str, str] = {}
-    """Of the response."""
+    """The response's headers."""
 
     def __init__(self, choices: Sequence[Choice]) -> None:
         self.choices = choices
@@ -520,9 +517,9 @@ class ApiAnswer(ABC):
         return all(choice.end for choice in self.choices)
 
     def feed(self, events: Iterable[Event]) -> list[dict[str, Any]]:
-        """Take what has happened; returns the chunks of a streamed answer for it.
+        """Take events; returns the chunks that a streamed answer sends for them.
 
-        What comes for a choice after its end is left out.
+        Events of a choice after its end are ignored.
         """
         chunks = self.begin()
         was_done = self.done
@@ -545,27 +542,27 @@ class ApiAnswer(ABC):
         return chunks
 
     def begin(self) -> list[dict[str, Any]]:
-        """The chunks before any event, once; the first :meth:`feed` has them otherwise."""
+        """The chunks before any event, returned once: by this call or by :meth:`feed`."""
         return []
 
     def choice_begun(self, event: Begun) -> list[dict[str, Any]]:
-        """The chunks before the first token of a choice."""
+        """The chunks before a choice's first token."""
         return []
 
     @abstractmethod
     def feed_choice(self, choice: Choice, runs: Sequence[TextRun]) -> list[dict[str, Any]]:
-        """The chunks for what was added to a choice, and for its end if it has ended."""
+        """The chunks for the runs added to a choice, and for its end if it has ended."""
 
     def close(self) -> list[dict[str, Any]]:
-        """The chunks after the end of all choices."""
+        """The chunks after all choices have ended."""
         return []
 
     @abstractmethod
     def whole(self) -> dict[str, Any]:
-        """The answer in one piece."""
+        """The whole answer as JSON."""
 
     def finished(self, index: int) -> bool:
-        """Whether a choice needs no more tokens, though it may not have ended."""
+        """Whether a choice needs no more tokens, even if it has not ended yet."""
         return self.choices[index].finished
 
     def framed(self, chunk: dict[str, Any]) -> str:
@@ -573,11 +570,11 @@ class ApiAnswer(ABC):
         return f"data: {json.dumps(chunk)}\n\n"
 
     def keep_alive(self) -> str:
-        """What a stream sends while nothing happens: a comment, which clients ignore."""
+        """A stream's keep-alive: a comment, which clients ignore."""
         return ": still working\n\n"
 
     def failed(self, error: ApiError) -> dict[str, Any]:
-        """The chunk for an error that comes when it is too late for a status."""
+        """The chunk for an error after the response has begun."""
         return error.body
 
 
@@ -585,16 +582,15 @@ class ApiAnswer(ABC):
 
 _log = logging.getLogger("mlxspec.server")
 
-FAILED = ApiError("the server has failed; its log says how", status=500)
+FAILED = ApiError("the server has failed: see its log", status=500)
 
 
 class KeepAlive(NamedTuple):
-    """How long nothing is sent before a keep-alive is.
+    """When keep-alives are sent.
 
     Attributes:
-        sign: seconds without data after which a stream, or a whole answer that has begun, sends
-            one.
-        begin: seconds before an answer that is not streamed begins with spaces as keep-alives.
+        sign: seconds without data after which a response that has begun sends a keep-alive.
+        begin: seconds after which a whole answer begins, with spaces as keep-alives.
     """
 
     sign: float = 10.0
@@ -606,17 +602,17 @@ async def answered(
 ) -> Response:
     """The response to a request.
 
-    If the client leaves, the generations end.
+    If the client disconnects, the generations end.
 
     Args:
-        request: whose client waits.
+        request: the client's request.
         stream: the generations' events.
-        answer: makes chunks or a whole answer of them.
-        streamed: send it as server-sent events.
+        answer: turns the events into chunks or a whole answer.
+        streamed: whether to send server-sent events.
         keep_alive: when keep-alives are sent.
 
     Raises:
-        ApiError: a generation has failed before anything was sent.
+        ApiError: a generation failed before anything was sent.
     """
     request.state.answered = True
     if streamed:
@@ -655,13 +651,7 @@ def is_answered(request: Request) -> bool:
 
 
 class _Streamed(StreamingResponse):
-    """An answer that is sent in pieces.
-
-    Args:
-        content: the pieces.
-        on_end: called at its end, even if the client has gone before the first piece was made.
-        options: as for ``StreamingResponse``.
-    """
+    """A response sent in pieces; it calls ``on_end`` even if the client disconnects at once."""
 
     def __init__(
         self, content: AsyncIterator[str], *, on_end: Callable[[], object], **options: Any
@@ -677,7 +667,7 @@ class _Streamed(StreamingResponse):
 
 
 async def _whole(stream: EventStream, answer: ApiAnswer, keep_alive: float) -> dict[str, Any]:
-    """The answer in one piece."""
+    """The whole answer, once all generations have ended."""
     async with aclosing(stream.events(keep_alive)) as happening:
         async for events in happening:
             answer.feed(events)
@@ -688,7 +678,7 @@ async def _whole(stream: EventStream, answer: ApiAnswer, keep_alive: float) -> d
 async def _server_sent_events(
     stream: EventStream, answer: ApiAnswer, keep_alive: float
 ) -> AsyncIterator[str]:
-    """The chunks of an answer as they come; an error takes the place of what is left."""
+    """The chunks of an answer as they are generated; an error replaces the rest."""
     try:
         async with aclosing(stream.events(keep_alive)) as happening:
             async for events in happening:
@@ -706,7 +696,7 @@ async def _server_sent_events(
 async def _with_keep_alives(
     making: asyncio.Task[dict[str, Any]], answer: ApiAnswer, keep_alive: float
 ) -> AsyncIterator[str]:
-    """JSON that takes long: spaces before it, which parsers skip, keep the connection alive."""
+    """The answer's JSON, after spaces that keep the connection alive and that parsers skip."""
     while not making.done():
         yield " "
         await asyncio.wait({making}, timeout=keep_alive)
@@ -717,7 +707,7 @@ async def _with_keep_alives(
 
 
 def _as_api_error(error: Exception) -> ApiError:
-    """The error that a client gets for an exception."""
+    """The error that a client receives for an exception."""
     if isinstance(error, ApiError):
         return error
     _log.error("an answer has failed", exc_info=error)
@@ -725,6 +715,6 @@ def _as_api_error(error: Exception) -> ApiError:
 
 
 async def _disconnected(request: Request) -> None:
-    """Return once the client has gone."""
+    """Return when the client has disconnected."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,4 @@
-"""The application: the paths of all APIs, from a body to the response, and the server's status."""
+"""The ASGI application: the routes of all three APIs and of the server's status."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def create_app(
     """The ASGI application.
 
     Args:
-        worker: started by the caller, who also stops it.
-        max_tokens: the default of requests, within the context's room.
+        worker: runs the generations; the caller starts and stops it.
+        max_tokens: the default ``max_tokens`` of requests, limited by the context.
         hosts, keys, on_refusal: as for :class:`mlxspec.server.auth.AuthMiddleware`.
         keep_alive: when keep-alives are sent.
     """
@@ -80,7 +80,7 @@ def create_app(
 
     async def refused(request: Request, error: Exception) -> Response:
         refusal = error if isinstance(error, ApiError) else _wrong_path(request, error)
-        if not is_answered(request):  # else the log has the end of the generation
+        if not is_answered(request):  # otherwise the log records the generation's end
             on_refusal(request.url.path, refusal)
         return error_response(refusal, request.url.path)
 
@@ -98,32 +98,32 @@ def create_app(
 def _wrong_path(request: Request, error: Exception) -> ApiError:
     assert isinstance(error, HTTPException)
     path, status = printable(request.url.path), error.status_code
-    what = {404: "this server has no such path", 405: f"{request.method} is not for this path"}
+    what = {404: "this server has no such path", 405: f"this path takes no {request.method}"}
     headers = dict(error.headers or {})
     return ApiError(f"{path}: {what.get(status, error.detail)}", status=status, headers=headers)
 
 
 async def _server_error(request: Request, error: Exception) -> Response:
-    # Starlette raises the error again, at which uvicorn closes the connection.
+    # Starlette raises the error again, and uvicorn then closes the connection.
     failed = ApiError(FAILED.message, status=FAILED.status, headers={"Connection": "close"})
     return error_response(failed, request.url.path)
 
 
 # --- the three APIs ---
 
-_COMPILING = 4  # requests whose constraints are compiled at a time
-_LARGE = 1 << 20  # bytes of a body that others wait for
+_COMPILING = 4  # requests whose constraints are compiled at once
+_LARGE = 1 << 20  # bytes; larger bodies are read one at a time
 
 _Result = TypeVar("_Result")
 _Chat = TypeVar("_Chat", bound=ChatRequest)
 
 
 class Endpoints:
-    """Answers requests to the paths of the three APIs.
+    """The endpoints of the three APIs.
 
     Args:
-        worker: runs them.
-        max_tokens: the default of requests, within the context's room.
+        worker: runs the generations.
+        max_tokens: the default ``max_tokens`` of requests, limited by the context.
         keep_alive: when keep-alives are sent.
     """
 
@@ -132,17 +132,17 @@ class Endpoints:
         self._max_tokens = max_tokens
         self._keep_alive = keep_alive
         self._models = worker.models
-        # Large bodies are read one at a time: each may take a second and some 100 MB.
+        # Large bodies are read one at a time: each may take a second and about 100 MB.
         self._reading = asyncio.Lock()
-        # A tokenizer serves one thread at a time.
+        # Only one thread at a time may use a tokenizer.
         self._tokenizing = {name: asyncio.Lock() for name in worker.models}
-        # So that a few slow ones hold up no others, and many do not take all threads.
+        # A few slow constraints must not delay others, and many must not occupy all threads.
         self._compiling = asyncio.Semaphore(_COMPILING)
         self._responses = ResponseStore()
 
     @property
     def routes(self) -> list[Route]:
-        """The paths, and what answers them."""
+        """The routes of all endpoints."""
         post = ["POST"]
         return [
             Route("/v1/chat/completions", self.chat, methods=post),
@@ -230,7 +230,7 @@ class Endpoints:
         """``/v1/responses/ID``"""
         if request.query_params.get("stream") == "true":
             raise ApiError(
-                "stream: a kept response is sent as a whole; leave it out", param="stream"
+                "stream: a stored response is not streamed; leave stream out", param="stream"
             )
         return JSONResponse(self._kept(request).response)
 
@@ -244,7 +244,7 @@ class Endpoints:
         """``/v1/responses/ID/cancel``"""
         self._kept(request)
         raise ApiError(
-            "a response ends when its client leaves, since none is made in the background: "
+            "a response is not made in the background, and ends when its client disconnects: "
             "close the connection",
         )
 
@@ -256,7 +256,7 @@ class Endpoints:
         return partial(parse_responses, store=self._responses, partition=request.state.partition)
 
     def _kept(self, request: Request) -> StoredResponse:
-        """The response of the path.
+        """The stored response that the path names.
 
         Raises:
             ApiError: 404, it does not exist.
@@ -265,7 +265,7 @@ class Endpoints:
         found = self._responses.response(request.state.partition, response_id)
         if found is None:
             raise ApiError(
-                f"there is no response {shown(response_id)} here, or no longer one: make it again",
+                f"the response {shown(response_id)} is not or no longer stored: create it again",
                 status=404,
                 param="response_id",
             )
@@ -296,7 +296,7 @@ class Endpoints:
             parse: turns the JSON value into the result.
 
         Raises:
-            ApiError: the body is not JSON or is too large, or ``parse`` raises the error.
+            ApiError: the body is not JSON or is too large, or ``parse`` refuses it.
         """
         data = await body_of(request)
         async with self._reading if len(data) > _LARGE else nullcontext():
@@ -305,9 +305,9 @@ class Endpoints:
     async def _read_chat(
         self, request: Request, parse: Callable[[Any], _Chat], elsewhere: str = "\0"
     ) -> tuple[_Chat, ServedModel, ChatPrompt]:
-        """Read a conversation; returns it, its model, and the prompt that it becomes.
+        """Read a conversation; returns it with its model and its prompt.
 
-        The default model stands in for unknown ones whose names begin with ``elsewhere``.
+        Unknown model names that begin with ``elsewhere`` mean the default model.
         """
         body = await self.read(request, parse)
         name = body.model
@@ -330,7 +330,7 @@ class Endpoints:
                 return served
         known = ", ".join(self._models)
         raise ApiError(
-            f"there is no model {shown(name)} here: ask for {known}",
+            f"the model {shown(name)} is not served here: use {known}",
             status=404,
             param="model",
             code="model_not_found",
@@ -366,14 +366,14 @@ class Endpoints:
 
         Raises:
             ApiError: an option is out of range, a prompt is too long, the queue is full, or a
-                generation has failed before anything was sent.
+                generation failed before anything was sent.
         """
         prediction: Sequence[int] = ()
         if body.prediction:
             if not served.predicts:
                 raise ApiError(
-                    f"prediction: {served.name} is served with one kind of drafts, which are not "
-                    "from what clients expect; leave it out, or serve it without --decoder",
+                    f"prediction: {served.name} is served with --decoder, which does not draft "
+                    "from predictions; leave it out, or serve the model without --decoder",
                     param="prediction",
                 )
             expected = await self._ids(served, body.prediction, "prediction")
@@ -391,7 +391,7 @@ class Endpoints:
     async def _grammar(
         self, served: ServedModel, body: ApiRequest, prompt: Prompt
     ) -> Grammar | None:
-        """What an answer has to be, compiled."""
+        """The compiled constraint of an answer; None without one."""
         if not is_constrained(body):
             return None
         tokenizer = served.decoder.tokenizer
@@ -399,7 +399,7 @@ class Endpoints:
             make = partial(Vocabulary.of, tokenizer, served.decoder.vocab_size)
             vocabulary = await self._tokenized(served, make)
         except OptionError as error:
-            if body.constraint is None:  # calls of strict tools are as they come
+            if body.constraint is None:  # strict tools are then not enforced
                 return None
             raise ApiError(f"{body.constrained_by}: {error}", param=body.constrained_by) from error
         async with self._compiling:
@@ -417,7 +417,7 @@ def _choices(
     prediction: Sequence[int],
     partition: str,
 ) -> list[ServedRequest]:
-    """The requests for a prompt's choices; the first one has the index ``first``.
+    """The requests for a prompt's choices, whose indices begin at ``first``.
 
     Raises:
         ApiError: a token or an option is out of range.
@@ -425,7 +425,7 @@ def _choices(
     vocab_size, tokens = served.decoder.vocab_size, tuple(prompt.tokens)
     check_ids(tokens, vocab_size, body.param)
     if not tokens:
-        raise ApiError(f"{body.param} gives no token: send a text.", param=body.param)
+        raise ApiError(f"{body.param} has no tokens: send a text.", param=body.param)
     try:
         return [
             ServedRequest(
@@ -450,7 +450,7 @@ def _choices(
 
 
 def _entry(served: ServedModel) -> dict[str, Any]:
-    """A model of ``/v1/models``; its context has the two names that clients look for."""
+    """A model in ``/v1/models``, with its context length under the two names that clients use."""
     entry = {"id": served.name, "object": "model", "created": served.created}
     entry["owned_by"] = "mlxspec"
     if (length := served.context_length) is None:
@@ -471,7 +471,7 @@ _PAGE_HEADERS = {
 
 
 def _status_routes(worker: Worker) -> list[Route]:
-    """The endpoints of health, metrics and status."""
+    """The routes of health, metrics and status."""
 
     async def health(request: Request) -> Response:
         return _state(worker.alive, "ok", "the worker has failed")
@@ -496,12 +496,12 @@ def _state(good: bool, word: str, other: str) -> Response:
     return JSONResponse({"status": word if good else other}, 200 if good else 503)
 
 
-_WIDEST = 32  # rows of the cost curve that is shown
+_WIDEST = 32  # rows; the end of the cost curve that is shown
 _CACHE_FIGURES = ("entries", "max_bytes", "hits", "misses", "forks", "evictions")
 
 
 def status_of(worker: Worker) -> dict[str, Any]:
-    """All figures of the status page, as JSON."""
+    """The figures of the status page, as JSON."""
     metrics, now = worker.metrics, time.perf_counter()
     totals = metrics.totals
     steps, forwards = totals["steps"], totals["forwards"]
@@ -536,7 +536,7 @@ def status_of(worker: Worker) -> dict[str, Any]:
 
 
 def _curve(served: ServedModel) -> list[list[float]] | None:
-    """Pairs of rows and a step's time relative to one row; None if not measured."""
+    """Pairs of rows and the time of a step relative to one row; None if not measured."""
     if not served.decoder.plans:
         return None
     curve = served.decoder.costs.curve
@@ -544,7 +544,7 @@ def _curve(served: ServedModel) -> list[list[float]] | None:
 
 
 def _add_gauges(worker: Worker) -> None:
-    """What is the case at the moment, for Prometheus."""
+    """Add gauges of the server's present state to the Prometheus metrics."""
 
     def gauge(name: str, help: str, *labels: str) -> Gauge:
         return Gauge(f"mlxspec_{name}", help, labels, registry=worker.metrics.registry)
@@ -555,7 +555,7 @@ def _add_gauges(worker: Worker) -> None:
     for states in ((State.WAITING,), (State.PREFILL,), (State.DECODE, State.PAUSED)):
         now = gauge(f"{states[0]}_generations", f"Generations now: {states[0]}.")
         now.set_function(partial(count, *states))
-    kept = gauge("cache_bytes", "Bytes of kept prefixes.", "model")
+    kept = gauge("cache_bytes", "Bytes of cached prefixes.", "model")
     for served in worker.models.values():
         kept.labels(served.name).set_function(partial(getattr, served.cache, "nbytes"))
     gauge("memory_bytes", "Memory that MLX uses.").set_function(mx.get_active_memory)

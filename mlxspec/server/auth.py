@@ -1,8 +1,8 @@
-"""Who may talk to the server: the checks that come before any endpoint.
+"""Access control: the checks before any endpoint.
 
-An open web page can make the browser send requests to a server on loopback. It is
-kept out by the Host header, which has to name this server (DNS rebinding), and by the Origin
-header, which has to be this server's own. There are no CORS headers.
+A web page can make the user's browser send requests to a server on loopback. Two checks keep such
+pages out: the Host header must name this server (against DNS rebinding), and an Origin header must
+be this server's own. The server sends no CORS headers.
 """
 
 from __future__ import annotations
@@ -20,20 +20,19 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from .body import ApiError, error_response, shown
 
 MOST_BYTES = 32 * 2**20
-"""Of a request's body."""
+"""The most bytes of a request's body."""
 
-_SILENCE = 30.0  # seconds without a byte, after which the rest of a body is not waited for
-_LEAST_RATE = 1000.0  # bytes a second that have to come on average
+_SILENCE = 30.0  # seconds without a byte after which a body is refused
+_LEAST_RATE = 1000.0  # bytes per second that must arrive on average
 
 _OPEN = ("/", "/health", "/ready")
-"""Paths without a key: the page, which shows nothing by itself, and whether the server lives."""
-
+"""Paths that need no key: the page, which contains no data, and the health checks."""
 
 _HOST = re.compile(r"(\[[^\[\]]*\]|[^:]*)(?::[0-9]*)?")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only programs on this machine reach a server that is bound to ``host``."""
+    """Whether a server bound to ``host`` can only be reached from this machine."""
     if host == "localhost":
         return True
     try:
@@ -49,10 +48,10 @@ class AuthMiddleware:
     """ASGI middleware: refuses requests that are not meant for this server, or have no key.
 
     Args:
-        app: gets the others.
-        hosts: names by which this server may be called, without port; None for any.
-        keys: a request must have one of them; without keys anyone may send requests.
-        on_refusal: called with the path and the error of each request that is refused.
+        app: receives the accepted requests.
+        hosts: the names of this server that requests may use, without port; None for any.
+        keys: the accepted API keys; if empty, requests need no key.
+        on_refusal: called with the path and the error of each refused request.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class AuthMiddleware:
         await self._app(scope, receive, send)
 
     def _checked(self, scope: Scope) -> str:
-        """Check a request, and return its key, or "" if it has none.
+        """Check a request, and return its key, or "" if it needs none.
 
         Raises:
             ApiError: the request is refused, with status 400, 401, 403 or 413.
@@ -90,8 +89,8 @@ class AuthMiddleware:
         host = host_name(headers.get("host", ""))
         if self._hosts is not None and host not in self._hosts:
             raise ApiError(
-                f"the request is for the host {shown(host)}, which is not this server: "
-                "call it by the address that it prints, or allow the name with --allowed-host",
+                f"the Host header {shown(host)} does not name this server: use the address that "
+                "the server prints, or allow the name with --allowed-host",
                 status=403,
                 code="host_not_allowed",
             )
@@ -99,19 +98,19 @@ class AuthMiddleware:
         own = headers.get("host", "").lower()
         if origin is not None and origin.partition("://")[2].lower() != own:
             raise ApiError(
-                "the request comes from a web page of another server, which may not use this one",
+                "web pages of other servers may not use this server: use its own page",
                 status=403,
                 code="origin_not_allowed",
             )
         length = headers.get("content-length", "0")
         if not length.isascii() or not length.isdecimal() or len(length) > 20:
-            raise ApiError("the header Content-Length must be a number")
+            raise ApiError(f"the header Content-Length is {shown(length)}: send a number")
         if int(length) > MOST_BYTES:
             raise too_long()
         if not self._keys or scope["path"] in _OPEN:
             return ""
         given = _key_of(headers)
-        # All are compared, each in constant time: the time does not depend on them.
+        # All keys are compared, each in constant time, so the time reveals none of them.
         matches = [hmac.compare_digest(given, key) for key in self._keys]
         if not any(matches):
             raise ApiError(
@@ -124,7 +123,7 @@ class AuthMiddleware:
 
 
 def host_name(host: str) -> str:
-    """The name in a Host header, without port; IPv6 addresses with their brackets."""
+    """The name in a Host header, without the port; IPv6 addresses keep their brackets."""
     parts = _HOST.fullmatch(host)
     return (parts[1] if parts else host).lower()
 
@@ -146,15 +145,15 @@ def too_long() -> ApiError:
 
 
 async def body_of(request: Request) -> bytes:
-    """A request's body.
+    """Read a request's body.
 
     Raises:
-        ApiError: it is too long or too slow, or the client has left before its end.
+        ApiError: the body is encoded, too long or too slow, or the client disconnected.
     """
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() not in ("", "identity"):
         raise ApiError(
-            f"the body is encoded as {shown(encoding)}: send it as it is, without Content-Encoding",
+            f"the body is encoded as {shown(encoding)}: send it without Content-Encoding",
             status=415,
         )
     parts, length = [], 0
@@ -166,15 +165,15 @@ async def body_of(request: Request) -> bytes:
                 if length > MOST_BYTES:
                     raise too_long()
                 parts.append(part)
-                # A part may be late, but all of them together may not come too slowly.
+                # A part may be late, but the average rate must not be too low.
                 slowly = begun + length / _LEAST_RATE
                 limit.reschedule(min(asyncio.get_running_loop().time(), slowly) + _SILENCE)
     except TimeoutError:
         raise ApiError(
-            f"the body has stopped after {length:,} bytes, or comes too slowly: send it again",
+            f"the body has stopped after {length:,} bytes, or is too slow: send it again",
             status=408,
             headers={"Connection": "close"},
         ) from None
-    except ClientDisconnect:  # the answer has no reader
-        raise ApiError("the client has left before the end of its body", status=499) from None
+    except ClientDisconnect:  # nobody reads the answer
+        raise ApiError("the client disconnected before the end of the body", status=499) from None
     return b"".join(parts)

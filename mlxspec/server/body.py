@@ -1,11 +1,11 @@
-"""Bodies of requests: JSON read within bounds, then checked by pydantic models.
+"""Request bodies: JSON parsed within limits, then validated by pydantic models.
 
-Python's own JSON reader has no bounds, and lets no other thread run until it is done, which takes a
-third of a second for some texts of 32 MiB. :class:`JsonReader` counts values as it reads them, and
-reads a long text in pieces. It needs 0.15 s for 100,000 values.
+Python's own JSON parser has no limits, and blocks all other threads until it is done. For some
+texts of 32 MiB that takes a third of a second. :class:`JsonReader` counts values while it parses
+them, and parses long strings in pieces. It takes 0.15 s for 100,000 values.
 
-In a body ``null`` is the same as an absent field, and a number such as 5.0 is the integer 5, since
-some languages write it so.
+In a body, ``null`` means an absent field. A number such as 5.0 is accepted as the integer 5, since
+some languages write integers that way.
 """
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ from ..errors import MlxspecError, printable
 
 
 class ApiError(MlxspecError):
-    """A request that gets an error instead of an answer.
+    """An error that is sent in place of an answer.
 
     Args:
-        message: says what is wrong and what to do about it. Where it repeats too much of the
-            request, its middle is left out.
-        status: of HTTP, 400 to 599.
-        param: the field of the body that is wrong, in OpenAI's notation: ``messages[2].role``.
-        code: a word for programs, such as ``context_length_exceeded``.
-        headers: of the answer.
+        message: what is wrong, and the remedy. The middle of a very long message is left out.
+        status: the HTTP status, 400 to 599.
+        param: the wrong field of the body, in OpenAI's notation: ``messages[2].role``.
+        code: an identifier for programs, such as ``context_length_exceeded``.
+        headers: the response's headers.
     """
 
     def __init__(
@@ -61,27 +60,27 @@ class ApiError(MlxspecError):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The answer's JSON, in OpenAI's form."""
+        """The response's JSON in OpenAI's form."""
         return {
             "error": {
                 "message": self.message,
-                "type": _TYPES.get(self.status, _type_of(self.status)),
+                "type": _TYPES.get(self.status, "server_error" if self.status >= 500 else _INVALID),
                 "param": self.param,
                 "code": self.code,
             }
         }
 
     def messages_body(self, request_id: str) -> dict[str, Any]:
-        """The answer's JSON, in Anthropic's form."""
+        """The response's JSON in Anthropic's form."""
         kind = _MESSAGES_TYPES.get(self.status, "api_error" if self.status >= 500 else _INVALID)
         details: dict[str, Any] = {"type": kind, "message": self.message}
-        if self.code == NO_THREADS:  # at which clients send the whole conversation
+        if self.code == NO_THREADS:  # clients then send the whole conversation
             details["details"] = {"error_code": self.code, "unsupported": []}
         return {"type": "error", "error": details, "request_id": request_id}
 
 
 def error_response(error: ApiError, path: str) -> JSONResponse:
-    """The response with an error, in the form of the API that the request's path is of."""
+    """The response for an error, in the form of the API that the path belongs to."""
     if not f"{path}/".startswith("/v1/messages/"):
         return JSONResponse(error.body, error.status, error.headers)
     request_id = new_request_id()
@@ -90,12 +89,12 @@ def error_response(error: ApiError, path: str) -> JSONResponse:
 
 
 def new_request_id() -> str:
-    """An id by which Anthropic's clients name a request."""
+    """A new id of a request, for Anthropic's clients."""
     return f"req_{uuid.uuid4().hex}"
 
 
 NO_THREADS = "thread_unsupported_request"
-"""Anthropic's code for requests whose conversations the server would have to keep."""
+"""Anthropic's error code for requests that need a conversation stored on the server."""
 
 _INVALID = "invalid_request_error"
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
@@ -103,22 +102,18 @@ _TYPES |= {429: "rate_limit_error"}
 _MESSAGES_TYPES = _TYPES | {413: "request_too_large"}
 
 
-def _type_of(status: int) -> str:
-    return "server_error" if status >= 500 else _INVALID
-
-
 MOST_VALUES = 300_000
-"""Objects, lists, texts, numbers and words of a body. A prompt of token ids may fill the contexts
-that there are; an agent's long conversation has some ten thousand."""
+"""The most values of a body: objects, lists, strings, numbers and words. A prompt of token ids may
+fill any present context; an agent's long conversation has about ten thousand values."""
 
-_DEEPEST = 100  # levels of lists and objects; JSON Schemas of tools have a dozen
+_DEEPEST = 100  # levels of nesting; tools' JSON Schemas have a dozen
 
 _BLANKS = re.compile(rb"[ \t\n\r]{1,65536}")
 _PIECE = re.compile(
     rb"""(?:
         [^"\\\x00-\x1f]{1,1000} [\x80-\xbf]{0,3}    # up to the end of a character
         | \\["\\/bfnrt]
-        | \\u[dD][89abAB][0-9a-fA-F]{2} \\u[dD][c-fC-F][0-9a-fA-F]{2}    # one in two halves
+        | \\u[dD][89abAB][0-9a-fA-F]{2} \\u[dD][c-fC-F][0-9a-fA-F]{2}    # a surrogate pair
         | \\u[0-9a-fA-F]{4}
     ){1,1000}""",
     re.VERBOSE,
@@ -142,16 +137,16 @@ def read_body(data: bytes) -> Any:
 
 
 class JsonReader:
-    """Reads a JSON text.
+    """Parses a JSON text.
 
-    Half a surrogate pair, which editors send that cut a text between its halves, becomes U+FFFD.
+    Half a surrogate pair becomes U+FFFD. Editors send one when they cut a text inside a pair.
 
     Args:
         data: the text in UTF-8.
-        most: how many values it may have.
+        most: the most values that it may have.
 
     Attributes:
-        left: how many more it could have had, after :meth:`read`.
+        left: how many more values it may have.
     """
 
     def __init__(self, data: bytes, most: int = MOST_VALUES) -> None:
@@ -160,22 +155,22 @@ class JsonReader:
         self.left = most
 
     def read(self) -> Any:
-        """The text's value.
+        """Parse the text and return its value.
 
         Raises:
-            ApiError: it has too many values, or is nested too deeply.
-            ValueError: it is not JSON, or has a number that is too large.
+            ApiError: the text has too many values or is nested too deeply.
+            ValueError: the text is not JSON, or has a number that is too large.
         """
         value = self._value(0)
         if self._next():
-            self._fail("nothing more")
+            self._fail("the end")
         return value
 
     def _value(self, depth: int) -> Any:
         self.left -= 1
         if self.left < 0:
             raise ApiError(
-                f"the body has more than {MOST_VALUES:,} values, such as numbers, texts and "
+                f"the body has more than {MOST_VALUES:,} values, such as numbers, strings and "
                 "objects: send fewer",
                 status=413,
                 code="request_too_large",
@@ -196,7 +191,7 @@ class JsonReader:
         self._at += 1
         while not self._ended(b"}", first=not found):
             if self._next() != b'"':
-                self._fail("a name in quotes")
+                self._fail("a quoted name")
             name = self._text()
             if self._next() != b":":
                 self._fail("':'")
@@ -212,7 +207,7 @@ class JsonReader:
         return found
 
     def _ended(self, end: bytes, first: bool) -> bool:
-        """Read the end of a list or object, or else the comma between two of its values."""
+        """Read past the end of a list or object, or else past the comma before its next value."""
         mark = self._next()
         if mark != end and first:
             return False
@@ -227,7 +222,7 @@ class JsonReader:
         while self._data[self._at : self._at + 1] != b'"':
             piece = _PIECE.match(self._data, self._at)
             if piece is None:
-                self._fail("the rest of a text")
+                self._fail("the rest of a string")
             text = piece[0].decode("utf-8", "surrogatepass")
             if "\\" in text:
                 text = json.loads(f'"{text}"')
@@ -249,7 +244,7 @@ class JsonReader:
         return value if found[1] or found[2] else int(found[0])
 
     def _next(self) -> bytes:
-        """The next byte that is not white space, without reading it; nothing at the end."""
+        """The next byte that is not white space, without reading past it; empty at the end."""
         mark = self._data[self._at : self._at + 1]
         while mark.isspace() and (blanks := _BLANKS.match(self._data, self._at)):
             self._at = blanks.end()
@@ -262,21 +257,20 @@ class JsonReader:
 
 # --- models ---
 
-_LONGEST_SHOWN = 60  # characters of a value that a message repeats
-_INTEGERS = 2**63
+_LONGEST_SHOWN = 60  # characters of a value in a message
 
 _T = TypeVar("_T")
 Items = Annotated[list[_T], Field(fail_fast=True)]
-"""A list whose check ends at the first wrong item."""
+"""A list whose validation ends at the first wrong item."""
 
 
 def as_integer(value: object) -> object:
-    """5.0 as 5; other values as they are."""
+    """Turn 5.0 into 5; other values stay as they are."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def without_nulls(value: Any) -> Any:
-    """An object without the fields that are null; other values as they are."""
+    """Remove the null fields of an object; other values stay as they are."""
     if not isinstance(value, dict):
         return value
     return {name: one for name, one in value.items() if one is not None}
@@ -290,19 +284,19 @@ Name = Annotated[str, Field(min_length=1)]
 
 TEXT, NO_TEXT = "[text]", "[other]"
 BY_TEXT = Discriminator(lambda value: TEXT if isinstance(value, str) else NO_TEXT)
-"""Of a text or something else, with the tags TEXT and NO_TEXT: errors are those of the one sent."""
+"""Tags strings as TEXT and other values as NO_TEXT, so that errors concern the type sent."""
 
 
 class Body(BaseModel):
-    """An object of a request's body. Unknown fields are ignored, and ``null`` means absent."""
+    """An object in a request's body. Unknown fields are ignored, and ``null`` means absent."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore", frozen=True)
 
     needed: ClassVar[Mapping[str, Sequence[str]]] = {}
-    """Fields that an object of a type or role must have, besides those without a default."""
+    """By type or role: required fields, besides the fields without a default."""
 
     unsupported: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {}
-    """Fields that cannot be honoured: the values that ask for nothing, and what to do instead."""
+    """Unsupported fields: the values that ask for nothing and are accepted, and the remedy."""
 
     @model_validator(mode="before")
     @classmethod
@@ -311,7 +305,7 @@ class Body(BaseModel):
             return value
         given = without_nulls(value)
         kind = given.get("type", given.get("role"))
-        # null for a required field is refused under that field's name.
+        # A missing required field becomes null, and the error then names it.
         return dict.fromkeys(cls.needed.get(kind, ()) if isinstance(kind, str) else ()) | given
 
 
@@ -319,10 +313,10 @@ _Body = TypeVar("_Body", bound=Body)
 
 
 def parse(model: type[_Body], body: object) -> _Body:
-    """Check a body.
+    """Validate a body.
 
     Raises:
-        ApiError: a field is missing or wrong, or asks for what this server does not do.
+        ApiError: a field is missing, wrong or unsupported.
     """
     if not isinstance(body, dict):
         raise ApiError(
@@ -344,7 +338,7 @@ def parse(model: type[_Body], body: object) -> _Body:
 
 
 def _refuse_first(error: ValidationError, body: Any) -> NoReturn:
-    """Raise an ApiError for the first of a model's errors."""
+    """Raise an ApiError for the first validation error."""
     wrong = error.errors(include_url=False, include_context=False)[0]
     path = _path(wrong["loc"], body)
     if wrong["type"] == "missing":
@@ -359,10 +353,10 @@ _NO_FIELDS = ("[key]", TEXT, NO_TEXT)
 
 
 def _path(location: Sequence[int | str], body: Any) -> str:
-    """A place in a body in OpenAI's notation, such as ``messages[2].role``."""
+    """A field's path in OpenAI's notation, such as ``messages[2].role``."""
     path, value = "", body
     for part in location:
-        # Other parts name an alternative, or something that was made of a simpler value.
+        # Other parts name an alternative of a union, or belong to a converted value.
         if isinstance(part, int) and isinstance(value, list):
             path, value = f"{path}[{part}]", value[part]
         elif isinstance(part, str) and isinstance(value, dict) and part not in _NO_FIELDS:
@@ -376,20 +370,20 @@ def refuse(param: str | None, value: object, remedy: str) -> NoReturn:
 
 
 def shown(value: object) -> str:
-    """A value as an error may repeat it: short, on one line."""
+    """A value as error messages repeat it: short, on one line."""
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list):
         return "a list" if value else "an empty list"
     if value is None or isinstance(value, bool):
         return json.dumps(value)
-    if isinstance(value, int) and abs(value) >= _INTEGERS:  # Python refuses to write very long ones
+    if isinstance(value, int) and abs(value) >= 2**63:  # Python refuses to format very long ones
         return "a number beyond 64 bits"
     text = ascii(value[:_LONGEST_SHOWN] if isinstance(value, str) else value)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
 
 
 def without_lone_surrogates(text: str) -> str:
-    """A text that can be encoded: half a surrogate pair becomes U+FFFD."""
-    # Through UTF-16 two halves that follow each other become the character that they mean.
+    """Replace half a surrogate pair by U+FFFD, so that the text can be encoded."""
+    # UTF-16 turns two adjacent halves into the character that they stand for.
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

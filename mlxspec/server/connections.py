@@ -1,4 +1,4 @@
-"""The HTTP server: how many connections there are, how long each may wait, and how all end."""
+"""The HTTP server: limits on connections and their idle time, and its shutdown."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 BACKLOG = 256
-"""How many connections the system holds until they are accepted, all of them in one go."""
+"""How many connections the system queues; the event loop accepts all of them in one go."""
 
 _log = logging.getLogger(__name__)
 
-_OTHER_FILES = 64  # models while they are read, prefixes, journals, standard streams
-_FEWEST = 8  # connections, however few files may be open
-_LOOK = 1.0  # seconds between two looks at a connection
-_LAST = 1.0  # seconds in which requests notice that their connections have been closed
-_QUIET = 60.0  # seconds in which a message is not repeated
+_OTHER_FILES = 64  # models while they load, prefixes, journals, standard streams
+_FEWEST = 8  # connections, even if the process may open fewer files
+_CHECK_INTERVAL = 1.0  # seconds between two checks of a connection
+_LAST = 1.0  # seconds for requests to notice that their connections were closed
+_QUIET = 60.0  # seconds before a message is logged again
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 class Bounds(NamedTuple):
-    """What clients may take of the server's connections.
+    """Limits on the connections of clients.
 
     Attributes:
-        most: connections at once, fewer if the process may not open that many files.
+        most: connections at once; fewer if the process may not open that many files.
         head: seconds within which a request's line and headers must arrive.
-        unread: seconds in which a client may take nothing of an answer that waits for it.
-        rate: bytes a second that it has to take on average beyond these.
+        unread: seconds for which a client may read nothing of its answer.
+        rate: bytes per second that a client must read on average, after ``unread`` seconds.
     """
 
     most: int = 1024
@@ -47,13 +47,13 @@ class Bounds(NamedTuple):
 
 
 class HttpServer(uvicorn.Server):
-    """Serves an application until a signal; then running requests have some time to end.
+    """Serves an application until a signal, then gives running requests time to end.
 
     Args:
         app: the application.
-        bounds: of its connections.
-        grace: seconds that running requests have after the first signal. At the second one, all
-            connections are closed at once.
+        bounds: limits on its connections.
+        grace: seconds for running requests after the first signal. The second signal closes all
+            connections at once.
         on_exit: called at the first signal.
     """
 
@@ -74,7 +74,7 @@ class HttpServer(uvicorn.Server):
             access_log=False,
             server_header=False,
             backlog=BACKLOG,
-            # For requests that wait for a thread, and so don't see that the client has gone.
+            # For requests that wait for a thread and do not notice that the client disconnected.
             timeout_graceful_shutdown=math.ceil(grace + _LAST),
         )
         super().__init__(config)
@@ -89,9 +89,9 @@ class HttpServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         first = not self.should_exit
-        self.force_exit = not first  # uvicorn does so for Ctrl-C alone
+        self.force_exit = not first  # uvicorn sets it for Ctrl-C only
         super().handle_exit(sig, frame)
-        if first:  # last, since the second signal may come meanwhile
+        if first:  # last, since the second signal may arrive meanwhile
             self._on_exit()
 
     async def shutdown(self, sockets: Any = None) -> None:
@@ -100,7 +100,7 @@ class HttpServer(uvicorn.Server):
         await closing
 
     async def _close(self) -> None:
-        """Wait for the end of all requests as long as they have, and close what is left."""
+        """Give running requests time to end, then close all connections."""
         state, end = self.server_state, time.monotonic() + self._grace
         while state.connections and not self.force_exit and time.monotonic() < end:
             await asyncio.sleep(0.05)
@@ -111,15 +111,15 @@ class HttpServer(uvicorn.Server):
 
 
 class Connection(H11Protocol):
-    """A connection whose client may not keep the server waiting without end.
+    """A connection that is closed if its client keeps the server waiting too long.
 
-    How long a body may take is for :func:`mlxspec.server.auth.body_of` to say, which answers.
+    :func:`mlxspec.server.auth.body_of` limits the time of a body, since it can send an error.
 
     Args:
-        bounds: of all connections.
-        waiting: shared by all: those from which a request, or the rest of one, is to come, the
-            one that has sent nothing for longest first.
-        options: as uvicorn gives them.
+        bounds: limits on all connections.
+        waiting: shared by all connections: those that wait for a request or the rest of one. The
+            connection that has been silent for longest is the first.
+        options: as uvicorn passes them.
     """
 
     def __init__(self, bounds: Bounds, waiting: dict[Connection, None], **options: Any) -> None:
@@ -128,9 +128,9 @@ class Connection(H11Protocol):
         self._waiting = waiting
         self._timer: asyncio.TimerHandle | None = None
         self._since = self._taken = 0.0
-        """When the client began to owe what it owes now, and when it last took something."""
+        """When the server began to wait for the client, and when the client last read something."""
         self._owed = self._unsent = 0
-        """Bytes that it had not read then, and at the last look."""
+        """Unread bytes at the beginning of this wait, and at the last check."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -138,14 +138,14 @@ class Connection(H11Protocol):
         self._file()
         if len(self.connections) > self._bounds.most:
             _log.warning(
-                "%d connections are open, which is the most: the one that has sent nothing for "
-                "longest makes room for each new one",
+                "%d connections are open, the most allowed: each new one closes the one that has "
+                "been silent for longest",
                 self._bounds.most,
             )
-            oldest = next(iter(self._waiting))  # this one, where all others are being answered
+            oldest = next(iter(self._waiting))  # this one, if all others are being answered
             del self._waiting[oldest]
             oldest.transport.abort()
-        self._look()
+        self._check()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._waiting.pop(self, None)
@@ -167,12 +167,12 @@ class Connection(H11Protocol):
         super().pause_writing()
 
     def _begin(self) -> None:
-        """From now on the client owes something else."""
+        """Begin a new wait for the client."""
         self._since = self._taken = self.loop.time()
         self._owed = self._unsent = self.transport.get_write_buffer_size()
 
     def _file(self) -> None:
-        """Put the connection last among those that wait, or take it out of them."""
+        """Move the connection to the end of the waiting ones, or remove it from them."""
         self._waiting.pop(self, None)
         if self.transport.is_closing() or self.transport.get_write_buffer_size():
             return
@@ -181,18 +181,18 @@ class Connection(H11Protocol):
 
     @property
     def _answered(self) -> bool:
-        """Whether the next thing to come is a request."""
+        """Whether the client is to send a new request."""
         return self.cycle is None or self.cycle.response_complete
 
-    def _look(self) -> None:
-        """Close the connection if the client takes too long, or look again later."""
+    def _check(self) -> None:
+        """Close the connection if the client takes too long, or check again later."""
         if self.loop.time() > self._deadline():
             self.transport.abort()
         else:
-            self._timer = self.loop.call_later(_LOOK, self._look)
+            self._timer = self.loop.call_later(_CHECK_INTERVAL, self._check)
 
     def _deadline(self) -> float:
-        """Until when the client may owe what it owes."""
+        """When the present wait for the client ends."""
         bounds, unsent = self._bounds, self.transport.get_write_buffer_size()
         if unsent < self._unsent:
             self._taken = self.loop.time()
@@ -204,7 +204,7 @@ class Connection(H11Protocol):
 
 
 def _most_of(bounds: Bounds) -> int:
-    """How many connections there may be, so that files can still be opened."""
+    """How many connections leave room for other open files."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
         return bounds.most
@@ -212,11 +212,11 @@ def _most_of(bounds: Bounds) -> int:
 
 
 def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Report a fault in the event loop; one line is enough for a connection that has no room."""
+    """Log an error of the event loop, in one line if a connection could not be accepted."""
     error = context.get("exception")
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
         _log.warning(
-            "connections cannot be accepted (%s); this is tried again every second", error.strerror
+            "connections cannot be accepted (%s): trying again every second", error.strerror
         )
     else:
         loop.default_exception_handler(context)
@@ -227,10 +227,7 @@ _next_time: dict[str, float] = {}
 
 
 def _seldom(record: logging.LogRecord) -> bool:
-    """A filter that lets a message through once a minute, and tracebacks of all faults.
-
-    A request that is cancelled when the server ends is not a fault.
-    """
+    """Filter the log: pass a message once a minute, and all tracebacks but of cancellations."""
     if record.exc_info:
         return not isinstance(record.exc_info[1], asyncio.CancelledError)
     now, message = time.monotonic(), str(record.msg)

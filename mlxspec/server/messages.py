@@ -1,7 +1,7 @@
-"""Anthropic's Messages API: its bodies.
+"""Anthropic's Messages API: request bodies and answers.
 
-A conversation has the same tokens as over OpenAI's API. Fields that only say how Anthropic's own
-servers should do their work, such as ``cache_control`` and ``service_tier``, have no effect.
+A conversation becomes the same tokens as with OpenAI's API. Fields that only concern Anthropic's
+own servers, such as ``cache_control`` and ``service_tier``, have no effect.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from .requests import (
 from .worker import Begun, Ended
 
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
-"""The first line of Claude Code's system prompt, mostly in a block of its own. Some of it differs
-from request to request, and then no prefix would ever be found in the cache."""
+"""The first line of Claude Code's system prompt, usually in a block of its own. It differs from
+request to request, so no prompt with it would match a cached prefix."""
 
 _THINKING = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
 
 
 class _Block(Body):
-    """A block of a content, of any type."""
+    """A content block of any type."""
 
     type: str
     text: str = ""
@@ -73,19 +73,19 @@ class _Block(Body):
     }
 
     def plain(self, path: str) -> str:
-        """The text of a block that must be one of text.
+        """The text of a text block.
 
         Raises:
-            ApiError: it is another one.
+            ApiError: the block has another type.
         """
         if self.type != "text":
-            remedy = 'send blocks of the type "text", since the model reads text alone'
+            remedy = 'send blocks of the type "text", since the model reads only text'
             refuse(f"{path}.type", self.type, remedy)
         return self.text
 
     def result(self) -> str:
         """The text of a tool's result, or of a block in it."""
-        if self.type == "tool_reference":  # to a tool that has been offered already
+        if self.type == "tool_reference":  # refers to a tool that is offered already
             return self.tool_name
         if self.type != "tool_result":
             return self.text if self.type == "text" else left_out(self.type)
@@ -104,7 +104,7 @@ class _Turn(Body):
 
 
 class _MessagesTool(Body):
-    """A tool. One to be loaded later (``defer_loading``) is there at once, for the cache's sake."""
+    """A tool. ``defer_loading`` has no effect: the prompt's prefix should not change."""
 
     type: Literal["custom"] = "custom"
     name: Name
@@ -145,25 +145,25 @@ class MessagesBody(SamplingBody):
     chat_template_kwargs: dict[str, Any] = {}
 
     unsupported = {
-        "compaction": ((), "leave it out, since the server sums up no conversations"),
-        "container": ((), "leave it out, since the server runs no code"),
-        "mcp_servers": (([],), "leave it out, since the server calls no tools; send them as tools"),
+        "compaction": ((), "leave it out, since the server does not summarise conversations"),
+        "container": ((), "leave it out, since the server does not run code"),
+        "mcp_servers": (([],), "send tools instead, since the server does not call any itself"),
     }
 
 
 def parse_messages(body: object, *, to_count: bool = False) -> ChatRequest:
-    """Read a body of ``/v1/messages``.
+    """Parse a body of ``/v1/messages``.
 
     Args:
-        body: as it was sent.
+        body: the JSON value of the body.
         to_count: the body is for ``/v1/messages/count_tokens``, which needs no ``max_tokens``.
 
     Raises:
-        ApiError: a field is missing or wrong, or asks for what this server does not do.
+        ApiError: a field is missing, wrong or unsupported.
     """
     if isinstance(body, dict) and body.get("thread") is not None:
         raise ApiError(
-            "thread: the server keeps no conversations; leave it out, and send all messages.",
+            "thread: the server does not store conversations; leave it out, and send all messages.",
             param="thread",
             code=NO_THREADS,
         )
@@ -183,7 +183,7 @@ def parse_messages(body: object, *, to_count: bool = False) -> ChatRequest:
         model=asked.model,
         sampling=asked.sampling,
         max_tokens=asked.max_tokens and min(asked.max_tokens, 2**31 - 1),
-        cuts_max_tokens=True,  # clients ask for what the largest of models can write
+        cuts_max_tokens=True,  # clients ask for what the largest models can write
         stop=tuple(asked.stop_sequences),
         stream=asked.stream,
         constraint=made_constraint(Constraint.json_schema, schema, place) if place else None,
@@ -211,9 +211,9 @@ def _template_kwargs(asked: MessagesBody) -> dict[str, Any]:
 
 
 def _messages(asked: MessagesBody) -> list[dict[str, Any]]:
-    """The messages of a chat; one who speaks on has one message, as in Anthropic's API.
+    """The chat messages; consecutive messages of a role are merged, as in Anthropic's API.
 
-    The texts of a message are lists, which are joined in the end: ten thousand may be one.
+    Texts are collected in lists and joined at the end: ten thousand may form one message.
     """
     system = "".join(
         _BILLING.sub("", block.plain(f"system[{index}]"))
@@ -239,13 +239,13 @@ def _messages(asked: MessagesBody) -> list[dict[str, Any]]:
 
 
 def _messages_of(turn: _Turn, path: str) -> list[dict[str, Any]]:
-    """The messages that one of Anthropic's becomes, with lists of texts."""
+    """Convert one of Anthropic's messages into chat messages, with lists of texts."""
     places = [(block, f"{path}[{index}]") for index, block in enumerate(turn.content)]
     if turn.role == "assistant":
         return [_answer(places)]
     if turn.role == "system":
-        # Within a conversation few chat templates take it. This is how Claude Code marks what it
-        # says for the user, where it cannot say it so.
+        # Few chat templates accept a system message within a conversation. Claude Code marks
+        # such text in a user message this way.
         text = "".join(block.plain(place) for block, place in places)
         marked = f"<system-reminder>\n{text}\n</system-reminder>"
         return [{"role": "user", "content": [marked]}] if text else []
@@ -263,7 +263,7 @@ def _messages_of(turn: _Turn, path: str) -> list[dict[str, Any]]:
 
 
 def _answer(places: Sequence[tuple[_Block, str]]) -> dict[str, Any]:
-    """A message of the assistant."""
+    """The assistant's message."""
     content, reasoning, calls = [], [], []
     for block, place in places:
         if block.type == "thinking":
@@ -284,28 +284,28 @@ def _answer(places: Sequence[tuple[_Block, str]]) -> dict[str, Any]:
 # --- answers ---
 
 _SIGNATURE = "mlxspec"
-"""Of thinking. Clients expect one and send it back; nothing is read from it."""
+"""The signature of thinking. Clients expect one and send it back; the server ignores it."""
 
 _DELTAS = {
     "text": ("text_delta", "text"),
     "reasoning": ("thinking_delta", "thinking"),
     "call": ("input_json_delta", "partial_json"),
 }
-"""By the kind of a part: the type of its deltas, and their field with the text."""
+"""By the kind of a part: the type of its deltas, and the name of their text field."""
 
 
 def _block(part: Part, text: str) -> dict[str, Any]:
-    """The block of a part that has this text so far."""
+    """The content block of a part with the given text."""
     if part.kind == "text":
         return {"type": "text", "text": text}
     if part.kind == "reasoning":
         return {"type": "thinking", "thinking": text, "signature": _SIGNATURE if text else ""}
-    # The id stays the one that chat templates take when it comes back.
+    # The id is the model's, since chat templates must accept it when the client sends it back.
     return {"type": "tool_use", "id": part.id, "name": part.name, "input": _read_input(text)}
 
 
 def _read_input(text: str) -> dict[str, Any]:
-    """The arguments of a call; none where they were cut off, or are not an object."""
+    """A call's arguments; empty if they were cut off or are not an object."""
     try:
         arguments = JsonReader(text.encode()).read()
     except (ValueError, ApiError):
@@ -316,15 +316,14 @@ def _read_input(text: str) -> dict[str, Any]:
 class MessagesAnswer(ApiAnswer):
     """The answer of ``/v1/messages``.
 
-    A stream begins with the first token, when it is known how much of the prompt was cached;
-    until then pings keep it alive. ``input_tokens`` are those that ran, without the
-    cached ones. Nothing is counted as ``cache_creation_input_tokens``, since all that
-    runs is kept, at no charge.
+    A stream begins with the first token, when the number of cached tokens is known. Until then,
+    pings keep it alive. ``input_tokens`` counts the prompt tokens that were not cached.
+    ``cache_creation_input_tokens`` is always 0, since everything is cached at no charge.
 
     Args:
-        request: what was asked.
-        model: the name that the answer gives the model, which is its own.
-        format: of the model's output.
+        request: the client's request.
+        model: the model's own name, which the answer shows.
+        format: the format of the model's output.
     """
 
     def __init__(self, request: ChatRequest, model: str, format: OutputFormat) -> None:
@@ -386,7 +385,7 @@ class MessagesAnswer(ApiAnswer):
         }
 
     def _stop(self, choice: Choice, end: Ended) -> dict[str, Any]:
-        """Why the message has ended."""
+        """The fields that say why the message has ended."""
         reason, sequence = choice.finish_reason, None
         if reason == "tool_calls":
             reason = "tool_use"
@@ -412,7 +411,7 @@ def _block_delta(index: int, kind: str, name: str, text: str) -> dict[str, Any]:
 
 
 def _block_end(choice: Choice, index: int) -> list[dict[str, Any]]:
-    """The chunks that end a block; none for the index -1."""
+    """The chunks that end a block; empty for the index -1."""
     if index < 0:
         return []
     chunks = [{"type": "content_block_stop", "index": index}]
@@ -431,8 +430,8 @@ def _usage(prompt_tokens: int, cached_tokens: int) -> dict[str, Any]:
 
 
 def messages_headers(model: str, request_id: str) -> dict[str, str]:
-    """Headers of an answer: its id, and the model that is behind whatever name was asked for."""
-    # A header is Latin-1 at most, and clients disagree beyond ASCII.
+    """The response's headers: the request's id, and the own name of the model that answers."""
+    # Headers may only have Latin-1 characters, and clients disagree beyond ASCII.
     return {"request-id": request_id, "x-mlxspec-model": quote(model, safe=_PRINTABLE)}
 
 

@@ -1,4 +1,4 @@
-"""What the server has done, as Prometheus reads it and as the status page shows it."""
+"""Metrics of the server, for Prometheus and the status page."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _HISTORY = 300  # seconds
 
 
 class SecondSums:
-    """Sums over each of the last seconds, for a page that has just been opened.
+    """Sums of figures over each of the last seconds, for the charts of the status page.
 
-    The worker's thread adds, others read.
+    Only the worker's thread adds to them; other threads read them.
     """
 
     FIGURES = ("generated", "steps", "forwards", "seconds", "plain_seconds")
 
     def __init__(self) -> None:
         self._began = int(time.perf_counter())
-        # Of seconds in which something happened, the present one among them.
+        # Only seconds in which something happened, including the present one.
         self._sums: deque[tuple[int, dict[str, float]]] = deque(maxlen=_HISTORY + 1)
 
     def add(self, **figures: float) -> None:
-        """Add to the sums of this second."""
+        """Add to the sums of the present second."""
         second = int(time.perf_counter())
         if not self._sums or self._sums[-1][0] != second:
             self._sums.append((second, dict.fromkeys(self.FIGURES, 0)))
@@ -44,7 +44,7 @@ class SecondSums:
             sums[name] += value
 
     def columns(self) -> dict[str, Any]:
-        """A list of sums per past second for each figure; ``end`` is the second after them."""
+        """The sums of all past seconds by figure; ``end`` is the second after the last one."""
         end = int(time.perf_counter())
         known = dict(self._sums.copy())
         sums = [known.get(second, {}) for second in range(max(self._began, end - _HISTORY), end)]
@@ -53,11 +53,11 @@ class SecondSums:
 
 
 class Metrics:
-    """Counters and histograms; the worker's thread adds, others read.
+    """Counters and histograms. Only the worker's thread adds to them; other threads read them.
 
     Attributes:
-        registry: of Prometheus, which has them all.
-        history: the last minutes.
+        registry: the Prometheus registry with all metrics.
+        history: the sums of the last minutes.
     """
 
     def __init__(self) -> None:
@@ -71,23 +71,23 @@ class Metrics:
             return Histogram(name, help, buckets=buckets, registry=self.registry)
 
         self._ended = counter("generations", "Generations that have ended.", "outcome")
-        self._prompt = counter("prompt_tokens", "Prompt tokens, those from the cache included.")
-        self._cached = counter("cached_tokens", "Prompt tokens that did not run again.")
+        self._prompt = counter("prompt_tokens", "Prompt tokens, including cached ones.")
+        self._cached = counter("cached_tokens", "Prompt tokens found in the cache.")
         self._generated = counter("generated_tokens", "Generated tokens.")
         self._drafted = counter("drafted_tokens", "Draft tokens verified.", "source")
         self._accepted = counter("accepted_tokens", "Draft tokens accepted.", "source")
-        self._first = histogram("first_token_seconds", "From request to first token.", _SECONDS)
-        self._seconds = histogram("generation_seconds", "From request to end.", _SECONDS)
+        self._first = histogram("first_token_seconds", "Time to the first token.", _SECONDS)
+        self._seconds = histogram("generation_seconds", "Time to the last token.", _SECONDS)
         self._between = histogram("step_seconds", "Wall time of steps.", _STEP_SECONDS)
-        self._rows = histogram("step_rows", "Rows of a forward, of all sequences.", _ROWS)
-        self._together = histogram("step_sequences", "Sequences of a forward.", _SEQUENCES)
+        self._rows = histogram("step_rows", "Rows per forward, of all sequences.", _ROWS)
+        self._together = histogram("step_sequences", "Sequences per forward.", _SEQUENCES)
         self.history = SecondSums()
 
     @property
     def totals(self) -> dict[str, int]:
-        """By name: prompt, cached, generated, steps, forwards, and ended generations by outcome.
+        """Totals of prompt, cached, generated, steps and forwards, and generations by outcome.
 
-        A forward over several sequences is a step of each.
+        A forward over several sequences is a step of each sequence.
         """
         counted = {"prompt": self._prompt, "cached": self._cached, "generated": self._generated}
         return {
@@ -99,24 +99,25 @@ class Metrics:
 
     @property
     def sources(self) -> dict[str, dict[str, int]]:
-        """By source, how many draft tokens were drafted and accepted; the largest first."""
+        """The numbers of drafted and accepted tokens by source, most drafted first."""
         drafted, accepted = (_counts(one, "_total") for one in (self._drafted, self._accepted))
         names = sorted(drafted, key=lambda name: -drafted[name])
         return {n: {"drafted": drafted[n], "accepted": accepted.get(n, 0)} for n in names}
 
     def add_first_token(self, seconds: float, prompt_tokens: int, cached_tokens: int) -> None:
-        """A generation's first token has come."""
+        """Record a generation's first token."""
         self._first.observe(seconds)
         self._prompt.inc(prompt_tokens)
         self._cached.inc(cached_tokens)
 
     def add_step(self, step: VerifiedStep, seconds: float, plain_seconds: float | None) -> None:
-        """A sequence's part in a step.
+        """Record a sequence's part in a step.
 
         Args:
-            step: of the sequence.
+            step: the sequence's step.
             seconds: the wall time of the step.
-            plain_seconds: what its tokens would have taken without drafts, if known.
+            plain_seconds: the time that its tokens would have taken without drafts; None if
+                unknown.
         """
         self._generated.inc(len(step.tokens))
         self.history.add(generated=len(step.tokens), steps=1)
@@ -131,7 +132,7 @@ class Metrics:
             self._accepted.labels(source).inc(count)
 
     def add_forward(self, seconds: float, rows: int, sequences: int) -> None:
-        """A step of all sequences has run."""
+        """Record a step of all sequences."""
         self._between.observe(seconds)
         self._rows.observe(rows)
         self._together.observe(sequences)
@@ -144,12 +145,12 @@ class Metrics:
             self._seconds.observe(seconds)
 
     def text(self) -> bytes:
-        """In Prometheus' text format."""
+        """The metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
 def _counts(metric: MetricWrapperBase, suffix: str) -> dict[str, int]:
-    """The values that Prometheus gets under a name with this suffix, by their label or ""."""
+    """The values of a metric's samples whose names have this suffix, by label or ""."""
     (family,) = metric.collect()
     return {
         "".join(sample.labels.values()): int(sample.value)

@@ -1,8 +1,8 @@
-"""OpenAI's API for chats and completions: its bodies as models, and its answers.
+"""OpenAI's API for chats and completions: request bodies and answers.
 
-With ``"mlxspec": {"drafts": true}`` in the request, each streamed choice that has text says which
-of it came from accepted drafts: ``"mlxspec": {"drafts": [["The quick brown", true], [" fox",
-false]]}``, whose texts join to the choice's.
+With ``"mlxspec": {"drafts": true}`` in the request, each streamed choice marks its text from
+accepted drafts: ``"mlxspec": {"drafts": [["The quick brown", true], [" fox", false]]}``. The texts
+join to the choice's text.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Tool(Body):
     needed = {"function": ("function",)}
 
     def for_template(self) -> dict[str, Any]:
-        """A call as chat templates take it."""
+        """A call in the form that chat templates expect."""
         called = {"name": self.function.name, "arguments": self.function.arguments or {}}
         return without_nulls({"type": "function", "function": called, "id": self.id})
 
@@ -89,7 +89,7 @@ class _Message(Body):
     needed = dict.fromkeys(("system", "developer", "user"), ("content",))
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates take it."""
+        """The message in the form that chat templates expect."""
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
         about = {"name": self.name, "tool_call_id": self.tool_call_id}
         message = {"role": role, "content": joined(self.content), **without_nulls(about)}
@@ -105,7 +105,7 @@ class _Message(Body):
 
 
 def _as_sent(value: Any, check: Any) -> Any:
-    """A checked object with all of its fields, such as templates may know."""
+    """Validate an object, but keep all of its fields: templates may use unknown ones."""
     check(value)
     return value
 
@@ -126,14 +126,14 @@ class ChatBody(CommonBody):
 
 
 def parse_chat(body: object) -> ChatRequest:
-    """Read a body of ``/v1/chat/completions``.
+    """Parse a body of ``/v1/chat/completions``.
 
     Raises:
-        ApiError: a field is missing or wrong, or asks for what this server does not do.
+        ApiError: a field is missing, wrong or unsupported.
     """
     chat = parse(ChatBody, body)
     if chat.top_logprobs and not chat.logprobs:
-        refuse("top_logprobs", chat.top_logprobs, "send logprobs: true with it")
+        refuse("top_logprobs", chat.top_logprobs, "send logprobs: true too")
     asked, named, param = chat.tool_choice, None, "tool_choice"
     if isinstance(asked, _Tool):
         named, param = asked.function.name, "tool_choice.function.name"
@@ -172,7 +172,7 @@ class CompletionBody(CommonBody):
 
 
 def parse_completion(body: object) -> CompletionRequest:
-    """Read a body of ``/v1/completions``.
+    """Parse a body of ``/v1/completions``.
 
     Raises:
         ApiError: as for :func:`parse_chat`.
@@ -187,12 +187,12 @@ def parse_completion(body: object) -> CompletionRequest:
         refuse("best_of", completion.best_of, f"leave it out, or send n, which is {n}")
     if len(prompts) * n > MOST_CHOICES:
         raise ApiError(
-            f"{len(prompts)} prompts with {n} choices each are too many: ask for "
-            f"{MOST_CHOICES} choices in all, in several requests if need be.",
+            f"{len(prompts)} prompts with {n} choices each are too many: ask for at most "
+            f"{MOST_CHOICES} choices in all, or send several requests.",
             param="prompt" if n == 1 else "n",
         )
     if completion.echo and completion.logprobs is not None:
-        refuse("echo", True, "leave it out, since the tokens of a prompt have no logprobs here")
+        refuse("echo", True, "leave it out, since prompt tokens have no logprobs here")
     return CompletionRequest(
         **completion.common(),
         logprobs=completion.logprobs,
@@ -213,15 +213,15 @@ class TokenizeBody(Body):
 
     @property
     def text(self) -> str | None:
-        """The text, if it is not a conversation."""
+        """The text; None for a conversation."""
         return self.content if self.prompt is None else self.prompt
 
 
 def parse_tokenize(body: object) -> tuple[TokenizeBody, ChatRequest | None]:
-    """Read a body of ``/v1/tokenize``: ``prompt`` (or ``content``) or ``messages``.
+    """Parse a body of ``/v1/tokenize``, with ``prompt`` (or ``content``) or ``messages``.
 
     Raises:
-        ApiError: it has none of them, or a wrong one.
+        ApiError: all of them are missing, or one is wrong.
     """
     asked = parse(TokenizeBody, body)
     if asked.messages is not None:
@@ -240,20 +240,20 @@ class DetokenizeBody(Body):
 
 # --- answers ---
 
-_IMPOSSIBLE = -9999.0  # what OpenAI has for minus infinity, which JSON lacks
+_IMPOSSIBLE = -9999.0  # OpenAI's number for minus infinity, which JSON lacks
 
 
 class _OpenAIAnswer(ApiAnswer):
-    """What the answers to chats and completions have in common.
+    """The common base of answers to chats and completions.
 
     Args:
-        request: what was asked.
-        model: the name that the answer gives the model.
-        tokenizer: the model's.
-        choices: of all prompts together.
+        request: the client's request.
+        model: the model's name in the answer.
+        tokenizer: the model's tokenizer.
+        choices: the choices of all prompts.
 
     Attributes:
-        id: of the answer.
+        id: the answer's id.
     """
 
     end = "data: [DONE]\n\n"
@@ -280,7 +280,7 @@ class _OpenAIAnswer(ApiAnswer):
     def begin(self) -> list[dict[str, Any]]:
         """The chunks that begin the choices, in order.
 
-        OpenAI's Python library fails where the first chunk is of another choice than 0.
+        OpenAI's Python library fails if the first chunk belongs to another choice than 0.
         """
         if self._begun:
             return []
@@ -297,7 +297,7 @@ class _OpenAIAnswer(ApiAnswer):
         return self._envelope(self._object, choices, self.usage())
 
     def usage(self) -> dict[str, Any]:
-        """The tokens of the choices that have ended; a prompt of ``n`` choices counts once."""
+        """The token counts of the ended choices; a prompt with ``n`` choices counts once."""
         ends = [choice.end for choice in self.choices if choice.end]
         n = self._request.n
         prompts = [list(group) for _, group in groupby(ends, key=lambda end: end.index // n)]
@@ -309,7 +309,7 @@ class _OpenAIAnswer(ApiAnswer):
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {
-                # Of several choices one computes the prompt, and the others find it cached.
+                # One of a prompt's choices computes the prompt; the others find it cached.
                 "cached_tokens": sum(min(e.cached_tokens for e in group) for group in prompts),
             },
             "completion_tokens_details": {
@@ -322,7 +322,7 @@ class _OpenAIAnswer(ApiAnswer):
     def _chunk(
         self, choice: Choice, fields: dict[str, Any], drafts: Iterable[tuple[str, bool]] = ()
     ) -> dict[str, Any]:
-        """A chunk for one choice, with its drafts where they were asked for."""
+        """A chunk for one choice, with its drafts if they were requested."""
         content = {"index": choice.index, "logprobs": None, "finish_reason": None, **fields}
         runs = [
             [text, accepted]
@@ -343,21 +343,21 @@ class _OpenAIAnswer(ApiAnswer):
 
     @abstractmethod
     def _begin_choice(self, choice: Choice) -> list[dict[str, Any]]:
-        """The chunks before any token of a choice."""
+        """The chunks before a choice's first token."""
 
     @abstractmethod
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        """A choice of the answer in one piece."""
+        """A choice of the whole answer."""
 
 
 class ChatAnswer(_OpenAIAnswer):
     """The answer of ``/v1/chat/completions``.
 
-    Reasoning is sent as ``reasoning_content``. Log-probabilities are of all generated tokens,
-    those of reasoning, markers and calls too, but the one that ends the output.
+    Reasoning is sent as ``reasoning_content``. Log-probabilities include the tokens of reasoning,
+    markers and calls, but not the token that ends the output.
 
     Args:
-        format: of the model's output.
+        format: the format of the model's output.
     """
 
     _prefix, _object, _chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
@@ -446,7 +446,7 @@ class CompletionAnswer(_OpenAIAnswer):
 
     def feed_choice(self, choice: Choice, runs: Sequence[TextRun]) -> list[dict[str, Any]]:
         chunks = []
-        for run in runs:  # one, if there were tokens
+        for run in runs:  # at most one
             offset = len(self._echo(choice)) + choice.length - len(run.text)
             logprobs = self._names.of_completion(choice.latest, offset, self._request.logprobs)
             if run.text or logprobs:
@@ -471,10 +471,10 @@ class CompletionAnswer(_OpenAIAnswer):
 
 
 class TokenNames:
-    """Log-probabilities with tokens under the names that OpenAI's API gives them.
+    """Renders log-probabilities, with tokens named as in OpenAI's API.
 
-    That is a token's text, or ``bytes:\\xe2\\x80`` for one that is part of a character. The
-    token that ended the output is left out, as it is from the text.
+    A token's name is its text, or ``bytes:\\xe2\\x80`` if it is only part of a character. The token
+    that ended the output is left out, as in the text.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
@@ -482,7 +482,7 @@ class TokenNames:
         self._known: dict[int, tuple[str, list[int]]] = {}
 
     def of_chat(self, pieces: Iterable[Piece]) -> list[dict[str, Any]]:
-        """An entry of ``logprobs.content`` for each token."""
+        """The entries of ``logprobs.content``, one for each token."""
         return [
             {
                 **self._entry(piece.token, piece.logprob),
@@ -495,12 +495,12 @@ class TokenNames:
     def of_completion(
         self, pieces: Iterable[Piece], offset: int, top: int | None
     ) -> dict[str, Any] | None:
-        """The lists of a completion's ``logprobs``; None where all tokens are left out.
+        """The lists of a completion's ``logprobs``; None if all tokens are left out.
 
         Args:
             pieces: the tokens.
-            offset: where the first of them begins in the choice's text.
-            top: how many of the likeliest tokens were asked for.
+            offset: where the first token begins in the choice's text.
+            top: how many of the likeliest tokens were requested.
         """
         names: list[str] = []
         logprobs: list[float] = []
@@ -549,6 +549,6 @@ def _finite(logprob: float | None) -> float:
 
 
 def detokenized(tokenizer: TokenizerWrapper, tokens: Sequence[int]) -> str:
-    """The text of token ids, without the tokenizer's own tokens such as BOS."""
+    """The text of token ids, without special tokens such as BOS."""
     known = [token for token in tokens if token < len(tokenizer)]
     return str(tokenizer.decode(known, skip_special_tokens=True))

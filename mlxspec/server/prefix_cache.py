@@ -1,10 +1,10 @@
-"""The prefix cache: KV caches of earlier requests, for later ones to continue from.
+"""The prefix cache: KV caches of earlier requests, which later requests continue.
 
-An entry is a :class:`mlxspec.Session`. A request whose prompt continues an entry borrows that
-session itself; one that shares a prefix with it gets a copy of that prefix. While a session is
-lent others may still copy from it, so requests that run at once share what they have in common.
+An entry is a :class:`mlxspec.Session`. A request whose prompt continues an entry borrows the
+session itself. A request that only shares a prefix with it gets a copy of the prefix. A lent
+session can still be copied, so concurrent requests share their common prefix.
 
-Nothing here is locked: one thread owns the cache, its model and the generations.
+There are no locks: one thread owns the cache, its model and the generations.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from ..errors import PromptCacheError
 from ..files import is_ours_alone, remove_leftovers
 from ..generation.session import Session
 
-_LEAST = 16  # tokens; a shorter common beginning is not worth a copy
+_LEAST = 16  # tokens; a shorter common prefix is not worth a copy
 _OPENING = 16  # tokens at a prompt's end that open the answer; a later prompt may lack them
-_WORTH_WAITING = 64  # tokens of prefill; of fewer, two requests run each its own
-_NEW_FILE = "new.safetensors"  # one process alone writes in a directory
+_WORTH_WAITING = 64  # tokens of prefill; to save fewer, no request waits for another
+_NEW_FILE = "new.safetensors"  # only one process writes to a directory
 _FORMAT = 1
-_SAMPLES = 64  # numbers or so that are looked at in each of a model's weights
+_SAMPLES = 64  # numbers per weight that enter a model's fingerprint, roughly
 # Keys of a file's metadata.
 _MODEL, _PARTITION = "model_fingerprint", "partition"
 _N_PROMPT, _SHARED = "prompt_tokens", "shared"
@@ -50,18 +50,18 @@ _N_PROMPT, _SHARED = "prompt_tokens", "shared"
 
 @dataclass(eq=False)
 class _Entry:
-    """A context that is kept.
+    """A cached context.
 
     Attributes:
-        tokens: those of the session, or of the prompt while it is lent.
-        n_prompt: how many of them a client has sent; an answer follows.
+        tokens: the session's tokens, or the prompt's while the session is lent.
+        n_prompt: how many of the tokens a client has sent; an answer follows.
         partition: digest of the partition's name.
-        session: None for an entry that is on disk only.
+        session: the session; None for an entry that is only on disk.
         nbytes: the memory of the session.
-        lent: the session is in use.
-        branch: where other prompts have continued differently, to keep a copy for them.
-        shared: it is such a copy, which is never continued itself.
-        file: holds the session's tokens as well, if there is one.
+        lent: whether the session is in use.
+        branch: where other prompts continued differently; a copy is kept there for them.
+        shared: whether the entry is such a copy, which is never continued itself.
+        file: the file with the same session; None if there is no file.
     """
 
     tokens: array[int]
@@ -76,25 +76,25 @@ class _Entry:
 
 
 class PrefixCache:
-    """Keeps the caches of requests to one model, within a bound.
+    """Keeps the caches of requests to one model, within a memory limit.
 
-    A session that is lent does not count here: its memory is that of its request.
+    A lent session does not count: its memory belongs to its request.
 
-    Where caches cannot be cut to any length (states, windows), a prompt that leaves the others
-    somewhere makes its state there an entry, which later ones copy: the third of them that has a
-    prefix in common finds it.
+    Some caches (states, windows) cannot be cut to any length. There, a prompt that departs from
+    earlier prompts keeps its state at that point as an entry. Later prompts copy it: the third
+    prompt with a common prefix is the first to find it.
 
     Args:
         model: an mlx-lm model.
-        max_bytes: how much memory idle entries may take. Those that were used longest ago make
-            room.
-        options: of the caches; all generations have the same.
+        max_bytes: the most memory of idle entries. The least recently used make room.
+        options: the cache options, which all generations share.
         warn: called with a line about a file that cannot be used or written.
-        chunks_matter: the decoder's, which says which prompts share nothing. By default all do.
+        chunks_matter: the decoder's method of that name, which says which prompts share nothing.
+            By default all prompts share.
 
     Attributes:
         hits: how many prompts matched a cached prefix.
-        misses: how many did not.
+        misses: how many prompts did not.
         forks: how many of the hits were copies.
         evictions: how many entries have made room for others.
     """
@@ -114,15 +114,15 @@ class PrefixCache:
         self._warn = warn
         self._chunks_matter = chunks_matter
         self._idle: dict[_Entry, None] = {}
-        """The last used is the last."""
+        """Idle entries, the least recently used first."""
         self._lent: dict[Session, _Entry | None] = {}
-        """None for a session that shares nothing."""
+        """Lent sessions with their entries; None for a session that shares nothing."""
         self._files: set[Path] = set()
 
     @property
     def nbytes(self) -> int:
         """The memory of all idle entries."""
-        return sum(entry.nbytes for entry in self._idle.copy())  # the status page reads it, too
+        return sum(entry.nbytes for entry in self._idle.copy())  # for the status page
 
     @property
     def entries(self) -> int:
@@ -132,13 +132,14 @@ class PrefixCache:
     # --- lending ---
 
     def lend(self, prompt: Sequence[int], partition: str = "") -> Session:
-        """A session for a generation with this prompt, which holds as much of it as possible.
+        """Lend a session that holds as much of a prompt as possible.
 
-        It is the caller's until :meth:`give_back`.
+        The caller returns it with :meth:`give_back`.
 
         Args:
             prompt: token ids.
-            partition: such as the client's key. Entries of others are never used.
+            partition: the partition's name, such as the client's key. Entries of other partitions
+                are never used.
         """
         if self._shares_nothing(prompt):
             self.misses += 1
@@ -163,10 +164,10 @@ class PrefixCache:
             self.hits += 1
         else:
             self.misses += 1
-        self._evict(self.nbytes - self.max_bytes)  # a file may have been opened
+        self._evict(self.nbytes - self.max_bytes)  # a file may have been loaded
         lent = _Entry(tokens, len(tokens), name, session, lent=True)
         if not self._cuttable:
-            # No state was kept where the prompt leaves the others. Keep one for the next prompt.
+            # No state was kept where the prompt departs from others. Keep one for later prompts.
             longest = max((common for common, _ in self._matches(tokens, name)), default=0)
             common = min(longest, len(tokens) - 1)
             if common - length >= _WORTH_WAITING:
@@ -175,10 +176,10 @@ class PrefixCache:
         return session
 
     def should_wait(self, prompt: Sequence[int], partition: str = "") -> bool:
-        """Whether a running request is about to run a prefix of this prompt.
+        """Whether a running request is about to compute a prefix of this prompt.
 
-        A request that waits with :meth:`lend` until then saves running it again. Of several
-        requests that come at once with one long prefix, all but the first should wait.
+        A request that waits with :meth:`lend` until then need not compute the prefix again. If
+        several requests with one long prefix arrive at once, all but the first should wait.
         """
         if self._shares_nothing(prompt):
             return False
@@ -193,12 +194,12 @@ class PrefixCache:
             if quantizes and not self._quantized_alike(entry, common):
                 continue
             coming = common
-            if not self._cuttable:  # it will be marked near its end, and can be copied there alone
+            if not self._cuttable:  # it can only be copied at its marks, one of them near its end
                 marks = (entry.branch, len(entry.tokens) - 1 - _OPENING)
                 coming = max((mark for mark in marks if mark <= common), default=0)
             assert entry.session
             if entry.session.length >= min(coming, len(entry.tokens) - 1):
-                continue  # it has run
+                continue  # it is computed already
             if coming >= _WORTH_WAITING and now is None:
                 now = self._best(tokens, name)[1]
             if now is not None and coming - now >= _WORTH_WAITING:
@@ -206,7 +207,7 @@ class PrefixCache:
         return False
 
     def give_back(self, session: Session) -> None:
-        """Keep what a session holds, after its generation has ended in whatever way."""
+        """Take back a session and keep its contents, however its generation has ended."""
         lent = self._lent.pop(session)
         if lent is None:
             return
@@ -227,7 +228,7 @@ class PrefixCache:
         self._evict(self.nbytes - self.max_bytes)
 
     def _keep_branch(self, entry: _Entry, length: int) -> None:
-        """Keep a common prefix of prompts, where a later state cannot be cut back to it."""
+        """Keep a copy of a prefix that prompts share: later states cannot be cut back to it."""
         assert entry.session
         tokens = entry.tokens[:length]
         for _, other in self._matches(tokens, entry.partition):
@@ -238,10 +239,10 @@ class PrefixCache:
         self._idle[kept] = None
 
     def make_room(self, nbytes: int) -> int:
-        """Drop idle entries, those that were used longest ago first.
+        """Evict idle entries, the least recently used first.
 
         Returns:
-            how many bytes that has freed; fewer than asked for if there are no more.
+            the number of freed bytes; less than ``nbytes`` if no entries are left.
         """
         freed = self._evict(nbytes)
         if freed:
@@ -249,7 +250,7 @@ class PrefixCache:
         return freed
 
     def _matches(self, tokens: array[int], partition: str) -> list[tuple[int, _Entry]]:
-        """A partition's entries and how much of ``tokens`` they begin with, longest first."""
+        """A partition's entries with the lengths of their common prefix, longest first."""
         entries = [*self._idle, *(entry for entry in self._lent.values() if entry)]
         found = [
             (common_length(entry.tokens, tokens), entry)
@@ -259,11 +260,11 @@ class PrefixCache:
         return sorted(found, key=lambda match: -match[0])
 
     def _best(self, tokens: array[int], partition: str) -> tuple[_Entry | None, int, bool]:
-        """What holds the longest prefix of a prompt.
+        """Find the entry that holds the longest prefix of a prompt.
 
         Returns:
-            the entry, how many tokens of the prompt it holds in a state to continue from, and
-            whether the session itself may be lent.
+            the entry, the length of the prefix that can be continued, and whether the session
+            itself may be lent.
         """
         best, length, moves = None, 0, False
         for common, entry in self._matches(tokens, partition):
@@ -287,18 +288,18 @@ class PrefixCache:
         return best, length, moves
 
     def _shares_nothing(self, prompt: Sequence[int]) -> bool:
-        """Whether a prompt has to run as a whole, since its result depends on its chunks."""
+        """Whether a prompt must run as a whole, since its result depends on its chunks."""
         return self._chunks_matter(len(prompt) - 1, self._caches)
 
     def _quantized_alike(self, entry: _Entry, length: int) -> bool:
-        """Whether an entry is quantised as every prompt with ``length`` of its tokens is."""
+        """Whether an entry's first ``length`` tokens are quantised as in any other prompt."""
         return min(entry.n_prompt - 1, length) >= self._options.quantized_at
 
     def _continues(self, entry: _Entry, common: int) -> bool:
-        """Whether what an entry holds beyond its first ``common`` tokens may be lost.
+        """Whether an entry's session may be cut to ``common`` tokens and lent, instead of copied.
 
-        That is an answer that the client has changed or left out, and what opens it, unless it
-        is worth more than a copy.
+        Only an answer that the client changed or left out may be lost, with the tokens that open
+        it, and only if it is no longer than the rest.
         """
         if entry.lent or entry.shared:
             return False
@@ -306,7 +307,7 @@ class PrefixCache:
         return in_prompt <= min(_OPENING, common // 2) and rest <= max(common, _OPENING)
 
     def _is_in_another(self, entry: _Entry) -> bool:
-        """Whether an entry is a prefix of an idle one, which can be continued from there."""
+        """Whether an idle entry contains this one and can be continued from its end."""
         length = len(entry.tokens)
         for common, other in self._matches(entry.tokens, entry.partition):
             session = None if other.lent or common < length else other.session
@@ -316,12 +317,12 @@ class PrefixCache:
         return False
 
     def _touch(self, entry: _Entry) -> None:
-        """It has been used just now."""
+        """Make an entry the most recently used."""
         del self._idle[entry]
         self._idle[entry] = None
 
     def _evict(self, nbytes: int) -> int:
-        """Take entries out of memory until ``nbytes`` are free."""
+        """Take entries out of memory until ``nbytes`` are freed; returns the number of bytes."""
         freed = 0
         for entry in [entry for entry in self._idle if entry.session]:
             if freed >= nbytes:
@@ -335,12 +336,12 @@ class PrefixCache:
 
     @cached_property
     def _cuttable(self) -> bool:
-        """Whether a copy can be taken of any number of a cache's first positions."""
+        """Whether caches can be cut to any length."""
         return all(map(is_trimmable_anywhere, parts(map(for_steps, self._caches))))
 
     @cached_property
     def _caches(self) -> list[Any]:
-        """Empty ones, such as every prompt begins with."""
+        """Empty caches, as every prompt begins with."""
         return make_prompt_cache(self._model, self._options.max_kv_size)
 
     # --- on disk ---
@@ -348,8 +349,8 @@ class PrefixCache:
     def save(self, directory: Path) -> None:
         """Write the idle entries, one file each, for :meth:`load`.
 
-        Together they are no larger than ``max_bytes``: those used last are written. Other files
-        of entries go. What cannot be written is reported and left out.
+        The most recently used entries are written, up to ``max_bytes`` in all. Files of other
+        entries are removed. An error is reported and ends the writing.
         """
         kept: list[Path] = []
         left = self.max_bytes
@@ -369,7 +370,7 @@ class PrefixCache:
                 if path.parent == directory:
                     path.unlink(missing_ok=True)
             now = time.time()
-            for age, path in enumerate(kept):  # the order of use, for the next process
+            for age, path in enumerate(kept):  # keeps the order of use
                 os.utime(path, (now - age, now - age))
         except (OSError, PromptCacheError) as error:
             self._warn(f"the prefix cache cannot be saved: {error}")
@@ -393,26 +394,26 @@ class PrefixCache:
         return path
 
     def load(self, directory: Path) -> int:
-        """Make entries of files that :meth:`save` has written; each is read once it is needed.
+        """Make entries of files that :meth:`save` has written; each is read when it is needed.
 
-        A damaged file, one of another model, or one that others may write to is reported and
-        left alone.
+        Files that are damaged, belong to another model, or are writable by other users are
+        reported and skipped.
 
         Returns:
-            how many entries there are.
+            the number of entries.
         """
         try:
             if not self._trusts(directory):
                 return 0
             remove_leftovers(directory / _NEW_FILE)
             with suppress(OSError):
-                (directory / _NEW_FILE).unlink()  # whole, but not yet named by its checksum
+                (directory / _NEW_FILE).unlink()  # complete, but not yet renamed to its checksum
             found = [path for path in directory.iterdir() if path.suffix == ".safetensors"]
             found.sort(key=lambda path: path.lstat().st_mtime)
         except FileNotFoundError:
             return 0
         except OSError as error:
-            self._warn(f"{directory} cannot be read ({error.strerror}); no prefix is taken from it")
+            self._warn(f"{directory}: ignored, since it cannot be read ({error.strerror})")
             return 0
         entries = [entry for path in found if (entry := self._described(path))]
         self._idle.update(dict.fromkeys(entries))
@@ -420,7 +421,7 @@ class PrefixCache:
         return len(entries)
 
     def _trusts(self, path: Path) -> bool:
-        """Whether no other user may write to a file or directory; reports it otherwise.
+        """Whether no other user may write to a file or directory; warns if one may.
 
         Raises:
             OSError: it does not exist.
@@ -438,10 +439,10 @@ class PrefixCache:
             n_prompt = int(metadata.get(_N_PROMPT, ""))
             partition, shared = metadata[_PARTITION], metadata[_SHARED] == "1"
         except (OSError, PromptCacheError, ValueError, KeyError):
-            self._warn(f"{path}: ignored, since it is damaged or not of a prefix cache")
+            self._warn(f"{path}: ignored, since it is damaged or not from a prefix cache")
             return None
         if metadata.get(_MODEL) != self._fingerprint:
-            self._warn(f"{path}: ignored, since another model, version or cache option made it")
+            self._warn(f"{path}: ignored, since it is for another model, version or cache option")
             return None
         return _Entry(array("i", tokens), n_prompt, partition, None, file=path, shared=shared)
 
@@ -463,7 +464,7 @@ class PrefixCache:
     @cached_property
     def _fingerprint(self) -> str:
         """A digest that distinguishes models, fine-tuned ones included, and cache options."""
-        options = asdict(self._options)  # the step size, too: it says what was quantised where
+        options = asdict(self._options)  # with the step size, which decides what is quantised
         versions = [version("mlx"), version("mlx-lm")]
         described = json.dumps([_FORMAT, model_identity(self._model)["digest"], options, versions])
         digest = hashlib.sha256(described.encode())
@@ -483,10 +484,6 @@ def _digest(partition: str) -> str:
 
 
 def _checksum(path: Path) -> str:
-    """Of a file's content.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """The checksum of a file's content; raises OSError if it cannot be read."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

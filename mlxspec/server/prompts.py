@@ -1,4 +1,4 @@
-"""From a request to token ids: chat templates, plain texts, and what a model fills in."""
+"""Turns requests into token ids: chat templates, plain text, and filling in the middle."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .requests import ApiRequest, ChatRequest, CompletionRequest, check_ids
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a model is given.
+    """A prompt, and what ends its output.
 
     Attributes:
-        tokens: the ids.
-        stop: texts that end the output, besides those of the request.
-        stop_tokens: tokens that end it, besides the model's own.
+        tokens: the token ids.
+        stop: texts that end the output, besides the request's.
+        stop_tokens: tokens that end the output, besides the model's own.
     """
 
     tokens: list[int]
@@ -39,7 +39,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class ChatPrompt(Prompt):
-    """A conversation as a model is given it, and the format of the answer."""
+    """The prompt of a conversation, and the format of its answer."""
 
     format: OutputFormat = field(kw_only=True)
 
@@ -53,19 +53,19 @@ def chat_prompt(
     longest: int | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> ChatPrompt:
-    """Put a conversation into the model's chat template.
+    """Apply the model's chat template to a conversation.
 
     Args:
-        request: with the conversation.
-        tokenizer: the model's.
-        longest: the tokens of the model's context, where they are known.
-        arguments: of the template, where the request has none of the same name.
+        request: the request with the conversation.
+        tokenizer: the model's tokenizer.
+        longest: the model's context length in tokens; None if unknown.
+        arguments: default arguments of the template, overridden by the request's.
 
     Raises:
-        ApiError: the template does not take the messages, the text that it renders is too
-            long, or the model knows no tools, or no way to make it call one.
+        ApiError: the template rejects the messages, the rendered text is too long, the model does
+            not support tools, or it cannot be made to call one.
     """
-    if longest is not None and len(request.messages) > longest:  # each has a token at least
+    if longest is not None and len(request.messages) > longest:  # each has at least one token
         raise ApiError(
             f"the prompt is too long: {request.param} has {len(request.messages):,} messages, more "
             f"than the model's context of {longest:,} tokens can hold: shorten it",
@@ -75,7 +75,7 @@ def chat_prompt(
     if not tokenizer.has_chat_template:
         return _plain_chat(request, tokenizer, longest)
     if request.tools and not tokenizer.has_tool_calling:
-        raise ApiError("This model knows no tools: leave tools out.", param="tools")
+        raise ApiError("This model does not support tools: leave tools out.", param="tools")
     text = _templated(request, tokenizer, arguments or {})
     check_length(text, request.param, tokenizer, longest)
     format = replace(
@@ -85,12 +85,13 @@ def chat_prompt(
     if _is_reasoning(request, tokenizer, text):
         state = "reasoning"
     if request.tool_choice == "auto":
-        # A text that is continued has its spaces from the model.
-        trims = not request.continued and _puts_space_first(tokenizer)
+        # In a continued text the model itself has written the spaces.
+        puts_space = bool(getattr(detokenizer_of(tokenizer), "prefix_space", False))
+        trims = not request.continued and puts_space
         format = replace(format, initial=state, trims_space=trims)
     else:
         opening = _call_opening(request, tokenizer)
-        if state == "reasoning":  # a call within it would be none
+        if state == "reasoning":  # a call inside reasoning would not count
             text += f"\n{tokenizer.think_end}\n\n"
         text += tokenizer.tool_call_start + opening
         format = replace(format, initial="tool", call_begun=opening)
@@ -100,28 +101,28 @@ def chat_prompt(
 def text_ids(
     text: str, param: str, tokenizer: TokenizerWrapper, longest: int | None, special: bool
 ) -> list[int]:
-    """The ids of a text, with BOS if ``special``; refuses it as :func:`check_length` does."""
+    """The token ids of a text, with BOS if ``special``; refuses a text that is far too long."""
     check_length(text, param, tokenizer, longest)
     return cast(list[int], tokenizer.encode(text, add_special_tokens=special))
 
 
-_SPARSEST = 8  # characters that a token has on average in texts that people write, at most
+_SPARSEST = 8  # the most characters per token, on average, in texts that people write
 
 
 def check_length(text: str, param: str, tokenizer: TokenizerWrapper, longest: int | None) -> None:
     """Refuse a text that is far too long for the context, before all of it is tokenized.
 
-    A long text is tokenized in pieces until they have twice the tokens of the context. The few
-    extra tokens at the cuts make no difference then.
+    A long text is tokenized in pieces until the pieces have twice as many tokens as the context.
+    The few extra tokens at the cuts make no difference then.
 
     Args:
-        text: as the model is to read it.
-        param: what the body calls it.
-        tokenizer: the model's.
-        longest: the tokens of the model's context, where they are known.
+        text: the text as the model is to read it.
+        param: the text's field in the body.
+        tokenizer: the model's tokenizer.
+        longest: the model's context length in tokens; None if unknown.
 
     Raises:
-        ApiError: it is too long.
+        ApiError: the text is too long.
     """
     if longest is None or len(text) <= _SPARSEST * longest:
         return
@@ -168,7 +169,7 @@ _RESERVED = reserved_arguments()
 
 
 def _is_reasoning(request: ChatRequest, tokenizer: TokenizerWrapper, text: str) -> bool:
-    """Whether the answer begins, or continues, within reasoning."""
+    """Whether the answer begins inside reasoning."""
     if not tokenizer.has_thinking:
         return False
     if request.continued:
@@ -176,36 +177,32 @@ def _is_reasoning(request: ChatRequest, tokenizer: TokenizerWrapper, text: str) 
     return text.rstrip().endswith(tokenizer.think_start)
 
 
-def _puts_space_first(tokenizer: TokenizerWrapper) -> bool:
-    return bool(getattr(detokenizer_of(tokenizer), "prefix_space", False))
-
-
 def _call_opening(request: ChatRequest, tokenizer: TokenizerWrapper) -> str:
     opening = call_opening(tokenizer, request.forced_tool)
     if opening is None:
         what = "a function" if request.forced_tool is None else "a given function"
         raise ApiError(
-            f'tool_choice: how to make this model call {what} is not known; send "auto".',
+            f'tool_choice: this model cannot be made to call {what}; send "auto".',
             param="tool_choice",
         )
     return opening
 
 
 def call_opening(tokenizer: TokenizerWrapper, name: str | None) -> str | None:
-    """How a call begins, after the marker, so that the model has to continue it.
+    """The beginning of a call, after its marker, which makes the model continue the call.
 
     Args:
-        tokenizer: the model's.
-        name: the function's; None for whichever the model takes.
+        tokenizer: the model's tokenizer.
+        name: the function's name; None if the model may choose.
 
     Returns:
-        None where it is not known.
+        the text; None if the model's call format is unknown.
     """
     if not tokenizer.has_tool_calling or tokenizer.response_initial_state:
         return None
     if name is None:
         return ""
-    # Without the space before the arguments, which is part of the token that begins them.
+    # Without the space before the arguments, which belongs to their first token.
     as_json = f'{{"name": {json.dumps(name)}, "arguments":'
     parser = parser_name(tokenizer)
     if parser == "json_tools":
@@ -223,14 +220,14 @@ _SPEAKERS = {"user": "User", "assistant": "Assistant", "tool": "Tool"}
 def _plain_chat(
     request: ChatRequest, tokenizer: TokenizerWrapper, longest: int | None
 ) -> ChatPrompt:
-    """A conversation as plain text, for a model without a chat template.
+    """The prompt of a conversation as plain text, for a model without a chat template.
 
-    What the system says comes first and without a name; the others speak a line each, and the
-    output ends where the model speaks for the user.
+    System messages have no name in front. Every other message is a line that begins with its role.
+    The output ends when the model begins a line of the user.
     """
     if request.tools:
         raise ApiError(
-            "This model has no chat template and knows no tools: leave tools out.", param="tools"
+            "Without a chat template this model takes no tools: leave tools out.", param="tools"
         )
     lines = []
     for message in request.messages:
@@ -247,27 +244,27 @@ def _plain_chat(
     return ChatPrompt(tokens, stop=("\nUser:",), format=format)
 
 
-# --- what the answer has to be ---
+# --- constraints ---
 
-_LONGEST_COMPILING = 20  # seconds for all tools of a request; each has a limit of its own
+_LONGEST_COMPILING = 20  # seconds for all tools of a request; each tool has its own limit
 
 
 def compiled_constraint(
     request: ApiRequest, prompt: Prompt, tokenizer: TokenizerWrapper, vocabulary: Vocabulary
 ) -> Grammar | None:
-    """What a request wants of the answers to a prompt, compiled.
+    """Compile a request's constraint on the answers to a prompt.
 
     Args:
-        request: of a chat or a completion.
-        prompt: that was made of it.
-        tokenizer: the model's.
-        vocabulary: the model's.
+        request: the request for a chat or a completion.
+        prompt: the prompt made from the request.
+        tokenizer: the model's tokenizer.
+        vocabulary: the model's vocabulary.
 
     Raises:
-        ApiError: a schema, regex or grammar cannot be kept, or they take too long together.
+        ApiError: a schema, regex or grammar cannot be enforced, or compiling takes too long.
     """
     started = time.monotonic()
-    # Alone first, in a chat too, so that an error names its field.
+    # First by itself, even in a chat, so that an error names its field.
     grammar = _compiled(request.constraint, vocabulary, request.constrained_by)
     if not isinstance(request, ChatRequest):
         return grammar
@@ -292,7 +289,7 @@ def compiled_constraint(
 
 
 def is_constrained(request: ApiRequest) -> bool:
-    """Whether a request says what the answer has to be."""
+    """Whether a request constrains its answer."""
     tools = request.tools if isinstance(request, ChatRequest) else ()
     return request.constraint is not None or any(map(is_strict, tools))
 
@@ -300,15 +297,15 @@ def is_constrained(request: ApiRequest) -> bool:
 def _answer_phases(
     request: ChatRequest, prompt: ChatPrompt, tokenizer: TokenizerWrapper, calls: Constraint | None
 ) -> Constraint | Phases | None:
-    """The constraint of a chat's answer; ``calls`` is that of what follows a call's marker."""
-    if request.tool_choice != "auto":  # the prompt has begun a call
+    """The constraint of a chat's answer; ``calls`` constrains the text after a call's marker."""
+    if request.tool_choice != "auto":  # the prompt ends with the beginning of a call
         return calls
     call_start = token_of(tokenizer, tokenizer.tool_call_start) if request.tools else None
     if request.tools and call_start is None:
         if request.constraint is not None:
             raise ApiError(
-                "This model's calls of tools do not begin with one token, so that an answer "
-                f"cannot be either a call or as {request.constrained_by} says: leave one out.",
+                "This model's tool calls do not begin with a single token, so tools cannot be "
+                f"combined with {request.constrained_by}: leave one out.",
                 param=request.constrained_by,
             )
         return None
@@ -337,7 +334,7 @@ def _compiled(
 
 
 def is_strict(tool: dict[str, Any]) -> bool:
-    """Whether a tool asks for arguments that are valid under its schema."""
+    """Whether a tool's arguments must match its schema."""
     return bool(tool["function"].get("strict"))
 
 
@@ -354,17 +351,16 @@ def calls_constraint(
     forced: str | None = None,
     several: bool = True,
 ) -> Constraint | None:
-    """What follows the marker of a call, to the end of the output.
+    """The constraint of the output after a call's marker.
 
     Args:
-        tokenizer: the model's.
-        tools: those that may be called.
-        forced: the function whose call the prompt has begun, as
-            :func:`call_opening` writes it.
-        several: whether there may be more than one call.
+        tokenizer: the model's tokenizer.
+        tools: the tools that may be called.
+        forced: the function whose call the prompt has begun, with :func:`call_opening`.
+        several: whether more than one call is allowed.
 
     Returns:
-        None where the arguments of a call are not JSON.
+        the constraint; None if the arguments of a call are not JSON.
     """
     parser, has_args = parser_name(tokenizer), "[ARGS]" in tokenizer.get_vocab()
     start = _literal(tokenizer, tokenizer.tool_call_start)
@@ -410,7 +406,7 @@ def calls_constraint(
 
 
 def _literal(tokenizer: TokenizerWrapper, marker: str) -> str:
-    """A marker in a grammar: the token that it is, or its text."""
+    """A marker in a grammar: its token, or its text if it has several."""
     token = token_of(tokenizer, marker)
     if not marker:
         return ""
@@ -430,17 +426,17 @@ def completion_prompts(
     vocab_size: int,
     longest: int | None = None,
 ) -> list[Prompt]:
-    """The prompts of a request for completions, in its order.
+    """The prompts of a completion request, in order.
 
     Args:
-        request: with texts or ids, and what comes after the output.
-        tokenizer: the model's.
-        vocab_size: the number of token ids that the model knows.
-        longest: the tokens of the model's context, where they are known.
+        request: the request, with texts or token ids, and perhaps a suffix.
+        tokenizer: the model's tokenizer.
+        vocab_size: the number of the model's token ids.
+        longest: the model's context length in tokens; None if unknown.
 
     Raises:
-        ApiError: a prompt has no token, or one that the model does not know, or is too long, or a
-            suffix is given and the model cannot fill in.
+        ApiError: a prompt is empty, too long or has an unknown token id, or there is a suffix and
+            the model cannot fill in the middle.
     """
     if request.suffix:
         check_length(request.suffix, "suffix", tokenizer, longest)
@@ -457,7 +453,7 @@ def completion_prompts(
             continue
         tokens = encode_prompt(tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
         if not tokens:
-            raise ApiError(f"{param} is empty: send a text of one token or more.", param=param)
+            raise ApiError(f"{param} is empty: send a text with at least one token.", param=param)
         prompts.append(Prompt(tokens))
     return prompts
 
@@ -472,24 +468,24 @@ _FILL_IN: tuple[tuple[str, ...], ...] = (
     ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
     ("[PREFIX]", "[SUFFIX]"),
 )
-"""Names of the tokens before the text in front of the output, before the text behind it, and after
-both. Without the last one the suffix comes first, and the output continues the prefix."""
+"""Names of the tokens before the prefix, before the suffix, and after both. Without the last one
+the suffix comes first, and the output continues the prefix."""
 
 _FILL_IN_ENDS = (
     *("<|endoftext|>", "<|end_of_text|>", "<|fim_pad|>", "<|file_sep|>", "<|file_separator|>"),
     *("<|repo_name|>", "<|cursor|>", "<file_sep>", "▁<EOT>", "<EOT>"),
 )
-"""Tokens that end what was filled in, and are not always among a model's end tokens."""
+"""Tokens that end a filled-in text and are not always among a model's end tokens."""
 
 
 def _fill_in_tokens(tokenizer: TokenizerWrapper) -> list[int]:
-    """The ids of the tokens by which the model is asked to fill in the middle of a text."""
+    """The ids of the tokens that make the model fill in the middle of a text."""
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     for names in _FILL_IN:
         if all(name in vocabulary for name in names):
             return [vocabulary[name] for name in names]
     raise ApiError(
-        "suffix: this model has no tokens for filling in the middle of a text; leave it out.",
+        "suffix: this model cannot fill in the middle of a text; leave it out.",
         param="suffix",
     )
 
@@ -499,7 +495,7 @@ def _fill_in(
 ) -> Prompt:
     before = [markers[0], *(_ids(prompt, tokenizer) if isinstance(prompt, str) else prompt)]
     after = [markers[1], *_continuing_ids(suffix, tokenizer)]
-    tokens = encode_prompt(tokenizer, "")  # BOS, where there is one
+    tokens = encode_prompt(tokenizer, "")  # BOS, if the model has one
     tokens += [*before, *after, markers[2]] if len(markers) == 3 else [*after, *before]
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     ends = [vocabulary[name] for name in _FILL_IN_ENDS if name in vocabulary]
@@ -510,11 +506,11 @@ def _ids(text: str, tokenizer: TokenizerWrapper) -> list[int]:
     return cast(list[int], tokenizer.encode(text, add_special_tokens=False))
 
 
-_ANCHOR = "☺"  # which is part of no other token
+_ANCHOR = "☺"  # a character that shares no token with others
 
 
 def _continuing_ids(text: str, tokenizer: TokenizerWrapper) -> list[int]:
-    """The ids of a text that does not begin with a word, so that it gets no space in front."""
+    """The token ids of a text that continues another, without an added space in front."""
     anchor, anchored = _ids(_ANCHOR, tokenizer), _ids(_ANCHOR + text, tokenizer)
     if anchored[: len(anchor)] == anchor:
         return anchored[len(anchor) :]

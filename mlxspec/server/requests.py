@@ -1,8 +1,7 @@
-"""What a model is asked for, whichever API the request came in, and the fields the APIs share.
+"""Requests in one form for all APIs, and the body fields that the APIs share.
 
-A field that no OpenAI-compatible server knows is ignored, since clients add their own. A known
-field that cannot be honoured is an error that names it, so that no client assumes that the
-model has seen an image when it has not.
+Unknown fields are ignored, since clients add their own. A known but unsupported field is an error
+that names it. Otherwise a client would assume, for instance, that the model has seen an image.
 """
 
 from __future__ import annotations
@@ -34,9 +33,8 @@ from .body import (
 )
 
 MOST_CHOICES = 128  # of all prompts together
-_MOST_TOKENS = 2**31 - 1
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
-_COLDEST = 1e-6  # a lower temperature is 0, whose samples are the same
+_COLDEST = 1e-6  # a lower temperature counts as 0, which samples the same tokens
 
 # Large enough for every use, small enough not to overflow float32.
 _HOTTEST = 100.0
@@ -47,7 +45,7 @@ _STRONGEST = 100.0
 
 
 def _or_none(value: object) -> object:
-    """-1 asks for no bound or a random seed, as in other local servers."""
+    """Turn -1 into None: it means no limit or a random seed, as in other local servers."""
     value = as_integer(value)
     return None if value == -1 else value
 
@@ -57,7 +55,7 @@ def _temperature(value: float) -> float:
 
 
 def _repetition_penalty(value: float) -> float:
-    """0 means none. Logits are divided by it, and a tiny one would make them infinite."""
+    """Refuse tiny penalties, which would make logits infinite. 0 means no penalty."""
     if 0 < value < 1 / _STRONGEST:
         raise PydanticCustomError("penalty", f"choose 0, or {1 / _STRONGEST:g} to {_STRONGEST:g}")
     return value
@@ -65,7 +63,7 @@ def _repetition_penalty(value: float) -> float:
 
 def _by_token(biases: dict[str, float]) -> dict[int, float] | None:
     if not all(map(_TOKEN_ID.fullmatch, biases)):
-        raise PydanticCustomError("token", "name tokens by their ids")
+        raise PydanticCustomError("token", "use token ids as names")
     return {int(token): bias for token, bias in biases.items()} or None
 
 
@@ -79,9 +77,9 @@ MaxTokens = Annotated[Annotated[int, Field(ge=1)] | None, _MinusOne]
 
 
 class SamplingBody(Body):
-    """How to pick tokens; :class:`SamplingParams` says what the fields mean, and has the defaults.
+    """Sampling options; :class:`SamplingParams` explains the fields and has their defaults.
 
-    Without a seed, each answer at a temperature above 0 is another one.
+    Without a seed, answers at temperatures above 0 vary.
     """
 
     temperature: Annotated[float, Field(ge=0, le=_HOTTEST), AfterValidator(_temperature)] = (
@@ -105,7 +103,7 @@ class SamplingBody(Body):
 
     @property
     def sampling(self) -> SamplingParams:
-        """The parameters that they mean."""
+        """The options as sampling parameters."""
         given = {name: getattr(self, name) for name in SamplingBody.model_fields}
         return SamplingParams(given.pop("temperature"), **given | {"top_k": self.top_k or 0})
 
@@ -116,14 +114,14 @@ def sampling_of_choice(
     choice: int = 0,
     xtc_special_tokens: Sequence[int] = (),
 ) -> SamplingParams:
-    """A request's parameters for one choice.
+    """The sampling parameters of one choice.
 
     Args:
-        sampling: of the request.
-        vocab_size: the number of token ids that the model knows.
-        choice: which of a prompt's ``n`` answers. The first has the seed as it was sent, so
-            it is what ``n: 1`` gives; the others have those that follow.
-        xtc_special_tokens: ids that XTC never drops.
+        sampling: the request's parameters.
+        vocab_size: the number of the model's token ids.
+        choice: the choice's index among a prompt's ``n``. The first choice has the seed as sent,
+            so it equals that of ``n: 1``. The others have the seeds that follow.
+        xtc_special_tokens: token ids that XTC never drops.
 
     Raises:
         ApiError: a logit bias is for an unknown token id.
@@ -138,15 +136,15 @@ def sampling_of_choice(
 
 
 def check_ids(ids: Iterable[int], vocab_size: int, param: str) -> None:
-    """Refuse ids that the model does not know.
+    """Refuse token ids that the model does not have.
 
     Raises:
-        ApiError: one of them is not below ``vocab_size``.
+        ApiError: an id is not below ``vocab_size``.
     """
     for token in ids:
         if token >= vocab_size:
             raise ApiError(
-                f"{param} has the id {token}: the model's are 0 to {vocab_size - 1}.", param=param
+                f"{param} has the id {token}: send ids from 0 to {vocab_size - 1}.", param=param
             )
 
 
@@ -155,25 +153,25 @@ def check_ids(ids: Iterable[int], vocab_size: int, param: str) -> None:
 
 @dataclass(frozen=True)
 class ApiRequest:
-    """What chats and completions have in common.
+    """The fields that chat and completion requests share.
 
     Attributes:
         param: the prompt's field in the body.
-        model: as the client calls it; None for the default.
-        sampling: how to pick tokens.
-        max_tokens: per choice; None for as many as the context has room for.
-        cuts_max_tokens: where ``max_tokens`` do not fit, the answer may have fewer.
+        model: the requested model's name; None for the default.
+        sampling: the sampling parameters.
+        max_tokens: the most tokens per choice; None for the default.
+        cuts_max_tokens: whether ``max_tokens`` is lowered to what fits, instead of refused.
         n: choices per prompt.
         stop: texts that end an output.
-        stop_token_ids: tokens that end it, besides the model's own.
-        logprobs: how many of the likeliest tokens are returned with each chosen one and its
+        stop_token_ids: tokens that end an output, besides the model's own.
+        logprobs: how many of the likeliest tokens to return beside each token and its
             log-probability; None for no log-probabilities.
-        stream: answer with server-sent events.
-        include_usage: end a streamed answer with its usage.
+        stream: whether to send server-sent events.
+        include_usage: whether a streamed answer ends with its usage.
         prediction: the text that the client expects, to draft from.
-        drafts: mark the text that came from accepted drafts; ``"mlxspec": {"drafts": true}``.
-        constraint: what the answer's text has to be.
-        constrained_by: the field that says so.
+        drafts: whether to mark text from accepted drafts; ``"mlxspec": {"drafts": true}``.
+        constraint: the constraint of the answer's text.
+        constrained_by: the field that sets the constraint.
     """
 
     param: ClassVar[str] = "prompt"
@@ -199,14 +197,14 @@ class ChatRequest(ApiRequest):
     """A request for the answer to a conversation.
 
     Attributes:
-        messages: as chat templates take them: roles system, user, assistant and tool, contents
-            as strings, and the arguments of tool calls as objects where they are JSON.
-        continued: the answer continues the last message, which is the assistant's.
-        tools: in OpenAI's form; none where ``tool_choice`` is "none".
-        tool_places: the body's name of each tool's schema.
+        messages: the messages as chat templates expect them. Roles are system, user, assistant and
+            tool, contents are strings, and arguments of tool calls are objects if they are JSON.
+        continued: whether the answer continues the last message, which is the assistant's.
+        tools: the tools in OpenAI's form; empty if ``tool_choice`` is "none".
+        tool_places: the path of each tool's schema in the body.
         tool_choice: "auto", "required", or "function" for ``forced_tool``.
         forced_tool: the name of the function that must be called.
-        parallel_tool_calls: an answer may have several tool calls.
+        parallel_tool_calls: whether an answer may have several tool calls.
         template_kwargs: arguments of the chat template besides messages and tools.
     """
 
@@ -227,10 +225,10 @@ class CompletionRequest(ApiRequest):
     """A request for completions of texts.
 
     Attributes:
-        prompts: texts, or token ids that are taken as they are. Choice ``i`` of the answer
-            belongs to prompt ``i // n``.
+        prompts: texts, or token ids that are used unchanged. Choice ``i`` of the answer belongs to
+            prompt ``i // n``.
         suffix: the text after the output, for models that fill in the middle.
-        echo: begin the text of each choice with its prompt.
+        echo: whether the text of each choice begins with its prompt.
     """
 
     prompts: tuple[str | tuple[int, ...], ...] = ()
@@ -244,17 +242,17 @@ def conversation(
     """The attributes of a :class:`ChatRequest` for a conversation.
 
     Args:
-        messages: in OpenAI's form; the last one may be an answer to continue.
-        param: the body's name of them.
-        continues: whether to continue it; None if the messages decide.
+        messages: the messages in OpenAI's form; the last one may be an answer to continue.
+        param: the messages' field in the body.
+        continues: whether to continue the last answer; None to continue it if there is one.
 
     Raises:
-        ApiError: there are no messages, or none to continue.
+        ApiError: all messages are empty, or there is no answer to continue.
     """
     left = MOST_VALUES
     for call in (call for message in messages for call in message.get("tool_calls", ())):
         function = call["function"]
-        if isinstance(function["arguments"], str):  # templates take objects
+        if isinstance(function["arguments"], str):  # templates expect objects
             reader = JsonReader(function["arguments"].encode(), left)
             with suppress(ValueError):
                 if isinstance(arguments := reader.read(), dict):
@@ -263,30 +261,30 @@ def conversation(
     last = messages[-1] if messages else {"role": ""}
     is_answer = last["role"] == "assistant" and "tool_calls" not in last
     if continues and not is_answer:
-        refuse("continue_final_message", True, "end with a message of the assistant, or omit it")
+        refuse("continue_final_message", True, "end with an assistant message, or leave it out")
     if is_answer and not last["content"] and "reasoning_content" not in last:
         messages, is_answer = messages[:-1], False  # nothing to continue
     if not messages:
-        raise ApiError(f"{param} has no text: send a message of the user.", param=param)
+        raise ApiError(f"{param} has no text: send a user message.", param=param)
     return {"messages": tuple(messages), "continued": is_answer and continues is not False}
 
 
 def chosen_tool(
     choice: str, name: str | None, tools: Sequence[dict[str, Any]], param: str
 ) -> dict[str, Any]:
-    """The attributes of a :class:`ChatRequest` for tools and the choice among them.
+    """The attributes of a :class:`ChatRequest` for tools and the tool choice.
 
     Args:
         choice: "none", "auto", "required" or "function".
         name: the function that must be called.
-        tools: in OpenAI's form.
-        param: the body's name of what is wrong where the tool does not exist.
+        tools: the tools in OpenAI's form.
+        param: the field that an error names.
 
     Raises:
-        ApiError: a tool must be called that does not exist.
+        ApiError: the tool that must be called does not exist.
     """
     if choice == "required" and not tools:
-        refuse(param, choice, "send tools with it")
+        refuse(param, choice, "send tools too")
     if choice == "function" and all(tool["function"]["name"] != name for tool in tools):
         refuse(param, name, "name one of the tools")
     if choice == "none":
@@ -294,11 +292,11 @@ def chosen_tool(
     return {"tools": tuple(tools), "tool_choice": choice, "forced_tool": name}
 
 
-# --- fields that several APIs have ---
+# --- fields that the APIs share ---
 
 
 def as_parts(value: object) -> list[Any]:
-    """A content as a list of parts, one for a string."""
+    """A content as a list of parts; a string is one part."""
     if isinstance(value, str):
         return [{"type": "text", "text": value}]
     if not isinstance(value, list):
@@ -307,7 +305,7 @@ def as_parts(value: object) -> list[Any]:
 
 
 class TextPart(Body):
-    """A part of a message's content; the model reads nothing but text."""
+    """A part of a message's content. Only text is supported."""
 
     type: Literal["text", "input_text", "output_text", "summary_text", "reasoning_text"]
     text: str
@@ -325,12 +323,12 @@ Texts = Annotated[Items[TextPart], BeforeValidator(as_parts)]
 
 
 def joined(parts: Iterable[TextPart] | None) -> str:
-    """The text of a content."""
+    """The joined text of a content's parts."""
     return "".join(part.text for part in parts or ())
 
 
 class ResponseFormat(Body):
-    """The answer's required format. Some APIs put the schema next to ``type``, some below it."""
+    """The answer's format. The schema is beside ``type``, or below ``json_schema`` in some APIs."""
 
     type: Literal["text", "json_object", "json_schema"] | None = None
     name: str = ""
@@ -343,17 +341,17 @@ class ResponseFormat(Body):
         """The field that constrains the answer, and its schema.
 
         Args:
-            path: the body's name of this object.
-            inner: the schema is below ``json_schema``.
+            path: the path of this object in the body.
+            inner: whether the schema is below ``json_schema``.
 
         Raises:
-            ApiError: there is no type or schema.
+            ApiError: the type or the schema is missing.
         """
         if self.type is None:
-            refuse(f"{path}.type", None, 'send "json_schema", or leave all of it out')
+            refuse(f"{path}.type", None, f'send "json_schema", or leave {path} out')
         if self.type == "text":
             return None
-        if self.type == "json_object":  # llama.cpp has a schema here
+        if self.type == "json_object":  # llama.cpp accepts a schema here
             return path, self.schema_ or {"type": "object"}
         place = self.json_schema if inner else self
         path += ".json_schema" if inner else ""
@@ -384,7 +382,7 @@ class _StructuredOutputs(Body):
 
     @property
     def by_kind(self) -> list[tuple[str, Any]]:
-        """The constraints by their kinds."""
+        """The constraints with their kinds."""
         return [(name.rstrip("_"), value) for name, value in self]
 
 
@@ -397,7 +395,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class Options(Body):
-    """The nested objects with options, of all APIs."""
+    """The nested option objects of all APIs."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -417,7 +415,7 @@ _OneOrMoreStops = Annotated[
 _Unsupported = Mapping[str, tuple[tuple[Any, ...], str]]
 
 UNSUPPORTED_IN_CHATS: _Unsupported = {
-    "add_generation_prompt": ((True,), "leave it out, since an answer always begins"),
+    "add_generation_prompt": ((True,), "leave it out, since the model always answers"),
     "audio": ((), "leave it out, since answers are text"),
     "best_of": ((1,), "use n for several answers"),
     "documents": (([],), "leave it out, and put the documents into a message"),
@@ -426,10 +424,10 @@ UNSUPPORTED_IN_CHATS: _Unsupported = {
     "functions": (([],), "use tools"),
     "modalities": ((["text"], []), "leave it out, since answers are text"),
     "role_mapping": ((), "leave it out, since the model's chat template is used"),
-    "verbosity": (("medium",), "leave it out, and tell the model how much to write"),
-    "web_search_options": ((), "leave it out, since the server opens no pages; offer a tool"),
+    "verbosity": (("medium",), "leave it out, and ask for a length in a message"),
+    "web_search_options": ((), "offer a tool instead, since the server does not search the web"),
 }
-"""Fields of conversations, in chats and responses, besides those of :class:`CommonBody`."""
+"""Unsupported fields of chats and responses, besides those of :class:`CommonBody`."""
 
 
 class CommonBody(SamplingBody):
@@ -470,7 +468,7 @@ class CommonBody(SamplingBody):
         "allowed_token_ids": (([],), "leave it out, or use logit_bias"),
         "bad_words": (([],), "leave it out, or use logit_bias"),
         "chat_template": ((), "leave it out, since the model's own is used"),
-        "draft_model": ((), "leave it out, since the drafts are chosen when the server starts"),
+        "draft_model": ((), "leave it out, and choose the draft model when you start the server"),
         "dynatemp_range": ((0,), "leave it out"),
         "guided_decoding_backend": ((), "leave it out, since there is only one"),
         "guided_whitespace_pattern": ((), "leave it out, or put x-guidance into the schema"),
@@ -478,9 +476,9 @@ class CommonBody(SamplingBody):
         "length_penalty": ((1,), "leave it out, since there is no beam search"),
         "min_tokens": ((0,), "leave it out, or forbid the end token with logit_bias"),
         "mirostat": ((0,), "leave it out"),
-        "mm_processor_kwargs": (({},), "leave it out, since the model reads text alone"),
-        "num_draft_tokens": ((), "leave it out, since the number of drafts follows their gain"),
-        "prompt_logprobs": ((False,), "leave it out: a prompt's tokens have no logprobs here"),
+        "mm_processor_kwargs": (({},), "leave it out, since the model reads only text"),
+        "num_draft_tokens": ((), "leave it out, since the server chooses each draft's length"),
+        "prompt_logprobs": ((False,), "leave it out, since prompt tokens have no logprobs here"),
         "repeat_penalty": ((1,), "call it repetition_penalty"),
         "tfs_z": ((1,), "leave it out"),
         "top_a": ((0,), "leave it out"),
@@ -492,17 +490,17 @@ class CommonBody(SamplingBody):
         """The attributes of an :class:`ApiRequest`.
 
         Args:
-            format: the field that gives the answer a JSON Schema, and the schema, if that is
-                not ``response_format``.
+            format: the path and the JSON Schema of the answer's format, if the API does not have
+                ``response_format``.
 
         Raises:
-            ApiError: a constraint cannot be enforced, or comes with another one.
+            ApiError: a constraint cannot be enforced, or there are several.
         """
         if self.stream_options.continuous_usage_stats:
             refuse("stream_options.continuous_usage_stats", True, "use include_usage")
         if self.response_format:
             format = self.response_format.schema_at("response_format", inner=True)
-        # The newer of the two fields counts.
+        # The newer of the two fields overrides the other.
         max_tokens = self.max_completion_tokens or self.max_tokens
         constraint, constrained_by = self._constraint(format)
         return {
@@ -510,7 +508,7 @@ class CommonBody(SamplingBody):
             "constrained_by": constrained_by,
             "model": self.model,
             "sampling": self.sampling,
-            "max_tokens": max_tokens and min(max_tokens, _MOST_TOKENS),
+            "max_tokens": max_tokens and min(max_tokens, 2**31 - 1),
             "n": self.n,
             "stop": tuple(self.stop),
             "stop_token_ids": tuple(self.stop_token_ids),
@@ -521,11 +519,11 @@ class CommonBody(SamplingBody):
         }
 
     def template_kwargs(self, effort: Effort | None) -> dict[str, Any]:
-        """Arguments of the chat template."""
+        """The chat template's arguments."""
         return template_kwargs(effort, self.enable_thinking, self.chat_template_kwargs)
 
     def _constraint(self, format: tuple[str, Any] | None) -> tuple[Constraint | None, str]:
-        """The constraint, and the field that asks for it; empty fields ask for nothing."""
+        """The constraint and the field that sets it; empty fields are ignored."""
         more = self.structured_outputs
         asked = [
             (*(format or ("", None)), "json"),
@@ -539,7 +537,7 @@ class CommonBody(SamplingBody):
             return None, ""
         if len(found) > 1:
             first, second = found[0][0], found[1][0]
-            raise ApiError(f"{second} comes with {first}: send one of them.", param=second)
+            raise ApiError(f"{second} conflicts with {first}: send one of them.", param=second)
         ((path, value, kind),) = found
         return made_constraint(_MAKE_CONSTRAINT[kind], value, path), path
 
@@ -557,7 +555,7 @@ _GUIDED = ("json", "regex", "choice", "grammar")
 def template_kwargs(
     effort: Effort | None, thinking: bool | None, given: dict[str, Any]
 ) -> dict[str, Any]:
-    """Arguments of the chat template. Templates ignore those that they do not know."""
+    """The chat template's arguments. Templates ignore unknown arguments."""
     if thinking is None and effort == "none":
         thinking = False
     kwargs = {"reasoning_effort": effort, "enable_thinking": thinking}
@@ -565,10 +563,10 @@ def template_kwargs(
 
 
 def made_constraint(make: Callable[[Any], Constraint], value: Any, path: str) -> Constraint:
-    """A constraint of the body's field ``path``.
+    """Make the constraint that the body's field ``path`` sets.
 
     Raises:
-        ApiError: it cannot be kept.
+        ApiError: it cannot be enforced.
     """
     try:
         return make(value)
@@ -577,8 +575,8 @@ def made_constraint(make: Callable[[Any], Constraint], value: Any, path: str) ->
 
 
 def left_out(kind: str) -> str:
-    """The text that replaces another part of a tool's result.
+    """The text that replaces a part of a tool's result that is not text.
 
-    The client's tool has put it there, not the user, so it is not an error.
+    Such a part is not an error, since the client's tool sent it, not the user.
     """
     return f"[{kind[:20]}: left out, since this model reads text alone]"

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: its bodies, the conversations that it keeps, and its answers."""
+"""OpenAI's Responses API: request bodies, stored conversations and answers."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ from .requests import (
     left_out,
 )
 
-_MOST_REPEATED = 4_000_000  # characters, which a stream repeats three times
-_INPUT = "input"  # the argument that holds the text for a custom tool
+_MOST_REPEATED = 4_000_000  # characters of JSON; a stream sends them three times
+_INPUT = "input"  # the argument with the text for a custom tool
 _HOSTED = ("web_search", "image_generation", "tool_search")
-"""Prefixes of the types of optional tools, which agents offer besides their own."""
+"""Type prefixes of optional tools that the server would run. Agents offer them beside their own."""
 
 
 class Tool(NamedTuple):
     """A tool as the client knows it.
 
     Attributes:
-        name: within its namespace.
-        namespace: None where it has none.
-        custom: it takes a text, not JSON.
-        place: the body's name of its schema.
+        name: the tool's name in its namespace.
+        namespace: the namespace's name; None without one.
+        custom: whether the tool takes a text instead of JSON.
+        place: the path of its schema in the body.
         function: the tool in OpenAI's form for chats.
     """
 
@@ -70,7 +70,7 @@ class Tool(NamedTuple):
 
     @property
     def flat_name(self) -> str:
-        """The name by which the model knows it; models know no namespaces."""
+        """The tool's name for the model. Models have no namespaces."""
         if self.namespace is None:
             return self.name
         return f"{self.namespace.removesuffix('__')}__{self.name}"
@@ -81,11 +81,11 @@ class ResponsesRequest(ChatRequest):
     """A request for a response.
 
     Attributes:
-        items: the conversation in this API's form, that before an earlier response included. Each
-            has an id.
-        known_tools: the tools by the names that the model knows.
-        store: keep the response for later requests.
-        repeated: the fields of the request that its response repeats.
+        items: the conversation in this API's form, including the one that led to the previous
+            response. Each item has an id.
+        known_tools: the tools by their names for the model.
+        store: whether to store the response for later requests.
+        repeated: the request's fields that the response repeats.
     """
 
     param: ClassVar[str] = "input"
@@ -97,7 +97,7 @@ class ResponsesRequest(ChatRequest):
 
 
 class _ToolBody(Body):
-    """A tool that is offered, its format, a namespace of tools, or a choice among them."""
+    """A tool, its format, a namespace of tools, or a tool choice."""
 
     type: str
     name: Name = "-"
@@ -118,7 +118,7 @@ class _ToolBody(Body):
 
     @property
     def hosted(self) -> bool:
-        """Whether the server would have to run it."""
+        """Whether the server would have to run the tool."""
         return self.type.startswith(_HOSTED)
 
 
@@ -190,7 +190,7 @@ class ResponsesBody(CommonBody):
     top_logprobs: Annotated[Integer, Field(ge=0, le=20)] = 0
     max_output_tokens: Annotated[Integer, Field(ge=1, le=2**31 - 1)] | None = None
     max_tool_calls: TokenId | None = None
-    metadata: Annotated[Dictionary[str, str], Field(max_length=16)] = {}  # as at OpenAI
+    metadata: Annotated[Dictionary[str, str], Field(max_length=16)] = {}  # OpenAI's limit
     reasoning: Options = Options()
     store: bool = True
     text: Options = Options()
@@ -199,13 +199,13 @@ class ResponsesBody(CommonBody):
     unsupported = {
         **CommonBody.unsupported,
         **UNSUPPORTED_IN_CHATS,
-        "background": ((False,), "leave it out, since a response is made while its client waits"),
+        "background": ((False,), "leave it out, since a response ends when its client disconnects"),
         "context_management": (([],), "leave it out, and shorten the input yourself"),
-        "conversation": ((), "leave it out, and use previous_response_id or send all of it"),
+        "conversation": ((), "use previous_response_id, or send the whole conversation"),
         "mlxspec": (({},), "leave it out, or use /v1/chat/completions"),
-        "moderation": ((), "leave it out, since the server moderates nothing"),
+        "moderation": ((), "leave it out, since the server does not moderate"),
         "n": ((1,), "leave it out, or use /v1/chat/completions"),
-        "prompt": ((), "leave it out, since the server keeps none; send instructions and input"),
+        "prompt": ((), "send instructions and input, since the server does not store prompts"),
         "response_format": ((), "call it text.format"),
     }
 
@@ -213,26 +213,26 @@ class ResponsesBody(CommonBody):
 def parse_responses(
     body: object, store: ResponseStore | None = None, partition: str = ""
 ) -> ResponsesRequest:
-    """Read the body of a request to ``/v1/responses``.
+    """Parse a body of ``/v1/responses``.
 
     Args:
-        body: as it was sent.
-        store: holds the responses that the body may refer to.
+        body: the JSON value of the body.
+        store: the stored responses that the body may refer to.
         partition: the part of the store that the client may use.
 
     Raises:
-        ApiError: a field is missing or wrong, or asks for something this server does not do.
+        ApiError: a field is missing, wrong or unsupported.
     """
     asked = parse(ResponsesBody, body)
     items = [*_before(asked, store, partition), *_items(asked, store, partition)]
     if not items:
-        refuse("input", asked.input, "send a string, or a list with one item or more")
+        refuse("input", asked.input, "send a string, or a list with at least one item")
     known = _known_tools(asked, items)
     word, named, kept = _tool_choice(asked.tool_choice, known)
     text, top = asked.text, asked.top_logprobs
     asks_logprobs = top or "message.output_text.logprobs" in asked.include
     common = asked.common(text.format.schema_at("text.format", False) if text.format else None)
-    # An answer is a message of its own here, unless the client says otherwise.
+    # By default an answer is a new message in this API.
     continues = asked.continue_final_message or False
     request = ResponsesRequest(
         **common | {"max_tokens": asked.max_output_tokens or common["max_tokens"]},
@@ -249,7 +249,7 @@ def parse_responses(
     )
     if (length := len(json.dumps(request.repeated))) > _MOST_REPEATED:
         raise ApiError(
-            "instructions, tools and other fields that a response repeats have "
+            "instructions, tools and the other fields that a response repeats have "
             f"{length:,} characters of JSON: send {_MOST_REPEATED:,} at most"
         )
     return request
@@ -263,7 +263,7 @@ _REPEATED = (
 
 
 def _repeated(asked: ResponsesBody, body: Any) -> dict[str, Any]:
-    """The request's fields in its response, with the values in force."""
+    """The request's fields that the response repeats, with the values in force."""
     format = asked.text.format and body["text"]["format"]
     return {
         **{name: getattr(asked, name) for name in _REPEATED},
@@ -292,10 +292,10 @@ def _repeated_tool(tool: _ToolBody) -> dict[str, Any]:
 
 
 def _known_tools(asked: ResponsesBody, items: Sequence[dict[str, Any]]) -> dict[str, Tool]:
-    """The tools that a request offers, by the names that the model knows.
+    """The tools that a request offers, by their names for the model.
 
-    Agents such as Codex offer a web search besides their own tools, whatever the server can
-    do. They get along without it, so it is left out; where nothing else is offered it is refused.
+    Agents such as Codex offer a web search besides their own tools to any server, and work
+    without it. So it is left out, but refused if it is the only tool.
     """
     known: dict[str, Tool] = {}
     for index, tool in enumerate(asked.tools):
@@ -306,13 +306,13 @@ def _known_tools(asked: ResponsesBody, items: Sequence[dict[str, Any]]) -> dict[
                 _add_tools(tool, f"additional_tools[{index}]", known, again=True)
     if not known:
         for index, tool in enumerate(asked.tools):
-            remedy = "offer functions, since the server itself runs no tools"
+            remedy = "offer functions, since the server does not run tools itself"
             refuse(f"tools[{index}].type", tool.type, remedy)
     return known
 
 
 def _add_tools(tool: _ToolBody, path: str, known: dict[str, Tool], again: bool = False) -> None:
-    """Add a tool, or those of a namespace; known ones are skipped if ``again``."""
+    """Add a tool, or a namespace's tools; known tools are skipped if ``again``."""
     space = tool if tool.type == "namespace" else None
     if tool.hosted:
         return
@@ -335,18 +335,18 @@ def _add_tools(tool: _ToolBody, path: str, known: dict[str, Tool], again: bool =
             function = {key: value for key, value in function.items() if value is not None}
             known[name] = made._replace(function={"type": "function", "function": function})
         elif not again:
-            refuse(f"{place}.name", one.name, "give each tool a name of its own")
+            refuse(f"{place}.name", one.name, "give each tool a different name")
 
 
 def _tool_choice(
     choice: str | _ToolBody, known: Mapping[str, Tool]
 ) -> tuple[str, str | None, list[Tool]]:
-    """The choice of a chat, the name of the function to call, and the tools that are allowed."""
+    """The tool choice of a chat, the function that must be called, and the allowed tools."""
     if isinstance(choice, str):
         return choice, None, [*known.values()]
     names: dict[tuple[str, str | None], str] = {}
     for flat_name, tool in known.items():
-        for namespace in (None, tool.namespace):  # in any namespace, the first counts
+        for namespace in (None, tool.namespace):  # without a namespace, the first tool of that name
             names.setdefault((tool.name, namespace), flat_name)
 
     def found(named: _ToolBody, path: str) -> str:
@@ -369,7 +369,7 @@ def _tool_choice(
 
 
 def _text_schema(format: _ToolBody | None) -> dict[str, Any]:
-    """The parameters of a custom tool as a function: one text.
+    """The parameters of the function that stands for a custom tool: one text.
 
     A grammar is shown to the model but not enforced.
     """
@@ -394,15 +394,15 @@ def new_id(prefix: str) -> str:
 def _before(
     asked: ResponsesBody, store: ResponseStore | None, partition: str
 ) -> Sequence[dict[str, Any]]:
-    """The conversation that led to an earlier response, and its answer."""
+    """The conversation up to the end of the previous response."""
     previous = asked.previous_response_id
     if previous is None:
         return ()
     found = store and store.response(partition, previous)
     if not found:
         raise ApiError(
-            f"previous_response_id is {shown(previous)}, which the server does not have, or no "
-            "longer has: send the whole conversation as input.",
+            f"previous_response_id is {shown(previous)}, which is not or no longer stored: send "
+            "the whole conversation as input.",
             param="previous_response_id",
             code="previous_response_not_found",
         )
@@ -412,12 +412,12 @@ def _before(
 def _items(
     asked: ResponsesBody, store: ResponseStore | None, partition: str
 ) -> Iterable[dict[str, Any]]:
-    """The input's items as the server returns them, without those that say nothing to a model."""
+    """The input's items as the server returns them, without items that models cannot use."""
     for index, one in enumerate(asked.input):
         if one.type == "item_reference":
             found = store and one.id and store.item(partition, one.id)
             if not found:
-                remedy = "send the item itself, since the server has none of this id"
+                remedy = "send the item itself, since the server has no item with this id"
                 refuse(f"input[{index}].id", one.id, remedy)
             yield found
         elif one.type in _ITEM_FIELDS:
@@ -433,11 +433,11 @@ _ITEM_FIELDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "reasoning": ("rs", ("summary", "content", "encrypted_content")),
     "additional_tools": ("at", ("tools",)),
 }
-"""By the type of an item: the prefix of its id, and the fields that it has."""
+"""By the type of an item: the prefix of its id, and its fields."""
 
 
 def _item(one: _InputItem, path: str) -> dict[str, Any]:
-    """An item as the server keeps and returns it."""
+    """An item as the server stores and returns it."""
     prefix, names = _ITEM_FIELDS[one.type]
     item: dict[str, Any] = {"id": one.id or new_id(prefix), "type": one.type}
     item |= {"status": "completed"}
@@ -464,7 +464,7 @@ def _item(one: _InputItem, path: str) -> dict[str, Any]:
 
 
 def _output_text(part: Mapping[str, Any], path: str) -> str:
-    """The text of a part of a tool's output, or a note in place of something else."""
+    """The text of a part of a tool's output, or a note in place of another type."""
     kind, text = part.get("type"), part.get("text")
     if not isinstance(kind, str) or not kind:
         refuse(f"{path}.type", kind, "send a string")
@@ -478,8 +478,8 @@ def _output_text(part: Mapping[str, Any], path: str) -> str:
 def _messages(instructions: str | None, items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The conversation as chat messages.
 
-    What comes before the first other message becomes one message of the system, since many
-    templates take only one. What the model has written in one go becomes one message.
+    System messages at the beginning become one, since many templates accept only one. Consecutive
+    items of the model become one message.
     """
     messages: list[dict[str, Any]] = []
     system = [] if instructions is None else [instructions]
@@ -508,9 +508,9 @@ def _messages(instructions: str | None, items: Sequence[dict[str, Any]]) -> list
 
 
 def _add_to_answer(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
-    """Add what the model has written to its message, or to a new one if that was at its end.
+    """Add an item of the model to its last message, or to a new one if that is complete.
 
-    Its texts are lists, which are joined in the end: ten thousand items may be one message.
+    Texts are collected in lists and joined at the end: ten thousand items may form one message.
     """
     is_call = item["type"] in _CALLS
     last = messages[-1] if messages else None
@@ -539,11 +539,11 @@ def _text_of(parts: Iterable[dict[str, Any]]) -> str:
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A response and the conversation around it.
+    """A response and its conversation.
 
     Attributes:
-        response: as its client got it.
-        given: the items that led to it, with those before an earlier response.
+        response: the response as the client received it.
+        given: all items before the response, including earlier responses.
     """
 
     response: dict[str, Any]
@@ -556,25 +556,25 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """The responses of late; those used last stay.
+    """Stores the most recently used responses in memory.
 
-    Each partition finds its own alone. Nothing is written to disk. It may be called in any thread.
+    A partition finds only its own responses. Any thread may call the store.
 
     Args:
-        most: responses.
-        most_bytes: of all of them as JSON, each with its conversation.
+        most: the most responses.
+        most_bytes: the most bytes of all responses with their conversations, as JSON.
 
     Attributes:
-        nbytes: of those that are kept, as JSON.
+        nbytes: the bytes of all stored responses with their conversations, as JSON.
     """
 
     def __init__(self, most: int = 1000, most_bytes: int = 64 * 2**20) -> None:
         self._most = most
         self._most_bytes = most_bytes
         self._kept: OrderedDict[tuple[str, str], tuple[bytes, list[str]]] = OrderedDict()
-        """By partition and id: responses with what led to them, and the ids of their items."""
+        """By partition and response id: the JSON of the response, and the ids of its items."""
         self._items: dict[tuple[str, str], tuple[bytes, int]] = {}
-        """By partition and id: items, and in how many of its responses each one is."""
+        """By partition and item id: the item's JSON, and the number of responses with it."""
         self.nbytes = 0
         self._changing = threading.Lock()
 
@@ -582,8 +582,8 @@ class ResponseStore:
         return len(self._kept)
 
     def put(self, partition: str, stored: StoredResponse) -> None:
-        """Keep a response; it does not stay if it is larger than all may be."""
-        # As JSON, a third of the size of the objects that it becomes.
+        """Store a response; the least recently used ones make room."""
+        # JSON takes a third of the memory of its objects.
         text, items = json.dumps([stored.response, [*stored.given]]).encode(), stored.items
         with self._changing:
             for item in items:
@@ -597,7 +597,7 @@ class ResponseStore:
                 self._drop(next(iter(self._kept)))
 
     def response(self, partition: str, response_id: str) -> StoredResponse | None:
-        """The response of this id; None if it is not kept, or another partition's."""
+        """The partition's stored response with this id, if there is one."""
         key = partition, response_id
         with self._changing:
             if key not in self._kept:
@@ -607,13 +607,13 @@ class ResponseStore:
         return StoredResponse(*json.loads(text))
 
     def item(self, partition: str, item_id: str) -> dict[str, Any] | None:
-        """The item of this id in any of the partition's responses."""
+        """The item with this id in one of the partition's responses, if there is one."""
         text, _ = self._items.get((partition, item_id), (b"null", 0))
         item: dict[str, Any] | None = json.loads(text)
         return item
 
     def delete(self, partition: str, response_id: str) -> bool:
-        """Forget a response; whether there was one."""
+        """Delete a response; returns whether it was stored."""
         with self._changing:
             if (partition, response_id) not in self._kept:
                 return False
@@ -636,19 +636,19 @@ class ResponseStore:
 class ResponsesAnswer(ApiAnswer):
     """The answer of ``/v1/responses``.
 
-    Events are numbered by ``sequence_number``. The keep-alive is an event too,
-    ``response.in_progress`` once more, since some clients count only events. The stream ends with
-    ``response.completed``, ``response.incomplete`` where the output was cut off, or
+    Events are numbered by ``sequence_number``. The keep-alive repeats ``response.in_progress``,
+    since some clients do not accept comments as signs of life. The stream ends with
+    ``response.completed``, with ``response.incomplete`` if the output was cut off, or with
     ``response.failed``.
 
-    Log-probabilities are those of the text alone.
+    Log-probabilities are sent for the text only.
 
     Args:
-        request: what was asked.
-        model: the name that the answer gives the model.
-        tokenizer: the model's.
-        format: of the model's output.
-        keep: is given the response at its end, where it may be kept.
+        request: the client's request.
+        model: the model's name in the answer.
+        tokenizer: the model's tokenizer.
+        format: the format of the model's output.
+        keep: called with the finished response, if it is to be stored.
     """
 
     def __init__(
@@ -740,7 +740,7 @@ class ResponsesAnswer(ApiAnswer):
         return self._event(kind, response=self.whole())
 
     def _of_item(self, kind: str, **fields: Any) -> dict[str, Any]:
-        """An event of the last item; the one content that it may have is the first."""
+        """An event of the last item, which has at most one content part."""
         item = self._items[-1]
         index = {} if item.tool else {"content_index": 0}
         place = {"item_id": item.id, "output_index": len(self._items) - 1, **index}
@@ -760,7 +760,7 @@ class ResponsesAnswer(ApiAnswer):
         return events if tool else [*events, self._of_item("content_part.added", part=item.part())]
 
     def _add(self, text: str, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Add to the last item."""
+        """Add text to the last item; returns the events for it."""
         item = self._items[-1]
         if item.custom:
             item.written += text
@@ -796,7 +796,7 @@ class ResponsesAnswer(ApiAnswer):
         return [*events, self._whole_item("output_item.done")]
 
     def _usage(self) -> dict[str, Any] | None:
-        """None until the answer has ended."""
+        """The token counts; None until the answer has ended."""
         (choice,) = self.choices
         end = choice.end
         if end is None:
@@ -805,7 +805,7 @@ class ResponsesAnswer(ApiAnswer):
             "input_tokens": end.prompt_tokens,
             "input_tokens_details": {
                 "cached_tokens": end.cached_tokens,
-                # All that runs is kept for prompts that follow.
+                # All computed tokens are cached for later prompts.
                 "cache_write_tokens": end.prompt_tokens - end.cached_tokens,
             },
             "output_tokens": end.completion_tokens,
@@ -820,21 +820,21 @@ _KINDS = {
     "call": ("function_call", "fc", "function_call_arguments", "arguments"),
     "custom": ("custom_tool_call", "ctc", "custom_tool_call_input", "input"),
 }
-"""By the kind of a part: an item's type, the prefix of its id, its events, and the text's field."""
+"""By the kind of a part: the item's type, id prefix, event name and text field."""
 
 
 class _Item:
     """An item of the output: a message, reasoning, or a call.
 
     Args:
-        kind: of the part of the answer that it is.
-        call_id: by which the client returns a call's result.
-        tool: that is called.
+        kind: the kind of the answer's part.
+        call_id: the id under which the client returns the call's result.
+        tool: the called tool.
 
     Attributes:
         status: "in_progress", "completed" or "incomplete".
-        texts: what was sent of its text.
-        written: the arguments of a custom call, whose text is in one of them.
+        texts: the pieces of text that were sent.
+        written: the arguments of a custom call so far, one of which is the text.
     """
 
     def __init__(self, kind: str, call_id: str = "", tool: Tool | None = None) -> None:
@@ -850,18 +850,18 @@ class _Item:
 
     @property
     def text(self) -> str:
-        """What was sent of its text."""
+        """The text that was sent."""
         return "".join(self.texts)
 
     def part(self) -> dict[str, Any]:
-        """The one part of the content."""
+        """The only part of the content."""
         part: dict[str, Any] = {"type": self.event, "text": self.text}
         if self.type == "message":
             part |= {"annotations": [], "logprobs": [*self.logprobs]}
         return part
 
     def as_json(self) -> dict[str, Any]:
-        """The item as it is now."""
+        """The item's present state as JSON."""
         item: dict[str, Any] = {"id": self.id, "type": self.type, "status": self.status}
         if self.tool:
             item |= {"call_id": self._call_id, "name": self.tool.name, self.field: self.text}
@@ -874,7 +874,7 @@ class _Item:
 
 
 def _input_so_far(written: str) -> str:
-    """The text for a custom tool, from arguments that may go on; "" where it has not begun."""
+    """The text for a custom tool in incomplete arguments; "" if it has not begun."""
     try:
         value = from_json(_mended(written), allow_partial="trailing-strings")["input"]
     except (ValueError, LookupError, TypeError):
@@ -883,7 +883,7 @@ def _input_so_far(written: str) -> str:
 
 
 def _mended(written: str) -> str:
-    """JSON whose strings have no unknown escapes: models write regular expressions as they are."""
+    """Escape backslashes that JSON does not allow: models do not escape regular expressions."""
     return _ESCAPE.sub(lambda found: found[0] if found[1] else r"\\", written)
 
 
@@ -891,7 +891,7 @@ _ESCAPE = re.compile(r'\\(["\\/bfnrtu])|\\(?=.)')
 
 
 def _whole_input(written: str) -> str:
-    """The text for a custom tool, or whatever else the model has written."""
+    """The text for a custom tool, or all that the model wrote if its JSON is invalid."""
     try:
         value = json.loads(_mended(written), strict=False)["input"]
     except (ValueError, LookupError, TypeError, RecursionError):
@@ -899,7 +899,7 @@ def _whole_input(written: str) -> str:
     return without_lone_surrogates(value) if isinstance(value, str) else written
 
 
-# --- what led to a response ---
+# --- input items ---
 
 _MOST_LISTED = 100
 
@@ -909,10 +909,10 @@ def input_items_answer(given: Sequence[dict[str, Any]], query: Mapping[str, str]
 
     Args:
         given: the items, in order.
-        query: ``limit``, ``order`` ("asc" or "desc"), ``after`` (an item's id).
+        query: the parameters ``limit``, ``order`` ("asc" or "desc") and ``after`` (an item's id).
 
     Raises:
-        ApiError: one of them is wrong.
+        ApiError: a parameter is wrong.
     """
     limit, order = query.get("limit", "20"), query.get("order", "desc")
     if not re.fullmatch("[0-9]{1,3}", limit) or not 1 <= int(limit) <= _MOST_LISTED:

@@ -1,4 +1,4 @@
-"""A model that is served: its memory, its caches, and what its generations share."""
+"""A served model: its memory, its prefix cache, and the decoders of its clients."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from .body import ApiError
 from .prefix_cache import PrefixCache
 from .requests import ApiRequest
 
-_STEP = 256  # positions that caches grow by
+_STEP = 256  # positions by which caches grow
 _SLACK = 16 + _STEP  # positions that a window holds beyond its size
-_ROWS = 64  # of a step of all sequences; more are hardly ever worth their time
+_ROWS = 64  # rows of a step of all sequences; more rarely pay
 _SCORES = 4  # arrays over the vocabulary for each row: logits, log-probabilities, filters
-_TRIED = 32  # rows of the forward that measures what a row takes
-_RESERVE = 0.1  # of the memory: joint caches that grow, the drafters' indices, the process
-_CACHE_SHARE = 0.5  # of what caches may take: entries of the prefix cache that are not in use
+_TRIED = 32  # rows of the forward that measures the memory of a row
+_RESERVE = 0.1  # share of the memory for growing joint caches, drafters' indexes, the process
+_CACHE_SHARE = 0.5  # share of the caches' limit for idle entries of the prefix cache
 
 
 class CacheMemory:
-    """The memory of one model's requests.
+    """The memory of one model's caches.
 
     Args:
         model: an mlx-lm model, with its weights in memory.
-        options: of the caches.
-        limit: how many bytes caches may take in all; by default what remains after the weights,
-            a forward, and a reserve. Ask for it before there are caches.
+        options: the cache options.
+        limit: the most bytes of all caches. By default it is what remains after the weights, a
+            forward and a reserve. Read :attr:`limit` once before there are caches.
 
     Attributes:
-        options: of the caches.
+        options: the cache options.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class CacheMemory:
             self._quantized = cache_kinds(model, self.options, quantized=True)
 
     def bytes_for(self, tokens: int) -> int:
-        """What the caches of one sequence with a session take, at the most.
+        """The most bytes that the caches of one sequence with a session take.
 
         Args:
-            tokens: of the prompt and the answer.
+            tokens: the number of tokens of the prompt and the answer.
         """
         if not self._quantized:
             return _taken(self._plain, tokens)
-        # A whole chunk of the prompt is in the cache before that is quantised.
+        # A whole chunk of the prompt is cached before the cache is quantised.
         start = self.options.quantized_kv_start + self.options.prefill_step_size
         first = min(tokens, start)
         at_first = _taken(self._plain, first) + _taken(self._quantized, first)
@@ -77,22 +77,22 @@ class CacheMemory:
 
     @cached_property
     def limit(self) -> int:
-        """How many bytes the caches of all requests, and idle ones, may take."""
+        """The most bytes of all caches, used and idle."""
         if self._given_limit is not None:
             return self._given_limit
         return max(0, int(free_memory() * (1 - _RESERVE)) - self.forward_bytes)
 
     @property
     def default_cache_bytes(self) -> int:
-        """How much of the limit a prefix cache takes by default."""
+        """The part of the limit that the prefix cache takes by default."""
         return int(self.limit * _CACHE_SHARE)
 
     @cached_property
     def forward_bytes(self) -> int:
-        """The memory of a forward besides the caches: a chunk of a prompt, or a step.
+        """The memory of a forward besides the caches, for a chunk of a prompt or a step.
 
-        Found out with a forward of a few rows. What attention takes for its scores over a long
-        context, as it does on a CPU, has to come from the reserve.
+        It is measured with a forward over a few rows. On a CPU, attention also stores its scores
+        over a long context, and these must fit into the reserve.
         """
         with mx.stream(generation_stream):
             caches = make_prompt_cache(self._model, self.options.max_kv_size)
@@ -113,7 +113,7 @@ def _taken(kinds: list[CacheKind], tokens: int) -> int:
 
 
 def _taken_by_one(kind: CacheKind, tokens: int) -> int:
-    """The size of one cache, with the states that are kept of it to return to."""
+    """The size of one cache, including the earlier states that it can be rewound to."""
     if kind.state_bytes is not None:
         return kind.state_bytes * (1 + MARKS + UNDOABLE)
     each = kind.bytes_per_position or 0
@@ -123,30 +123,29 @@ def _taken_by_one(kind: CacheKind, tokens: int) -> int:
     return min(whole, (kind.positions + _SLACK) * each) * (1 + MARKS)
 
 
-# Of partitions, and of the tokens that each remembers: some 100 MB in all.
+# The most partitions with a memory, and the tokens that each remembers: about 100 MB in all.
 _MOST_APART = 32
 _TOKENS_APART = MAX_TOKENS // 4
 
 
 @dataclass
 class ServedModel:
-    """A model that is served.
+    """A served model.
 
-    Each partition, such as a client's key, drafts from its own answers alone, and learns from its
-    own alone where drafts are right: otherwise the drafts that are accepted, and how fast an
-    answer comes, would reveal one client's answers to another. Of many partitions, those
-    that were not used for longest are forgotten.
+    Each partition, such as a client's key, drafts from its own answers only. It also learns from
+    them only how likely drafts are right. Otherwise accepted drafts, and the speed of answers,
+    would reveal one client's answers to another. The least recently used partitions are forgotten.
 
     Attributes:
-        name: what requests call it.
-        decoder: loaded, with its costs known.
-        cache: of prefixes.
-        memory: what caches take.
-        options: defaults of its generations; a request's own override them.
-        template_arguments: defaults for its chat template; a request's own override them.
-        owner: the partition that the decoder's own memory belongs to. The others have one each,
-            in the process alone.
-        path: where it was loaded from, as the user wrote it: requests may call it that, too.
+        name: the model's name in requests.
+        decoder: the decoder, with its model loaded and its costs known.
+        cache: the prefix cache.
+        memory: the memory of its caches.
+        options: default generation options, overridden by a request's.
+        template_arguments: default arguments of the chat template, overridden by a request's.
+        owner: the partition that uses the decoder's own memory. The others have memories of their
+            own, in the process only.
+        path: the path from which the user loaded it, another name for it in requests.
         created: when it was loaded, in seconds since 1970.
     """
 
@@ -162,40 +161,40 @@ class ServedModel:
     _apart: OrderedDict[str, Decoder] = field(
         default_factory=OrderedDict, init=False, repr=False, compare=False
     )
-    """By partition, the last used last."""
+    """The decoders of other partitions, the least recently used first."""
 
     @property
     def context_length(self) -> int | None:
-        """In tokens, where the model states it."""
+        """The context length in tokens; None if the model does not state it."""
         return context_length(self.decoder.model)
 
     @cached_property
     def special_tokens(self) -> list[int]:
-        """Those that XTC never drops: line breaks and ends."""
+        """The tokens that XTC never drops: line breaks and end tokens."""
         tokenizer = self.decoder.tokenizer
         return [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
 
     @property
     def predicts(self) -> bool:
-        """Whether its drafts can come from a text that a client expects."""
+        """Whether it drafts from clients' predictions."""
         return isinstance(self.decoder.drafting, Auto)
 
     def max_tokens_for(self, n_prompt: int, body: ApiRequest, default: int) -> int:
-        """How many tokens an answer may have: what the request asks for, or as many as fit.
+        """The most tokens of an answer: what the request asks for, or as many as fit.
 
         Args:
-            n_prompt: tokens of the prompt.
+            n_prompt: the number of tokens of the prompt.
             body: the request.
-            default: where the request does not say.
+            default: the number of tokens if the request has none.
 
         Raises:
-            ApiError: 400, the context would be too long; 413, its caches would not fit into memory,
-                whatever else runs.
+            ApiError: 400, prompt and answer exceed the context; 413, their caches would not fit
+                into memory even if nothing else ran.
         """
         longest, memory, wanted = self.context_length, self.memory, body.max_tokens
         if longest is not None and n_prompt >= longest:
             raise ApiError(
-                # Claude Code reads both numbers out of it, and shortens the conversation.
+                # Claude Code parses both numbers, and shortens the conversation.
                 f"the prompt is too long: {n_prompt} tokens > {longest}, which is the model's "
                 "context: shorten it",
                 param=body.param,
@@ -217,8 +216,8 @@ class ServedModel:
         needed = memory.bytes_for(n_prompt + wanted)
         if needed > memory.limit:
             raise ApiError(
-                f"the caches of {n_prompt} prompt tokens and {wanted} more need "
-                f"{needed >> 20} MiB, and {memory.limit >> 20} MiB are there for them: "
+                f"the caches of {n_prompt} prompt tokens and {wanted} answer tokens need "
+                f"{needed >> 20} MiB, but only {memory.limit >> 20} MiB are available: "
                 "shorten the prompt or ask for fewer tokens",
                 status=413,
                 code="out_of_memory",
@@ -231,9 +230,9 @@ class ServedModel:
         """The drafter of one generation; called only in the worker's thread.
 
         Args:
-            prediction: token ids that the output is expected to follow.
-            partition: whose answers it drafts from, and adds its own to.
-            session: of the generation.
+            prediction: token ids that the client expects as output.
+            partition: the partition whose answers it drafts from, and adds its own to.
+            session: the generation's session.
         """
         decoder = self._decoder_of(partition)
         drafting = decoder.drafting

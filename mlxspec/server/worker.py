@@ -1,7 +1,7 @@
-"""The worker thread that owns the models: requests come in, events of their generations go out.
+"""The worker thread, which owns the models: it takes requests and sends events of generations.
 
-Every MLX call happens in this thread. Others reach it in two ways only: commands go in through a
-queue, and the events of a turn come out together, to the event loops that wait for them.
+All models run in this thread. Other threads communicate with it in two ways only: they put commands
+into a queue, and after each turn it hands the events to the event loops that wait for them.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Piece:
     """One generated token of a choice.
 
     Attributes:
-        index: of the choice.
-        text: the next segment of text; may be empty, and hold text of earlier tokens.
+        index: the choice's index.
+        text: the next segment of text; may be empty, or include text of earlier tokens.
         token: the token id.
-        accepted: it was an accepted draft token.
-        logprob: the token's, where log-probabilities were asked for.
-        top: the likeliest tokens in its place and theirs, best first.
+        accepted: whether it was an accepted draft token.
+        logprob: the token's log-probability, if requested.
+        top: the likeliest tokens in its place with their log-probabilities, best first.
     """
 
     index: int
@@ -60,9 +60,9 @@ class Begun:
     """A choice's prompt has run, and its first token follows.
 
     Attributes:
-        index: of the choice.
-        prompt_tokens: tokens in its prompt.
-        cached_tokens: those of them that were in a cache.
+        index: the choice's index.
+        prompt_tokens: the number of tokens of its prompt.
+        cached_tokens: how many of them were cached.
     """
 
     index: int
@@ -75,14 +75,14 @@ class Ended:
     """A choice has ended.
 
     Attributes:
-        index: of the choice.
+        index: the choice's index.
         finish_reason: "stop" or "length".
-        prompt_tokens: tokens in its prompt.
-        cached_tokens: those of them that were in a cache.
-        completion_tokens: tokens generated, the one that ended the output included.
-        drafted: draft tokens proposed.
-        accepted: draft tokens accepted.
-        stop: the stop string that ended it, if one did.
+        prompt_tokens: the number of tokens of its prompt.
+        cached_tokens: how many of them were cached.
+        completion_tokens: the number of generated tokens, including the one that ended the output.
+        drafted: the number of proposed draft tokens.
+        accepted: the number of accepted draft tokens.
+        stop: the stop string that ended it; None if it ended otherwise.
     """
 
     index: int
@@ -103,30 +103,30 @@ _numbers = itertools.count(1)
 
 
 class ServedRequest(Request):
-    """One choice of an answer, with the figures that the server shows of it.
+    """One choice of an answer, with its figures for the status page.
 
     Args:
         served: the model.
         prompt: token ids.
-        max_tokens: how many tokens to generate at most.
+        max_tokens: the most tokens to generate.
         options: as for :meth:`mlxspec.Decoder.stream`.
-        index: of the choice, which its events carry.
-        prediction: token ids that the output is expected to follow.
+        index: the choice's index, which its events have.
+        prediction: token ids that the client expects as output.
         top_logprobs: how many of the likeliest tokens its events have; None for no
             log-probabilities.
-        partition: whose prefixes and answers may be used.
+        partition: the partition whose prefixes and answers may be used.
 
     Raises:
         OptionError: an option is out of range.
 
     Attributes:
-        number: counts all requests of the process.
-        stream: that its events go to.
-        asked: when it came, by ``time.perf_counter``.
-        first_token: when its first token came.
-        nbytes: what its caches may come to take.
-        failure: the error that ended it, if one did.
-        outcome: how it has ended, in a word.
+        number: the request's number in this process.
+        stream: the stream of its events.
+        asked: when it arrived, by ``time.perf_counter``.
+        first_token: when its first token was generated.
+        nbytes: the most bytes that its caches may take.
+        failure: the error that ended it; None if it ended otherwise.
+        outcome: how it has ended, in a word; None while it runs.
     """
 
     stream: EventStream
@@ -162,11 +162,11 @@ class ServedRequest(Request):
 
     @property
     def cached_tokens(self) -> int | None:
-        """How many of the prompt's tokens were cached, once the first token has come."""
+        """How many of the prompt's tokens were cached; None before the first token."""
         return None if self.first_token is None else self.n_cached
 
     def figures(self) -> dict[str, Any]:
-        """Its state and figures, as JSON."""
+        """The request's state and figures, as JSON."""
         plain, seconds = self.plain_seconds, self.decode_seconds
         return {
             "number": self.number,
@@ -178,7 +178,7 @@ class ServedRequest(Request):
             "tokens": self.generated,
             "max_tokens": self.max_tokens,
             "tokens_per_step": self.stats.tokens_per_step or None,
-            # How many times as fast its steps were as plain ones.
+            # The speed of its steps relative to plain ones.
             "gain": plain / seconds if plain and seconds else None,
             "seconds": time.perf_counter() - self.asked,
         }
@@ -206,7 +206,7 @@ class ServedRequest(Request):
         worker.queue(self, piece)
 
     def on_end(self) -> None:
-        """Queue the last event, and give the caches back to the prefix cache."""
+        """Queue the last event, and return the caches to the prefix cache."""
         if self.error is not None and self.finish_reason is None:
             self.stream.worker.end_of(self, _failure(self.error))
         else:
@@ -220,13 +220,13 @@ class ServedRequest(Request):
             if self.session:
                 self.served.cache.give_back(self.session)
         except Exception:
-            _log.exception("a prompt could not be kept")
-        # The stream leads here: the caches would wait for the garbage collector.
+            _log.exception("the caches of a prompt could not be kept")
+        # The stream refers to this request, so its caches would wait for the garbage collector.
         self.session = None
 
 
 def _failure(error: Exception) -> ApiError:
-    """The error that a client gets for what ended its generation."""
+    """The client's error for the exception that ended a generation."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, MlxspecError):
@@ -240,11 +240,11 @@ EventBatch = tuple[ServedRequest, list[Event | ApiError]]
 
 
 class EventStream:
-    """The events of one client's requests, for the event loop that made it.
+    """The events of one client's requests, for the event loop that creates it.
 
     Args:
-        worker: that runs them.
-        requests: one for each choice.
+        worker: the worker that runs the requests.
+        requests: one request for each choice.
     """
 
     def __init__(self, worker: Worker, requests: Sequence[ServedRequest]) -> None:
@@ -256,12 +256,12 @@ class EventStream:
             request.stream = self
 
     async def events(self, keep_alive: float) -> AsyncGenerator[list[Event], None]:
-        """The events, in batches, until all generations have ended.
+        """Yield the events in batches, until all generations have ended.
 
         Leaving the loop early ends the generations.
 
         Args:
-            keep_alive: an empty list comes whenever nothing has happened for this many seconds.
+            keep_alive: seconds without an event before an empty list is yielded.
 
         Raises:
             ApiError: a generation has failed; the others are ended.
@@ -284,7 +284,7 @@ class EventStream:
             self.close()
 
     def stop(self, finished: Callable[[int], bool]) -> None:
-        """End generations by the indices of their choices, as if the model had ended them."""
+        """End the generations of finished choices, as if the model had ended them."""
         for request in self.requests:
             if request.state in (State.DECODE, State.PAUSED) and finished(request.index):
                 self.worker.end(request)
@@ -298,15 +298,15 @@ class EventStream:
 
 # --- the queue of a model ---
 
-_MOST_UNREAD = 64  # tokens that a slow reader may leave unread before its generation waits
+_MOST_UNREAD = 64  # tokens that a client may leave unread before its generation pauses
 
 
 class ModelQueue(Engine):
-    """Runs the requests to one model; used in the worker's thread alone.
+    """Runs the requests to one model; used only in the worker's thread.
 
     Args:
         served: the model.
-        worker: whose limits and metrics it has.
+        worker: the worker with the limits and metrics.
     """
 
     def __init__(self, served: ServedModel, worker: Worker) -> None:
@@ -319,10 +319,10 @@ class ModelQueue(Engine):
         self._metrics = worker.metrics
 
     def warm_up(self) -> None:
-        """Find out what the model verifies and what steps cost, before the first request."""
+        """Find out what drafts the model verifies and what steps cost, before any request."""
         decoder = self._served.decoder
         make_drafter = partial(self._served.make_drafter, (), self._served.owner)
-        decoder.remembers = False  # no user has asked for these
+        decoder.remembers = False  # these outputs are no user's
         for prompt in ([1, 1], [1, 1, 1]):
             self.add(decoder.new_request(prompt, 8, GenerationOptions(), make_drafter))
         while super().turn():
@@ -331,11 +331,11 @@ class ModelQueue(Engine):
 
     @property
     def decoding(self) -> bool:
-        """Whether there are generations that wait for each step."""
+        """Whether any generation is decoding."""
         return bool(self._in(State.DECODE))
 
     def turn(self, hurried: bool = False) -> bool:
-        """As :meth:`Engine.turn`; a fault in it ends all requests."""
+        """As :meth:`Engine.turn`; an exception ends all requests."""
         steps = self.steps
         try:
             busy = super().turn(hurried)
@@ -348,13 +348,13 @@ class ModelQueue(Engine):
         return busy
 
     def next_waiting(self) -> Request | None:
-        """The first in the queue if its caches fit next to those in use.
+        """The next waiting request, if its caches fit into memory beside those in use.
 
-        One whose prompt begins with what another one is about to run lets others pass, and finds
-        it in the cache later.
+        A request is skipped while another one computes a prefix of its prompt, which it will then
+        find in the cache.
         """
         for request in self._waiting:
-            if not isinstance(request, ServedRequest):  # one to warm up with
+            if not isinstance(request, ServedRequest):  # for the warm-up
                 return request
             if self._held + request.nbytes > self._served.memory.limit:
                 return None
@@ -363,31 +363,31 @@ class ModelQueue(Engine):
         return None
 
     def start(self, request: Request) -> None:
-        """Start a request, for whose caches idle ones make room."""
+        """Start a request; idle caches make room for its own."""
         cache = self._served.cache
         cache.make_room(cache.nbytes + self._held - self._served.memory.limit)
         super().start(request)
 
     @property
     def _held(self) -> int:
-        """Bytes that running generations may need by their end."""
+        """The most bytes that the running generations may need."""
         return sum(one.nbytes for one in self._running if isinstance(one, ServedRequest))
 
 
 # --- the worker ---
 
-_RETRY_AFTER = 5  # seconds, in the answer to a client that finds the queue full
+_RETRY_AFTER = 5  # seconds, in responses that say that the queue is full
 _RECENT = 12  # ended requests whose figures are kept
 _OUTCOMES = {499: "cancelled", 429: "refused", 503: "ending"}
 
 
 class WorkerLimits(NamedTuple):
-    """What the server takes at once.
+    """Limits on the generations of a model.
 
     Attributes:
-        active: generations of a model at once.
-        queued: generations that wait for their turn.
-        stall: seconds for which running ones may wait for others' prompts.
+        active: the most running generations.
+        queued: the most waiting generations.
+        stall: seconds for which running generations may wait while prompts run.
     """
 
     active: int = 8
@@ -399,16 +399,15 @@ class Worker:
     """Runs generations of one or several models in a thread of its own.
 
     Args:
-        models: those that are served.
-        limits: what is taken at once.
-        on_end: called in the worker's thread with all requests of a client's body, once they have
-            ended.
+        models: the served models.
+        limits: limits on the generations of each model.
+        on_end: called in the worker's thread with all requests of one body, once they have ended.
 
     Attributes:
-        models: by their names.
-        metrics: of all that has happened.
-        requests: that have not ended, in the order in which they came.
-        recent: figures of those that have ended last, with when that was.
+        models: the served models by name.
+        metrics: the server's metrics.
+        requests: the requests that have not ended, in order of arrival.
+        recent: the figures of the requests that ended last, with the times of their ends.
         ready: set while requests are answered.
     """
 
@@ -429,9 +428,9 @@ class Worker:
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._queues = {served.name: ModelQueue(served, self) for served in models}
         self._stopping: ApiError | None = None
-        """Why no more is taken on."""
+        """The error for further requests, once the worker stops."""
         self._taking = threading.Lock()
-        """Held while generations are taken on, so that none comes after the last command."""
+        """Held while requests are queued, so that none is queued after the worker has stopped."""
         self._thread = threading.Thread(target=self._run, name="mlxspec worker", daemon=True)
 
     def start(self) -> None:
@@ -439,17 +438,17 @@ class Worker:
         self._thread.start()
 
     def wait_until_ready(self) -> None:
-        """Return once requests are answered.
+        """Wait until requests are answered.
 
         Raises:
-            MlxspecError: the thread has failed before; its log says how.
+            MlxspecError: the thread has failed; the log has the reason.
         """
         while not self.ready.wait(0.1):
             if not self.alive:
-                raise MlxspecError("the model has failed in its first steps; see above")
+                raise MlxspecError("the model has failed in its first steps: see the log above")
 
     def stop(self) -> None:
-        """End all generations and the thread, and wait for it."""
+        """End all generations and the thread, and wait for its end."""
         self._commands.put(partial(self._stop, ApiError("the server is ending", status=503)))
         self._thread.join()
 
@@ -462,14 +461,14 @@ class Worker:
         """Queue generations, all or none; called in an event loop.
 
         Raises:
-            ApiError: 400, this many can never fit; 429, the queue is full; 503, the server
-                is ending.
+            ApiError: 400, there are more than the queue can hold; 429, the queue is full; 503, the
+                server is ending.
         """
         active, queued, _ = self.limits
         if len(requests) > active + queued:
             raise ApiError(
-                f"{len(requests)} choices are more than the server takes at once, which are "
-                f"{active + queued}: ask for fewer",
+                f"{len(requests)} choices are too many, since the server takes {active + queued} "
+                "at once: ask for fewer",
                 param="n",
             )
         states = [one.state for one in self.requests.copy() if one.served is served]
@@ -502,11 +501,11 @@ class Worker:
     # --- in the thread ---
 
     def queue(self, request: ServedRequest, event: Event | ApiError) -> None:
-        """Queue an event for its client, until the end of the turn."""
+        """Queue an event for the client, who receives it at the end of the turn."""
         self._outbox.setdefault(request, []).append(event)
 
     def end_of(self, request: ServedRequest, ended: Ended | ApiError) -> None:
-        """Record the end of a request, and queue it for the client."""
+        """Record the end of a request, and queue the event for the client."""
         now = time.perf_counter()
         if isinstance(ended, ApiError):
             request.failure = ended
@@ -520,11 +519,11 @@ class Worker:
         try:
             if all(one.outcome for one in request.stream.requests):
                 self.on_end(request.stream.requests)
-        except Exception:  # such as a log without a reader
+        except Exception:  # such as a log that nobody reads
             _log.exception("the end of a generation could not be recorded")
 
     def _run(self) -> None:
-        """The thread: obey commands, then a turn of every model that has something to do."""
+        """Run the thread: in a loop, run the commands and then a turn of every model."""
         queues = [*self._queues.values()]
         with ExitStack() as running:
             try:
@@ -542,13 +541,13 @@ class Worker:
                 self.ready.clear()
                 with self._taking:
                     self._stop(ApiError("the worker has failed: restart the server", status=503))
-                self._obey(wait=False)  # what came before
+                self._obey(wait=False)  # earlier commands
                 for queue in queues:
                     queue.close(self._stopping)
                 self._deliver()
 
     def _turn(self, queues: Sequence[ModelQueue]) -> bool:
-        """A turn of each model; returns whether there is more to do at once."""
+        """Run a turn of each model; returns whether there is more to do."""
         waiting = [queue for queue in queues if queue.decoding]
         busy = [queue.turn(hurried=any(one is not queue for one in waiting)) for queue in queues]
         self._deliver()
@@ -558,19 +557,19 @@ class Worker:
         self._stopping = self._stopping or reason
 
     def _obey(self, wait: bool) -> None:
-        """Run the commands that have come; if there is nothing else to do, wait for one."""
+        """Run all queued commands; if ``wait``, wait for the first one."""
         while wait or not self._commands.empty():
             command = self._commands.get()
             wait = False
             try:
                 command()
-            except Exception:  # no caller waits for its result, and others must go on
+            except Exception:  # no caller waits for the result, and other requests must continue
                 _log.exception("a command has failed")
 
     def _deliver(self) -> None:
         """Hand the queued events to the event loops of their clients.
 
-        There is one call per loop, since each interrupts the loop, and the worker waits.
+        There is only one call per loop, since each call interrupts the loop and delays the worker.
         """
         outbox, self._outbox = self._outbox, {}
         of_loops: defaultdict[asyncio.AbstractEventLoop, list[EventBatch]] = defaultdict(list)

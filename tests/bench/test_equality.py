@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import mlx.core as mx
+import numpy as np
 import pytest
+from mlx_lm.generate import generate_step
 
 import mlxspec
-from mlxspec.bench.measure import NEAR_TIE_FLOAT32, first_difference, near_tie_bound
+from mlxspec.bench.measure import (
+    BACKENDS,
+    NEAR_TIE_FLOAT32,
+    PLAIN,
+    Measurement,
+    bench_report,
+    exactness,
+    first_difference,
+    model_facts,
+    near_tie_bound,
+)
+from mlxspec.bench.prompts import bundled_prompts
 from mlxspec.engine.sampling import SamplingParams
 
 GREEDY = SamplingParams()
@@ -60,3 +73,44 @@ def test_a_tie_of_two_other_tokens_excuses_no_third_one() -> None:
     assert third is not None
     assert third.margin == pytest.approx(4.0, abs=1e-5)
     assert not third.near_tie
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_the_margin_is_the_gap_of_the_two_best_logits_in_mlx_lm_s_own_steps(
+    dtype: mx.Dtype,
+) -> None:
+    model, tokenizer = mlxspec.load("demo")
+    model.set_dtype(dtype)
+    prompt = tokenizer.encode("The history of the")
+    steps = list(generate_step(mx.array(prompt), model, max_tokens=8))
+    tokens = [int(token) for token, _ in steps]
+    for place, (_, logprobs) in enumerate(steps):
+        values = np.array(logprobs.astype(mx.float32))
+        second, best = np.argsort(values, kind="stable")[-2:]
+        other = second if tokens[place] == best else best
+        difference = first_difference(model, prompt, tokens, [*tokens[:place], int(other)], GREEDY)
+        assert difference is not None
+        assert difference.index == place
+        assert difference.margin == pytest.approx(
+            values[best] - values[second], abs=difference.bound
+        )
+
+
+def test_bench_counts_the_outputs_that_differ_in_half_precision() -> None:
+    model, tokenizer = mlxspec.load("demo")
+    model.set_dtype(mx.bfloat16)
+    makers = {name: BACKENDS[name] for name in (PLAIN, "prompt-lookup")}
+    one = Measurement(
+        *(model, tokenizer, makers), max_tokens=40, repeats=1, sampling=SamplingParams()
+    )
+    measured = list(one.measure(bundled_prompts()))
+    facts = {"model": model_facts(model, "demo"), "machine": {}, "settings": {}}
+    report = bench_report(measured, facts=facts)
+    outputs = [[runs[0].tokens for runs in prompt.runs.values()] for prompt in measured]
+    same = sum(plain == drafted for plain, drafted in outputs)
+    assert report["exactness"]["outputs"] == len(outputs)
+    assert report["exactness"]["differ"] == len(outputs) - same
+    assert exactness(report).startswith(
+        f"{same} of {len(outputs)} outputs are identical to plain decoding's, in bfloat16."
+    )
+    assert ("apart in the median" in exactness(report)) == (same < len(outputs))

@@ -13,6 +13,7 @@ from mlxspec.bench.measure import (
     Report,
     TimedRun,
     bench_report,
+    exactness,
     verdict,
     what_differs,
 )
@@ -120,6 +121,29 @@ def test_near_ties_are_counted_and_keep_the_speedup() -> None:
     }
     assert list(what_differs(result)) == []
     assert [difference["margin"] for difference in result["differences"]] == [2e-5, 3e-5]
+    assert result["exactness"] == {
+        **{"outputs": 1, "differ": 1},
+        **{"median_margin": pytest.approx(2.5e-5), "largest_margin": 3e-5},
+    }
+    assert exactness(result) == (
+        "0 of 1 outputs are identical to plain decoding's, in float16. Where an output parts from "
+        "it, the two tokens' logits are 2.5e-05 apart in the median, 3e-05 at most."
+    )
+
+
+def test_outputs_are_counted_by_prompt_and_decoder_without_plain_and_other_samples() -> None:
+    rates = {"plain": [10.0], "mlx-lm": [10.0], "fast": [20.0], "wide": [20.0]}
+    early = {"fast": [Difference(3, math.inf)], "plain": [Difference(4, 1e-5)]}
+    result = report(
+        measured(rates, differences={"mlx-lm": None}),
+        measured(rates, differences={"mlx-lm": None, **early}),
+    )
+    assert result["exactness"] == {
+        **{"outputs": 4, "differ": 1},
+        **{"median_margin": None, "largest_margin": None},
+    }
+    assert exactness(result) == ("3 of 4 outputs are identical to plain decoding's, in float16.")
+    assert exactness(report(measured({"plain": [10.0]}))) == ""
 
 
 def test_if_plain_decoding_contradicts_itself_nothing_is_faster() -> None:

@@ -133,7 +133,7 @@ def test_a_broken_line_costs_no_other(endless: Path, prompts: Path) -> None:
     expected = [
         "line 2: not JSON with a prompt: write",
         'line 4: "prompt" is empty: write',
-        "line 5: the prompt holds the id 99: the model's are 0 to 63",
+        "line 5: the prompt holds the id 99: pass ids from 0 to 63",
         "line 6: top_p is 7.0: choose it between 0 and 1",
         "line 7: the stop token 'nothing like it' is not a token of the model: give",
         "line 8: not JSON with a prompt: write",
@@ -156,7 +156,7 @@ def test_what_a_template_does_not_take_is_told(endless: Path, finite: Path, prom
     assert errors(endless) == [None, None]
     assert errors(endless, "--chat") == [
         None,
-        "line 2: token ids are taken as they are: leave out --chat, or give a text",
+        "line 2: token ids need no chat template: leave out --chat, or give a text",
     ]
     assert errors(endless, "--raw")[0] == (
         'line 1: "messages" need the chat template: leave out --raw, or give a "prompt"'
@@ -173,7 +173,7 @@ def test_a_prompt_longer_than_the_context_costs_no_other(
     lines = [{"prompt": [3] * 9}, {"prompt": [5] * 7}]
     found = results(generate("--model", model, "--prompts", write(prompts, lines)))
     assert found[0]["error"] == (
-        "line 1: the prompt has 9 tokens and the model's context 8: shorten the prompt"
+        "line 1: the prompt has 9 tokens, but the model's context is 8: shorten the prompt"
     )
     assert (found[1]["generation_tokens"], found[1]["finish_reason"]) == (1, "length")
 
@@ -253,7 +253,7 @@ def test_a_fault_in_one_generation_costs_no_other(
         (("--prompts", "FILE", "--prompt-ids", "1"), "--prompts and --prompt-ids"),
         (("--prompts", "FILE", "--prompt-cache-file", "a"), "--prompts and --prompt-cache-file"),
         (("--prompts", "FILE", "--stats"), "--prompts and --stats"),
-        (("--prompts", "FILE", "--concurrency", "0"), "--concurrency is 0: it is at least 1"),
+        (("--prompts", "FILE", "--concurrency", "0"), "--concurrency is 0: give at least 1"),
         (("--prompts", "FILE", "--logprobs", "-1"), "--logprobs is -1"),
         (("--prompt", "a", "--concurrency", "2"), "--prompts FILE"),
         (("--prompts", "nowhere.jsonl"), "--prompts nowhere.jsonl cannot be read"),

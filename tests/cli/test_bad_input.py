@@ -45,7 +45,7 @@ def called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
     [
         (
             ("genrate",),
-            "Error: there is no command 'genrate': did you mean generate? (mlxspec --help)\n",
+            "Error: unknown command 'genrate': did you mean generate? (mlxspec --help)\n",
         ),
         (("replay",), "Error: Missing argument 'TRACES...' (mlxspec replay --help)\n"),
         (
@@ -242,7 +242,7 @@ def test_a_size_that_is_more_than_all_is_all(finite: Path, arguments: tuple) -> 
 def test_a_name_that_is_no_module_is_one_line(called: Called, module: str) -> None:
     assert called("run", "-m", module) == (
         1,
-        f"Error: {module}: no such module; a script is run without -m\n",
+        f"Error: {module}: no such module; to run a script, leave out -m\n",
     )
 
 

@@ -107,7 +107,7 @@ def test_a_quantised_file_goes_on_quantised_and_refuses_other_bits(tmp_path: Pat
     ("arguments", "error"),
     [
         (("--model", "owner/other"), "was made by the model .*, not owner/other: leave out"),
-        (("--prompt-cache-file", "nowhere.safetensors"), "there is no such file"),
+        (("--prompt-cache-file", "nowhere.safetensors"), "no such file; make it with"),
     ],
 )
 def test_wrong_files_and_models_are_one_line(
@@ -161,7 +161,7 @@ def test_a_name_that_generate_would_not_find_is_refused(tmp_path: Path, name: st
     options = ("--model", "demo", "--prompt", "a", "--prompt-cache-file", tmp_path / name)
     result = run(cache_prompt_command, *options)
     assert result.exit_code == 1
-    assert result.stderr.endswith(": name a file *.safetensors\n")
+    assert result.stderr.endswith(": choose a name *.safetensors\n")
     assert list(tmp_path.iterdir()) == []
 
 

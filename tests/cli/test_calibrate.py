@@ -290,7 +290,7 @@ def test_no_model_is_one_line():
 def test_a_context_of_nothing_is_one_line(arguments: list[str]):
     result = calibrate(*arguments, "--context", -4)
     assert result.exit_code == 1
-    assert result.stderr == "Error: --context is -4: it is at least 1\n"
+    assert result.stderr == "Error: --context is -4: give at least 1\n"
 
 
 def test_a_context_that_the_model_cannot_have_is_one_line(endless: Path):

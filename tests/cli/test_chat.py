@@ -55,7 +55,7 @@ def test_commands(endless: Path) -> None:
 def test_a_pipe_s_command_that_there_is_not_ends_the_chat(endless: Path) -> None:
     result = chat("--model", endless, "--max-tokens", 5, stdin="a\n/wave\nb\n")
     assert (result.exit_code, result.stdout) == (1, LINE)
-    assert "Error: there is no command /wave" in result.stderr
+    assert "Error: unknown command /wave" in result.stderr
 
 
 def test_a_path_at_the_start_of_a_message_is_no_command(endless: Path) -> None:
@@ -80,7 +80,7 @@ def test_commands_of_a_pipe_save_load_and_take_back(endless: Path, tmp_path: Pat
     result = chat("--model", endless, "--load", path, stdin=f"/save {tmp_path}\n")
     assert result.exit_code == 1
     assert result.stderr.endswith(
-        f"Error: {tmp_path}: there is a file that is not a saved chat; choose another name\n"
+        f"Error: {tmp_path}: exists and is not a saved chat; choose another name\n"
     )
     result = chat("--model", "missing", "--load", tmp_path / "none", stdin="")
     assert result.exit_code == 1
@@ -108,7 +108,7 @@ def test_the_model_that_answers_is_known_by_its_alias(
     other = write_scripted_model(tmp_path / "other", ("ah", " oh"), ends=True)
     (tmp_path / "config.toml").write_text(f'[alias]\none = "{endless}"\ntwo = "{other}"\n')
     result = chat("one", "--max-tokens", 5, stdin="/model one\n/model two\na\n")
-    assert f"{endless} answers already.\nGoing on with {other}.\n" in result.stderr
+    assert f"Already chatting with {endless}.\nNow chatting with {other}.\n" in result.stderr
     assert result.stdout == "ah oh\n"
 
 
@@ -219,7 +219,7 @@ def history(data: dict[str, str]) -> list[str]:
 def test_at_a_terminal_ctrl_c_stops_an_answer_and_twice_leaves(endless: Path, width: int) -> None:
     with Terminal(columns=width) as window:
         process = start(endless, window.terminal, NO_COLOR="1")
-        assert "/help says what can be typed" in " ".join(window.shown(until=PROMPT).split())
+        assert "/help lists commands and keys" in " ".join(window.shown(until=PROMPT).split())
         for _ in range(2):
             window.type("go on\r")
             window.read(until=LINE.strip())
@@ -230,7 +230,7 @@ def test_at_a_terminal_ctrl_c_stops_an_answer_and_twice_leaves(endless: Path, wi
             window.read(until=PROMPT)
         for _ in range(2):
             window.type("never sent\x03")  # which forgets it, the second time, too
-            assert "Ctrl-C again or Ctrl-D leaves." in window.shown(until="leaves.")
+            assert "Press Ctrl-C again or Ctrl-D to leave." in window.shown(until="leave.")
             window.read(until=PROMPT)
         process.send_signal(signal.SIGINT)
         assert process.wait() == 0
@@ -322,7 +322,7 @@ def test_commands_are_completed_while_they_are_typed(endless: Path, tmp_path: Pa
         process = start(endless, window.terminal, "--no-history", max_tokens=3)
         window.read(until=PROMPT)
         window.type("/und")
-        window.read(until="take the last message")
+        window.read(until="take back the last message")
         window.type("\t\r")  # a command without more is done at once
         window.read(until="nothing has been said yet")
         window.read(until=PROMPT)

@@ -56,9 +56,9 @@ def test_a_command(text: str, name: str, argument: str) -> None:
         ("/hlep", "did you mean /help?"),
         ("/hlep me", "did you mean /help?"),
         ("/svae x.json", "did you mean /save?"),
-        ("/wave", "there is no command /wave"),
-        ("/etc is what?", "a space before it makes it a message"),
-        ("/undo it all", "/undo takes nothing after it"),
+        ("/wave", "unknown command /wave"),
+        ("/etc is what?", "put a space before it"),
+        ("/undo it all", "/undo takes no argument"),
         ("/save", "/save needs the name of a file"),
     ],
 )

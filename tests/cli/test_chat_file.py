@@ -87,8 +87,11 @@ def test_what_other_programs_write_is_read(tmp_path: Path) -> None:
         (b"[" * 100_000, "it is not JSON"),
         (b"{}", 'no list of "messages"'),
         (b'{"messages": [{"content": "a"}]}', 'no "role"'),
-        (b'{"messages": [{"role": "tool", "content": "a"}]}', "'tool' is not for a chat"),
-        (b'{"messages": [{"role": "assistant", "content": "a"}]}', "not the user's"),
+        (
+            b'{"messages": [{"role": "tool", "content": "a"}]}',
+            "cannot continue a message of role 'tool'",
+        ),
+        (b'{"messages": [{"role": "assistant", "content": "a"}]}', "must be the user's"),
     ],
 )
 def test_what_is_no_saved_chat_is_one_line(tmp_path: Path, content: bytes, told: str) -> None:

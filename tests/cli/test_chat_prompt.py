@@ -94,7 +94,7 @@ def test_what_cannot_be_kept_is_told_once_and_stays_for_this_chat(
             assert turns.message() == text
     told = capsys.readouterr().err
     assert told.startswith("Note: ")
-    assert told.endswith("what is typed is not kept for the next chat\n")
+    assert told.endswith("messages are not kept for the next chat\n")
     assert told.count("\n") == 1
     assert str(tmp_path) in told
     if kind == "a link":

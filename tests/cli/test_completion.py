@@ -57,7 +57,7 @@ def completed(*words: str) -> list[str]:
         (("replay", "--decoder", "auto,vl"), ["auto,vllm"]),
         (("bench", "--decoder", ""), list(BACKENDS)),
         (("bench", "--decoder", "plain,p"), ["plain,prompt-lookup"]),
-        (("config", "set", "m"), ["model", "max-tokens"]),
+        (("config", "set", "m"), ["model", "max-tokens", "mlx-settings"]),
         (("config", "set", "model", "fa"), ["fast"]),
         (("config", "set", "temp", ""), []),
         (("config", "unset", ""), ["alias.fast"]),

@@ -2,14 +2,20 @@
 
 import json
 import os
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
+import mlxspec
+from mlxspec.cli.settings import apply_mlx_settings
+from mlxspec.process import mlx_settings
 from tests.support.command_line import run
 
 REPOSITORY = "mlx-community/Mistral-7B-Instruct-v0.3-4bit"
+ROOT = Path(mlxspec.__file__).parents[1]
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +25,7 @@ def file(nothing_set: Path) -> Path:
 
 
 def test_what_is_set_is_shown_and_can_be_taken_out_again(file: Path):
-    assert f"{file} (not there yet)" in run("config").stdout
+    assert f"{file} (does not exist yet)" in run("config").stdout
     for key, value in (
         ("model", REPOSITORY),
         ("max_tokens", "20"),
@@ -42,7 +48,7 @@ def test_what_is_set_is_shown_and_can_be_taken_out_again(file: Path):
     assert [line.split()[0] for line in shown[1:-1]] == [
         *("model", "max-tokens", "temp", "system-prompt", "alias.fast", "alias.qwen2.5")
     ]
-    assert shown[-1] == f"The default model is {REPOSITORY}, named by 'mlxspec config'."
+    assert shown[-1] == f"The default model is {REPOSITORY}, set by 'mlxspec config'."
     assert run("config", "get", "alias.fast").stdout == "demo\n"
     assert run("config", "set", "alias.page", "https://huggingface.co/owner/name").exit_code == 0
     assert run("config", "unset", "alias.fast").exit_code == 0
@@ -65,19 +71,23 @@ def test_comments_stay_and_a_directory_is_found_from_everywhere(file: Path, tmp_
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("set", "modle", "x"), "there is no setting 'modle': there are model, max-tokens,"),
-        (("get", "alias"), "there is no setting 'alias'"),
+        (("set", "modle", "x"), "unknown setting 'modle': give one of model, max-tokens,"),
+        (("get", "alias"), "unknown setting 'alias'"),
         (("set", "model", "nothing"), "nothing: no such directory"),
         (("set", "model", " "), " : no such directory"),
-        (("set", "max-tokens", "many"), "max-tokens is 'many': give a whole number from 1 on"),
-        (("set", "max-tokens", "0"), "max-tokens is 0: give a whole number from 1 on"),
-        (("set", "temp", "-1"), "temp is -1.0: give a number from 0 on"),
-        (("set", "temp", "nan"), "temp is nan: give a number from 0 on"),
+        (("set", "max-tokens", "many"), "max-tokens is 'many': give a whole number, 1 or more"),
+        (("set", "max-tokens", "0"), "max-tokens is 0: give a whole number, 1 or more"),
+        (("set", "temp", "-1"), "temp is -1.0: give a number, 0 or more"),
+        (("set", "temp", "nan"), "temp is nan: give a number, 0 or more"),
         (("set", "system-prompt", ""), "system-prompt is '': give a text"),
-        (("set", "alias.demo", REPOSITORY), "alias.demo: an alias has letters"),
-        (("set", "alias.a/b", REPOSITORY), "alias.a/b: an alias has letters"),
-        (("set", "alias.", REPOSITORY), "alias.: an alias has letters"),
-        (("set", "alias.b", "a"), "alias.b is 'a', an alias itself"),
+        (("set", "mlx-settings", "MLX_RANK=1"), "mlx-settings is 'MLX_RANK=1': give whole numbers"),
+        (("set", "mlx-settings", "MLX_METAL_FAST_SYNCH=0"), "1 or more for MLX_METAL_FAST_SYNCH"),
+        (("set", "mlx-settings", "MLX_METAL_FAST_SYNCH=1,"), "mlx-settings is"),
+        (("set", "system-prompt", "a\0b"), "system-prompt is"),
+        (("set", "alias.demo", REPOSITORY), "alias.demo: name it with letters"),
+        (("set", "alias.a/b", REPOSITORY), "alias.a/b: name it with letters"),
+        (("set", "alias.", REPOSITORY), "alias.: name it with letters"),
+        (("set", "alias.b", "a"), "alias.b is 'a', another alias"),
     ],
 )
 def test_what_cannot_be_set_is_one_line(arguments: tuple[str, ...], told: str, file: Path):
@@ -96,7 +106,7 @@ def test_an_alias_of_another_one_cannot_come_about():
     run("config", "set", "alias.b", REPOSITORY)
     Path("b").mkdir()
     refused = run("config", "set", "alias.c", "b")
-    assert "alias.c is 'b', an alias itself" in refused.stderr
+    assert "alias.c is 'b', another alias" in refused.stderr
 
 
 @pytest.mark.parametrize(
@@ -105,12 +115,13 @@ def test_an_alias_of_another_one_cannot_come_about():
         (b"model = \n", "is not valid TOML"),
         (b"\xff\xfe", "is not valid TOML"),
         (b"[[" * 100_000, "is not valid TOML"),
-        (b"modle = 'x'\n", "there is no setting 'modle'"),
+        (b"modle = 'x'\n", "unknown setting 'modle'"),
         (b"model = 5\n", "model is 5: give a model"),
         (b"max-tokens = true\n", "max-tokens is True: give a whole number"),
-        (b"alias = 'x'\n", "alias is 'x': it is a table"),
+        (b"alias = 'x'\n", "alias is 'x': make it a table"),
+        (b"mlx-settings = 'a=1'\n", "mlx-settings is 'a=1': give whole numbers"),
         (b"[alias]\nfast = 1\n", "alias.fast is 1: give a model"),
-        (b"[alias]\na = 'b'\nb = 'a'\n", "alias.a is 'b', an alias itself"),
+        (b"[alias]\na = 'b'\nb = 'a'\n", "alias.a is 'b', another alias"),
     ],
 )
 def test_a_broken_file_is_one_line_that_names_it(content: bytes, told: str, file: Path):
@@ -163,3 +174,33 @@ def test_a_system_prompt_that_is_set_is_that_of_chat():
     assert "Briefly." not in run("chat", "--help").stdout
     run("config", "set", "system-prompt", "Briefly.")
     assert "[default: Briefly.]" in " ".join(run("chat", "--help").stdout.split())
+
+
+SETTING = "MLX_MAX_MB_PER_BUFFER=512,MLX_MAX_OPS_PER_BUFFER=100"
+
+
+def test_mlx_s_settings_are_in_the_environment_which_overrides_them(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    assert run("config", "set", "mlx_settings", SETTING).stdout == f"mlx-settings is {SETTING}.\n"
+    assert f"mlx-settings  {SETTING}" in run("config").stdout
+    monkeypatch.setattr("os.environ", {**os.environ, "MLX_MAX_OPS_PER_BUFFER": "7"})
+    apply_mlx_settings()
+    assert os.environ["MLX_MAX_MB_PER_BUFFER"] == "512"
+    assert os.environ["MLX_MAX_OPS_PER_BUFFER"] == "7"
+    assert mlx_settings() == "MLX_MAX_MB_PER_BUFFER=512,MLX_MAX_OPS_PER_BUFFER=7"
+
+
+def test_every_command_has_mlx_s_settings_before_it_loads_mlx():
+    run("config", "set", "mlx-settings", SETTING)
+    code = (
+        "import os, sys\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from mlxspec.cli.start import run\n"
+        "import mlxspec.cli.common.notes as notes\n"
+        "notes.run_command = lambda *_: print(\n"
+        "    os.environ.get('MLX_MAX_MB_PER_BUFFER'), 'mlx.core' in sys.modules)\n"
+        "run('mlxspec.cli.generate', 'generate_command', 'decoder.py')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "512 False\n", done.stderr

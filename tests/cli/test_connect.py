@@ -244,7 +244,7 @@ def test_what_is_set_in_a_window_is_not_written(client: str, serve: Callable[...
     result = connect(client, "--server", serve(), "--write", "--yes")
     assert result.exit_code == 1
     assert result.stderr.count("\n") == 1
-    assert "has no file for it" in result.stderr
+    assert "has no settings file to write" in result.stderr
 
 
 # --- models and keys ---
@@ -315,7 +315,7 @@ def test_the_model_can_be_chosen(home: Path, serve: Callable[..., str]) -> None:
     assert (settings["model"], settings["model_context_window"]) == ("second", 1024)
     result = connect("codex", "--server", address, "--model", "third")
     assert result.exit_code == 1
-    assert "--model is third: the server has owner/first-4bit, second" in result.stderr
+    assert "--model is third: choose one of the server's: owner/first-4bit, second" in result.stderr
 
 
 @pytest.mark.parametrize("client", CLIENTS)
@@ -459,7 +459,7 @@ def test_what_a_client_writes_in_the_meantime_stays(
     monkeypatch.setattr(command, "_may_write", answer)
     result = connect("codex", "--server", serve(), "--write")
     assert result.exit_code == 1
-    assert "has changed in the meantime" in result.stderr
+    assert "another program has just changed it" in result.stderr
     assert path.read_text() == "theirs = 1\n"
 
 
@@ -518,7 +518,7 @@ def test_without_a_server_one_line_says_how_to_start_one() -> None:
 def test_a_server_that_is_not_ours_is_told_of(answer: Any, serve: Callable[..., str]) -> None:
     result = connect("zed", "--server", serve(answer))
     assert result.exit_code == 1
-    assert "is it ours?" in result.stderr
+    assert "start one with 'mlxspec serve'" in result.stderr
 
 
 @pytest.mark.slow

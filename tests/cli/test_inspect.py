@@ -40,13 +40,13 @@ def test_the_demo_model_verifies_trees() -> None:
         ("mamba2", ["2 × ArraysCache: state", "however long the context", "computed again"]),
         (
             "gpt2",
-            ["one continuation", "in a row at position 0", "64 tokens", "one at a time: a joint"],
+            ["one continuation", "branches at position 0", "64 tokens", "one at a time: a joint"],
         ),
         (
             "llama4",
             [
                 "3 × ChunkedKVCache: the latest 16 positions",
-                "takes no tree's mask",
+                "takes no tree mask",
                 "takes the rows of one",
             ],
         ),

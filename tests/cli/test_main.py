@@ -51,13 +51,13 @@ def test_a_subcommand_is_the_script_s_command(name: str, command: object):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["genrate"], "there is no command 'genrate': did you mean generate? (mlxspec --help)"),
-        (["memory", "shw"], "no command 'shw': did you mean show? (mlxspec memory --help)"),
-        (["zzz"], "there is no command 'zzz' (mlxspec --help)"),
+        (["genrate"], "unknown command 'genrate': did you mean generate? (mlxspec --help)"),
+        (["memory", "shw"], "unknown command 'shw': did you mean show? (mlxspec memory --help)"),
+        (["zzz"], "unknown command 'zzz' (mlxspec --help)"),
         (["why is it so?"], "to use it as a prompt, run mlxspec generate 'why is it so?' ("),
         (["a word " * 30], 'mlxspec generate "..." ('),
-        (["generate", "--modl", "x"], "there is no option --modl: did you mean --model? ("),
-        (["generate", "--zzz"], "there is no option --zzz (mlxspec generate --help)"),
+        (["generate", "--modl", "x"], "unknown option --modl: did you mean --model? ("),
+        (["generate", "--zzz"], "unknown option --zzz (mlxspec generate --help)"),
         (["help", "genrate"], "did you mean generate?"),
     ],
 )

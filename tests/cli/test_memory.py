@@ -40,7 +40,7 @@ from tests.support.tokenizers import FIRST
 ROOT = Path(mlxspec.__file__).parents[1]
 START = "from mlxspec.cli.start import main; main()"
 PROMPT = '[INST] Repeat the following phrase 2 times: "The red fox sees the river.". [/INST]'
-HINT = "mlxspec can remember answers over runs"
+HINT = "mlxspec can remember answers between runs"
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +121,7 @@ def test_nothing_is_kept_and_nothing_said_unless_it_is_on(finite: Path, home: Pa
 
 @pytest.mark.slow
 def test_the_second_time_drafts_come_from_memory_and_the_text_is_the_same():
-    assert said("on").splitlines()[0].startswith("Answers are kept from now on, with every token")
+    assert said("on").splitlines()[0].startswith("Answers are kept from now on, for every token")
     options = ("--model", "demo", "--prompt", PROMPT)
     first = generate(*options)
     assert earned("memory") == 0
@@ -222,7 +222,7 @@ def test_where_nothing_can_be_kept_the_answer_comes_all_the_same(finite: Path, h
     assert result.stdout == "one two three four\n"
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("Note: ")]
     assert line.startswith(f"Note: {database}: cannot be opened")
-    assert line.endswith("; answers are remembered until this command ends")
+    assert line.endswith("; answers are remembered only until this command ends")
 
 
 # The variable.
@@ -269,7 +269,7 @@ def test_another_value_of_the_variable_is_one_line(
 def test_on_and_off_say_that_the_variable_goes_before_them(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MLXSPEC_MEMORY", "off")
     for command in ("on", "off"):
-        assert memory(command).stderr == ("Note: MLXSPEC_MEMORY is 'off' here and overrides that\n")
+        assert memory(command).stderr == ("Note: MLXSPEC_MEMORY is 'off' here and overrides this\n")
 
 
 # The first run.
@@ -290,7 +290,7 @@ def test_that_there_is_a_memory_is_said_once(finite: Path):
     first = run(*options)
     assert first.stdout == "one two three four\n"
     assert first.stderr.splitlines()[-1] == (
-        f"Note: {HINT} and draft from them: mlxspec memory on (said once)"
+        f"Note: {HINT} and draft from them: mlxspec memory on (shown once)"
     )
     assert HINT not in run(*options).stderr
 
@@ -321,7 +321,7 @@ def test_one_tokenizer_alone_is_on_or_off(finite: Path, endless: Path):
 
     first = identify(load_tokenizer_of(finite))
     assert said("on", "--model", finite, "--max-tokens", 1000).startswith(
-        f"Answers are kept from now on, with {first}, up to 1,000 tokens.\n"
+        f"Answers are kept from now on, for {first}, up to 1,000 tokens.\n"
     )
     # Both models have the same vocabulary, and so share what is kept.
     assert kept_with(finite)
@@ -329,13 +329,13 @@ def test_one_tokenizer_alone_is_on_or_off(finite: Path, endless: Path):
     assert not kept_with("demo")
     assert "up to 1,000 tokens each" in said("on")
     assert said("off", "--model", finite).startswith(
-        f"No answers are kept from now on with {first}"
+        f"No answers are kept from now on, for {first}"
     )
     assert not kept_with(finite)
     assert kept_with("demo")
     said("on", "--model", finite)
     assert kept_with(finite)
-    assert said("off").splitlines()[1].startswith("What was kept stays in ")
+    assert said("off").splitlines()[1].startswith("Kept answers stay in ")
     assert not kept_with(finite)
     assert not kept_with("demo")
 
@@ -474,8 +474,8 @@ def test_what_is_forgotten_is_not_drafted_from():
         (("--before", "9" * 30 + "w"), "--before is '99"),
         (("--before", ""), "--before is '': write it as"),
         (("--since", "2026-13-01"), "--since is '2026-13-01': write it as"),
-        (("--since", "2h", "--before", "3h"), "--since 2h is not before --before 3h: nothing"),
-        (("--matching", " "), "--matching is empty: give a text, or forget --all"),
+        (("--since", "2h", "--before", "3h"), "--since 2h is not before --before 3h: give an"),
+        (("--matching", " "), "--matching is empty: give a text, or use --all"),
         (("--all",), "forget asks for confirmation, which needs a terminal: add --yes"),
     ],
 )
@@ -544,7 +544,7 @@ def test_there_must_be_something_to_export(tmp_path: Path):
     for options in ((), ("-o", tmp_path / "new.jsonl")):
         result = memory("export", *options)
         assert result.exit_code == 1
-        assert result.stderr.startswith("Error: no answer is kept: ")
+        assert result.stderr.startswith("Error: no answers are kept: ")
     assert not (tmp_path / "new.jsonl").exists()
 
 
@@ -593,7 +593,7 @@ def test_a_long_sort_is_told_of_and_ctrl_c_leaves_it(
     assert patiences == [None, 0]
     assert answers() == [[1, 2, 3]]
     assert capsys.readouterr().err.splitlines() == [
-        "Note: sorting answers; Ctrl-C leaves that to the next run",
+        "Note: sorting answers; Ctrl-C leaves this to the next run",
         "Note: the answers are kept, and the next run sorts them",
     ]
 
@@ -717,7 +717,7 @@ def test_a_server_with_several_keys_keeps_no_answers(keys: str, tmp_path: Path):
         server.ask("/v1/completions", model="demo", prompt="The history of the", max_tokens=40)
         server.end()
     several = "two" in keys
-    assert ("kept answers are left alone, since there are several keys" in server.panel) is several
+    assert ("kept answers are not used with several keys" in server.panel) is several
     assert len(answers()) == (0 if several else 1)
 
 
@@ -740,7 +740,7 @@ def test_damaged_answers_are_noted_and_not_left_by_forget(home: Path):
     assert "is damaged; it is set aside as answers.sqlite.damaged" in exported.stderr
     forgotten = memory("forget", "--matching", "nothing like that", "--yes")
     assert forgotten.stdout == "There is nothing to forget.\n"
-    assert "answers.sqlite.damaged: removed, with all that was in it" in forgotten.stderr
+    assert "answers.sqlite.damaged, with all answers in it" in forgotten.stderr
     assert not [*home.glob("*.damaged*")]
 
 

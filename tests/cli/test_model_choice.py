@@ -57,7 +57,9 @@ def test_who_answers_is_told_where_another_might_be_expected(work: Path, endless
     assert run(*prompt).stderr == ""  # it is the same one
     (work / "mlx_model").unlink()
     (work / "mlx_model").mkdir()
-    expected = f"{endless} answers, named by 'mlxspec config'; the model here is --model mlx_model"
+    expected = (
+        f"{endless} answers, set by 'mlxspec config'; to use the model here, add --model mlx_model"
+    )
     assert expected in " ".join(run(*prompt).stderr.split())
     assert run(*prompt, "-m", endless).stderr == ""
 
@@ -127,11 +129,11 @@ def test_a_default_that_is_no_model_is_told_with_who_names_it(
     run("config", "set", "model", "own")
     (work / "own").rmdir()
     prompt = ("generate", "--prompt", "a")
-    assert f"'mlxspec config' names the model {work / 'own'}: there is no" in run(*prompt).stderr
+    assert f"'mlxspec config' names the model {work / 'own'}: it is neither" in run(*prompt).stderr
     monkeypatch.setenv("MLXSPEC_MODEL", "nothing")
     result = run(*prompt)
     assert result.exit_code == 1
-    assert result.stderr.startswith("Error: MLXSPEC_MODEL names the model nothing: there is no")
+    assert result.stderr.startswith("Error: MLXSPEC_MODEL names the model nothing: it is neither")
 
 
 def test_two_different_models_are_a_wrong_use(endless: Path):

@@ -55,7 +55,7 @@ def test_what_is_told_of_a_model(cache: dict[str, Path], endless: Path, tmp_path
     assert "GGUF" in other["reason"]
 
     shown = run("models").stdout
-    table, _, others = shown.partition("Not to be run as they are")
+    table, _, others = shown.partition("Cannot be run")
     assert "owner/model" in table
     assert "GGUF" not in table
     assert "owner/other-GGUF, 1 byte: no config.json; a model in GGUF format" in others

@@ -100,7 +100,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
 
 def test_what_never_ends_is_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts, "_MOST_BYTES", 1000)
-    assert error_for(file="/dev/zero").startswith("--prompt-file /dev/zero is more than 1,000")
+    assert error_for(file="/dev/zero").startswith("--prompt-file /dev/zero has more than 1,000")
 
 
 # --- an instruction and a text ---
@@ -219,7 +219,7 @@ def test_a_pipe_that_stays_open_and_empty_is_left_alone(
     standard_input(reading)
     assert PromptOptions(argument="do it").read() == "do it"
     (told,) = capsys.readouterr().err.splitlines()
-    assert "--prompt-file - would wait" in told
+    assert "--prompt-file - waits for the pipe" in told
     os.close(writing)
 
 

@@ -65,7 +65,7 @@ def test_what_is_null_is_not_given() -> None:
         ({"prompt": "a", "stop_tokens": 0.5}, '"stop_tokens" is 0.5'),
         ({"prompt": "a", "logit_bias": {"x": 1}}, 'write token ids and numbers, {"42": -5}'),
         ({"prompt": "a", "logit_bias": [1]}, '"logit_bias" is [1]'),
-        ({"prompt": "a", "id": math.nan}, '"id" holds NaN'),
+        ({"prompt": "a", "id": math.nan}, '"id" contains NaN'),
     ],
 )
 def test_what_is_wrong_with_a_line_is_told_in_one_line(value: Any, named: str) -> None:

@@ -41,12 +41,14 @@ def test_every_command_does_its_work_with_a_server(endless: Path, tmp_path: Path
     assert result.stdout == LINE + "ah oh\n" * 4 + LINE, result.stderr
     assert f"Chatting with {endless.name} at {server.address}.\n" in result.stderr
     assert f"The server has {endless.name}, other.\n" in result.stderr
-    assert f"Going on with other at {server.address}.\n" in result.stderr
+    assert f"Now chatting with other at {server.address}.\n" in result.stderr
     assert "generated tokens" in result.stderr
     assert "against plain" not in result.stderr  # which a server does not tell
     assert "Took back: c\nSaved 4 messages" in result.stderr
     assert "Loaded 2 turns.\n" in result.stderr
-    assert result.stderr.endswith(f"Error: --model is nope: the server has {endless.name}, other\n")
+    assert result.stderr.endswith(
+        f"Error: --model is nope: choose one of the server's: {endless.name}, other\n"
+    )
     assert result.exit_code == 1
     record = json.loads(saved.read_text())
     assert record["model"] == "other"

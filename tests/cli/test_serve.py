@@ -97,7 +97,7 @@ def test_a_server_answers_logs_and_ends_with_ctrl_c(endless: Path, tmp_path: Pat
             server.ask("/v1/completions", prompt="a", model="my secret")
         other = ["--server", server.address, "--model", "other"]
         told = CliRunner().invoke(chat_command, other, input="a\n").stderr
-        assert told == f"Error: --model is other: the server has {endless.name}\n"
+        assert told == f"Error: --model is other: choose one of the server's: {endless.name}\n"
         output, errors = server.end()
         assert server.process.returncode == 0
         assert errors == ""
@@ -191,8 +191,8 @@ def test_a_chat_says_what_is_wrong_with_the_server(endless: Path) -> None:
 
     nobody = "http://127.0.0.1:1"
     assert "Connection refused" in said("--server", nobody)
-    assert "leave these options out" in said("--server", nobody, "--kv-bits", 8)
-    assert "no server takes it" in said("--server", nobody, "--min-tokens-to-keep", 2)
+    assert "leave them out" in said("--server", nobody, "--kv-bits", 8)
+    assert "servers do not take it" in said("--server", nobody, "--min-tokens-to-keep", 2)
 
 
 def test_what_the_template_gets_by_default_and_what_a_request_says(

@@ -107,7 +107,7 @@ class OneByOne(SuffixTree):
         if len(path) < self._max_depth:
             self._expand(node, p_reached, occurrences, path)
         else:
-            self._sayings.append(None)
+            self._proposals.append(None)
 
 
 @given(
@@ -143,9 +143,9 @@ def test_a_path_that_goes_on_alone_is_grown_as_if_node_by_node(
     limits = Limits(max_depth, max_nodes, branching, [least_p] * (max_nodes + 1), costs)
 
     def content(tree: SuffixTree) -> dict[str, object]:
-        said = [one and [[*part] for part in one] for one in tree._sayings]
+        said = [one and [[*part] for part in one] for one in tree._proposals]
         # The serial number tells equals apart, also on the frontier.
-        return {**vars(tree), "_sayings": said, "_serial": None, "_frontier": None}
+        return {**vars(tree), "_proposals": said, "_serial": None, "_frontier": None}
 
     for text in texts:
         SuffixTree(context[-1], *text, limits).learn(emitted)

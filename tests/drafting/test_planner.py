@@ -88,10 +88,10 @@ def why_none(prompt: Sequence[int], costs: CostCurve | LiveCosts) -> str:
 def test_why_nothing_is_drafted_is_said_with_its_figures() -> None:
     text = noise(100, seed=30)
     assert why_none(text, CostCurve([(1, 1), (11, 3)])).endswith(
-        "likely enough for rows of 0.20 plain steps each"
+        "likely enough for rows that cost 0.20 plain steps each"
     )
     copied = [*text, text[3]]
-    assert why_none(copied, LINEAR).endswith("rows of 1.00 plain steps each")
+    assert why_none(copied, LINEAR).endswith("rows that cost 1.00 plain steps each")
     stairs = CostCurve([(1, 1), (2, 3), (32, 3.5)])
     figures = r"(\d+) rows cost (\S+) plain steps, expected (\S+) tokens"
     found = re.fullmatch(figures, why_none(copied, stairs))
@@ -99,7 +99,7 @@ def test_why_nothing_is_drafted_is_said_with_its_figures() -> None:
     assert float(found[2]) == pytest.approx(stairs(int(found[1])), abs=0.01)
     assert 1 < float(found[3]) < 3
     # More tokens are expected than the time of the step is worth, if only the guard took the risk.
-    guard = r"the guard forbids it, whose bank is 2\.00 plain steps: "
+    guard = r"the guard, with 2\.00 plain steps in its bank, forbids it: "
     found = re.fullmatch(guard + figures, why_none(copied, CostCurve([(1, 1), (2, 1.3)])))
     assert found is not None
     assert found.groups()[:2] == ("2", "1.30")
@@ -117,7 +117,7 @@ def test_a_skipped_search_and_a_measured_step_are_told() -> None:
         drafter.propose(100)
         drafter.observe(VerifiedStep(DraftTree.chain(0), (), (), (), (token,)))
     drafter.propose(100)
-    assert drafter.no_draft().startswith("not searched for, since rows are expensive here")
+    assert drafter.no_draft().startswith("no search: rows are expensive here")
 
 
 def test_the_time_of_a_plain_step_is_without_the_planner() -> None:

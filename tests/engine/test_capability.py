@@ -59,11 +59,11 @@ def test_caches_alone_say_what_is_possible_without_a_forward() -> None:
     ("name", "reason"),
     [
         ("mamba2", "ArraysCache cannot be cut back"),
-        ("llama4", "ChunkedKVCache can be cut back, but takes no tree's mask"),
+        ("llama4", "ChunkedKVCache can be cut back, but takes no tree mask"),
         # Scales its queries from position 8192 on, outside its RoPE.
-        ("ministral3", "differs from its branches in a row at position 8187"),
+        ("ministral3", "differ from separate branches at position 8187"),
         # Takes positions from a table.
-        ("gpt2", "differs from its branches in a row at position 0"),
+        ("gpt2", "differ from separate branches at position 0"),
     ],
 )
 def test_the_finding_says_what_keeps_a_model_from_trees(name: str, reason: str) -> None:

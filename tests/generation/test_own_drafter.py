@@ -153,7 +153,7 @@ def test_an_unknown_option_is_refused_with_the_one_that_was_meant() -> None:
         ("no_such_module:It", "No module named 'no_such_module'"),
         ("mlxspec:NoSuch", "mlxspec has no class NoSuch derived from mlxspec.Drafter"),
         ("mlxspec:Decoder", "no class Decoder derived"),
-        ("mlxspec:CombinedDrafter", "possible to make it without arguments .*first"),
+        ("mlxspec:CombinedDrafter", "created without arguments: .*first"),
         ("./mine:It", "write it as module:Class"),
         ("mine.py:It", "write it as module:Class"),
         ("mlxspec:Drafter", "every drafter needs the methods propose and observe"),

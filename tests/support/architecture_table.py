@@ -19,24 +19,25 @@ from tests.support.rarer_architectures import NOT_TRIED
 _INTRODUCTION = """\
 # Architectures
 
-What drafts these models verify, found out by running small ones of each, whose output equals
-mlx-lm's token for token (`tests/engine/test_architectures.py`). `mlxspec inspect MODEL` finds it
-out for any model. **tree**: branching drafts. **chain**: one continuation. **tape**: one
-continuation; after a rejection the states of recurrent layers are computed again for the accepted
-tokens from what the step has computed, which takes a few small operations a layer. **replay**: one
-continuation; the states of some layers cannot be computed so, and after a rejection the accepted
-tokens run once more with the next step. **plain**: no drafts, token by token.
+The table shows which drafts these models verify, and why. Small models of each
+architecture were run to find out, and their output equals mlx-lm's token for token
+(`tests/engine/test_architectures.py`). `mlxspec inspect MODEL` does the same for any
+model. **tree**: branching drafts. **chain**: one continuation. **tape**: one continuation;
+after a rejection, the states of recurrent layers are recomputed for the accepted tokens from
+the step's intermediate results, which takes a few small operations per layer. **replay**: one
+continuation; some states cannot be recomputed in this way, so after a rejection the accepted
+tokens run again with the next step. **plain**: no drafts, token by token.
 
-The column of several sequences says how they share a forward. **joint**: attention is computed for
-each by itself, recurrent blocks for those with equally many rows, all else for the rows of all.
-**joint with a block mask**: attention sees the keys of all, under a mask that hides each from the
-others. **one at a time**: each has forwards of its own.
+The column "several sequences" shows how they share a forward. **joint**: attention runs once per
+sequence, recurrent blocks once for all sequences with equally many rows, and everything else once
+for all rows. **joint with a block mask**: attention runs over the keys of all sequences, with
+a mask that hides them from each other. **one at a time**: each sequence has forwards of its own.
 
-The last column says in which chunks prompts may run. **any**: the answer is the same in all.
-**mlx-lm's**: in others the answer may be another one, so they run in mlx-lm's, and the server
-shares no part of them. This holds for all prompts where no drafts are verified, for those longer
-than the window where rows see more of it in one chunk, and otherwise for those that go beyond the
-position named.
+The last column shows in which chunks prompts may run. **any**: the answer is the same in all
+chunks. **mlx-lm's**: other chunks could change the answer, so these prompts run in mlx-lm's,
+and the server shares no part of them. This applies to all prompts if the model verifies
+no drafts. If rows see more of a window in one chunk, it applies to prompts longer than the
+window. Otherwise it applies to prompts that go beyond the position in the column "why".
 
 | Models | mlx-lm's architecture | caches | drafts | why | several sequences | chunks |
 |---|---|---|---|---|---|---|
@@ -57,11 +58,11 @@ def notes() -> list[str]:
     """The lines below the table: what it leaves out."""
     others = [f"`{other}` ({name})" for other, name in sorted(MODEL_REMAPPING.items())]
     return [
-        "These are all that mlx-lm has, but for some that were not tried:",
+        "These are all of mlx-lm's architectures except the following, which were not tried:",
         "",
         *(f"- `{name}`: {reason}" for name, reason in NOT_TRIED.items()),
         "",
-        "Other names of some of them: " + ", ".join(others) + ".",
+        "Some have other names: " + ", ".join(others) + ".",
     ]
 
 

@@ -19,7 +19,7 @@ import mlx.nn as nn
 from mlx_lm.models.llama import Model, ModelArgs
 
 from mlxspec.distributed import ranks as distributed
-from mlxspec.distributed.launch import let_rank_0_speak
+from mlxspec.distributed.launch import silence_followers
 from mlxspec.drafting.drafter import Drafter, NoDraft
 from mlxspec.drafting.lookahead import LookaheadDrafter
 from mlxspec.drafting.sources import PromptLookupDrafter
@@ -65,7 +65,7 @@ SETTINGS = {
 
 
 def main() -> None:
-    let_rank_0_speak()
+    silence_followers()
     model = sys.argv[1]
     distributed.load_shard = load_shard
     report: dict[str, object] = {"unsplittable": unsplittable()}

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     _Answer = Generator[GenerationResponse, None, None]
 
 _SEEDS = 1 << 64
-_GLANCE = 60  # characters of a message that show which one it is
+_GLANCE = 60  # characters of a message that are enough to recognise it
 
 
 @command("chat")
@@ -68,7 +68,7 @@ _GLANCE = 60  # characters of a message that show which one it is
 )
 @option(
     "--server URL",
-    "Talk with a model of 'mlxspec serve' at this address.",
+    "Chat with a model that 'mlxspec serve' serves at this address.",
     group="Model and prompt",
 )
 @option(
@@ -84,7 +84,7 @@ _GLANCE = 60  # characters of a message that show which one it is
     "At a terminal: render answers as Markdown, without the colours of drafts.",
     group="Output",
 )
-@option("--no-history", "Do not keep what is typed for the next chat.", group="Output")
+@option("--no-history", "Do not keep typed messages for the next chat.", group="Output")
 def chat_command(
     generation: Generation,
     system_prompt: str | None,
@@ -95,10 +95,10 @@ def chat_command(
     markdown: bool,
     no_history: bool,
 ) -> None:
-    """Talk with a model.
+    """Chat with a model.
 
-    Each turn continues where the last one ended: what the KV cache and the drafter's index hold
-    of the conversation is not processed again.
+    Each turn continues where the last one ended: the conversation stays in the KV cache and in the
+    drafter's index, and is not processed again.
 
     \b
     Examples:
@@ -107,8 +107,8 @@ def chat_command(
       mlxspec chat --server http://127.0.0.1:8080
       mlxspec chat --load rivers.json --markdown
 
-    From a pipe every line is a turn. Three double quotes begin and end a message of several
-    lines; a backslash at a line's end continues it on the next line.
+    From a pipe, every line is a message. Three double quotes begin and end a message of several
+    lines. A backslash at the end of a line continues the message on the next line.
     """
     if launched_rank() is not None:
         raise OptionError("chat runs in one process: start it without mlx.launch")
@@ -117,16 +117,16 @@ def chat_command(
     loaded = read_chat(load) if load else None
     console = error_console(color)
     with ExitStack() as during:
-        # First: what is typed while the model loads waits for the prompt.
+        # First, so that keys typed while the model loads wait for the prompt.
         turns = during.enter_context(open_input(not no_history, lambda: model.others(), color))
         keeps = not (generation.drafting.no_memory or server)
         memories = during.enter_context(Memories(keeps))
         model: LocalModel | RemoteModel
         if server is None:
             model = LocalModel(generation, console, memories, chat_template_config)
-            # Whoever types will ask for more than the demo model can do.
+            # A user at a terminal will ask for more than the demo model can do.
             note_which_model(generation.model, "" if turns.interactive else DEMO_CAN)
-            memories.tell_once()
+            memories.suggest_once()
         else:
             model = RemoteModel(server, generation, chat_template_config)
         during.callback(model.close)
@@ -134,7 +134,7 @@ def chat_command(
         chat = Chat(conversation, generation.sampling, console, color, turns.interactive, server)
         chat.markdown = markdown
         if turns.interactive:
-            chat.say(f"Chatting with {chat.model_name}. /help says what can be typed.")
+            chat.say(f"Chatting with {chat.model_name}. /help lists commands and keys.")
         if loaded:
             chat.restore(*loaded)
             if system_prompt:
@@ -146,15 +146,15 @@ class Chat:
     """Takes messages and commands until the user leaves.
 
     Args:
-        conversation: with the model.
-        sampling: how answers are sampled, where /retry does not say otherwise.
+        conversation: the conversation with the model.
+        sampling: sampling options, which /retry may override.
         console: standard error.
         color: as for :func:`mlxspec.terminal.wants_color`.
-        interactive: show figures, and continue after a message that cannot be answered.
-        server: the address of the model's server, if it has one.
+        interactive: show figures, and continue after an error.
+        server: the URL of the model's server; None for a local model.
 
     Attributes:
-        markdown: whether answers are rendered.
+        markdown: whether answers are rendered as Markdown.
     """
 
     def __init__(
@@ -176,11 +176,11 @@ class Chat:
         self._retries = 0  # each has a seed of its own
         self._answers, self._figures = 0, Figures()
         self._greedy: object = None
-        """The conversation after an answer at temperature 0, which no other would change."""
+        """The conversation after an answer at temperature 0, which a retry would not change."""
 
     def run(self, turns: LineInput | TerminalInput) -> None:
         """Read messages and answer them."""
-        leaves = False  # with the next Ctrl-C
+        leaves = False  # whether the next Ctrl-C leaves
         while True:
             try:
                 message = turns.message()
@@ -193,10 +193,10 @@ class Chat:
                 if leaves and not turns.forgot:
                     return
                 leaves = True
-                self.say("Ctrl-C again or Ctrl-D leaves.")
+                self.say("Press Ctrl-C again or Ctrl-D to leave.")
 
     def _take(self, message: str) -> bool:
-        """Answer a message or run a command; False if the command ends the chat."""
+        """Answer a message or run a command; return False if the command ends the chat."""
         try:
             if found := command_in(message):
                 command, argument = found
@@ -204,7 +204,7 @@ class Chat:
                     return False
                 command.run(self, argument)
             elif message.strip():
-                # The space has kept it from being a command.
+                # The space marks it as a message instead of a command.
                 text = message[1:] if message.startswith(" /") else message
                 self._answer(partial(self.conversation.answer, text), self._sampling.temp)
         except MlxspecError as error:
@@ -214,10 +214,10 @@ class Chat:
         return True
 
     def _answer(self, start: Callable[[Progress], _Answer], temp: float) -> None:
-        """Answer a message, writing as the text comes; Ctrl-C ends the answer and no more.
+        """Answer a message, and write the text as it is generated; Ctrl-C ends only the answer.
 
         Args:
-            start: starts the answer; it is called with a bar for the prefill.
+            start: starts the answer, given a bar for the prefill.
             temp: the temperature.
         """
         printer, conversation = self._printer(), self.conversation
@@ -229,8 +229,8 @@ class Chat:
                     if last.generation_tokens == 1 and conversation.dropped:
                         note(
                             f"the model's context of {conversation.model.context_length:,} tokens "
-                            f"is full: left out {counted(conversation.dropped, 'turn')} at the "
-                            "beginning; /reset starts over"
+                            f"is full: left out the first {counted(conversation.dropped, 'turn')}; "
+                            "/reset starts over"
                         )
                     printer.write(last.text, last.from_draft)
         except KeyboardInterrupt:
@@ -240,7 +240,7 @@ class Chat:
         finally:
             printer.finish()
         if last is None:
-            self.say("Stopped before the first word; /retry asks again.")
+            self.say("Stopped before the first word; /retry tries again.")
             return
         if temp == 0 and not ending:
             self._greedy = conversation.state
@@ -266,28 +266,28 @@ class Chat:
 
     @property
     def model_name(self) -> str:
-        """The model, and its server if it has one."""
+        """The model's name, and its server's URL if it has one."""
         at = f" at {self._server}" if self._server else ""
         return one_line(f"{self.conversation.model.name}{at}")
 
     def restore(self, model: str, messages: Messages) -> None:
-        """Continue a saved conversation with these messages, which ``model`` had answered."""
+        """Continue a saved conversation with these messages, answered by ``model``."""
         self.conversation.restore(messages)
         self._answers, self._figures = 0, Figures()
         parts = [f"Loaded {counted(self.conversation.n_turns, 'turn')}."]
         if model not in ("", self.conversation.model.name):
-            parts.append(f"Its model was {one_line(model)}; /model switches.")
+            parts.append(f"Its model was {one_line(model)}; /model switches models.")
         if self.conversation.unanswered is not None:
-            parts.append("The last message has no answer: /retry gives one.")
+            parts.append("The last message has no answer: /retry answers it.")
         self.say(" ".join(parts))
 
-    # What the commands do.
+    # The commands.
 
     def _help(self, _: str) -> None:
         self._console.print(help_text())
 
     def _retry(self, argument: str) -> None:
-        """Answer the last message again, as differently as the temperature allows."""
+        """Answer the last message again; above temperature 0 the answer differs."""
         temp, seed = self._sampling.temp, self._sampling.seed
         if argument:
             try:
@@ -298,7 +298,7 @@ class Chat:
                 ) from None
         if temp == 0 and self._greedy == self.conversation.state:
             raise OptionError(
-                "at temperature 0 the answer would be the same: '/retry 0.8' samples another one"
+                "at temperature 0 the answer would be the same: use '/retry 0.8' to sample another"
             )
         if self.conversation.unanswered is None:
             self._retries += 1
@@ -329,10 +329,10 @@ class Chat:
             if self._server:
                 self.say(f"The server has {one_line(', '.join(model.others()))}.")
         elif (name if self._server else resolved(name)) == model.name:
-            self.say(f"{one_line(model.name)} answers already.")
+            self.say(f"Already chatting with {one_line(model.name)}.")
         else:
             self.conversation.switch(name)
-            self.say(f"Going on with {self.model_name}.")
+            self.say(f"Now chatting with {self.model_name}.")
 
     def _save(self, file: str) -> None:
         messages = self.conversation.saved
@@ -362,9 +362,9 @@ def answer_line(last: GenerationResponse, predicted_cost: float, ending: str) ->
     """The figures of one answer.
 
     Args:
-        last: its last response.
-        predicted_cost: of its steps, in plain steps; 0 if not known.
-        ending: why it ended, unless the model ended it.
+        last: the answer's last response.
+        predicted_cost: the cost of its steps, in plain steps; 0 if unknown.
+        ending: why the answer ended; empty if the model ended it.
     """
     figures = [counted(last.generation_tokens, "token"), f"{last.generation_tps:,.1f}/s"]
     if predicted_cost:
@@ -376,23 +376,23 @@ def answer_line(last: GenerationResponse, predicted_cost: float, ending: str) ->
     return " · ".join([*figures, ending] if ending else figures)
 
 
-# --- what can be typed ---
+# --- messages and commands ---
 
 QUOTES = '"""'
-"""They begin and end a message of several lines."""
+"""The beginning and end of a message of several lines."""
 
-_OR_TEXT = "a space before it makes it a message"
+_OR_TEXT = "to send it as a message, put a space before it"
 _COMMAND = re.compile(r"/[A-Za-z][\w-]*")
 
 
 class ChatCommand(NamedTuple):
-    """A command of a chat.
+    """A command in a chat.
 
     Attributes:
-        spelling: its name and what follows it, as the help shows them.
+        spelling: its name and argument, as the help shows them.
         help: what it does.
-        run: does it, given the chat and what follows the name; None ends the chat.
-        takes: "text", "file" or "model", if that follows it.
+        run: the function to call with the chat and the argument; None ends the chat.
+        takes: the kind of its argument: "text", "file" or "model"; empty for none.
         aliases: its other names.
     """
 
@@ -404,24 +404,24 @@ class ChatCommand(NamedTuple):
 
     @property
     def name(self) -> str:
-        """With the slash."""
+        """The name with its slash."""
         return self.spelling.split()[0]
 
 
 COMMANDS = (
-    ChatCommand("/help", "show what can be typed", Chat._help),
+    ChatCommand("/help", "show commands and keys", Chat._help),
     ChatCommand("/retry [TEMP]", "answer the last message again", Chat._retry, "text"),
-    ChatCommand("/undo", "take the last message and its answer back", Chat._undo),
+    ChatCommand("/undo", "take back the last message and its answer", Chat._undo),
     ChatCommand("/reset", "begin a new conversation", Chat._reset, aliases=("/clear",)),
     ChatCommand(
-        "/system [TEXT]", "show or set the system prompt; - for none", Chat._system, "text"
+        "/system [TEXT]", "show or set the system prompt; - removes it", Chat._system, "text"
     ),
     ChatCommand("/model [NAME]", "show the model, or switch to another", Chat._model, "model"),
     ChatCommand("/save FILE", "write the conversation as JSON", Chat._save, "file"),
     ChatCommand("/load FILE", "continue a saved conversation", Chat._load, "file"),
-    ChatCommand("/markdown", "render answers as Markdown, or no longer", Chat._switch_markdown),
-    ChatCommand("/stats", "figures of the conversation", Chat._stats),
-    ChatCommand("/exit", "leave; Ctrl-D does, too", None, aliases=("/quit", "/bye")),
+    ChatCommand("/markdown", "turn Markdown rendering on or off", Chat._switch_markdown),
+    ChatCommand("/stats", "show figures of the conversation", Chat._stats),
+    ChatCommand("/exit", "leave, as does Ctrl-D", None, aliases=("/quit", "/bye")),
 )
 
 NAMES = {name: command for command in COMMANDS for name in (command.name, *command.aliases)}
@@ -435,7 +435,7 @@ KEYS = (
 
 
 def help_text() -> str:
-    """Commands and keys, and what they do."""
+    """The list of commands and keys."""
     rows = [(", ".join([one.spelling, *one.aliases]), one.help) for one in COMMANDS]
     width = max(len(name) for name, _ in rows) + 2
     return "\n".join(f"{name:{width}}{text}" for name, text in (*rows, *KEYS))
@@ -444,11 +444,11 @@ def help_text() -> str:
 def command_in(message: str) -> tuple[ChatCommand, str] | None:
     """The command in a message and its argument, or None if the message is text to be answered.
 
-    A command begins with the slash itself, so a message with a space before the slash is text.
-    So is one that begins with a path (``/etc/hosts``). The name of a file or model may be quoted.
+    A command begins with a slash. A message with a space before the slash is text, and so is one
+    that begins with a path (``/etc/hosts``). The name of a file or model may be quoted.
 
     Raises:
-        OptionError: there is no such command, or its argument is missing or not allowed.
+        OptionError: the command is unknown, or its argument is missing or not allowed.
     """
     word, *rest = message.split(maxsplit=1) if message.startswith("/") else [""]
     if not _COMMAND.fullmatch(word):
@@ -458,9 +458,9 @@ def command_in(message: str) -> tuple[ChatCommand, str] | None:
     if command is None:
         close = get_close_matches(word, NAMES, 1)
         guess = f"did you mean {close[0]}?" if close else "/help lists them"
-        raise OptionError(f"there is no command {word} ({guess}); {_OR_TEXT}")
+        raise OptionError(f"unknown command {word} ({guess}); {_OR_TEXT}")
     if argument and not command.takes:
-        raise OptionError(f"{word} takes nothing after it; {_OR_TEXT}")
+        raise OptionError(f"{word} takes no argument; {_OR_TEXT}")
     if not argument and command.takes == "file":
         raise OptionError(f"{word} needs the name of a file: {command.spelling}")
     in_quotes = len(argument) > 1 and argument[0] == argument[-1] and argument[0] in "\"'"
@@ -470,12 +470,12 @@ def command_in(message: str) -> tuple[ChatCommand, str] | None:
 
 
 def is_open(text: str) -> bool:
-    """Whether a message begins with three double quotes and the next three are still to come."""
+    """Whether a message begins with three double quotes that are not closed yet."""
     return text.startswith(QUOTES) and text.count(QUOTES) % 2 == 1
 
 
 def without_quotes(text: str) -> str:
-    """A message without the three double quotes around it; as it is where it has others."""
+    """Remove three double quotes around a message; other quotes stay."""
     within = text.rstrip()
     if text.count(QUOTES) != 2 or not (text.startswith(QUOTES) and within.endswith(QUOTES)):
         return text
@@ -484,25 +484,25 @@ def without_quotes(text: str) -> str:
 
 # --- the conversation ---
 
-_ANSWERS_SHARE = 4  # of the context a quarter is left for an answer, unless it may have less
+_ANSWERS_SHARE = 4  # a quarter of the context is kept for an answer, or less if it is limited
 
 
 class ChatConversation:
     """Keeps the messages within the model's context.
 
-    Once they leave no room for an answer, the oldest turns are dropped until half of the context
-    is free. The turns that follow can then continue from the cache, instead of processing the
-    whole conversation again each time.
+    When they leave no room for an answer, it drops the oldest turns until half of the context is
+    free. The next turns can then continue from the cache, instead of processing the whole
+    conversation again each time.
 
     Args:
-        model: the one that answers.
+        model: the model that answers.
         max_tokens: the most tokens in an answer.
-        system_prompt: comes before all turns.
+        system_prompt: the system prompt, before all turns.
 
     Attributes:
         messages: the turns so far, without the system prompt.
-        unanswered: the last message, if it got no answer; it is not among ``messages``.
-        dropped: how many turns had to be left out for the last answer.
+        unanswered: the last message, if it has no answer; it is not in ``messages``.
+        dropped: how many turns were left out for the last answer.
 
     Raises:
         OptionError: the model's chat template takes no system prompt.
@@ -535,26 +535,26 @@ class ChatConversation:
 
     @property
     def n_turns(self) -> int:
-        """How many messages have an answer."""
+        """The number of messages with an answer."""
         return len(self._turns())
 
     @property
     def state(self) -> tuple[str, Messages]:
-        """What an answer depends on besides sampling, and the last answer."""
+        """The model and the messages: what a retry depends on, apart from sampling."""
         return self.model.name, self.saved
 
     @property
     def saved(self) -> Messages:
-        """All messages, the system prompt and an unanswered one included."""
+        """All messages, including the system prompt and an unanswered message."""
         asked = [] if self.unanswered is None else [_said("user", self.unanswered)]
         said = [*self.messages, *asked]
         system = [_said("system", self.system_prompt)] if self.system_prompt and said else []
         return [*system, *said]
 
     def restore(self, messages: Messages) -> None:
-        """Continue a conversation of :func:`read_chat` instead of this one.
+        """Replace this conversation by one from :func:`read_chat`.
 
-        A message at its end that has no answer is :attr:`unanswered`.
+        A message without an answer at its end becomes :attr:`unanswered`.
 
         Raises:
             OptionError: the model's chat template takes no system prompt.
@@ -570,7 +570,8 @@ class ChatConversation:
         """Switch to another model.
 
         Raises:
-            MlxspecError: it is not found, or cannot continue; then the model stays as it is.
+            MlxspecError: it is not found, or cannot continue the conversation; then the present
+                model stays.
         """
         before = self.model.name
         self.model.switch(name)
@@ -581,13 +582,13 @@ class ChatConversation:
             raise
 
     def answer(self, message: str, on_progress: Progress | None = None, **sampling: Any) -> _Answer:
-        """Answer a message; a partial answer is kept if the generator is closed early.
+        """Answer a message; if the generator is closed early, the partial answer is kept.
 
-        If there was no answer at all, the message becomes :attr:`unanswered`.
+        Without any answer, the message becomes :attr:`unanswered`.
 
         Args:
-            message: the user's.
-            on_progress: called with how much of the prompt has run.
+            message: the user's message.
+            on_progress: called with the progress of the prefill.
             sampling: sampling options for this answer only.
 
         Raises:
@@ -613,7 +614,7 @@ class ChatConversation:
     def retry(self, on_progress: Progress | None = None, **sampling: Any) -> _Answer:
         """Answer the last message again; arguments as for :meth:`answer`.
 
-        The earlier answer stays if there is no other.
+        If there is no new answer, the earlier one stays.
 
         Raises:
             PromptError: there is no message.
@@ -628,7 +629,7 @@ class ChatConversation:
                 self.messages, self.unanswered = before, None
 
     def undo(self) -> str:
-        """Take the last message back, and its answer.
+        """Take back the last message and its answer.
 
         Returns:
             the message.
@@ -641,17 +642,17 @@ class ChatConversation:
             return message
         begin = self._turns()[-1:]
         if not begin:
-            raise PromptError("nothing has been said yet: write a message")
+            raise PromptError("nothing has been said yet: write a message first")
         message = str(self.messages[begin[0]]["content"])
         del self.messages[begin[0] :]
         return message
 
     def _turns(self) -> list[int]:
-        """Where the turns begin: with the user's messages."""
+        """The indices of the user's messages, with which turns begin."""
         return [at for at, message in enumerate(self.messages) if message["role"] == "user"]
 
     def _fitting_prompt(self) -> list[int]:
-        """The conversation's tokens, without the oldest turns once they leave no room."""
+        """The conversation's tokens, without the oldest turns if they leave no room."""
         tokens, length = self.model.tokenize(self.saved), self.model.context_length
         self.dropped = 0
         if length is None or len(tokens) + min(self.max_tokens, length // _ANSWERS_SHARE) <= length:
@@ -663,10 +664,10 @@ class ChatConversation:
         return tokens
 
     def _check_template(self, system_prompt: str | None) -> None:
-        """Check before the first turn that the chat template takes a system prompt.
+        """Check that the chat template takes a system prompt.
 
         Raises:
-            OptionError: it takes none.
+            OptionError: it does not.
         """
         if system_prompt:
             try:
@@ -683,19 +684,19 @@ def _said(role: str, content: str) -> dict[str, str]:
 
 
 class LocalModel:
-    """A model in this process, which answers a conversation.
+    """A model in this process, used for a chat.
 
-    When another one takes its place it leaves the memory first, since both may not fit into it.
-    Should the other turn out to be of no use, this one is loaded again for the next answer.
+    To switch models, the old one is unloaded first, since memory may not hold both. If the new one
+    cannot be used, the old one is loaded again for the next answer.
 
     Args:
-        generation: which model, how to draft and how to sample.
-        console: where bars show how far loading is.
-        memories: have the earlier answers that are drafted from.
-        template_arguments: what the model's chat template is given besides messages.
+        generation: which model to use, and how to draft and sample.
+        console: shows the progress of loading.
+        memories: hold the earlier answers to draft from.
+        template_arguments: variables for the model's chat template.
 
     Attributes:
-        session: has the KV cache of the conversation.
+        session: holds the KV cache of the conversation.
 
     Raises:
         MlxspecError: it cannot be loaded, or has no chat template.
@@ -709,7 +710,7 @@ class LocalModel:
         template_arguments: Mapping[str, Any] | None = None,
     ) -> None:
         self._generation = generation
-        self._adapters = {self.name: generation.adapter_path}  # which no other model takes
+        self._adapters = {self.name: generation.adapter_path}  # only for this model
         self._template_arguments = dict(template_arguments or {})
         self._console = console
         self._memories = memories
@@ -719,23 +720,23 @@ class LocalModel:
 
     @property
     def name(self) -> str:
-        """The model, as the user has named it."""
+        """The model's name, as the user gave it."""
         return model_or_default(self._generation.model)
 
     @property
     def context_length(self) -> int | None:
-        """In tokens, where it is known."""
+        """The length of the model's context in tokens; None if unknown."""
         from ...engine.model_sizes import context_length
 
         return context_length(self._load().model)
 
     @property
     def predicted_cost(self) -> float:
-        """Of the last answer's steps, in plain steps; 0 if not known."""
+        """The cost of the last answer's steps, in plain steps; 0 if unknown."""
         return self._load().predicted_cost
 
     def tokenize(self, messages: Messages) -> list[int]:
-        """A conversation's tokens, in the model's chat template."""
+        """The tokens of a conversation in the model's chat template."""
         tokenizer = self._load().tokenizer
         tokens: list[int] = in_template(messages, tokenizer, **self._template_arguments)
         return tokens
@@ -751,9 +752,9 @@ class LocalModel:
 
         Args:
             tokens: the prompt.
-            max_tokens: how many to generate at most.
-            on_progress: called with how much of the prompt has run.
-            sampling: how to sample this time, where not as always.
+            max_tokens: the most tokens to generate.
+            on_progress: called with the progress of the prefill.
+            sampling: sampling options for this answer only.
         """
         sampled = replace(self._generation.sampling, **sampling)
         asked = replace(self._generation, max_tokens=max_tokens, sampling=sampled)
@@ -761,17 +762,17 @@ class LocalModel:
         return asked.stream(self._load(), tokens, templated=True, **how)
 
     def others(self) -> list[str]:
-        """The models that :meth:`switch` may take, besides directories."""
+        """The names that :meth:`switch` takes, besides directories."""
         return [*known_names()]
 
     def switch(self, name: str) -> None:
-        """Load another model, downloading it if need be.
+        """Load another model, and download it if necessary.
 
         Raises:
             MlxspecError: it cannot be loaded, or has no chat template.
         """
         name, before = resolved(name), self._generation
-        find_directory(name, None)  # which downloads it
+        find_directory(name, None)  # downloads it
         self.close()
         self._generation = replace(before, model=name, adapter_path=self._adapters.get(name))
         try:
@@ -787,10 +788,10 @@ class LocalModel:
         self.session = Session()
 
     def close(self) -> None:
-        """Give the model's memory back."""
+        """Free the model's memory."""
         import mlx.core as mx
 
-        self.forget()  # a session holds the model, too
+        self.forget()  # the session refers to the model, too
         self._decoder = None
         gc.collect()  # decoders may be part of cycles
         mx.clear_cache()
@@ -800,8 +801,8 @@ class LocalModel:
             decoder = self._generation.load(self._console, self._memories)
             if not decoder.tokenizer.has_chat_template:
                 raise OptionError(
-                    "this model's tokenizer has no chat template: choose a model that was trained "
-                    "to chat, or 'mlxspec generate --raw'"
+                    "this model's tokenizer has no chat template: choose a chat model, or use "
+                    "'mlxspec generate --raw'"
                 )
             self._decoder = decoder
         return self._decoder
@@ -815,20 +816,18 @@ _SYSTEM = ("system", "developer")  # OpenAI's newer name for it
 
 
 def write_chat(path: Path, model: str, messages: Messages) -> None:
-    """Write a conversation, whole or not at all; only a saved chat is replaced.
+    """Write a conversation, whole or not at all; replace nothing but a saved chat.
 
     Args:
         path: the file.
-        model: which has answered.
-        messages: the turns, after the system prompt if there is one.
+        model: the model that answered.
+        messages: the system prompt, if there is one, and the turns.
 
     Raises:
-        ChatFileError: something else is there, or it cannot be written.
+        ChatFileError: the file exists and is not a saved chat, or cannot be written.
     """
     if os.path.lexists(path) and not _is_ours(path):
-        raise ChatFileError(
-            f"{path}: there is a file that is not a saved chat; choose another name"
-        )
+        raise ChatFileError(f"{path}: exists and is not a saved chat; choose another name")
     record = {"model": model, "created": int(time.time()), "messages": messages}
     text = json.dumps(record, ensure_ascii=False, indent=1)
     with replaced(path, ChatFileError) as file:
@@ -839,11 +838,11 @@ def read_chat(path: Path) -> tuple[str, Messages]:
     """Read a saved chat, or a request of OpenAI's API.
 
     Returns:
-        the model that has answered, "" where the file does not say, and the messages: the system
+        the model that answered, or "" if the file does not name it, and the messages: the system
         prompt if there is one, and turns of "user" and "assistant".
 
     Raises:
-        ChatFileError: it cannot be read, or cannot be continued.
+        ChatFileError: it cannot be read or continued.
     """
     try:
         record = _json_at(path)
@@ -884,18 +883,18 @@ def _json_at(path: Path) -> Any:
 
 
 def _messages_of(record: Any) -> Messages:
-    """Raises ValueError."""
+    """Check and return the messages of a record; raises ValueError."""
     turns, _ = conversation_of(record)
     system = []
     if turns and turns[0]["role"] in _SYSTEM:
         system = [_said("system", turns.pop(0)["content"])]
     for turn in turns:
         if turn["role"] not in ("user", "assistant"):
-            raise ValueError(f"a message of {turn['role']!r} is not for a chat")
+            raise ValueError(f"a chat cannot continue a message of role {turn['role']!r}")
     if turns and turns[0]["role"] != "user":
-        raise ValueError("the first turn is not the user's")
+        raise ValueError("the first message must be the user's")
     return [*system, *turns]
 
 
-# With the docstring's, what --help shows at the end.
+# --help shows this after the end of the docstring.
 chat_command.epilog = f"{chat_command.epilog}\n\n\b\nAt the prompt:\n{indent(help_text(), '  ')}"

@@ -1,4 +1,4 @@
-"""Messages from a pipe or a terminal with line editing, and answers rendered as Markdown."""
+"""Input from a pipe or from a terminal with line editing, and answers rendered as Markdown."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ from . import COMMANDS, NAMES, QUOTES, is_open, without_quotes
 def open_input(
     history: bool, models: Callable[[], Iterable[str]], color: bool | None
 ) -> Iterator[LineInput | TerminalInput]:
-    """Standard input.
+    """Open standard input.
 
     Args:
-        history: keep what is typed for the next chat.
-        models: names that ``/model`` takes, to be completed.
+        history: keep typed messages for the next chat.
+        models: returns the names to complete for ``/model``.
         color: as for :func:`mlxspec.terminal.wants_color`.
 
     Raises:
-        PromptError: it is closed.
+        PromptError: standard input is closed.
     """
     if sys.stdin is None:
         raise PromptError("standard input is closed: chat at a terminal, or pipe the turns in")
@@ -66,10 +66,10 @@ def open_input(
 
 
 class LineInput:
-    """Reads lines, each of them a message, and writes what prompts there are to standard error.
+    """Reads each line as a message, and writes prompts to standard error.
 
-    A message that begins with three double quotes goes on to the next three; a backslash at the
-    end of a line continues it on the next line.
+    A message that begins with three double quotes ends at the next three. A backslash at the end of
+    a line continues the message on the next line.
     """
 
     forgot = False
@@ -79,7 +79,7 @@ class LineInput:
         if isinstance(sys.stdin, TextIOWrapper):
             if self.interactive:
                 sys.stdin.reconfigure(errors="replace")
-            else:  # bytes that are not UTF-8 become lone surrogates, by which they are found
+            else:  # bytes that are not UTF-8 become lone surrogates, which _line() finds
                 sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape")
 
     def message(self) -> str | None:
@@ -88,7 +88,7 @@ class LineInput:
             text = self._line("> ")
         except EOFError:
             return None
-        with suppress(EOFError):  # the end of a file closes the quotes
+        with suppress(EOFError):  # the end of the file closes the quotes
             while (opened := is_open(text)) or text.endswith("\\"):
                 text = f"{text if opened else text[:-1]}\n"
                 text += self._line(". ")
@@ -102,7 +102,7 @@ class LineInput:
         try:
             line = sys.stdin.readline()
         finally:
-            if self.interactive and not line:  # end the line in which the key was pressed
+            if self.interactive and not line:  # end the prompt's line
                 sys.stderr.write("\n")
         if not line:
             raise EOFError
@@ -113,7 +113,7 @@ class LineInput:
         return line.removesuffix("\n").removesuffix("\r")
 
 
-# In the terminal's own colours: prompt_toolkit's are greys that differ little from each other.
+# The terminal's own colours, since prompt_toolkit's greys are hard to tell apart.
 _STYLE = Style.from_dict(
     {
         "completion-menu": "noinherit",
@@ -131,12 +131,12 @@ class TerminalInput:
     """Reads messages at a terminal, where pasted lines are one message.
 
     Args:
-        history: the file of earlier messages; None keeps them in this process alone.
-        models: names that ``/model`` takes.
+        history: the file of earlier messages; None keeps messages only in this process.
+        models: returns the names to complete for ``/model``.
         color: whether to use colours.
 
     Attributes:
-        forgot: whether the last Ctrl-C has cleared a message that was being typed.
+        forgot: whether the last Ctrl-C cleared a partly typed message.
     """
 
     interactive = True
@@ -150,7 +150,7 @@ class TerminalInput:
         self._last = earlier[-1] if earlier else None
         output = create_output()
         if isinstance(output, Vt100_Output):
-            # Asking where the cursor is would mix answers of the terminal with what is typed.
+            # The terminal's reply to a cursor query would mix with typed text.
             output.enable_cpr = False
         self._session: PromptSession[str] = PromptSession(
             "> ",
@@ -169,10 +169,10 @@ class TerminalInput:
         )
 
     def message(self) -> str | None:
-        """The next message, which may be empty; None where the user leaves.
+        """The next message, which may be empty; None if the user leaves.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C was pressed; what was typed is forgotten.
+            KeyboardInterrupt: Ctrl-C was pressed; typed text is lost.
         """
         try:
             typed = self._session.prompt()
@@ -184,32 +184,32 @@ class TerminalInput:
         finally:
             _send(_PASTES_BRACKETED)
         self._keep(typed)
-        # Undecodable bytes have become lone surrogates.
+        # Python has made lone surrogates of undecodable bytes.
         return without_quotes(typed.encode(errors="replace").decode().rstrip("\n"))
 
     def _keep(self, typed: str) -> None:
-        """Keep a message for the next chat, if it is not the one before again."""
+        """Keep a message for the next chat, unless it repeats the last one."""
         if self._file and typed and typed != self._last:
             self._last = typed
             try:
                 keep_message(self._file, typed)
             except (ChatFileError, OSError) as error:
                 reason = str(error).partition(";")[0]
-                note(f"{reason}; what is typed is not kept for the next chat")
+                note(f"{reason}; messages are not kept for the next chat")
                 self._file = None
 
 
 _MOST_BYTES = 1_000_000
-"""How large the history gets; then its older half goes."""
+"""The size at which the history drops its older half."""
 
-_ENTRY = b"\n# "  # how a message of prompt_toolkit's FileHistory begins
+_ENTRY = b"\n# "  # the beginning of each message in prompt_toolkit's FileHistory
 
 
 def history_file() -> Path:
-    """Where what was typed is kept.
+    """The file of typed messages.
 
     Raises:
-        OptionError: the environment names no directory that there can be.
+        OptionError: the environment names an impossible directory.
     """
     from ...corpus import data_directory
 
@@ -217,7 +217,7 @@ def history_file() -> Path:
 
 
 def kept_messages(path: Path) -> list[str]:
-    """The messages in a file of :func:`keep_message`, the oldest first; none if unreadable."""
+    """Read the messages of :func:`keep_message`, oldest first; none from an unreadable file."""
     with suppress(OSError):
         if path.is_file():
             return [*FileHistory(path).load_history_strings()][::-1]
@@ -225,10 +225,10 @@ def kept_messages(path: Path) -> list[str]:
 
 
 def keep_message(path: Path, message: str) -> None:
-    """Append a message to a private file, which several chats may write to.
+    """Append a message to a private file that several chats may write.
 
     Args:
-        path: the file; its directory is made if there is none.
+        path: the file; its directory is created if it is missing.
         message: the message.
 
     Raises:
@@ -248,10 +248,10 @@ def keep_message(path: Path, message: str) -> None:
 
 
 class ChatCompleter(Completer):
-    """Completes commands, the names of files after them, and models.
+    """Completes commands, and the files or models after them.
 
     Args:
-        models: names that ``/model`` takes besides directories.
+        models: returns the names that ``/model`` takes besides directories.
     """
 
     def __init__(self, models: Callable[[], Iterable[str]]) -> None:
@@ -274,11 +274,11 @@ class ChatCompleter(Completer):
                         )
             return
         takes = NAMES[word].takes if word in NAMES else ""
-        if not event.completion_requested:  # disks and servers are asked when Tab is pressed
+        if not event.completion_requested:  # query disks and servers only at Tab
             return
         rest = rest.lstrip()
         if takes == "model":
-            with suppress(MlxspecError):  # a server that has gone, which an answer will say
+            with suppress(MlxspecError):  # a server that is gone; the next answer reports it
                 for model in self._models():
                     if model.startswith(rest):
                         yield Completion(model, -len(rest))
@@ -297,7 +297,7 @@ def _bindings() -> KeyBindings:
         choosing, buffer.complete_state = buffer.complete_state, None
         chosen = choosing and choosing.current_completion
         if chosen and buffer.text not in NAMES:
-            return  # the choice alone; what follows it may be still to come
+            return  # only choose; the user may still type an argument
         if buffer.document.char_before_cursor == "\\":
             buffer.delete_before_cursor()
             buffer.insert_text("\n")
@@ -320,11 +320,10 @@ _PASTES_BARE = "\x1b[?2004l"
 
 @contextmanager
 def _quiet_keys() -> Iterator[None]:
-    """Let the terminal show no key that is pressed between two prompts: it would stand amid the
-    answer. The next prompt gets it.
+    """Stop the terminal from showing keys that are pressed while an answer is written.
 
-    Enter and pastes arrive there as they are at a prompt, and Ctrl-C and Ctrl-Z have their effect.
-    Each prompt ends the brackets around pastes, so set them again after it.
+    The next prompt gets these keys, with Enter and pastes as at a prompt. Ctrl-C and Ctrl-Z still
+    work. Each prompt turns bracketed paste off, so turn it on again after each prompt.
     """
     terminal = sys.stdin.fileno()
     before: list[Any] = termios.tcgetattr(terminal)
@@ -332,11 +331,11 @@ def _quiet_keys() -> Iterator[None]:
     def hush(*_: object) -> None:
         with suppress(termios.error):
             attributes = termios.tcgetattr(terminal)
-            attributes[0] &= ~termios.ICRNL  # Enter would become Ctrl-J
+            attributes[0] &= ~termios.ICRNL  # otherwise Enter would become Ctrl-J
             attributes[3] &= ~(termios.ECHO | termios.ICANON)
             termios.tcsetattr(terminal, termios.TCSADRAIN, attributes)
 
-    handler = signal.signal(signal.SIGCONT, hush)  # whenever a shell has let the process go on
+    handler = signal.signal(signal.SIGCONT, hush)  # again after each resume by the shell
     hush()
     _send(_PASTES_BRACKETED)
     try:
@@ -353,13 +352,13 @@ def _send(code: str) -> None:
     sys.stdout.flush()
 
 
-_REFRESH = 0.1  # seconds between two pictures of a block that grows, at least
-_SHARE = 20  # drawing takes no more than a twentieth of the time from the model
+_REFRESH = 0.1  # the fewest seconds between two drawings of a growing block
+_SHARE = 20  # drawing takes at most a twentieth of the time
 
 
 def _markdown(text: str) -> Markdown:
-    """Markdown that shows every word: HTML is text, and links show where they lead."""
-    # Colours of the terminal's own palette, which are made for its background.
+    """Markdown that shows every word: HTML is shown as text, and links with their addresses."""
+    # "ansi" themes use the terminal's own palette, which fits its background.
     markdown = Markdown(text, code_theme="ansi_light", hyperlinks=False)
     parser = MarkdownIt("commonmark", {"html": False}).enable("strikethrough").enable("table")
     markdown.parsed = parser.parse(text)
@@ -373,8 +372,8 @@ def _rendered(console: Console, text: str) -> list[list[Segment]]:
 class MarkdownPrinter:
     """Writes an answer to a terminal, instead of :class:`mlxspec.terminal.TokenPrinter`.
 
-    The last block is redrawn as it grows, cut to the window. Once the next one begins it is written
-    whole and left alone, so long answers scroll as any text does.
+    The last block is redrawn as it grows, cut to the window. Once the next block begins, the block
+    is written in full and never redrawn, so long answers scroll like any text.
 
     Args:
         console: standard output.
@@ -382,15 +381,15 @@ class MarkdownPrinter:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        # Rich's own style for code in a line has a black ground, also in a light window.
+        # Rich's own style for inline code has a black background, even in a light window.
         console.push_theme(Theme({"markdown.code": "bold cyan"}))
         self._live: Live | None = None
         self._text = ""
         """The text from the last written block on."""
         self._written = 0
-        """How many rendered lines of :attr:`_text` are written."""
+        """The number of rendered lines of :attr:`_text` that are written."""
         self._next = 0.0
-        """When it may be drawn again."""
+        """The earliest time of the next drawing."""
 
     def write(self, text: str, from_draft: bool) -> None:
         """Write a token's text."""
@@ -404,7 +403,7 @@ class MarkdownPrinter:
             self._next = ended + max(_REFRESH, _SHARE * (ended - began))
 
     def finish(self) -> None:
-        """Write what is left."""
+        """Write the rest of the answer."""
         self._erase()
         if self._text.strip():
             self._print(self._text)
@@ -412,7 +411,7 @@ class MarkdownPrinter:
 
     def _write_complete(self) -> None:
         """Write the blocks before the last one, if they are not yet written."""
-        # A line that still grows may turn out to belong to the block before it.
+        # A line that is still growing may turn out to belong to the block before it.
         lines = self._text[: self._text.rfind("\n") + 1].split("\n")
         blocks = _markdown("\n".join(lines)).parsed  # paragraphs, lists, …
         begins = [block.map[0] for block in blocks if block.map and block.level == 0]
@@ -422,7 +421,7 @@ class MarkdownPrinter:
         complete = "\n".join(lines[: begins[-1]]) + "\n"
         self._erase()
         self._print(complete)
-        # The last of them stays, since what stands between two blocks depends on both.
+        # Keep the last of them, since the space between two blocks depends on both.
         self._text = "\n".join(self._text.split("\n")[begins[-2] :])
         last = "\n".join(lines[begins[-2] : begins[-1]])
         self._written = len(_rendered(self._console, last))

@@ -1,4 +1,4 @@
-"""A client of ``mlxspec serve``, which lists its models and gets answers from one."""
+"""A client of ``mlxspec serve``: lists its models and streams answers from one of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ModelCard:
 
     Attributes:
         name: its name in requests.
-        context_length: in tokens, where it is known.
+        context_length: in tokens; None if unknown.
     """
 
     name: str
@@ -41,31 +41,31 @@ class ModelCard:
 
 
 class ApiClient:
-    """Sends requests to a server, with the key of the environment if there is one.
+    """Sends requests to a server, with the API key from the environment if it is set.
 
     Args:
-        address: of the server, as it prints it.
+        address: the server's URL, as the server prints it.
 
     Attributes:
-        address: without a slash or ``/v1`` at the end.
+        address: the URL without a slash or ``/v1`` at the end.
     """
 
     def __init__(self, address: str) -> None:
         from ...server.auth import is_loopback
 
         self.address = address.rstrip("/").removesuffix("/v1")
-        # A proxy reaches other machines, and cannot reach this one.
+        # A proxy cannot reach this machine.
         here = False
-        with suppress(ValueError):  # which the first request reports
+        with suppress(ValueError):  # the first request reports it
             here = is_loopback(urlsplit(self.address).hostname or "")
         proxies = [urllib.request.ProxyHandler({})] if here else []
         self._opener = urllib.request.build_opener(*proxies)
 
     def models(self, first: str | None = None) -> list[ModelCard]:
-        """The server's models.
+        """List the server's models.
 
         Args:
-            first: the model to begin with; None for the server's own order.
+            first: the model to list first; None keeps the server's order.
 
         Raises:
             OptionError: no mlxspec server answers, or it has no such model.
@@ -79,23 +79,24 @@ class ApiClient:
                     isinstance(model.name, str) and isinstance(model.context_length, int | None)
                 ):
                     raise TypeError(model)
+            names = [model.name for model in models]
+            name = first or names[0]
         except (AttributeError, LookupError, TypeError) as error:
-            raise OptionError(f"--server {self.address}: no list of models; is it ours?") from error
-        names = [model.name for model in models]
-        if not models:
-            raise OptionError(f"--server {self.address} has no model: is it ours?")
-        if first is not None and first not in names and given_name(first) in names:
-            first = given_name(first)
-        if first not in (None, *names):
-            raise OptionError(f"--model is {first}: the server has {', '.join(names)}")
-        return sorted(models, key=lambda model: model.name != (first or names[0]))
+            raise OptionError(
+                f"--server {self.address} sent no list of models: start one with 'mlxspec serve'"
+            ) from error
+        if name not in names:
+            name = given_name(name)
+        if name not in names:
+            raise OptionError(f"--model is {first}: choose one of the server's: {', '.join(names)}")
+        return sorted(models, key=lambda model: model.name != name)
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The server's answer, which is JSON.
+        """Send a request and parse the JSON answer.
 
         Args:
-            path: below the address.
-            body: of a POST request; None for a GET request.
+            path: the path below the address.
+            body: the JSON of a POST request; None sends a GET request.
 
         Raises:
             OptionError: no mlxspec server answers.
@@ -105,10 +106,12 @@ class ApiClient:
             try:
                 return json.loads(answer.read())
             except (OSError, ValueError, HTTPException) as error:
-                raise OptionError(f"--server {self.address}: {error}; is it ours?") from error
+                raise OptionError(
+                    f"--server {self.address} sent no JSON ({error}): is it 'mlxspec serve'?"
+                ) from error
 
     def open(self, path: str, body: dict[str, Any] | None = None) -> HTTPResponse:
-        """Send a request; the arguments and errors are those of :meth:`ask`."""
+        """Send a request; the arguments and errors are the same as for :meth:`ask`."""
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(API_KEY):
             headers["Authorization"] = f"Bearer {key}"
@@ -120,10 +123,10 @@ class ApiClient:
         except urllib.error.HTTPError as error:
             with error:
                 if error.code == 401:
-                    state = "is another one" if key else "is not set"
+                    state = "is wrong" if key else "is not set"
                     raise PromptError(
-                        f"--server {self.address} asks for a key, and {API_KEY} {state}: "
-                        "put the server's key there"
+                        f"--server {self.address} needs a key, and {API_KEY} {state}: "
+                        "set it to the server's key"
                     ) from error
                 raise PromptError(f"the server: {_message(error)}") from error
         except (OSError, ValueError, HTTPException) as error:
@@ -144,25 +147,24 @@ def _message(error: urllib.error.HTTPError) -> str:
 
 # --- answers ---
 
-_RENAMED = {"temp": "temperature"}
 _NOT_SENT = {"min_tokens_to_keep", "logits_processors", "sampler", "xtc_special_tokens"}
 
 
 class RemoteModel:
-    """A model of a server, which answers a conversation.
+    """A server's model, used for a chat.
 
     Args:
-        address: of the server, as it prints it.
-        generation: which of its models, and how to sample.
-        template_arguments: what the model's chat template is given besides messages.
+        address: the server's URL, as the server prints it.
+        generation: which model to use, and how to sample.
+        template_arguments: variables for the model's chat template.
 
     Attributes:
-        name: the model's.
-        context_length: in tokens, where it is known.
+        name: the model's name.
+        context_length: in tokens; None if unknown.
 
     Raises:
-        OptionError: the server does not answer, has no such model, or options are given that
-            only a server can be started with.
+        OptionError: the server does not answer or has no such model, or an option is given that
+            only ``mlxspec serve`` takes.
     """
 
     predicted_cost = 0.0
@@ -178,18 +180,18 @@ class RemoteModel:
             raise OptionError("--adapter-path is for 'mlxspec serve': leave it out with --server")
         if generation.drafting != DraftingOptions() or generation.caches != CacheOptions():
             raise OptionError(
-                "how to draft and what caches hold is for 'mlxspec serve': leave these options "
-                "out with --server"
+                "options for drafts and caches are for 'mlxspec serve': leave them out with "
+                "--server"
             )
         if generation.sampling.min_tokens_to_keep != SamplingParams().min_tokens_to_keep:
-            raise OptionError("--min-tokens-to-keep: no server takes it; leave it out")
+            raise OptionError("--min-tokens-to-keep: servers do not take it; leave it out")
         self._client = ApiClient(address)
         self._generation = generation
         self._template_arguments = dict(template_arguments or {})
         self.switch(generation.model)
 
     def switch(self, name: str | None) -> None:
-        """Let another model of the server answer.
+        """Switch to another of the server's models.
 
         Raises:
             OptionError: the server has no such model.
@@ -198,11 +200,11 @@ class RemoteModel:
         self.name, self.context_length = model.name, model.context_length
 
     def others(self) -> list[str]:
-        """The server's models."""
+        """The names of the server's models."""
         return [model.name for model in self._client.models()]
 
     def tokenize(self, messages: Messages) -> list[int]:
-        """A conversation's tokens, in the model's chat template."""
+        """The tokens of a conversation in the model's chat template."""
         body = {
             "model": self.name,
             "messages": messages,
@@ -223,16 +225,16 @@ class RemoteModel:
 
         Args:
             tokens: the prompt.
-            max_tokens: how many to generate at most.
+            max_tokens: the most tokens to generate.
             on_progress: unused: the server reports no progress.
-            sampling: how to sample this time, where not as always.
+            sampling: sampling options for this answer only.
         """
         from ...generation.response import SpeculationStats
 
         ends, params = self._generation.ends, replace(self._generation.sampling, **sampling)
         body = {
             **{
-                _RENAMED.get(name, name): value
+                "temperature" if name == "temp" else name: value
                 for name, value in vars(params).items()
                 if name not in _NOT_SENT
             },
@@ -263,14 +265,14 @@ class RemoteModel:
                     yield _last(usage, reason, started, begun or started)
 
     def forget(self) -> None:
-        """Nothing: the server keeps the caches of conversations."""
+        """Do nothing: the server keeps the caches of conversations."""
 
     def close(self) -> None:
-        """Nothing: each request ends by itself."""
+        """Do nothing: each request closes its own connection."""
 
 
 def _events(answer: HTTPResponse) -> Iterator[dict[str, Any]]:
-    """The chunks of server-sent events.
+    """Parse server-sent events into chunks.
 
     Raises:
         PromptError: the connection was lost.
@@ -279,14 +281,14 @@ def _events(answer: HTTPResponse) -> Iterator[dict[str, Any]]:
         for line in answer:
             if line.startswith(b"data: {"):
                 yield json.loads(line.removeprefix(b"data: "))
-    except (OSError, ValueError, HTTPException) as error:  # in the middle of a line, too
-        raise PromptError(f"the connection to the server was lost: {error}") from error
+    except (OSError, ValueError, HTTPException) as error:  # ValueError: within a line
+        raise PromptError(f"the connection to the server was lost ({error}): try again") from error
 
 
 def _last(
     usage: dict[str, Any], reason: str | None, started: float, begun: float
 ) -> GenerationResponse:
-    """The response with the figures."""
+    """The last response, with the answer's figures."""
     from ...generation.response import SpeculationStats
 
     generated, details = usage["completion_tokens"], usage["completion_tokens_details"]
@@ -305,14 +307,14 @@ def _last(
 def response(
     text: str, accepted: bool, prompt_tokens: int, stats: SpeculationStats, begun: float
 ) -> GenerationResponse:
-    """A response with the figures that the client knows.
+    """Make a response with the figures that the client knows.
 
     Args:
         text: a piece of the answer.
-        accepted: whether it is of accepted draft tokens.
-        prompt_tokens: tokens of the prompt.
-        stats: of the answer so far; a piece counts as a token before the end.
-        begun: the time at which the first piece came.
+        accepted: whether it consists of accepted draft tokens.
+        prompt_tokens: the number of prompt tokens.
+        stats: figures of the answer so far; until the end a piece counts as one token.
+        begun: when the first piece arrived.
     """
     import mlx.core as mx
 

@@ -1,7 +1,7 @@
-"""What the commands that generate share: their options, and the steps from these to an output.
+"""Options that the generating commands share, and how these load a model and generate.
 
-A command with the options of :class:`Generation` gets an instance of it, already checked as far as
-is possible without a model. The instance then loads the model, and generates with it.
+A command with the options of :class:`Generation` gets an instance of it, which has already checked
+all that needs no model. The instance then loads the model and generates with it.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ if TYPE_CHECKING:
     from ..memory import Memories
 
 API_KEY = "MLXSPEC_API_KEY"
-"""The environment variable with a server's key, for the server and its clients."""
+"""The environment variable that holds a server's key, for the server and its clients."""
 
 _DECODERS = ("auto", "prompt-lookup", "lookahead", "combined", "plain")
-# The decoders that take an option. Without --decoder, the first one that takes all given options.
+# Decoders that take certain options. The default decoder is the first that takes all given options.
 _PLANNED = ("auto", "combined")
 _LOOKUP = ("prompt-lookup", "combined")
 _LOOKAHEAD = ("lookahead", "combined")
@@ -66,7 +66,7 @@ _lookahead = partial(option_field, of=_LOOKAHEAD)
 
 @dataclass(frozen=True)
 class DraftingOptions:
-    """How to draft, as the user asked for it; None where an option is not given.
+    """How to draft; None for an option that is not given.
 
     Raises:
         OptionError: options contradict each other, or have impossible values.
@@ -76,55 +76,56 @@ class DraftingOptions:
         "--decoder",
         "auto chooses each draft by its measured cost; prompt-lookup has fixed parameters; "
         "lookahead drafts from the model's own guesses; combined is auto with lookahead.  "
-        "[default: auto, or the one whose option is given]",
+        "[default: auto, or the one that the given options need]",
         type=click.Choice(_DECODERS),
     )
     store: str | None = option_field(
         "--store FILE",
-        "With auto and combined: also draft from a file that 'mlxspec store' made.",
+        "With auto and combined: also draft from a store made by 'mlxspec store'.",
         type=NAME,
         of=_PLANNED,
     )
     drafter: str | None = option_field(
         DRAFTER,
-        "With auto: draft with a class of your own, too, wherever that pays.",
+        "With auto: also draft with your own class, where that pays.",
         of=("auto",),
     )
     draft_model: str | None = option_field(
         "--draft-model MODEL",
-        "With auto: draft with a small model of the same tokenizer, too, where no text repeats.",
+        "With auto: also draft with a small model that has the same tokenizer, where no text "
+        "repeats.",
         type=MODEL,
         of=("auto",),
     )
     num_draft_tokens: int | None = option_field(
-        "--num-draft-tokens N", "Tokens that --draft-model drafts at most.  [default: 2]"
+        "--num-draft-tokens N", "Draft at most N tokens with --draft-model.  [default: 2]"
     )
     no_memory: bool = option_field(NO_MEMORY, NO_MEMORY_HELP, default=False)
     n_draft: int | None = _lookup(
         "--n-draft --prompt-lookup-num-tokens N",
-        "Draft tokens per step at most; 0 is plain decoding.  [default: 10]",
+        "Draft at most N tokens per step; 0 is plain decoding.  [default: 10]",
     )
     ngram_max: int | None = _lookup(
         "--ngram-max --max-matching-ngram-size N",
-        "Longest n-gram that is looked up in prompt and output.  [default: 3]",
+        "Longest n-gram to look up in prompt and output.  [default: 3]",
     )
     ngram_min: int | None = _lookup("--ngram-min N", "Shortest n-gram.  [default: 1]")
     prompt_lookup_config: str | None = _lookup(
         "--prompt-lookup-config [N,N,[0]]",
-        "TensorRT-LLM's form of --n-draft and --ngram-max, in their place.",
+        "Set --n-draft and --ngram-max in TensorRT-LLM's form.",
     )
     window_size: str | None = _lookahead(
         "-W --window-size --WINDOW_SIZE W",
-        "Lookahead: columns of the window, or auto: look-ups instead, as many as pay.  "
+        "Lookahead: columns of the window; auto uses look-ups instead, as many as pay.  "
         "[default: auto]",
     )
     ngram_size: int | None = _lookahead(
         "-N --ngram-size --LEVEL N",
-        "Lookahead: length of the n-grams; with auto, at most.  [default: 5]",
+        "Lookahead: length of the n-grams; with auto, their greatest length.  [default: 5]",
     )
     guess_set_size: int | None = _lookahead(
         "-G --guess-set-size --GUESS_SET_SIZE G",
-        "Lookahead: n-grams kept for a token, -1 for 64.  [default: W, or 16 with auto]",
+        "Lookahead: n-grams to keep per token; -1 means 64.  [default: W, or 16 with auto]",
     )
     pool_from_prompt: bool | None = _lookahead(
         "--pool-from-prompt/--no-pool-from-prompt --POOL_FROM_PROMPT",
@@ -140,13 +141,13 @@ class DraftingOptions:
                 )
         check_least(1, num_draft_tokens=self.num_draft_tokens)
         if self.num_draft_tokens is not None and self.draft_model is None:
-            raise OptionError("--num-draft-tokens is of a draft model: name it with --draft-model")
+            raise OptionError("--num-draft-tokens needs a draft model: name it with --draft-model")
         if self.draft_model is not None and self.drafter is not None:
             raise OptionError("--drafter and --draft-model are given together: choose one")
-        _ = self.lookup, self.lookahead  # which are checked
+        _ = self.lookup, self.lookahead  # raises an error for a wrong value
 
     def _for_some_decoders(self) -> dict[str, tuple[str, ...]]:
-        """The given options that only some decoders take, and these."""
+        """The given options that only some decoders take, with the decoders that take them."""
         return {
             own.name: own.metadata["of"]
             for own in fields(self)
@@ -158,7 +159,7 @@ class DraftingOptions:
 
     @cached_property
     def kind(self) -> str:
-        """The decoder's name: the one that was asked for, or one that takes the given options."""
+        """The name of the decoder: the requested one, or the first that takes the given options."""
         if self.decoder:
             return self.decoder
         taking = [of for name, of in self._for_some_decoders().items() if name != "store"]
@@ -196,15 +197,15 @@ class DraftingOptions:
         memory: Memory | None,
         extra: Callable[[], Drafter] | None,
     ) -> Auto | PromptLookup | Lookahead:
-        """What the decoder of a model drafts from.
+        """The kind of drafting for a model's decoder.
 
         Args:
-            tokenizer: the model's.
-            memory: of earlier answers; None is a new one.
-            extra: makes the drafter that was asked for, if one was.
+            tokenizer: the model's tokenizer.
+            memory: earlier answers to draft from; None starts a new memory.
+            extra: makes the drafter of --drafter or --draft-model.
 
         Raises:
-            StoreError: the store cannot be read, or is another tokenizer's.
+            StoreError: the store cannot be read, or belongs to another tokenizer.
         """
         from ...corpus import Memory
         from ...corpus.store import open_store
@@ -226,12 +227,12 @@ class DraftingOptions:
 
 @dataclass(frozen=True)
 class Ends:
-    """What ends the output before it is full."""
+    """What ends the output before ``max_tokens``."""
 
     stop: tuple[str, ...] = option_field("--stop TEXT", "End before TEXT; repeatable.", default=())
     stop_tokens: tuple[int | str, ...] = option_field(
         "--stop-token --extra-eos-token TOKEN",
-        "End at this token too, an id or a text of one token; repeatable.",
+        "Also end at this token, given by id or by its text; repeatable.",
         default=(),
     )
 
@@ -259,13 +260,13 @@ _form = partial(option_field, group="Form of the output")
 
 @dataclass(frozen=True)
 class Generation:
-    """A generation as the user asked for it.
+    """The options of a generation.
 
     A command declares ``--model`` and ``--max-tokens`` itself.
 
     Attributes:
         model: a directory, a repository or "demo"; None takes the default.
-        max_tokens: how many tokens to generate at most.
+        max_tokens: the most tokens to generate.
 
     Raises:
         OptionError: ``max_tokens`` is below 1, or the form of the output cannot be read.
@@ -281,16 +282,15 @@ class Generation:
     caches: CacheOptions = field(metadata=nested(CacheOptions, "Memory"))
     json_schema: str | None = _form(
         "--json-schema FILE",
-        "Let the output be JSON that is valid under the JSON Schema in FILE.",
+        "Generate JSON that is valid under the JSON Schema in FILE.",
         type=NAME,
     )
     regex: str | None = _form(
-        "--regex PATTERN", "Let the output match PATTERN as a whole, in the syntax of Rust's regex."
+        "--regex PATTERN", "Generate text that matches PATTERN, in the syntax of Rust's regex."
     )
     grammar: str | None = _form(
         "--grammar FILE",
-        "Let the output be of the grammar in FILE: Lark, in llguidance's variant, or llama.cpp's "
-        "GBNF.",
+        "Generate text in the grammar in FILE: Lark in llguidance's variant, or llama.cpp's GBNF.",
         type=NAME,
     )
     adapter_path: str | None = option_field(
@@ -299,11 +299,11 @@ class Generation:
 
     def __post_init__(self) -> None:
         check_least(1, max_tokens=self.max_tokens)
-        _ = self.constraint  # which is checked
+        _ = self.constraint  # raises an error for a wrong value
 
     @cached_property
     def constraint(self) -> Constraint | None:
-        """The form of the output, read; None for any."""
+        """The form of the output; None for any."""
         if len(given := [name for name in _FORMS if getattr(self, name) is not None]) > 1:
             named = " and ".join(f"--{name.replace('_', '-')}" for name in given)
             raise OptionError(f"{named} are given together: choose one")
@@ -314,12 +314,12 @@ class Generation:
         return None if self.regex is None else Constraint.regex(self.regex)
 
     def load(self, console: Console, memories: Memories, leader: Leader | None = None) -> Decoder:
-        """Load the model, and measure what its steps cost if that matters and is not known.
+        """Load the model, and measure the cost of its steps if that is needed and unknown.
 
         Args:
-            console: where a bar shows how far the measurement is.
-            memories: have the earlier answers that are drafted from.
-            leader: splits the model over its ranks.
+            console: shows the progress of the measurement.
+            memories: hold the earlier answers to draft from.
+            leader: splits the model over its ranks; None for one process.
         """
         from ...drafting.drafter import load_drafter
         from ...drafting.sources import parse_lookup_config
@@ -328,8 +328,8 @@ class Generation:
 
         if leader and self.adapter_path is not None:
             raise OptionError(
-                "--adapter-path: adapters are not split over several machines; put them into the "
-                "model with mlx_lm.fuse, or run without mlx.launch"
+                "--adapter-path: adapters cannot be split over several machines; merge them into "
+                "the model with mlx_lm.fuse, or run without mlx.launch"
             )
         drafting = self.drafting
         if config := drafting.prompt_lookup_config:
@@ -368,21 +368,21 @@ class Generation:
         begun: str | None = None,
         **more: Any,
     ) -> tuple[Request, Callable[[GenerationResponse], GenerationResponse]]:
-        """A request to the decoder of :meth:`load`, for its engine.
+        """Make a request to a decoder.
 
         Args:
-            decoder: the decoder.
+            decoder: made by :meth:`load`.
             tokens: the prompt.
-            templated: the output is a chat's answer.
-            begun: the beginning of that answer, with which the prompt ends.
-            more: what :meth:`mlxspec.Decoder.decode` takes besides.
+            templated: whether the output is an answer in a chat.
+            begun: the beginning of that answer, at the end of the prompt.
+            more: other arguments of :meth:`mlxspec.Decoder.decode`.
 
         Returns:
-            the request, and a function that takes its responses in order and returns them as
-            they are shown: without the space that the tokenizer puts before a chat's answer.
+            the request, and a function to apply to each of its responses before showing it. The
+            function drops the space that a tokenizer may put before an answer in a chat.
 
         Raises:
-            PromptError, OptionError: as :meth:`mlxspec.Decoder.decode`.
+            PromptError, OptionError: as for :meth:`mlxspec.Decoder.decode`.
         """
         from ...engine.caches import cached_length
         from ...engine.model_sizes import context_length
@@ -397,7 +397,7 @@ class Generation:
     def stream(
         self, decoder: Decoder, tokens: Sequence[int], **more: Any
     ) -> Generator[GenerationResponse, None, None]:
-        """Generate alone; the arguments and errors are those of :meth:`request`."""
+        """Generate one output; the arguments and errors are the same as for :meth:`request`."""
         from ...generation.engine import responses
 
         request, as_shown = self.request(decoder, tokens, **more)
@@ -410,17 +410,17 @@ class Generation:
         conversation: Sequence[int] | None = None,
         begun: str | None = None,
     ) -> GenerationOptions:
-        """The options of sampling, form, ends and memory for :meth:`mlxspec.Decoder.decode`.
+        """The options for :meth:`mlxspec.Decoder.decode`: sampling, form, ends and caches.
 
         Args:
-            decoder: of :meth:`load`.
-            conversation: the prompt's tokens, if the output is a chat's answer.
+            decoder: made by :meth:`load`.
+            conversation: the prompt's tokens, if the output is an answer in a chat.
             begun: the beginning of that answer; the form applies to the rest.
         """
         from ...generation.options import ends_in_reasoning, in_answer, leaves_reasoning_open
 
         tokenizer, constraint = decoder.tokenizer, self.constraint
-        # XTC keeps line breaks and end tokens, as on mlx-lm's command line.
+        # XTC never removes line breaks and end tokens, as on mlx-lm's command line.
         kept = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
         options: dict[str, Any] = {
             **vars(self.ends),
@@ -449,10 +449,10 @@ class Generation:
 
 
 def _read_form(option: str, file: str, read: Callable[[str], Constraint]) -> Constraint:
-    """The constraint in the file of an option.
+    """Read a constraint from the file of an option.
 
     Raises:
-        OptionError: there is no such file, or it is not of this kind.
+        OptionError: the file cannot be read, or does not hold such a constraint.
     """
     source = f"{option} {file}"
     try:
@@ -465,17 +465,17 @@ def _read_form(option: str, file: str, read: Callable[[str], Constraint]) -> Con
 
 
 def puts_space_first(decoder: Decoder) -> bool:
-    """Whether the tokenizer puts a space before every text, also before a chat's answer."""
+    """Whether the tokenizer puts a space before every text, even an answer in a chat."""
     from ...models.detokenizer import detokenizer_of
 
     return bool(detokenizer_of(decoder.tokenizer).prefix_space)
 
 
 def without_first_space(applies: bool) -> Callable[[GenerationResponse], GenerationResponse]:
-    """A function that drops the space before an answer's text from its responses, in order.
+    """Make a function that takes an answer's responses in order and drops the space before it.
 
     Args:
-        applies: whether the tokenizer has put a space there; else responses stay as they are.
+        applies: whether the tokenizer puts a space there; if not, the responses stay as they are.
     """
     left = applies
 
@@ -493,8 +493,8 @@ def room_for(longest: int | None, n_prompt: int, max_tokens: int) -> int:
     """How many tokens an output may have, at least one.
 
     Args:
-        longest: the model's context in tokens, where it is known.
-        n_prompt: tokens of the prompt.
-        max_tokens: how many it may have in an empty context.
+        longest: the model's context length in tokens; None if unknown.
+        n_prompt: the number of prompt tokens.
+        max_tokens: the most tokens in an empty context.
     """
     return max_tokens if longest is None else max(1, min(max_tokens, longest - n_prompt))

@@ -1,4 +1,4 @@
-"""How a model is named: by its place or with ``--model``, by an alias, or by default."""
+"""How commands get their model: as an argument, with ``--model``, by an alias, or by default."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from .notes import note
 from .options import ARGUMENTS, Decorator, Name, argument, option
 
 DIRECTORY = "mlx_model"
-"""What ``mlxspec convert`` writes, and the model where none is named."""
+"""Where ``mlxspec convert`` writes, and the default model if it exists."""
 
 SMALL_MODEL = "mlx-community/Mistral-7B-Instruct-v0.3-4bit"
-"""The model that is suggested to users who have none yet."""
+"""The model to suggest to users who have none yet."""
 
 DEMO_CAN = 'Repeat this 3 times: "The red fox sees the river."'
-"""A prompt that the bundled model can answer."""
+"""A prompt that the demo model can answer."""
 
 ABOUT = "A model directory, a Hub repository, an alias of 'mlxspec config', or 'demo'."
 
 
 class _Model(Name):
-    """A model's name, with that of its model for an alias.
+    """A model's name; an alias is replaced by the model's name.
 
-    An alias, and "demo", overrides a directory of the same name; "./demo" is the directory.
+    An alias or "demo" takes precedence over a directory with its name; "./demo" is the directory.
     """
 
     def convert(
@@ -52,21 +52,21 @@ class _Model(Name):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """Names that are known, and whatever directories the shell finds."""
+        """Complete known names, and directories."""
         named = [CompletionItem(name) for name in known_names() if name.startswith(incomplete)]
-        # click's script for zsh loses its place where a value is empty.
+        # An empty value confuses click's script for zsh.
         return [CompletionItem(incomplete or "./", type="dir"), *named]
 
 
 MODEL = _Model(readable=False)
-"""The user's model, as the name that loads it."""
+"""A model, as a name that can be loaded."""
 
 
 def resolved(name: str) -> str:
     """The model that a name stands for.
 
     Raises:
-        SettingsError: the file of ``mlxspec config`` is at fault.
+        SettingsError: the settings file is invalid.
     """
     model = load_config().resolved(name)
     if model != name and Path(name).is_dir():
@@ -75,10 +75,10 @@ def resolved(name: str) -> str:
 
 
 def known_names() -> Iterator[str]:
-    """Names of models on this machine, found by a quick look."""
+    """Names of models on this machine, found without opening them."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    with suppress(MlxspecError):  # which the command itself reports
+    with suppress(MlxspecError):  # the command itself reports it
         yield from load_config().aliases
     yield DEMO
     for directory in sorted(Path(HF_HUB_CACHE).glob("models--*--*")):
@@ -88,11 +88,11 @@ def known_names() -> Iterator[str]:
 
 
 def default_model() -> tuple[str, str] | None:
-    """The model that is used where none is named, and what names it; None if nothing does.
+    """The default model and what sets it; None if nothing does.
 
     Raises:
-        OptionError: the user has named something that is not a model.
-        SettingsError: the file of ``mlxspec config`` is at fault.
+        OptionError: it is set to something that is not a model.
+        SettingsError: the settings file is invalid.
     """
     config = load_config()
     for source, name in (
@@ -107,18 +107,18 @@ def default_model() -> tuple[str, str] | None:
                 or model == DEMO
             ):
                 raise OptionError(
-                    f"{source} names the model {model}: there is no such directory, and no Hub "
-                    "repository is called so; set it to another one"
+                    f"{source} names the model {model}: it is neither a directory nor the name of "
+                    "a Hub repository; set it to another model"
                 )
             return model, source
     return (DIRECTORY, f"./{DIRECTORY}") if Path(DIRECTORY).is_dir() else None
 
 
 def model_or_default(model: str | None) -> str:
-    """The model that was asked for, or the default one, or else the demo model.
+    """The given model, or the default one, or else the demo model.
 
     Raises:
-        SettingsError: the file of ``mlxspec config`` is at fault.
+        SettingsError: the settings file is invalid.
     """
     if model:
         return model
@@ -127,14 +127,14 @@ def model_or_default(model: str | None) -> str:
 
 
 def note_which_model(asked: str | None, prompt: str = DEMO_CAN) -> None:
-    """Note which model answers, if the user may expect another one.
+    """Print a note about which model answers, if the user may expect another one.
 
-    That is the demo model if none was named, or if it cannot do what the prompt asks for; and a
-    default that overrides ``mlx_model``. Call it once no error can come before the answer.
+    That is so for the demo model, if none was named or the prompt is beyond it, and for a default
+    that overrides ``mlx_model``. Call it when no error can come before the answer any more.
 
     Args:
         asked: the model that was named for this command.
-        prompt: what the model is to answer.
+        prompt: the prompt, to judge whether it is beyond the demo model.
     """
     default = None if asked else default_model()
     answers, source = default or (asked or DEMO, "")
@@ -142,11 +142,11 @@ def note_which_model(asked: str | None, prompt: str = DEMO_CAN) -> None:
     if answers == DEMO and (unnamed or is_beyond_demo(prompt)):
         note(
             f"{'no model is named, so ' * unnamed}the demo model answers: a toy that repeats, "
-            f"copies, edits and quotes what it is given, such as '{DEMO_CAN}'; for more try "
+            f"copies, edits and quotes text, such as '{DEMO_CAN}'; for more try "
             f"--model {SMALL_MODEL}"
         )
     elif default and Path(DIRECTORY).is_dir() and not _is_same(answers, DIRECTORY):
-        note(f"{answers} answers, named by {source}; the model here is --model {DIRECTORY}")
+        note(f"{answers} answers, set by {source}; to use the model here, add --model {DIRECTORY}")
 
 
 _GIVEN = re.compile(r"\n|(?<!\w)[\"'`“].+[\"'`”](?!\w)")
@@ -158,8 +158,8 @@ _TASK = re.compile(
 def is_beyond_demo(prompt: str) -> bool:
     """Whether a prompt asks for more than the demo model can do, judged by its form.
 
-    The demo model does a few tasks, with a text that the prompt gives: in quotation marks, or
-    before or after the line that says what to do.
+    The demo model does a few tasks on a text in the prompt. The text is in quotation marks, or
+    before or after the line with the task.
     """
     lines = prompt.strip().splitlines() or [""]
     return not (_GIVEN.search(prompt.strip()) and any(map(_TASK.search, (lines[0], lines[-1]))))
@@ -171,22 +171,20 @@ def _is_same(first: str, second: str) -> bool:
 
 # --- as options and arguments ---
 
-_NAMED = f"  [default: {MODEL_VARIABLE}, 'mlxspec config', or {DIRECTORY} here"
-DEFAULT, DEFAULT_OR_DEMO = f"{_NAMED}]", f"{_NAMED}; else demo]"
+DEFAULT = f"  [default: {MODEL_VARIABLE}, 'mlxspec config', or ./{DIRECTORY}]"
+DEFAULT_OR_DEMO = f"  [default: {MODEL_VARIABLE}, 'mlxspec config', ./{DIRECTORY}, or demo]"
 
 
 def model_option(group: str) -> Decorator:
-    """``--model`` of a command whose argument is something else."""
+    """``--model`` for a command whose argument is not a model."""
     return option("-m --model MODEL", ABOUT + DEFAULT_OR_DEMO, type=MODEL, group=group)
 
 
 def model_argument(about: str = ABOUT + DEFAULT_OR_DEMO, *, several: bool = False) -> Decorator:
-    """MODEL, by its place or with ``--model``; the command gets it as ``model``.
-
-    That is None where neither is given.
+    """MODEL, as an argument or with ``--model``; the command gets it as ``model``, or None.
 
     Args:
-        about: what the help says of it.
+        about: its help text.
         several: MODEL and ``--model`` can be repeated; the command gets all as ``models``.
     """
     name, words = ("models", "[MODEL]...") if several else ("model", "[MODEL]")
@@ -216,10 +214,10 @@ def model_argument(about: str = ABOUT + DEFAULT_OR_DEMO, *, several: bool = Fals
 
 
 def _one_of(placed: str | None, named: str | None) -> str | None:
-    """The model that was given in one way or the other.
+    """The model that was given, in either way.
 
     Raises:
-        click.UsageError: two were.
+        click.UsageError: two different models were given.
     """
     if placed and named and placed != named:
         raise click.UsageError(f"MODEL is {placed}, and --model {named}: give one of them")
@@ -227,10 +225,10 @@ def _one_of(placed: str | None, named: str | None) -> str | None:
 
 
 def needed_model(model: str | None) -> str:
-    """The model that was asked for, or the user's default; for commands without the demo's.
+    """The given model or the default one, for commands that do not fall back on the demo model.
 
     Raises:
-        click.UsageError: there is no default model.
+        click.UsageError: no model is given or set.
     """
     if model:
         return model

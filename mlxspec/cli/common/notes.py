@@ -1,4 +1,4 @@
-"""How a command ends: one line for what went wrong, and an exit status that says how."""
+"""Notes on standard error, and the end of a command: an error in one line, and an exit status."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def note(message: object) -> None:
 
 @contextmanager
 def dispensable() -> Iterator[None]:
-    """A context for output to standard error; if that fails, it and all that follows is dropped."""
+    """Run the body; if it cannot write to standard error, drop all further output there."""
     try:
         yield
-    except OSError:  # a full disk, say: no reason to lose the answer
+    except OSError:  # such as a full disk, which is no reason to lose the answer
         _discard(sys.stderr)
 
 
@@ -56,10 +56,10 @@ def say(message: object) -> None:
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Run a command's body: errors and warnings become lines, an interrupt an exit status.
+    """Run a command's body: print errors and warnings as lines, and exit at an interrupt.
 
-    A reader that has seen enough and closes the pipe (``| head -1``) ends the command quietly
-    and successfully.
+    When the reader of its output closes the pipe (``| head -1``), the command ends quietly with
+    status 0.
     """
     if sys.stdout is None:  # closed by the shell: `>&-`
         _fail("standard output is closed: send it to a file, or to /dev/null")
@@ -73,16 +73,18 @@ def reported() -> Iterator[None]:
 
 
 def hush_transformers() -> None:
-    """Keep it from advising to install PyTorch, which nothing here needs, and from warning of
-    texts beyond a model's context. Works only before it is imported."""
+    """Silence two messages of transformers: to install PyTorch, and that a text is too long.
+
+    This works only before transformers is imported.
+    """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 def run_command(command: click.Command, name: str) -> None:
-    """Run a command as a process of its own and exit; a wrong use is one line and status 2.
+    """Run a command as the whole process and exit; wrong usage prints one line, with status 2.
 
     Args:
-        command: what :func:`reported` did not catch in it ends in one line as well.
+        command: the command; errors outside :func:`reported` end in one line as well.
         name: what the user calls it.
     """
     with _errors_in_one_line():
@@ -96,22 +98,22 @@ def run_command(command: click.Command, name: str) -> None:
             _fail(_misuse(error) + hint, error.exit_code)
         except click.ClickException as error:
             _fail(error.format_message(), error.exit_code)
-        except click.Abort:  # click has ended the line in which Ctrl-C was pressed
+        except click.Abort:  # click has already ended the line
             _write("Interrupted.")
             sys.exit(INTERRUPTED)
 
 
 def _misuse(error: click.UsageError) -> str:
-    """What is wrong with the arguments; of a mistyped option, which one it was to be."""
+    """What is wrong with the arguments; for a mistyped option, the nearest one."""
     if isinstance(error, click.NoSuchOption):
         near = f": did you mean {error.possibilities[0]}?" if error.possibilities else ""
-        return f"there is no option {error.option_name}{near}"
+        return f"unknown option {error.option_name}{near}"
     return error.format_message().rstrip(".")
 
 
 @contextmanager
 def _errors_in_one_line() -> Iterator[None]:
-    """End the process where its input is at fault, in one line."""
+    """Exit with one line if the input is at fault."""
     try:
         yield
     except OptionError as error:
@@ -127,7 +129,7 @@ def _errors_in_one_line() -> Iterator[None]:
     except OSError as error:
         if error.errno == errno.ENOSPC:
             _discard_output()
-            _fail("no space is left where the output goes: send it elsewhere")
+            _fail("no space is left for the output: send it elsewhere")
         _fail(_complaint(error))
 
 
@@ -135,26 +137,26 @@ def _complaint(error: OSError) -> str:
     """The message for a file that cannot be read, written or found.
 
     Raises:
-        OSError: it names no file; then it is shown with its traceback.
+        OSError: the error names no file, so it is shown with its traceback.
     """
     if isinstance(error.filename, str):
         return f"{error.filename}: {error.strerror}; name another one"
-    if error.errno == errno.ENOENT:  # what os.getcwd() raises
-        return "the working directory is gone: change to one that is there"
+    if error.errno == errno.ENOENT:  # raised by os.getcwd()
+        return "the working directory is gone: change to another one"
     raise error
 
 
 @contextmanager
 def _warnings_as_notes() -> Iterator[None]:
-    """Show what mlxspec warns of and logs as notes, and other warnings only with ``python -W``."""
+    """Show mlxspec's warnings and log records as notes, and others only with ``python -W``."""
     log, handler = logging.getLogger("mlxspec"), _LoggedNotes(logging.WARNING)
     log.addHandler(handler)
     try:
         with warnings.catch_warnings():
             if not sys.warnoptions:
                 warnings.simplefilter("ignore")
-                # Only these: for a socket that the garbage collector finds open, Python blames
-                # whichever line happens to run.
+                # UserWarning only: when the garbage collector finds an open socket, Python blames
+                # whichever line is running.
                 warnings.filterwarnings("always", category=UserWarning, module=r"mlxspec(\.|$)")
             warnings.showwarning = lambda message, *_: note(message)
             yield
@@ -163,7 +165,7 @@ def _warnings_as_notes() -> Iterator[None]:
 
 
 class _LoggedNotes(logging.Handler):
-    """Shows log records as notes, and faults of the library with their tracebacks."""
+    """Shows log records as notes, and records of exceptions with their tracebacks."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info:
@@ -178,12 +180,12 @@ def _fail(message: object, status: int = 1) -> NoReturn:
 
 
 def in_one_line(message: object) -> str:
-    """A message as it is shown: on one line, harmless and not too long."""
+    """Make a message safe to print: on one line, and not too long."""
     return shortened(one_line(message))
 
 
 def _discard_output() -> None:
-    """Send what cannot be written to nowhere, or Python complains about it as it exits."""
+    """Drop output that cannot be written; otherwise Python complains about it at exit."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -196,9 +198,9 @@ def _discard(stream: TextIO) -> None:
 
 
 def in_option_names(message: str) -> str:
-    """An error of the API with ``--top-k`` for ``top_k``, for each option of the running command.
+    """Write ``top_k`` in an API's error as ``--top-k``, for all options of the running command.
 
-    A name of one word is taken for an option's only where the message begins with it.
+    A name of a single word is replaced only at the beginning of the message.
     """
     context = click.get_current_context(silent=True)
     for option in context.command.params if context else ():
@@ -212,9 +214,9 @@ def in_option_names(message: str) -> str:
 
 
 def write_plainly() -> None:
-    """Make the standard streams replace what their encodings lack, instead of failing.
+    """Make the standard streams replace characters that they cannot encode, instead of failing.
 
-    Standard error gets it as Python escapes it, which keeps names of files readable.
+    Standard error gets Python's escapes, which keep file names readable.
     """
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")

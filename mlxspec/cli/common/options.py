@@ -29,14 +29,14 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 ARGUMENTS = "Arguments"
-"""The heading of arguments, and of options that stand for them."""
+"""The heading of arguments, and of options that replace them."""
 
 
 class _Context(click.Context):
     """A context whose help is no wider than the terminal."""
 
     def make_formatter(self) -> click.HelpFormatter:
-        """Like click's, which is never narrower than 50 columns."""
+        """Like click's, but without its minimum of 50 columns."""
         width = self.terminal_width or min(get_terminal_size().columns, 80) - 2
         return click.HelpFormatter(width=width)
 
@@ -48,7 +48,7 @@ _SHORT_NAME = 14  # characters; longer ones would leave too little room for the 
 class SectionedCommand(click.Command):
     """A command with ``--version`` whose help has a section for each group of options.
 
-    The arguments have the first section, and ``--version`` and ``--help`` the last one.
+    The arguments come first, and ``--version`` and ``--help`` last.
     """
 
     context_class = _Context
@@ -78,10 +78,10 @@ class SectionedCommand(click.Command):
 
 
 class Command(SectionedCommand):
-    """A command whose help ends with examples, and whose errors end in one line.
+    """A command whose help ends with examples, and whose errors are printed on one line.
 
-    The help shows the examples of its docstring, and what follows them, below the options. For
-    errors see :func:`.common.notes.reported`.
+    The help shows the docstring's examples, and the text after them, below the options. See
+    :func:`.common.notes.reported` for errors.
     """
 
     def __init__(self, name: str, help: str, **more: Any) -> None:
@@ -89,8 +89,8 @@ class Command(SectionedCommand):
         super().__init__(name, help=about, **{"epilog": examples + rest, **more})
 
     def make_context(self, *args: Any, **more: Any) -> click.Context:
-        """Like click's; the user's settings are the options' defaults."""
-        with suppress(MlxspecError):  # which the command reports, and --help need not
+        """Like click's, with the user's settings as the defaults of options."""
+        with suppress(MlxspecError):  # the command reports it, and --help need not
             more.setdefault("default_map", load_config().defaults_of(self.name or ""))
         return super().make_context(*args, **more)
 
@@ -100,7 +100,7 @@ class Command(SectionedCommand):
 
 
 class Group(click.Group):
-    """A command with subcommands; for a mistyped one it suggests the nearest."""
+    """A command with subcommands; if one is mistyped, it suggests the nearest."""
 
     command_class = Command
     context_class = _Context
@@ -112,10 +112,10 @@ class Group(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click does.
+        """Like click's, but with a message of our own.
 
         Raises:
-            click.UsageError: there is no such command.
+            click.UsageError: the command is unknown.
         """
         name = args[0]
         is_command = name.startswith("-") or self.get_command(ctx, name) is not None
@@ -127,17 +127,17 @@ class Group(click.Group):
         """Message for an unknown command."""
         near = get_close_matches(name, self.list_commands(ctx), n=1)
         guess = f": did you mean {near[0]}?" if near else ""
-        return f"there is no command {name!r}{guess}"
+        return f"unknown command {name!r}{guess}"
 
 
 _version = click.version_option(mlxspec.__version__, prog_name="mlxspec")
 
 
 def argument(name: str, help: str, **more: Any) -> Decorator:
-    """An argument of a command.
+    """Declare an argument of a command.
 
     Args:
-        name: of the command's parameter; the help shows it in capitals if there is no ``metavar``.
+        name: the function's parameter; without ``metavar`` the help shows it in capitals.
         help: a sentence about it.
         more: as for :class:`click.Argument`.
     """
@@ -145,9 +145,9 @@ def argument(name: str, help: str, **more: Any) -> Decorator:
 
 
 class Option(click.Option):
-    """An option with the heading that it stands under.
+    """An option with a heading.
 
-    A text must be UTF-8; names of files need not be.
+    Text must be UTF-8; file names need not be.
     """
 
     def __init__(self, *args: Any, group: str | None = None, **kwargs: Any) -> None:
@@ -155,7 +155,7 @@ class Option(click.Option):
         self.group = group
 
     def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
-        """Like click's, after decoding what Python could not decode in the arguments."""
+        """Like click's, but decode text as UTF-8, whatever the locale."""
         if self.type is click.STRING and value is not None:
             try:
                 value = [*map(_as_utf8, value)] if self.multiple else _as_utf8(value)
@@ -168,7 +168,7 @@ class Option(click.Option):
 
 
 def _as_utf8(text: str) -> str:
-    """Decode an argument; bytes that the locale lacks are lone surrogates in it."""
+    """Decode an argument in which Python has left undecodable bytes as lone surrogates."""
     return text.encode(errors="surrogateescape").decode() if isinstance(text, str) else text
 
 
@@ -188,25 +188,25 @@ class Name(click.Path):
         return super().convert(value, param, ctx)
 
 
-# Whatever reads a file says itself when it cannot.
+# A file that cannot be read is reported by the code that reads it.
 NAME = Name(readable=False)
-"""A model, a file or a directory, as the text that it is."""
+"""A name of a model, a file or a directory, as a text."""
 FILE = Name(readable=False, path_type=Path)
-"""A file, as a path."""
+"""A name of a file, as a path."""
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "show_default": True}
 command = partial(click.command, cls=Command, context_settings=SETTINGS)
 
 
 def option(spelling: str, help: str, name: str | None = None, **more: Any) -> Decorator:
-    """An option, spelled as ``--help`` shows it: ``option("-o --output FILE", "What to write.")``.
+    """Declare an option as ``--help`` shows it: ``option("-o --output FILE", "What to write.")``.
 
-    Without the name of a value and without a ``type`` it is a flag.
+    It is a flag if it has neither a name for its value nor a ``type``.
 
     Args:
-        spelling: its names, and what stands for its value.
+        spelling: the option's names, and the name of its value.
         help: what it does.
-        name: of the command's argument, if not the option's own.
+        name: the function's parameter, if its name differs from the option's.
         more: as for :class:`Option`.
     """
     declared = _declared(spelling, **more)
@@ -215,7 +215,7 @@ def option(spelling: str, help: str, name: str | None = None, **more: Any) -> De
 
 
 def option_field(spelling: str, help: str, **more: Any) -> Any:
-    """A field of a dataclass for :func:`options_of`; the arguments are :func:`option`'s."""
+    """A field of a dataclass for :func:`options_of`; arguments as for :func:`option`."""
     default = more.pop("default", None)
     return field(default=default, metadata={"help": help, **_declared(spelling, **more)})
 
@@ -237,9 +237,9 @@ def nested(kind: type, group: str, **read: Callable) -> dict[str, Any]:
     """The metadata of a field that is itself a dataclass of options, for :func:`options_of`.
 
     Args:
-        kind: the field's.
+        kind: the field's class.
         group: the heading of its options.
-        read: by field, a function that makes the value from the given texts.
+        read: functions, by field, that make the value from the given texts.
     """
     return {"options": kind, "group": group, "read": read}
 
@@ -249,12 +249,12 @@ def options_of(
 ) -> Decorator:
     """Give a command an option for each field of a dataclass whose metadata has a ``help``.
 
-    The option of a field with several values can be repeated. Fields without a ``help`` take the
-    command's options of the same name, if there are any.
+    The option of a field with several values can be repeated. A field without a ``help`` takes the
+    command's option of the same name, if it has one.
 
     Args:
         kind: the dataclass.
-        argument: the name of the command's argument that gets the dataclass.
+        argument: the function's parameter that gets the dataclass.
         group: the heading of these options.
         leave_out: fields that are not options of this command.
     """
@@ -282,7 +282,7 @@ def _options_in(kind: type, group: str | None, leave_out: Collection[str]) -> It
 
 
 def _taken(kind: type, options: dict[str, Any], **read: Callable) -> Any:
-    """Make the dataclass from a command's options, and remove these from ``options``."""
+    """Make the dataclass from a command's options, and remove its fields from ``options``."""
     values = {}
     for own in fields(kind):
         if "options" in own.metadata:
@@ -326,23 +326,21 @@ def names_completed(names: Callable[[], Iterable[str]]) -> Callable[..., list[st
 
 
 DRAFTER = "--drafter MODULE:CLASS"
-"""How to pass a custom drafter; :func:`mlxspec.drafting.drafter.load_drafter` loads it."""
+"""The option for a custom drafter, which :func:`mlxspec.drafting.drafter.load_drafter` loads."""
 
 ADAPTERS = "--adapter-path DIR"
-ADAPTERS_HELP = "Put in adapters (LoRA, DoRA) that mlx_lm.lora has trained for the model."
+ADAPTERS_HELP = "Apply adapters (LoRA, DoRA) that mlx_lm.lora has trained for the model."
 
 NO_MEMORY = "--no-memory"
-NO_MEMORY_HELP = (
-    "Neither draft from nor add to the answers that 'mlxspec memory on' keeps over runs."
-)
+NO_MEMORY_HELP = "Neither draft from nor add to the answers that 'mlxspec memory on' keeps."
 
 
 def check_least(least: int, **options: int | None) -> None:
-    """Refuse numbers below ``least``, by the names of their options.
+    """Check that numbers are at least ``least``; each is named as its option.
 
     Raises:
-        OptionError: one of them is.
+        OptionError: a number is too small.
     """
     for name, value in options.items():
         if value is not None and value < least:
-            raise OptionError(f"--{name.replace('_', '-')} is {value}: it is at least {least}")
+            raise OptionError(f"--{name.replace('_', '-')} is {value}: give at least {least}")

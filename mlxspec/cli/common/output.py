@@ -1,4 +1,4 @@
-"""What commands show: consoles, progress bars, tables, figures of answers, JSON, sizes in words."""
+"""Output of commands: consoles, progress bars, tables, pages, figures of answers, JSON, sizes."""
 
 from __future__ import annotations
 
@@ -39,59 +39,59 @@ if TYPE_CHECKING:
 
 _UNLIMITED = 10_000  # columns
 _LONG_PROMPT = 1000  # tokens; shorter ones are processed in a blink
-_BAR = 60  # columns of a page
+_BAR = 60  # columns of the longest bar
 
 
 class _OutputConsole(Console):
     def on_broken_pipe(self) -> None:
-        """Leave it to :func:`.common.notes.reported`, whatever writes to the pipe."""
+        """Raise, and let :func:`.common.notes.reported` end the command."""
         raise BrokenPipeError
 
 
 def output_console(color: bool | None = None) -> Console:
-    """Standard output; ``color`` as in :func:`mlxspec.terminal.wants_color`.
+    """Standard output; ``color`` as for :func:`mlxspec.terminal.wants_color`.
 
-    As wide as the terminal, or as COLUMNS says; in a file or pipe without limit, so that a line
-    stays a line for whatever reads it.
+    It is as wide as the terminal or COLUMNS. In a file or pipe without COLUMNS lines are never
+    wrapped.
     """
     limited = sys.stdout.isatty() or "COLUMNS" in os.environ
     in_color = wants_color(sys.stdout, color)
-    # Colours that are asked for go into a pipe, too.
+    # Colours that the user asks for go into a pipe, too.
     return _OutputConsole(
         force_terminal=in_color or None, width=None if limited else _UNLIMITED, **_look(in_color)
     )
 
 
 def error_console(color: bool | None = None) -> Console:
-    """Standard error; ``color`` as in :func:`mlxspec.terminal.wants_color`."""
+    """Standard error; ``color`` as for :func:`mlxspec.terminal.wants_color`."""
     in_color = wants_color(sys.stderr, color)
     return Console(stderr=True, force_terminal=sys.stderr.isatty() or in_color, **_look(in_color))
 
 
 def _look(in_color: bool) -> dict[str, Any]:
-    """Texts as they are; without colours no bold and no dim either."""
+    """Options to print text as it is, and without colours also without bold and dim."""
     as_they_are = dict.fromkeys(("highlight", "markup", "emoji"), False)
     return {"no_color": not in_color, "color_system": "256" if in_color else None, **as_they_are}
 
 
 def at_terminal() -> bool:
-    """Whether the user can be asked at a terminal."""
+    """Whether the command can ask the user at a terminal."""
     return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
 
 
 class ProgressBar:
     """Shows a bar on an interactive terminal, nothing elsewhere.
 
-    Call it with how much is done and how much there is to do, None if unknown. It is erased when
+    Call it with the amount done and the total, or None if the total is unknown. It is erased when
     all is done, at the latest at the end of the ``with`` block.
 
     Args:
         what: the words before the bar.
-        figures: what stands behind it; by default the percentage.
+        figures: the columns after it; by default the percentage.
         console: where it is drawn; by default standard error.
-        least: no bar is shown if there is less to do than this.
-        then: the words before a full bar, if work is left when all is counted; it then stays
-            until the end of the block.
+        least: the smallest total for which a bar is shown.
+        then: the words before the full bar, if uncounted work follows. The bar then stays until
+            the end of the block.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class ProgressBar:
         console = console or error_console()
         self._bar = Progress(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=10),  # as a whole narrow enough for 40 columns with an echoed ^C
+            BarColumn(bar_width=10),  # so that all fits into 40 columns, with an echoed ^C
             *(figures or [TaskProgressColumn()]),
             console=console,
             transient=True,
@@ -140,7 +140,7 @@ def prefill_bar(console: Console) -> ProgressBar:
 
 
 class FoldingTable(Table):
-    """A table of names and figures; its cells wrap where the terminal is narrow.
+    """A table of names and figures; its cells wrap on a narrow terminal.
 
     Args:
         heading: the heading of the names.
@@ -187,7 +187,7 @@ pre {{ font: 14px/1.4 ui-monospace, Menlo, "DejaVu Sans Mono", monospace; overfl
 
 
 def html_page(parts: Iterable[RenderableType], title: str, width: int = 120) -> str:
-    """Tables and lines of text as an HTML page, with all text escaped; ``width`` is in columns."""
+    """Make an HTML page, ``width`` columns wide, of tables and lines of text; text is escaped."""
     console = Console(file=io.StringIO(), record=True, width=width, force_terminal=True)
     for part in parts:
         console.print(part, highlight=False, markup=False, emoji=False)
@@ -195,11 +195,11 @@ def html_page(parts: Iterable[RenderableType], title: str, width: int = 120) -> 
 
 
 def speed_bars(speeds: Mapping[str, float | None], slow: float, without: str = "") -> Table:
-    """Speeds as bars, by name: the highest in blue, in yellow those below ``slow``.
+    """Draw speeds as bars: the highest in blue, those below ``slow`` in yellow.
 
     Args:
-        speeds: against what has a speed of 1; None where there is none.
-        slow: the highest speed that is drawn as slow.
+        speeds: by name, relative to a baseline of 1; None if unknown.
+        slow: speeds below this are slow.
         without: a name whose speed does not count as the highest.
     """
     best = max((value or 0 for name, value in speeds.items() if name != without), default=0)
@@ -216,15 +216,14 @@ def speed_bars(speeds: Mapping[str, float | None], slow: float, without: str = "
 def write_json(report: dict[str, Any], indent: int | None = None) -> None:
     """Write one JSON object to standard output.
 
-    It is ASCII without control characters, so it is right in every encoding and harmless on a
-    terminal; a reader gets every text back exactly.
+    It is ASCII without control characters, so it is valid in every encoding and safe on a terminal.
     """
     click.echo(json_text(report, indent))
 
 
 def json_text(report: dict[str, Any], indent: int | None = None) -> str:
-    """What :func:`write_json` writes, without the line's end."""
-    # DEL is the one control character that json leaves.
+    """The text that :func:`write_json` writes, without the newline."""
+    # DEL is the only control character that json does not escape.
     return json.dumps(report, indent=indent).replace("\x7f", "\\u007f")
 
 
@@ -233,15 +232,15 @@ def _same_file(path: Path, other: object) -> bool:
 
 
 _MARK = b'<meta name="generator" content="mlxspec">'
-_BEGINNING = 1024  # bytes of a page in which the mark stands
+_BEGINNING = 1024  # bytes of a page that include the mark
 
 
 def check_page(path: Path, *, force: bool) -> None:
     """Check that a page can be written, before the work for it begins.
 
     Args:
-        path: the file. An older page there makes room for the new one.
-        force: replace whatever regular file is there.
+        path: the file. An older page is replaced.
+        force: replace any regular file.
 
     Raises:
         OptionError: ``path`` cannot be written, or holds something else.
@@ -259,41 +258,41 @@ def check_page(path: Path, *, force: bool) -> None:
             if not beginning or _MARK in beginning:
                 return
         raise OptionError(
-            f"--html {path}: exists and is not a report of mlxspec; name another file, or "
-            "replace it with --force"
+            f"--html {path}: exists and is not a report of mlxspec; name another file, or add "
+            "--force to replace it"
         )
 
 
 def write_page(path: Path, content: str, *, force: bool) -> None:
-    """Write a page, whole or not at all; the arguments are :func:`check_page`'s.
+    """Write a page, whole or not at all; arguments as for :func:`check_page`.
 
     Raises:
-        OptionError: it cannot be written; what was there before is unchanged.
+        OptionError: it cannot be written; an existing file is unchanged.
     """
     check_page(path, force=force)
     with replaced(path, OptionError, SHARED) as file:
-        file.write(content.encode(errors="replace"))  # names of files may be no UTF-8
+        file.write(content.encode(errors="replace"))  # file names need not be UTF-8
 
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """How to show a report: as tables or as one JSON object, and on a page as well."""
+    """How to show a report: as tables or as one JSON object, and optionally as a page."""
 
-    html: Path | None = option_field("--html FILE", "Write a page with drawings as well.")  # noqa: RUF009
+    html: Path | None = option_field("--html FILE", "Also write the report as an HTML page.")  # noqa: RUF009
     force: bool = option_field(
         "--force",
-        "Let the report replace whatever file is there, not only an older report.",
+        "Replace any file with the page, not only an older report.",
         default=False,
     )
     as_json: bool = option_field(
-        "--json", "Write one JSON object instead of a table.", default=False
+        "--json", "Write one JSON object instead of tables.", default=False
     )
 
     def check(self) -> None:
-        """Find out before the work that the page cannot be written.
+        """Check before the work that the page can be written.
 
         Raises:
-            OptionError: it cannot.
+            OptionError: it cannot be written.
         """
         if not self.html:
             return
@@ -312,14 +311,14 @@ class ReportOptions:
         page: Callable[[], Iterable[RenderableType]] | None = None,
         brief: Iterable[str] = (),
     ) -> None:
-        """Show figures as JSON or as tables, and write these as a page if asked to.
+        """Show a report as JSON or as tables, and write it as a page if requested.
 
         Args:
-            title: of the page.
-            figures: as JSON has them.
+            title: the page's title.
+            figures: the JSON object.
             tables: makes the tables.
-            page: makes what is on the page; by default the tables.
-            brief: lines that are shown in place of the tables where there is a page.
+            page: makes the content of the page; by default the tables.
+            brief: lines to show instead of the tables if a page is written.
         """
 
         def show() -> None:
@@ -343,15 +342,15 @@ class ReportOptions:
         page: Callable[[], str],
         briefly: Callable[[], None] | None = None,
     ) -> None:
-        """Show what was found, and write it as a page if asked to.
+        """Show a report, and write it as a page if requested.
 
-        The page comes first, since a reader who closes the pipe ends the command. What was found
+        The page is written first, since a reader who closes the pipe ends the command. The report
         is shown even if the page cannot be written.
 
         Args:
-            show: shows it.
+            show: shows the report.
             page: makes the page.
-            briefly: shows what matters most, where the page has the rest; by default ``show``.
+            briefly: shows a summary if a page is written; by default ``show``.
 
         Raises:
             OptionError: the page cannot be written.
@@ -364,29 +363,29 @@ class ReportOptions:
 
 
 def shown(name: str) -> str:
-    """A name from the user's data, harmless in a table."""
+    """Make a name from the user's data safe to show in a table."""
     return visible(" ".join(name.split()))
 
 
 def ratio(value: float | None) -> str:
-    """A speed against another one."""
+    """Format the ratio of two speeds."""
     return "–" if value is None else f"{value:.2f}×"
 
 
 def counted(number: int, thing: str) -> str:
-    """A number of things: "1 file", "2,000 files"."""
+    """Format a number of things: "1 file", "2,000 files"."""
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
 
 
 def size_in_words(nbytes: int) -> str:
-    """The size of a file, in decimal units: "640 bytes", "3.2 kB", "1,024.0 MB"."""
+    """Format a size in decimal units: "640 bytes", "3.2 kB", "1,024.0 MB"."""
     if nbytes < 1000:
         return counted(nbytes, "byte")
     return f"{nbytes / 1e3:.1f} kB" if nbytes < 1e6 else f"{nbytes / 1e6:,.1f} MB"
 
 
 def result_report(result: GenerationResult, model: str) -> dict[str, Any]:
-    """The fields of the result, the derived figures, and the model's name."""
+    """A result for JSON: its fields, figures derived from them, and the model's name."""
     report = {"model": model, **asdict(result), "generation_tokens": len(result.tokens)}
     del report["segments"]
     report["stats"] |= {
@@ -402,12 +401,12 @@ class Figures:
 
     Attributes:
         context: tokens of the last answer and its prompt.
-        prompt_tokens, reused_tokens, generated_tokens: of all answers.
-        prefill_seconds, seconds: the time of prompts and of what followed them.
-        stats: sums of the answers'; None without an answer.
-        plain_cost, cost: what the generated tokens cost without drafts and what their steps cost,
-            in one unit, by the measured costs of rows: other work of the machine does not count.
-            0 where it is not known.
+        prompt_tokens, reused_tokens, generated_tokens: sums over all answers.
+        prefill_seconds, seconds: the time for prompts and for generated tokens.
+        stats: sums of the answers' stats; None before the first answer.
+        plain_cost, cost: the cost of the generated tokens without drafts and with them, in the same
+            unit; 0 if unknown. They come from the measured costs of rows, so other work of the
+            machine does not count.
     """
 
     context: int = 0
@@ -428,7 +427,7 @@ class Figures:
         Args:
             answer: its last response, or its result.
             generated: the number of its tokens.
-            cost: of its steps, in plain steps; 0 if not known.
+            cost: the cost of its steps, in plain steps; 0 if unknown.
         """
         self.context = answer.prompt_tokens + generated
         self.prompt_tokens += answer.prompt_tokens
@@ -452,12 +451,12 @@ class Figures:
         subtitle: str | None = None,
         below: Iterable[RenderableType] = (),
     ) -> Panel:
-        """The figures, aligned to the right behind their names, each with a remark.
+        """A panel with a row for each figure: its name, the figure and a remark.
 
         Args:
-            first: rows before them.
-            subtitle: in the frame.
-            below: what follows in the panel.
+            first: rows before these.
+            subtitle: a text in the frame.
+            below: what follows the rows.
         """
         run, stats = self.prompt_tokens - self.reused_tokens, self.stats
         rows = [
@@ -465,7 +464,7 @@ class Figures:
             ("prompt tokens", f"{self.prompt_tokens:,}", rate(run, self.prefill_seconds)),
         ]
         if self.reused_tokens:
-            rows.append(("of them reused", f"{self.reused_tokens:,}"))
+            rows.append(("reused", f"{self.reused_tokens:,}"))
         rows.append(
             (
                 "generated tokens",
@@ -483,7 +482,7 @@ class Figures:
             ]
         if self.cost and self.plain_cost:
             rows.append(("against plain", ratio(self.plain_cost / self.cost), "estimated"))
-        n_columns = 3 if any(any(row[2:]) for row in rows) else 2  # an empty one wraps names
+        n_columns = 3 if any(any(row[2:]) for row in rows) else 2  # an empty column wraps names
         grid = Table.grid(padding=(0, 2))
         grid.add_column()
         grid.add_column(justify="right")
@@ -493,7 +492,7 @@ class Figures:
 
 
 def rate(number: float, seconds: float) -> str:
-    """A speed to print behind a number of tokens; empty where the time is not known."""
+    """Format a speed; empty if the time is unknown."""
     if not (number and seconds):
         return ""
     speed = number / seconds

@@ -1,4 +1,4 @@
-"""The prompt of a command: where it comes from, and the tokens that it becomes."""
+"""The prompt of a command: where it comes from, and its tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from ...models.chat_template import Messages
 
-_MOST_BYTES = 100_000_000  # no context holds as much, and some devices never end
+_MOST_BYTES = 100_000_000  # more than any context holds; some devices never end
 _PATIENCE = 10.0  # seconds of waiting for a pipe's first byte
 
 model_option = named_model("Model and prompt")
@@ -32,20 +32,20 @@ model_option = named_model("Model and prompt")
 def _one_prompt(ctx: click.Context, param: click.Parameter, words: tuple[str, ...]) -> str | None:
     if len(words) > 1:
         raise click.UsageError(
-            f"{words[1]!r} follows the prompt {words[0]!r}: put several words into quotes", ctx
+            f"{words[1]!r} follows the prompt {words[0]!r}: put the whole prompt in quotes", ctx
         )
     return words[0] if words else None
 
 
 prompt_argument = argument(
     "argument",
-    "What the model is asked.",
+    "What to ask the model.",
     nargs=-1,
     metavar="[PROMPT]",
     callback=_one_prompt,
     type=click.UNPROCESSED,
 )
-"""The prompt without an option's name; it becomes :attr:`PromptOptions.argument`."""
+"""The prompt as an argument; it becomes :attr:`PromptOptions.argument`."""
 
 
 def _template_arguments(value: Any) -> Mapping[str, Any]:
@@ -78,20 +78,20 @@ _ARGUMENTS_HELP = f"Variables of the chat template, such as {_EXAMPLE}."
 
 
 def template_option(group: str) -> Any:
-    """``--chat-template-config`` of a command that has no :class:`PromptOptions`."""
+    """``--chat-template-config`` for a command without :class:`PromptOptions`."""
     name = "chat_template_config"
     return option(_ARGUMENTS, _ARGUMENTS_HELP, name, type=_template_arguments, group=group)
 
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """A prompt as the user gave it; None where an option is not given.
+    """The prompt and its options; None for an option that is not given.
 
     Attributes:
-        argument: the prompt that was given without an option's name.
+        argument: the prompt that was given as an argument.
 
     Raises:
-        OptionError: what goes into a chat template is given for a prompt that does not.
+        OptionError: an option for the chat template is given with a prompt that does not use it.
     """
 
     prompt: str | None = option_field(
@@ -99,8 +99,8 @@ class PromptOptions:
     )
     prompt_file: str | None = option_field(
         "--prompt-file FILE",
-        "Read a text in UTF-8 from a file, or with - from standard input. It is the prompt, or "
-        "comes before it.",
+        "Read UTF-8 text from FILE; - reads standard input. The text is the prompt, or comes "
+        "before it.",
         type=NAME,
     )
     prompt_ids: str | None = option_field(
@@ -108,7 +108,7 @@ class PromptOptions:
     )
     chat: bool | None = option_field(
         "--chat/--raw",
-        "Put the prompt into the model's chat template, or take it as it is.  [default: chat if "
+        "Put the prompt into the model's chat template, or use it as it is.  [default: chat if "
         "the model has a template]",
         group=_TEMPLATE,
     )
@@ -128,14 +128,14 @@ class PromptOptions:
     def __post_init__(self) -> None:
         given = self.for_template()
         if given and self.prompt_ids is not None:
-            raise OptionError(f"{given[0]} needs a text: --prompt-ids are taken as they are")
+            raise OptionError(f"{given[0]} needs a text: leave it out with --prompt-ids")
         if given and self.chat is False:
             raise OptionError(f"--raw and {given[0]} are given together: choose one")
         if self.prefill_response == "":
             raise OptionError("--prefill-response is empty: write a text, or leave it out")
 
     def for_template(self) -> list[str]:
-        """The given options that only a text in a chat template has a use for."""
+        """The given options that apply only to a text in a chat template."""
         options = {
             "--chat": self.chat or None,
             "--system-prompt": self.system_prompt,
@@ -146,11 +146,11 @@ class PromptOptions:
 
     @property
     def reads_standard_input(self) -> bool:
-        """Whether it was asked for by its name, which is -."""
+        """Whether standard input is named, as -."""
         return "-" in (self.argument, self.prompt, self.prompt_file)
 
     def named(self) -> list[str]:
-        """What gives a prompt, by the names that the user knows."""
+        """The given sources of a prompt, as the help names them."""
         sources = {
             "PROMPT": self.argument,
             "--prompt": self.prompt,
@@ -160,22 +160,22 @@ class PromptOptions:
         return [name for name, value in sources.items() if value is not None]
 
     def read(self, *, piped: bool = True) -> str | list[int]:
-        """The prompt: a text, an instruction, both with a blank line between them, or token ids.
+        """Read the prompt: a text, an instruction, both with a blank line between them, or ids.
 
-        The instruction comes after the text. Models follow it better there if the text is long,
-        and prompts about the same text share a beginning that a cache can keep.
+        The instruction comes after the text. Models follow it better there if the text is long, and
+        prompts about the same text share a beginning that can be cached.
 
         Args:
-            piped: whether to read the text from standard input without being asked to, if that is
-                a pipe with data in it or a file that has not been read yet.
+            piped: also read a text from standard input if that is a pipe with data, or a file that
+                has not been read yet.
 
         Returns:
-            a text that is not empty, or token ids. One newline at the end of a file or of
-            standard input is dropped: editors and ``echo`` put it there.
+            a text that is not empty, or token ids. One newline at the end of a file or of standard
+            input is dropped, since editors and ``echo`` add it.
 
         Raises:
-            PromptError: no prompt is given, or several that exclude each other, or the one given
-                is empty or cannot be read.
+            PromptError: no prompt is given, or several prompts that exclude each other, or the
+                prompt is empty or cannot be read.
         """
         given = self.named()
         alone = self.prompt_ids is not None or self.argument == "-" or self.prompt == "-"
@@ -188,7 +188,7 @@ class PromptOptions:
         instruction = self.prompt if self.argument is None else self.argument
         parts: list[str] = []
         if instruction is not None:
-            # Bytes of an argument that are not UTF-8 have become lone surrogates.
+            # Python has made lone surrogates of bytes that are not UTF-8.
             parts.append(_decode(instruction.encode(errors="surrogateescape"), given[0]))
         if self.prompt_file is not None:
             source = f"--prompt-file {self.prompt_file}"
@@ -217,15 +217,15 @@ class PromptOptions:
         return isinstance(prompt, str) and templated
 
     def turns(self, messages: Messages, ended: bool = True) -> tuple[Messages, dict[str, Any]]:
-        """A conversation as the chat template gets it.
+        """Complete a conversation for the chat template.
 
         Args:
-            messages: of the user, or more than that.
-            ended: the last message is complete, and the answer comes next.
+            messages: the conversation.
+            ended: whether its last message is complete, and the answer comes next.
 
         Returns:
-            the conversation with a system prompt, if it lacks one, and with the beginning of the
-            answer; and what ``apply_chat_template`` of transformers is called with.
+            the conversation with the given system prompt, if it lacks one, and with the beginning
+            of the answer, and the arguments for ``apply_chat_template`` of transformers.
         """
         if self.system_prompt is not None and all(one["role"] != "system" for one in messages):
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
@@ -245,10 +245,10 @@ class PromptOptions:
         """Turn a prompt into token ids.
 
         Args:
-            prompt: a text, or token ids that are taken as they are.
-            tokenizer: the model's.
+            prompt: a text, or token ids, which are returned unchanged.
+            tokenizer: the model's tokenizer.
             templated: put the text into the chat template, as the user's message.
-            ended: the message is complete, and the answer comes next.
+            ended: whether the message is complete, and the answer comes next.
 
         Raises:
             OptionError: the chat template does not apply.
@@ -268,7 +268,7 @@ _UNENDED = {"add_generation_prompt": False, "continue_final_message": True}
 
 
 def read_text(name: str, source: str) -> str:
-    """The text of a file in UTF-8; ``source`` names it in errors.
+    """Read a file of UTF-8 text; ``source`` names it in errors.
 
     Raises:
         PromptError: it cannot be read, is too long, empty, or not text.
@@ -283,7 +283,7 @@ def read_text(name: str, source: str) -> str:
 
 
 def _standard_input() -> str:
-    """All of standard input, which was asked for."""
+    """Read all of standard input."""
     if sys.stdin is None:
         raise PromptError("standard input is closed: give --prompt TEXT or --prompt-file FILE")
     if sys.stdin.isatty():
@@ -292,13 +292,13 @@ def _standard_input() -> str:
 
 
 def _piped_text(waits: bool) -> str | None:
-    """The text in standard input, if there is one that the user did not ask for by name.
+    """Read a text from standard input without being asked to; None if it has none to offer.
 
-    A terminal, a socket and /dev/null have none. Neither has a file that is already being read:
-    in ``while read line; do ...; done < FILE`` the remaining lines belong to the loop.
+    A terminal, a socket and /dev/null have none. Neither has a file that is already being read: in
+    ``while read line; do ...; done < FILE`` the remaining lines belong to the loop.
 
     Args:
-        waits: wait for the first byte without limit; else a silent pipe is ignored after a while.
+        waits: wait for the first byte without limit; otherwise ignore a pipe that stays silent.
     """
     try:
         descriptor = sys.stdin.fileno()
@@ -308,13 +308,13 @@ def _piped_text(waits: bool) -> str | None:
         else:
             comes = stat.S_ISFIFO(kind) and _begins(descriptor, waits)
         data = _all_of(descriptor) if comes else b""
-    except (AttributeError, OSError):  # it is closed, no file of the system, or for writing alone
+    except (AttributeError, OSError):  # closed, replaced by an object, or open only for writing
         return None
     return _text(data, "standard input") if data.strip() else None
 
 
 def _all_of(descriptor: int) -> bytes:
-    """What comes until the end, also where another process has made it not wait for more."""
+    """Read to the end, even if another process has made the pipe non-blocking."""
     data = bytearray()
     while len(data) <= _MOST_BYTES and select.select([descriptor], [], []):
         part = os.read(descriptor, 1 << 20)
@@ -328,7 +328,7 @@ def _begins(pipe: int, waits: bool) -> bool:
     """Wait for a pipe's first byte or its end; false if neither came in time."""
     if select.select([pipe], [], [], None if waits else _PATIENCE)[0]:
         return True
-    note("nothing came through the open pipe: sending the prompt alone; --prompt-file - would wait")
+    note("the open pipe is silent: using the prompt alone; --prompt-file - waits for the pipe")
     return False
 
 
@@ -345,12 +345,12 @@ def _read(file: BinaryIO, source: str) -> str:
 
 def _text(data: bytes, source: str) -> str:
     if len(data) > _MOST_BYTES:
-        raise PromptError(f"{source} is more than {_MOST_BYTES:,} bytes: give a shorter text")
+        raise PromptError(f"{source} has more than {_MOST_BYTES:,} bytes: give a shorter text")
     return _decode(data.removesuffix(b"\n").removesuffix(b"\r"), source)
 
 
 def _decode(data: bytes, source: str) -> str:
-    """The text of a prompt; ``source`` names it in errors."""
+    """Decode the text of a prompt; ``source`` names it in errors."""
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -365,12 +365,12 @@ def _decode(data: bytes, source: str) -> str:
 
 
 def in_template(messages: Messages, tokenizer: TokenizerWrapper, **how: Any) -> Any:
-    """A conversation in the chat template: its tokens, or its text with ``tokenize=False``.
+    """Apply the chat template: return tokens, or with ``tokenize=False`` a text.
 
     Args:
         messages: the conversation; the model's turn comes next.
-        tokenizer: the model's.
-        how: as for ``apply_chat_template`` of transformers.
+        tokenizer: the model's tokenizer.
+        how: arguments of ``apply_chat_template`` of transformers.
 
     Raises:
         OptionError: the chat template does not apply.
