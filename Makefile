@@ -25,7 +25,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy --strict --follow-imports silent examples .ci/*.py docs/pages.py
+	$(BIN)/mypy --strict --follow-imports silent --cache-dir .mypy_cache/strict examples .ci/*.py docs/pages.py
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
