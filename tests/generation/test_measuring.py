@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 import mlxspec
-from mlxspec.compat.generation import stream_with_draft_model
+from mlxspec.compat.generation import stream_generate
 from mlxspec.drafting.costs import KnownTime
 from mlxspec.drafting.kept import CostCache, CostKey, KnownRange
 from mlxspec.engine.costs import KeptCosts
@@ -90,9 +90,8 @@ def test_a_draft_model_s_generation_is_refused_before_anything_is_measured(
     monkeypatch.setattr(
         "mlxspec.generation.loaded.costs_for", lambda *_, **__: pytest.fail("measured")
     )
-    decoder = mlxspec.AutoDecoder(*loaded)
     with pytest.raises(MlxspecError, match="temp is -1"):
-        stream_with_draft_model(decoder, decoder.model, "The river", 5, temp=-1)
+        stream_generate(*loaded, "The river", 5, draft_model=loaded[0], temp=-1)
 
 
 def test_what_a_lent_cache_holds_counts_for_the_costs(loaded: tuple) -> None:
