@@ -18,7 +18,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
 import mlxspec  # before mlx_lm, for OpenBLAS
@@ -38,7 +38,9 @@ _KINDS = {
 _ONE_BY_ONE, _PLAIN, _DRAFTS = "one by one, drafts", "joint, plain", "joint, drafts"
 
 
-def prompts_of(categories: tuple[str, ...], tokenizer: mlx_lm.tokenizer_utils.TokenizerWrapper):
+def prompts_of(
+    categories: tuple[str, ...], tokenizer: mlx_lm.tokenizer_utils.TokenizerWrapper
+) -> Iterator[list[int]]:
     """Token ids of the bundled prompts of some categories."""
     for prompt in bundled_prompts():
         if prompt.category in categories:

@@ -77,5 +77,5 @@ def main(measurements: int, generations: int, name: str) -> None:
 
 
 if __name__ == "__main__":
-    numbers = [int(number) for number in sys.argv[1:3]]
-    main(*numbers, *(8, 20)[len(numbers) :], sys.argv[3] if len(sys.argv) > 3 else "demo")
+    measurements, generations, name = [*sys.argv[1:4], *("8", "20", "demo")[len(sys.argv) - 1 :]]
+    main(int(measurements), int(generations), name)

@@ -130,8 +130,8 @@ class Timed(Drafter):
         cost, seconds = self._machine.step(step.rows, pipelined, step.ahead)
         self.cost += cost
         self._context += len(step.tokens)
-        times = {"seconds": seconds, "pipelined": pipelined, "context": self._context}
-        self._planner.observe(replace(step, **times))
+        timed = replace(step, seconds=seconds, pipelined=pipelined, context=self._context)
+        self._planner.observe(timed)
 
     def end(self) -> None:
         self._planner.end()

@@ -33,10 +33,10 @@ def main() -> None:
         )
 
 
-def _decode(*size: int) -> tuple[float, float, list[float]]:
+def _decode(width: int, ngram: int, guesses: int) -> tuple[float, float, list[float]]:
     """Mean rows and tokens per step, and the seconds of each step's bookkeeping."""
     text, source = made_up_text(_PROMPT + _OUTPUT), random.Random(1)
-    drafter = LookaheadDrafter(*size)
+    drafter = LookaheadDrafter(width, ngram, guesses)
     drafter.begin(text[:_PROMPT])
     end, rows, times = _PROMPT, 0, []
     while end < len(text) - 30:

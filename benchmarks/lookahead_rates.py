@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from statistics import geometric_mean, mean, median
+from typing import Any
 
 import mlxspec
 from mlxspec import LookaheadDecoder, SpeculationStats
@@ -57,7 +58,7 @@ class Rates:
         }
         self.code["free code"] = self.bundled["free code"]
 
-    def compare(self, prompt: list[int], repeats: int, *args: object) -> tuple[float, str]:
+    def compare(self, prompt: list[int], repeats: int, *args: Any) -> tuple[float, str]:
         """Plain decoding's time divided by lookahead's, and a line of figures."""
 
         def plain() -> Iterator[GenerationResponse]:

@@ -32,7 +32,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import chdir, suppress
 from pathlib import Path
 from statistics import median
@@ -96,7 +96,7 @@ for number in range(3):
 """
 
 # Invalid bodies, and the allowed answers.
-_BAD_BODIES: list[tuple[str, bytes, tuple[int, ...]]] = [
+_BAD_BODIES: Sequence[tuple[str, bytes, Sequence[int]]] = [
     (path, body, (400,))
     for path in (CHAT, COMPLETIONS)
     for body in (
@@ -516,8 +516,8 @@ def random_body(rng: random.Random, longest: int = 80) -> Body:
         body["prompt"] = texts if len(texts) > 1 else texts[0]
     if rng.random() < 0.4:
         body.update(temperature=rng.choice([0.3, 0.8, 1.3]), seed=rng.randint(0, 5))
-        sampling = rng.choice([{}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.05}])
-        body.update(sampling)
+        samplings: list[dict[str, float]] = [{}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.05}]
+        body.update(rng.choice(samplings))
     if rng.random() < 0.2:
         name = rng.choice(["presence_penalty", "frequency_penalty", "repetition_penalty"])
         body[name] = rng.choice([0.5, 1.2])

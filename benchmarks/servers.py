@@ -143,7 +143,9 @@ def float32_copy(model: Path, directory: Path) -> Path:
 
     shutil.copytree(model, directory)
     for path in directory.glob("*.safetensors"):
-        weights = {name: w.astype(mx.float32) for name, w in mx.load(str(path)).items()}
+        loaded = mx.load(str(path))
+        assert isinstance(loaded, dict)
+        weights = {name: w.astype(mx.float32) for name, w in loaded.items()}
         mx.eval(weights)
         mx.save_safetensors(str(path), weights, {"format": "mlx"})
     return directory

@@ -100,7 +100,7 @@ def convert(
 def _load(
     source: Path, is_original: bool, directory: Path, scratch: Path
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Load the model, without evaluating it, and its configuration; write the tokenizer's files."""
+    """Load the unevaluated model and its configuration, and write the tokenizer's files."""
     if is_original:
         model, config = load_original(source, scratch)
         return model, config | write_original_tokenizer(source, config["vocab_size"], directory)

@@ -1,4 +1,4 @@
-"""Loads Hugging Face checkpoints with mlx-lm's classes, so of every architecture that it knows."""
+"""Loads Hugging Face checkpoints of all architectures in mlx-lm, with mlx-lm's classes."""
 
 import shutil
 from pathlib import Path
@@ -25,14 +25,12 @@ def open_hugging_face(path_or_repo: str | Path, revision: str | None = None) -> 
         LoadError: no directory or repository has this name, or the download fails.
     """
     if revision is not None and local_path(path_or_repo).is_dir():
-        raise ConversionError(
-            f"{path_or_repo}: is a directory, which has no --revision; leave it out"
-        )
+        raise ConversionError(f"{path_or_repo}: a directory has no --revision; leave it out")
     return find_directory(path_or_repo, revision)
 
 
 def load_hugging_face(directory: Path) -> tuple[nn.Module, dict[str, Any]]:
-    """Load a checkpoint into mlx-lm's model, without evaluating it, and its configuration.
+    """Load mlx-lm's model with a checkpoint's unevaluated weights, and its configuration.
 
     Raises:
         ConversionError: the directory has an original checkpoint.

@@ -62,7 +62,7 @@ def prepare(
 
 
 def _half_type(config: dict[str, Any], model: nn.Module) -> mx.Dtype | None:
-    """The 16-bit type that the configuration names, or float16 if no tensor has 16 bits."""
+    """The 16-bit type that the configuration names; else float16 if no tensor has one, or None."""
     named = str(config.get("torch_dtype") or (config.get("text_config") or {}).get("dtype"))
     if named in _HALVES:
         return _HALVES[named]

@@ -29,7 +29,7 @@ _HALVES = {mx.float16: "float16", mx.bfloat16: "bfloat16"}
 
 
 def load_original(directory: Path, scratch: Path) -> tuple[nn.Module, dict[str, Any]]:
-    """Load a checkpoint into mlx-lm's model, without evaluating it, and its configuration.
+    """Load mlx-lm's model with a checkpoint's unevaluated weights, and its configuration.
 
     Args:
         directory: the checkpoint's directory.
@@ -49,9 +49,7 @@ def load_original(directory: Path, scratch: Path) -> tuple[nn.Module, dict[str, 
     tensors = _read_tensors(directory, params, scratch)
     for name, array in tensors.items():
         if not mx.issubdtype(array.dtype, mx.floating):
-            raise ConversionError(
-                f"{directory}: {printable(name)} has the type {array.dtype}, not a float type"
-            )
+            raise ConversionError(f"{directory}: {printable(name)} is {array.dtype}, not float")
     output, embedding = (tensors.get(f"{n}.weight") for n in ("output", "tok_embeddings"))
     tied = bool(params.get("tied_embeddings")) and output is None
     if output is not None and embedding is not None and output.dtype == embedding.dtype:
@@ -94,22 +92,17 @@ def _read_tensors(directory: Path, params: Mapping[str, Any], scratch: Path) -> 
         return {name: array for name, array in tensors.items() if not _is_table(name)}
     shards = sorted(directory.glob("consolidated.*.pth"))
     if not shards:
-        raise ConversionError(
-            f"{directory}: has neither consolidated.*.pth nor consolidated.safetensors; name the "
-            "directory of an original checkpoint"
-        )
+        raise ConversionError(f"{directory}: has no consolidated.* files; name another directory")
     for index, path in enumerate(shards):
         if path.name != f"consolidated.{index:02d}.pth":
-            raise ConversionError(
-                f"{path}: the shard consolidated.{index:02d}.pth is missing; fetch it again"
-            )
+            raise ConversionError(f"{path}: consolidated.{index:02d}.pth is missing; fetch it too")
     contents = {path: read_torch_file(path) for path in shards}
     names = dict.fromkeys(name for content in contents.values() for name in content)
     for index, name in enumerate(name for name in names if not _is_table(name)):
         pieces: dict[str, mx.array] = {}
         for path, content in contents.items():
             if name not in content:
-                raise ConversionError(f"{path}: {printable(name)} is missing")
+                raise ConversionError(f"{path}: {printable(name)} is missing; fetch it again")
             pieces[str(len(pieces))] = as_array(content[name])
         place = scratch / f"{index}.safetensors"
         mx.save_safetensors(str(place), pieces)
@@ -256,7 +249,7 @@ def _given(params: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters that have a value; raises LoadError for an unknown one."""
     given = {key: value for key, value in params.items() if value is not None}
     if unknown := sorted(k for k in given.keys() - _KNOWN_PARAMS if given[k] is not False):
-        raise LoadError(f"the key {unknown[0]!r} belongs to no known Llama or Mistral")
+        raise LoadError(f"the key {unknown[0]!r} is not one of Llama's or Mistral's")
     return given
 
 
@@ -314,6 +307,8 @@ def write_original_tokenizer(source: Path, vocab_size: int, target: Path) -> dic
         ConversionError: the file is missing, or has more pieces than the model has embeddings.
         LoadError: the file is of another kind, or its ids cannot be reproduced.
     """
+    from ..models.sentencepiece_tokenizer import build_tokenizer, tokenizer_config
+
     candidates = [source / "tokenizer.model", *sorted(source.glob("tokenizer.model.v*"))]
     path = next((path for path in candidates if path.is_file()), None)
     if path is None:
@@ -323,22 +318,10 @@ def write_original_tokenizer(source: Path, vocab_size: int, target: Path) -> dic
                 "Hugging Face version with --hf-path"
             )
         raise ConversionError(f"{candidates[0]}: does not exist; copy the model's own there")
-    return write_sentencepiece_files(path, target, vocab_size)
-
-
-def write_sentencepiece_files(
-    path: Path, target: Path, vocab_size: int | None = None
-) -> dict[str, int]:
-    """As :func:`write_original_tokenizer`, for a SentencePiece model in ``path``."""
-    from ..models.sentencepiece_tokenizer import build_tokenizer, tokenizer_config
-
     tokenizer, settings = build_tokenizer(path), tokenizer_config(path)
     pieces = tokenizer.get_vocab_size()
-    if vocab_size is not None and pieces > vocab_size:
-        raise ConversionError(
-            f"{path}: has {pieces} pieces, but the model only {vocab_size} embeddings; use the "
-            "model's own tokenizer"
-        )
+    if pieces > vocab_size:
+        raise ConversionError(f"{path}: has {pieces} pieces, but the model {vocab_size} embeddings")
     vocabulary = tokenizer.get_vocab()
     ids = {
         f"{key}_id": vocabulary[settings[key]]

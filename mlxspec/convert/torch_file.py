@@ -80,7 +80,7 @@ def read_torch_file(path: Path) -> dict[str, np.ndarray]:
         with zipfile.ZipFile(path) as archive:
             members = {member.filename: member for member in archive.infolist()}
             if len(members) != len(archive.infolist()):
-                raise ConversionError(f"{path}: the archive has two members of one name")
+                raise ConversionError(f"{path}: the archive contains a name twice")
             pickles = [n for n in members if n.count("/") == 1 and n.endswith("/data.pkl")]
             if len(pickles) != 1:
                 raise ConversionError(f"{path}: is a zip file, but not one that PyTorch wrote")
@@ -107,10 +107,7 @@ def read_torch_file(path: Path) -> dict[str, np.ndarray]:
         elif member.compress_type != zipfile.ZIP_STORED or member.flag_bits & _ENCRYPTED:
             problem = f"{printable(name)} is compressed or encrypted; save it with torch.save"
         elif not member.file_size == member.compress_size == nbytes:
-            problem = (
-                f"{printable(name)} has {member.file_size} bytes instead of {nbytes}; the file is "
-                "damaged"
-            )
+            problem = f"{printable(name)} is damaged: {member.file_size} bytes instead of {nbytes}"
         elif (start := _data_offset(mapped, member)) is None:
             problem = f"{printable(name)} reaches beyond the file, which is damaged"
         else:
@@ -156,7 +153,7 @@ def _read_state_dict(data: bytes, path: Path, storage: Storages) -> dict[str, np
             f"{path}: its pickle is damaged or holds more than tensors ({reason})"
         ) from None
     if not isinstance(state, dict):
-        raise ConversionError(f"{path}: holds no dictionary of tensors")
+        raise ConversionError(f"{path}: does not hold a dictionary of tensors")
     for name, value in state.items():
         if type(value) is not np.ndarray:  # a storage is a memmap
             raise ConversionError(f"{path}: the entry {printable(name)} is not a tensor")

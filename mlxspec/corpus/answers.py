@@ -213,7 +213,7 @@ class KeptAnswers:
             raise StoreError("another process is reading the kept answers; forget them again")
 
     def count(self) -> dict[str, Any]:
-        """The numbers of "texts" and "tokens", and the "bytes", index files included.
+        """Count the "texts", their "tokens", and their "bytes", index files included.
 
         "oldest" and "newest" are the times at which the first and the last answer ended, in
         seconds since 1970, or None.

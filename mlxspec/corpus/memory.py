@@ -178,7 +178,7 @@ class Memory:
             tokens = [index(token) for token in output]
             leading = [index(token) for token in prompt[-LEADING_TOKENS:]]
         except TypeError as error:
-            raise OptionError(f"an answer must be token ids: {error}") from error
+            raise OptionError(f"an answer must be token ids ({error}): pass integers") from error
         if self._thread.is_alive():  # otherwise nobody would take it
             take = partial(self._worker.take, tokens, dict(earned or {}), leading)
             self._worker.requests.put(take)
@@ -194,7 +194,7 @@ class Memory:
             self._worker.used.add(segment.row_at(position))
 
     def refresh(self) -> None:
-        """Take over soon what other processes have kept or forgotten."""
+        """Soon index what other processes have kept, and drop what they have forgotten."""
         if self.kept:
             self._worker.requests.put(self._worker.take)
 
@@ -371,7 +371,7 @@ class _MemoryWorker:
     # Changes by other processes, and files.
 
     def _files(self) -> list[Segment]:
-        """The segments in files, the newest first; removes files that are of no use."""
+        """The segments in files, the newest first; removes useless files."""
         directory, (database, _) = self._answers.directory, self._answers.state()
         found, segments, taken = list[Segment](), list[Segment](), np.empty(0, np.int32)
         for path in self._answers.index_files():
@@ -390,7 +390,7 @@ class _MemoryWorker:
         return sorted(segments, key=lambda segment: int(segment.rows[-1]), reverse=True)
 
     def refresh(self, leading: Mapping[int, Sequence[int]] | None = None) -> None:
-        """Index new rows and drop deleted ones; ``leading`` has last tokens of prompts, by row."""
+        """Index new rows and drop deleted ones; ``leading`` has the prompts' last tokens by row."""
         if self._answers.state() != self._state:
             self._compare()
         self._last = max(self._last, self._index_all(self._answers.read(self._last), leading or {}))
@@ -529,7 +529,7 @@ class _MemoryWorker:
             segment.remove_file()
 
     def _taken(self, pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-        """Pieces of an array, until the process ends."""
+        """Yield an array's pieces, until the process ends."""
         for piece in pieces:
             if self.hurries:
                 raise InterruptedError
@@ -615,7 +615,7 @@ class Segment(SuffixArray):
 
 
 def _joined(first: Segment, second: Segment) -> Arrays:
-    """The arrays of a segment with the answers of two."""
+    """The arrays of a segment that joins two."""
     older, newer = sorted((first, second), key=lambda one: int(one.rows[-1]))
     start = len(older.tokens)
     if len(older.order) < len(newer.order):

@@ -157,7 +157,7 @@ class Store:
 
     Args:
         path: the file.
-        identity: the tokenizer that the store must be of; None for any.
+        identity: the tokenizer that the store must have; None for any.
 
     Attributes:
         identity: the tokenizer.
@@ -386,4 +386,4 @@ def _check_target(target: Path, force: bool) -> None:
         )
     with target.open("rb") as file:
         if not file.read(_PROBED_BYTES).startswith(f'{{"format": "{_FORMAT}"'.encode()):
-            raise StoreError(f"{target}: is not a store; --force replaces stores only")
+            raise StoreError(f"{target}: is not a store, and --force replaces only stores")

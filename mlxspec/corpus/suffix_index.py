@@ -227,7 +227,7 @@ def excerpts(
     vocab_size: int,
     on_damage: Callable[[Any], object] = lambda index: None,
 ) -> Excerpts:
-    """Look a context up in several indexes.
+    """Look up a context in several indexes.
 
     Args:
         indexes: suffix indexes and suffix arrays, the newest first.
@@ -372,7 +372,7 @@ class ContextIndex:
             self._run(lambda: SuffixIndex(tokens))
 
     def _continued(self, prompt: array[int]) -> tuple[SuffixIndex, array[int]] | None:
-        """The index so far and what to add to it; None if too much is new or abandoned."""
+        """The index so far and what to add to it; None if a new index is better."""
         context = self.prompt + array("i", self.output)
         common = common_length(context, prompt)
         added = prompt[common:]

@@ -107,7 +107,7 @@ class LoadedModel:
 
     @cached_property
     def _chunk_end(self) -> int | None:
-        """The longest prompt whose result no chunks change; None if they never change it."""
+        """The longest prompt whose result does not depend on its chunks; None if none does."""
         return examine_chunks(self.model, self.chain_capability, self.draft_end)[0]
 
     def chunks_matter(self, length: int, caches: Sequence[Any]) -> bool:

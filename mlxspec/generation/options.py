@@ -86,7 +86,7 @@ def prompt_ids(
         raise PromptError("the prompt has no tokens: pass at least the BOS id, or a message")
     if unknown := [token for token in tokens if not 0 <= token < vocab_size]:
         raise PromptError(
-            f"the prompt holds the id {unknown[0]}: the model's are 0 to {vocab_size - 1}"
+            f"the prompt holds the id {unknown[0]}: pass ids from 0 to {vocab_size - 1}"
         )
     if longest is not None and len(tokens) > longest:
         raise PromptError(
@@ -219,7 +219,7 @@ def sampling_from(options: Mapping[str, Any], vocab_size: int) -> SamplingParams
         for token in getattr(params, name) or ():
             if not _is_token(token, vocab_size):
                 raise OptionError(
-                    f"{name} holds the id {token!r}: the model's are 0 to {vocab_size - 1}"
+                    f"{name} holds the id {token!r}: pass ids from 0 to {vocab_size - 1}"
                 )
     return params
 
@@ -321,7 +321,7 @@ def in_answer(
 
 
 def _only(tokens: tuple[int, ...] | None) -> int | None:
-    """The token of a marker that has only one."""
+    """The marker's token, if it has exactly one."""
     return tokens[0] if tokens and len(tokens) == 1 else None
 
 

@@ -1,10 +1,9 @@
 """Detokenizers: turn token ids into pieces of text as they arrive.
 
 They have the interface of mlx-lm's ``StreamingDetokenizer`` (``reset``, ``add_token``,
-``finalize``, ``text``, ``last_segment``, ``tokens``). A loaded tokenizer has one of them in
-addition to mlx-lm's own, which the functions that replace mlx-lm's use. Ours keep two promises: a
-character whose bytes come in several tokens is held back until it is complete, and no space is
-dropped.
+``finalize``, ``text``, ``last_segment``, ``tokens``). A loaded tokenizer has one of them besides
+mlx-lm's own. (The functions that replace mlx-lm's use mlx-lm's own.) They guarantee that a
+character is held back until all of its tokens have come, and that no space is dropped.
 
 An output always follows a prompt, if only a BOS token. So they keep the space that a SentencePiece
 decoder strips from the start of a text. The text of a special token is its name. An id beyond the

@@ -129,10 +129,7 @@ def download(repository: str, revision: str | None = None, *, weights: bool = Tr
             files = list_repo_files(repository, revision=revision)
             problem = instead_of_files(files) or "no weights; name another repository"
         except Exception:  # as above
-            problem = (
-                "its weights are not on this machine, and the Hub cannot be reached; check the "
-                "network"
-            )
+            problem = _DOWNLOAD_PROBLEMS["LocalEntryNotFoundError"]
         raise LoadError(f"{repository}: {problem}")
     return found
 
@@ -143,7 +140,7 @@ _DOWNLOAD_PROBLEMS = {
     "RepositoryNotFoundError": "no such directory or public repository (a private one needs "
     "`hf auth login`)",
     "RevisionNotFoundError": "the repository has no such revision",
-    "LocalEntryNotFoundError": "not downloaded yet, and the Hub cannot be reached; check name and "
+    "LocalEntryNotFoundError": "not on this machine, and the Hub cannot be reached; check name and "
     "network",
 }
 
@@ -158,7 +155,7 @@ _USE_MLX = (
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file has llama.cpp's format, by its content."""
+    """Whether a file's content is in GGUF format."""
     try:
         with path.open("rb") as file:
             return file.read(4) == b"GGUF"

@@ -123,9 +123,7 @@ def _sentencepiece(directory: Path, given: dict[str, Any]) -> PreTrainedTokenize
         name = token.get("content") if isinstance(token, dict) else token
         if name is not None:
             if not isinstance(name, str) or tokenizer.token_to_id(name) is None:
-                raise LoadError(
-                    f"{own_settings}: its {key} {name!r} is not in the vocabulary; correct it"
-                )
+                raise LoadError(f"{own_settings}: its {key} {name!r} is not in the vocabulary")
             settings[key] = name
     for key in ("chat_template", "add_bos_token"):
         if own.get(key) is not None:

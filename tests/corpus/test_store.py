@@ -157,7 +157,7 @@ def test_force_replaces_only_a_store(tmp_path: Path):
     (tmp_path / "letter").write_text("irreplaceable")
     (tmp_path / "directory").mkdir()
     told = {
-        "letter": "is not a store; --force replaces stores only",
+        "letter": "is not a store, and --force replaces only stores",
         "directory": "is a directory, a link or a device; name a regular file",
     }
     for name, message in told.items():
