@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlxspec.drafting.costs import KnownTime, LiveCosts
+from mlxspec.drafting.costs import WIDEST, KnownTime, LiveCosts
 from mlxspec.drafting.kept import CostCache, CostKey, KnownTimes
 from mlxspec.errors import OptionError
 from tests.support.examples import examples
@@ -65,6 +65,14 @@ def test_what_was_kept_is_read_again(cache: CostCache):
     cache.update(KEY, {1024: KNOWN})
     assert CostCache(cache.directory).read(KEY) == {1024: KNOWN}
     assert cache.entries() == [(KEY, {1024: KNOWN})]
+    widest = replace(KNOWN, times=(*TIMES, KnownTime(WIDEST, 0.3, 0.05)))
+    cache.update(KEY, {4096: widest})
+    assert cache.read(KEY)[4096] == widest
+
+
+def test_steps_of_several_sequences_are_kept_beside_those_of_one() -> None:
+    assert KEY.of_sequences(1) == KEY
+    assert KEY.of_sequences(2).file_name != KEY.file_name
 
 
 def test_an_update_leaves_other_ranges_and_other_models_alone(cache: CostCache):
