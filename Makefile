@@ -2,8 +2,11 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# A file's tests share what they have loaded, so they run in one process.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+# A file's tests share what they have loaded, so they run in one process. tests/conftest.py says
+# which files are first.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# pytest rewrites each file of tests, seconds of work that it saves as bytecode.
+unexport PYTHONDONTWRITEBYTECODE
 
 # On a terminal the demo is in colour; so it is in a log, where one wants to see it too.
 DEMO_PROMPT := Repeat the following phrase 10 times: "The quick brown fox jumps over the lazy dog.". Don't say anything else.
@@ -25,7 +28,8 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy --strict --follow-imports silent examples .ci/*.py docs/pages.py
+	$(BIN)/mypy --strict --follow-imports silent --cache-dir .mypy_cache/strict \
+		examples .ci/*.py docs/pages.py
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

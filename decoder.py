@@ -11,7 +11,7 @@ __all__ = ["LookaheadDecoder", "PromptLookupDecoder"]
 
 
 def __getattr__(name: str) -> object:
-    """Import a decoder when it is asked for, so that ``--help`` does not wait for MLX."""
+    """Import a decoder on first use, so that ``--help`` does not wait for MLX."""
     if name in __all__:
         import mlxspec
 

@@ -1,6 +1,6 @@
-"""What an attacker sends: requests to every endpoint of `mlxspec serve`, each made from a seed.
+"""Hostile requests to every endpoint of `mlxspec serve`, each made from a seed.
 
-The same seed makes the same request, so that a fault can be shown again.
+The same seed makes the same request, so every fault can be reproduced.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 PATHS = [CHAT, TEXT, TOKENIZE, DETOKENIZE, RESPONSES, INPUT, MESSAGES, COUNT]
 LOOKS = ["/", "/health", "/ready", "/metrics", "/status", "/v1/models"]
 
-MOST_TOKENS = 6  # of an answer, so that none takes long
-_MOST_BYTES = 31 << 20  # of a body that is large; the server takes 32 MiB
-_MOST_PARTS = 10_000_000  # in such a body
-_PARTLY = 1 << 14  # bytes before which a client leaves
+MOST_TOKENS = 6  # of an answer, to keep it short
+_MOST_BYTES = 31 << 20  # of a large body; the server takes 32 MiB
+_MOST_PARTS = 10_000_000  # in a large body
+_PARTLY = 1 << 14  # bytes; a client that leaves early leaves before this many
 
 
 class Kept(NamedTuple):
-    """Ids that a server has given, which requests may name."""
+    """Ids from a server's answers, which requests may name."""
 
     response: str = "resp_1"
     item: str = "msg_kept"
@@ -48,12 +48,12 @@ class Attack(NamedTuple):
     """A request.
 
     Attributes:
-        seed: that it is made from.
+        seed: the seed that made it.
         kind: what is wrong with it.
-        data: the bytes that are sent.
-        sound: it is complete and HTTP, so that there must be an answer.
-        leaves: after how many bytes of the answer the client goes; None for the end.
-        path: what it is sent to, where it is sent to an endpoint.
+        data: the bytes to send.
+        sound: whether it is complete and valid HTTP, so the server must answer.
+        leaves: the bytes of the answer after which the client disconnects; None for the end.
+        path: the endpoint, if it has one.
     """
 
     seed: int
@@ -66,27 +66,27 @@ class Attack(NamedTuple):
 
 @dataclass(frozen=True)
 class Raw:
-    """A value of JSON as it is written, which Python would not write so."""
+    """JSON text that Python's encoder would not write."""
 
     text: str
 
 
 def attack(seed: int, kept: Kept) -> Attack:
-    """The request of a seed."""
+    """Make the request of a seed."""
     rng = random.Random(seed)
     (kind,) = rng.choices([*_KINDS], [weight for _, weight in _KINDS.values()])
     made = _KINDS[kind][0](rng, kept)
     return made._replace(seed=seed, kind=kind)
 
 
-# --- what is right before ---
+# --- valid bodies ---
 
 HELLO = [{"role": "user", "content": "Name a river, and say where it is."}]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 
 
 def right_bodies(kept: Kept) -> list[tuple[str, dict[str, Any]]]:
-    """Bodies that are answered, for each endpoint that takes one."""
+    """Valid bodies for each endpoint that takes one."""
     full_chat: dict[str, Any] = {
         **FULL_CHAT,
         "model": "tools",
@@ -161,7 +161,7 @@ def _value(rng: random.Random) -> Any:
 
 
 def written(rng: random.Random, body: Any) -> bytes:
-    """A body as JSON, or nearly so."""
+    """A body as JSON, or almost JSON."""
     raws: list[str] = []
 
     def stand_in(value: Any) -> str:
@@ -188,7 +188,7 @@ _NAMES = [
 
 
 def _mutated(rng: random.Random, kept: Kept) -> Attack:
-    """Values of other types and places, fields that are left out, renamed or new."""
+    """Values of other types or from other places; fields that are missing, renamed or new."""
     path, body = _right(rng, kept)
     for _ in range(rng.choice([1, 1, 1, 2, 3, 6])):
         body = _changed(rng, body, kept)
@@ -240,7 +240,7 @@ def _as_another_type(rng: random.Random, value: Any) -> Any:
 
 
 def shortened(body: Any) -> Any:
-    """A body that asks for a short answer, if it asks for one at all."""
+    """A body that requests a short answer, if its endpoint generates one."""
     if isinstance(body, dict):
         for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
             asked = body.get(name)
@@ -252,12 +252,12 @@ def shortened(body: Any) -> Any:
 
 
 def _other_api(rng: random.Random, kept: Kept) -> Attack:
-    """A body that is right elsewhere."""
+    """A body that is valid at another endpoint."""
     return _posted(rng, rng.choice(PATHS), written(rng, _right(rng, kept)[1]))
 
 
 def _bytes_edited(rng: random.Random, kept: Kept) -> Attack:
-    """JSON with bytes changed, put in, repeated or cut off."""
+    """JSON with bytes changed, inserted, repeated or cut off."""
     path, body = _right(rng, kept)
     whole = written(rng, body)
     edits = [
@@ -273,7 +273,7 @@ def _bytes_edited(rng: random.Random, kept: Kept) -> Attack:
 
 
 def _no_json(rng: random.Random, kept: Kept) -> Attack:
-    """Values that are no object, bytes that are no JSON, keys that come twice, encodings."""
+    """Values other than objects, invalid JSON, repeated keys, other encodings."""
     path, body = _right(rng, kept)
     text = json.dumps(body)
     twice = text[:-1] + "," + text[1:]
@@ -292,7 +292,7 @@ def _no_json(rng: random.Random, kept: Kept) -> Attack:
 
 
 def _large(rng: random.Random, kept: Kept) -> Attack:
-    """Many parts in one place; ten millions of the smallest are the most."""
+    """Many parts in one place, at most ten million of the smallest."""
     name, part = rng.choice(_PARTS)
     path, body = rng.choice([one for one in right_bodies(kept) if name in _FIELDS_OF[one[0]]])
     numbered = "%d" in part
@@ -329,11 +329,11 @@ _FIELDS_OF = {
     MESSAGES: _ANY | {"messages", "stop_sequences", "system"},
     COUNT: _ANY | {"messages", "stop_sequences", "system"},
 }
-"""What a large list may be put into, by endpoint."""
+"""The fields that may get a large list, by endpoint."""
 
 
 def _long(rng: random.Random, kept: Kept) -> Attack:
-    """A long text in the place of one, or in what the chat template is given."""
+    """A long text in place of another, or in the chat template's variables."""
     path, body = _right(rng, kept)
     count = int(math.exp(rng.uniform(math.log(10_000), math.log(_MOST_BYTES // 3))))
     text = rng.choice(["a", "a ", "1", "\n", "☃", "<s>", '"', "{"])
@@ -352,7 +352,7 @@ def _long(rng: random.Random, kept: Kept) -> Attack:
 
 
 def _constrained(rng: random.Random, kept: Kept) -> Attack:
-    """A schema, a regular expression or a grammar that is wrong, large, or takes long."""
+    """A schema, a regular expression or a grammar that is wrong, large or slow."""
     if rng.random() < 0.5:
         schema = _schema(rng)
         path, body = _with_schema(rng, schema)
@@ -375,7 +375,7 @@ def _constrained(rng: random.Random, kept: Kept) -> Attack:
 
 
 def _with_schema(rng: random.Random, schema: Any) -> tuple[str, dict[str, Any]]:
-    """A body that asks for a schema in one of the places for one."""
+    """A body with a schema in one of the fields for it."""
     function = {"name": "f", "parameters": schema, "strict": True}
     tool = {"type": "function", "function": function}
     format = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
@@ -429,7 +429,7 @@ def _schema(rng: random.Random) -> Any:
 
 
 def _chain(rng: random.Random, count: int) -> dict[str, Any]:
-    """References, each to the next one; in a ring at times."""
+    """References, each to the next one, sometimes in a ring."""
     wraps: list[Callable[[Any], Any]] = [
         lambda ref: ref,
         lambda ref: {"anyOf": [ref, {"type": "null"}]},
@@ -522,7 +522,7 @@ def _joined(head: Sequence[str]) -> bytes:
 
 
 def _headers(rng: random.Random, kept: Kept) -> Attack:
-    """A right body under headers that are not."""
+    """A valid body with invalid headers."""
     path, body = _right(rng, kept)
     data = written(rng, body)
     line = rng.choice(
@@ -538,12 +538,12 @@ def _headers(rng: random.Random, kept: Kept) -> Attack:
         ]
     )
     lines = [line, "Content-Type: application/json"]
-    # Whether it is HTTP still is for the server to say.
+    # The server decides whether it is still HTTP.
     return Attack(0, "", _request("POST", path, data, lines), sound=False, path=path)
 
 
 def _lengths(rng: random.Random, kept: Kept) -> Attack:
-    """A body of another length than its header says, or in chunks that are none."""
+    """A body whose length differs from its header, or in invalid chunks."""
     path, body = _right(rng, kept)
     data = written(rng, body)
     head = [f"POST {path} HTTP/1.1", "Host: 127.0.0.1"]
@@ -559,7 +559,7 @@ def _lengths(rng: random.Random, kept: Kept) -> Attack:
 
 
 def _no_http(rng: random.Random, kept: Kept) -> Attack:
-    """Bytes that are no request, or two of them at once."""
+    """Bytes that are not a request, or two requests at once."""
     path, body = _right(rng, kept)
     right = _request("POST", path, written(rng, body))
     cut = right[: rng.randint(1, len(right) - 1)]
@@ -593,7 +593,7 @@ def _paths(rng: random.Random, kept: Kept) -> Attack:
     path = rng.choice([*_ODD_PATHS, *PATHS, *LOOKS])
     if "%s" in path:
         path = path.replace("%s", rng.choice([*_ODD_NAMES, kept.response, kept.response]))
-    # DELETE would take away what others name.
+    # DELETE would remove responses that other requests name.
     methods = [one for one in _METHODS if one != "DELETE" or kept.response not in path]
     path += rng.choice(_QUERIES)
     lines = [f"{rng.choice(methods)} {path} HTTP/1.1", "Host: 127.0.0.1"]
@@ -602,7 +602,7 @@ def _paths(rng: random.Random, kept: Kept) -> Attack:
 
 
 def _left(rng: random.Random, kept: Kept) -> Attack:
-    """Answers whose clients go in their midst."""
+    """Requests whose clients disconnect during the answer."""
     bodies = [one for one in right_bodies(kept) if one[0] in (CHAT, TEXT, RESPONSES, MESSAGES)]
     path, body = rng.choice(bodies)
     longest = "max_output_tokens" if path == RESPONSES else "max_tokens"
@@ -626,4 +626,4 @@ _KINDS: dict[str, tuple[_Make, float]] = {
     "paths": (_paths, 7),
     "left": (_left, 3),
 }
-"""What makes requests of each kind, and how often."""
+"""The functions that make each kind of request, and their frequencies."""

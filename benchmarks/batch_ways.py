@@ -2,13 +2,13 @@
 
     python benchmarks/batch_ways.py [REPEATS]
 
-On Linux's CPU back end everything runs twice, in processes of their own: with the BLAS of MLX's
-wheel, where a forward over M rows costs nearly M times one, and with OpenBLAS, where it costs
-much less. A figure is all prompts' tokens per second, prefill included, by those of mlx-lm's
-``batch_generate``: the median over the repeats, in random order. Without a memory of outputs,
-since prompts come several times. The last column says how many outputs of joint steps with drafts
-are those of one by one, of all repeats; the others part at a near tie, since OpenBLAS sums rows in
-another order where there are more of them.
+On Linux's CPU back end everything runs twice, in separate processes: with the BLAS of MLX's wheel,
+where a forward over M rows costs nearly M times as much as over one, and with OpenBLAS, where it
+costs much less. A figure is the ratio of the tokens per second of all prompts, including prefill,
+to those of mlx-lm's ``batch_generate``: the median over the repeats, in random order. The memory of
+outputs is off, since prompts recur. The last column counts, over all repeats, the outputs of joint
+steps with drafts that equal those one by one. The others differ at a near tie, since OpenBLAS sums
+in a different order for more rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
 import mlxspec  # before mlx_lm, for OpenBLAS
@@ -38,7 +38,9 @@ _KINDS = {
 _ONE_BY_ONE, _PLAIN, _DRAFTS = "one by one, drafts", "joint, plain", "joint, drafts"
 
 
-def prompts_of(categories: tuple[str, ...], tokenizer: mlx_lm.tokenizer_utils.TokenizerWrapper):
+def prompts_of(
+    categories: tuple[str, ...], tokenizer: mlx_lm.tokenizer_utils.TokenizerWrapper
+) -> Iterator[list[int]]:
     """Token ids of the bundled prompts of some categories."""
     for prompt in bundled_prompts():
         if prompt.category in categories:
@@ -52,7 +54,7 @@ def prompts_of(categories: tuple[str, ...], tokenizer: mlx_lm.tokenizer_utils.To
 
 
 def in_joint_steps(decoder: mlxspec.Decoder, prompts: Sequence[list[int]]) -> list[list[int]]:
-    """Answer all prompts at once; returns their tokens."""
+    """Answer all prompts at once; return their tokens."""
     engine = Engine(decoder, stall=float("inf"))
     answers: list[list[mlxspec.GenerationResponse]] = [[] for _ in prompts]
     requests = [
@@ -70,7 +72,7 @@ def measure(repeats: int) -> None:
     drafting = mlxspec.AutoDecoder(model, tokenizer, memory_tokens=0)
     plain = mlxspec.Decoder(model, tokenizer)
     for decoder in (drafting, plain):
-        in_joint_steps(decoder, [[5, 6, 7]] * 2)  # measures steps, and finds out what is verified
+        in_joint_steps(decoder, [[5, 6, 7]] * 2)  # measures steps and capability
 
     answers: dict[str, list[list[int]]] = {}
 

@@ -1,11 +1,12 @@
-"""What drafts become of step times that were first measured beside other programs' work.
+"""How drafts recover when step times were first measured on a busy machine.
 
     python benchmarks/busy_start.py [MEASUREMENTS] [GENERATIONS] [MODEL]
 
-Each first measurement has a cache directory of its own, and two processes that keep all their time
-busy until it ends. Then the decoder answers prompts that copy, from :mod:`short_answers`, without
-them. What counts is tokens per step after the first 300 tokens, against a decoder that begins with
-the curve of a CPU with OpenBLAS, and learns as well. Run it on an otherwise idle machine.
+Each first measurement has its own cache directory, and two processes keep the CPU busy until it
+ends. Then, without these processes, the decoder answers prompts that copy, from
+:mod:`short_answers`. The result is the tokens per step after the first 300 tokens, relative to a
+decoder that starts with the curve of a CPU with OpenBLAS, and also learns. Run it on an otherwise
+idle machine.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import mlxspec
 from mlxspec import AutoDecoder
 from mlxspec.drafting.chips import known_chip
 from mlxspec.drafting.costs import KnownTime
-from mlxspec.drafting.kept import CostCache, KnownRange
+from mlxspec.drafting.kept import CostCache, KnownTimes
 from mlxspec.engine.costs import KeptCosts, cost_key
 
 _MOST = 160  # tokens of an answer
@@ -33,7 +34,7 @@ _FIRST = 300  # tokens after which drafts should be good
 
 @contextmanager
 def _load() -> Iterator[None]:
-    """Two other programs that compute."""
+    """Two processes that keep the CPU busy."""
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
     try:
         yield
@@ -44,7 +45,7 @@ def _load() -> Iterator[None]:
 
 
 def _tokens_per_step(decoder: AutoDecoder, generations: int) -> tuple[float, float]:
-    """In the first tokens, and after them."""
+    """The tokens per step in the first tokens, and after them."""
     tokens, steps = [0, 0], [0, 0]
     for _, text in list(prompts(SEED))[:generations]:
         later = tokens[0] >= _FIRST
@@ -66,7 +67,7 @@ def main(measurements: int, generations: int, name: str) -> None:
             with _load() if number else nullcontext():
                 curve = decoder.costs.curve if number else chip
             if not number:
-                known = {1024: KnownRange.now(times, "quick")}
+                known = {1024: KnownTimes.now(times, "quick")}
                 decoder.costs = KeptCosts(CostCache(), cost_key(model), known)
             costs = ", ".join(f"T({rows}) {curve(rows):.2f}" for rows in (2, 4, 8, 16))
             first, later = _tokens_per_step(decoder, generations)
@@ -76,5 +77,5 @@ def main(measurements: int, generations: int, name: str) -> None:
 
 
 if __name__ == "__main__":
-    numbers = [int(number) for number in sys.argv[1:3]]
-    main(*numbers, *(8, 20)[len(numbers) :], sys.argv[3] if len(sys.argv) > 3 else "demo")
+    measurements, generations, name = [*sys.argv[1:4], *("8", "20", "demo")[len(sys.argv) - 1 :]]
+    main(int(measurements), int(generations), name)

@@ -1,11 +1,11 @@
-"""Constrained output with the drafts that a constraint forces, without drafts, and free output.
+"""Constrained output with and without drafts of forced tokens, compared with free output.
 
     python benchmarks/constrained.py [REPEATS] [MODEL]
 
-Forms of the kinds that programs ask for: an extraction with long keys, a list of records, a
-classification. All ways run in turns in one process, and the figures are ratios of medians:
-tokens per second against those of free output without drafts, tokens per step, and what following
-the constraint takes of a step without drafts. Constrained outputs are compared token by token.
+The constraints are typical of programs: an extraction with long keys, a list of records, a
+classification. All decoders take turns in one process. The figures are ratios of medians: tokens
+per second relative to free output without drafts, tokens per step, and the share of a step without
+drafts that the constraint takes. Constrained outputs are compared token by token.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Peak memory of the converter on a made checkpoint of over a gigabyte.
+"""Peak memory of the converter on a synthetic checkpoint of over a gigabyte.
 
     python benchmarks/convert_memory.py [--layers 9] [--tokenizer tokenizer.model]
 
-Writes a Mistral original of random bfloat16 weights to a temporary directory (5 GB with what is
-converted from it), converts it in processes of their own, and samples their anonymous memory.
-Pages of mapped files are not counted: the system takes them back at will. The bound is the
-largest output file plus two tensors plus 300 MB. Exits with status 1 if a run exceeds it.
+Writes Mistral's original format with random bfloat16 weights to a temporary directory (5 GB
+including the results), converts it in separate processes, and samples their anonymous memory.
+Pages of mapped files do not count, since the system can reclaim them. The bound is the largest
+output file plus two tensors plus 300 MB. Exits with status 1 if a run exceeds it.
 
-Linux only: macOS does not tell anonymous from mapped pages of another process.
+Linux only: macOS does not distinguish anonymous from mapped pages of another process.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     if not sys.platform.startswith("linux"):
-        print("needs Linux: elsewhere anonymous memory of a process is not told apart")
+        print("needs Linux: other systems do not show a process's anonymous memory")
         return 1
 
     params = {"dim": 2048, "n_layers": options.layers, "n_heads": 16, "n_kv_heads": 8}
@@ -75,7 +75,7 @@ def main() -> int:
 
 
 def write_checkpoint(directory: Path, params: dict, tokenizer: Path) -> list[int]:
-    """Write an original checkpoint chunk by chunk; returns the bytes of each tensor."""
+    """Write an original checkpoint chunk by chunk; return the bytes of each tensor."""
     directory.mkdir()
     (directory / "params.json").write_text(json.dumps(params))
     shutil.copyfile(tokenizer, directory / "tokenizer.model")
@@ -121,7 +121,7 @@ def random_bfloat16(nbytes: int) -> bytes:
 
 
 def state_dict_pickle(shapes: dict[str, tuple[int, ...]]) -> bytes:
-    """What ``torch.save`` pickles for contiguous bfloat16 tensors."""
+    """The pickle that ``torch.save`` writes for contiguous bfloat16 tensors."""
 
     def text(value: str) -> bytes:
         return b"X" + struct.pack("<I", len(value)) + value.encode()
@@ -141,7 +141,7 @@ def state_dict_pickle(shapes: dict[str, tuple[int, ...]]) -> bytes:
 
 
 def measure(work: Path, arguments: list[str]) -> tuple[int, float]:
-    """Convert into ``work / "out"``; returns the peak of anonymous bytes, and the seconds."""
+    """Convert into ``work / "out"``; return the peak of anonymous bytes, and the seconds."""
     start = time.perf_counter()
     command = [sys.executable, str(REPOSITORY / "convert.py"), *arguments, "--mlx-path", "out"]
     process = subprocess.Popen(command, cwd=work, stdout=subprocess.DEVNULL)

@@ -1,13 +1,13 @@
-"""Joint steps behind contexts of 1k to 32k positions: no step copies what is in the caches.
+"""Joint steps after contexts of 1k to 32k positions, to show that no step copies the caches.
 
     python benchmarks/joint_context.py [SEQUENCES]
 
-A small random model runs steps of several sequences whose caches are filled with random keys and
-values. It measures a plain joint step, and steps in which one or every sequence has a draft of 7
-tokens and keeps 2 of them (which move). For each it measures the time of its attention alone, too,
-and how many bytes the step allocates. If nothing of the context is copied, the rest of the time and
-of the bytes does not depend on the context; a copy takes as many bytes as the caches. Medians of
-steps in random order.
+A small random model runs steps of several sequences with caches of random keys and values. It
+measures plain joint steps, and steps in which one or every sequence has a draft of 7 tokens and
+keeps 2 of them (which move). For each step it also measures the time of its attention alone, and
+the bytes that the step allocates. If nothing copies the context, the remaining time and bytes do
+not depend on it; a copy would take as many bytes as the caches. The figures are medians of steps in
+random order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mlxspec.engine.target import Target
 _CONTEXTS = (1024, 4096, 16384, 32768)
 _HEADS, _KV_HEADS, _DIM, _LAYERS = 8, 2, 64, 4
 _PLAIN = DraftTree.chain(1)
-# Two branches; what is kept of the second one moves.
+# Two branches; the kept rows of the second one move.
 _DRAFTED = DraftTree((1, 2, 3, 4, 2, 3, 4, 5), (-1, 0, 1, 2, 0, 4, 5, 6))
 _ACCEPTED = {_PLAIN: (0,), _DRAFTED: (0, 4, 5)}
 _KINDS = "plain", "one drafts", "drafted"
@@ -40,7 +40,7 @@ _ROUNDS = 15
 
 
 def small_model() -> Model:
-    """A Llama of random weights; what it computes does not matter."""
+    """A Llama with random weights; its output does not matter."""
     args = ModelArgs(
         model_type="llama",
         hidden_size=_HEADS * _DIM,
@@ -78,7 +78,7 @@ def trees_of(kind: str, count: int) -> list[DraftTree]:
 
 
 def step(joint: Joint, targets: list[Target], kind: str) -> tuple[float, int]:
-    """Seconds of one step, and the bytes that it took at most beside those before it."""
+    """Seconds of one step, and its peak of allocated bytes beyond those before it."""
     mx.synchronize()
     mx.reset_peak_memory()
     before, started = mx.get_active_memory(), time.perf_counter()
@@ -97,7 +97,7 @@ def step(joint: Joint, targets: list[Target], kind: str) -> tuple[float, int]:
 
 
 def attention(targets: list[Target], kind: str) -> float:
-    """Seconds of the attention alone of such a step, in all layers."""
+    """Seconds of such a step's attention alone, in all layers."""
     queries, masks = [], []
     for target, tree in zip(targets, trees_of(kind, len(targets)), strict=True):
         queries.append(mx.random.normal((1, _HEADS, len(tree), _DIM)))

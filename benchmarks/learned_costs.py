@@ -1,10 +1,10 @@
-"""What learning the costs gains or loses, replayed with times that scatter, against the true curve.
+"""The gain or loss of learning the costs from noisy step times, relative to the true curve.
 
     python benchmarks/learned_costs.py TOKENIZER TRACE [...]
 
-Recorded outputs are drafted one after another by planners that learn from simulated times of
-steps. Each figure is by how many per cent all of it is slower or faster than with the true curve
-fixed. Differences below 1 % are noise.
+Planners draft recorded outputs one after another, and learn from simulated step times. Each figure
+is the change of speed in per cent, relative to planners with the true curve. Differences below 1 %
+are noise.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from mlxspec.drafting.suffix_source import SuffixSource
 _LIMIT = 5  # conversations of a category
 _CHIPS = ("M2 Pro", "M3 Ultra", "M4 Pro", "CPU fp32 OpenBLAS", "H200-like")
 _PLAIN_STEP = 0.02  # seconds
-_OVERLAP = 0.6  # of a plain step: what the first of a run does of the next one's forward
+_OVERLAP = 0.6  # of a plain step: the part of the next forward that a run's first step computes
 _PHASE = 150  # steps after which the machine's speed changes
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """How costs were measured, and how the machine behaves.
+    """A first measurement's errors, and the machine's behaviour.
 
     Attributes:
         plain: T(1) as measured, over the true one.
@@ -86,10 +86,12 @@ _SCENARIOS = {
 
 
 class Machine:
-    """Simulates how long steps take."""
+    """Simulates step times."""
 
-    def __init__(self, curve: CostCurve, scenario: Scenario) -> None:
-        self._curve, self._scenario = curve, scenario
+    def __init__(
+        self, curve: CostCurve, scenario: Scenario, plain_step: float = _PLAIN_STEP
+    ) -> None:
+        self._curve, self._scenario, self._plain_step = curve, scenario, plain_step
         self._chance, self._steps = random.Random(3), 0
 
     def step(self, rows: int, pipelined: bool, ahead: bool) -> tuple[float, float]:
@@ -100,18 +102,23 @@ class Machine:
         speed = self._scenario.slow if self._steps // _PHASE % 2 else 1.0
         self._steps += 1
         scatter = self._chance.lognormvariate(0, self._scenario.scatter)
-        return cost, _PLAIN_STEP * measured * speed * scatter
+        return cost, self._plain_step * measured * speed * scatter
 
 
 class Timed(Drafter):
     """Lets a planner learn from the machine's times.
 
+    Args:
+        planner: of the drafts.
+        machine: says how long steps take.
+        before: tokens of context in front of the prompt.
+
     Attributes:
         cost: of all steps so far, in plain steps.
     """
 
-    def __init__(self, planner: Planner, machine: Machine) -> None:
-        self._planner, self._machine = planner, machine
+    def __init__(self, planner: Planner, machine: Machine, before: int = 0) -> None:
+        self._planner, self._machine, self._before = planner, machine, before
         self.cost, self._pipelined, self._context = 0.0, False, 0
 
     @property
@@ -119,7 +126,7 @@ class Timed(Drafter):
         return self._planner.pipelined
 
     def begin(self, prompt: Sequence[int]) -> None:
-        self._context = len(prompt)
+        self._context = self._before + len(prompt)
         self._planner.begin(prompt)
 
     def propose(self, max_depth: int) -> DraftTree:
@@ -130,17 +137,21 @@ class Timed(Drafter):
         cost, seconds = self._machine.step(step.rows, pipelined, step.ahead)
         self.cost += cost
         self._context += len(step.tokens)
-        times = {"seconds": seconds, "pipelined": pipelined, "context": self._context}
-        self._planner.observe(replace(step, **times))
+        timed = replace(step, seconds=seconds, pipelined=pipelined, context=self._context)
+        self._planner.observe(timed)
 
     def end(self) -> None:
         self._planner.end()
 
 
-def speed(
-    completions: Sequence[Completion], classes: bytes, machine: Machine, costs: Costs
-) -> float:
-    """Plain decoding's time over that of the steps, the geometric mean over the categories."""
+def speeds(
+    completions: Sequence[Completion],
+    classes: bytes,
+    machine: Machine,
+    costs: Costs,
+    before: int = 0,
+) -> dict[str, float]:
+    """The speed relative to plain decoding, by category."""
     experience = Experience()
     totals: dict[str, list[float]] = {}
     for one in completions:
@@ -148,12 +159,12 @@ def speed(
         source = SuffixSource(token_classes=classes, experience=experience)
         branching = trees_pay(own.curve)
         planner = Planner(own, [source], branching=branching, experience=experience)
-        timed = Timed(planner, machine)
+        timed = Timed(planner, machine, before)
         replay(one.prompt, one.output, timed)
         total = totals.setdefault(one.category, [0.0, 0.0])
         total[0] += len(one.output)
         total[1] += timed.cost
-    return geometric_mean(tokens / cost for tokens, cost in totals.values())
+    return {category: tokens / cost for category, (tokens, cost) in totals.items()}
 
 
 def main(tokenizer: str, traces: Sequence[str]) -> None:
@@ -169,7 +180,9 @@ def main(tokenizer: str, traces: Sequence[str]) -> None:
             live = LiveCosts({1024: scenario.known(curve)})
             fixed = FixedCosts(curve, scenario.sync_overhead)
             learned, known = (
-                speed(completions, encoder.classes, Machine(curve, scenario), costs)
+                geometric_mean(
+                    speeds(completions, encoder.classes, Machine(curve, scenario), costs).values()
+                )
                 for costs in (live, fixed)
             )
             print(f" {100 * (learned / known - 1):+17.1f}%", end="", flush=True)

@@ -1,11 +1,11 @@
-"""What a drafted step costs beside the model's forward, by the length of the context.
+"""The cost of a drafted step beside the model's forward, by the length of the context.
 
     python benchmarks/long_context.py [CONTEXT …]
 
-Drafting is a whole proposal of the planner over text with repeated passages; the mask that of a
-tree of 16 rows behind the context; the commit moves 5 accepted rows of it together in the
-caches of 4 layers and cuts the rest. Mask and commit are evaluated. A step's attention has to
-read the whole cache; what stands here should not grow with it. Medians, in microseconds.
+Drafting is a whole proposal of the planner, over text with repeated passages. The mask is for a
+tree of 16 rows after the context. The commit moves 5 accepted rows together in the caches of 4
+layers and cuts the rest. Mask and commit are evaluated. The figures are medians in microseconds,
+and should not grow with the context, although a step's attention has to read the whole cache.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def _drafting(context: int) -> float:
     text = _text(context + _STEPS)
     drafter = Planner(FixedCosts(known_chip("M4 Pro").curve), [SuffixSource()])
     drafter.begin(text[:context])
-    drafter.policy.bank = math.inf  # the guard allows all
-    drafter.propose(1)  # waits for the index, which is built beside the prefill
+    drafter.policy.bank = math.inf  # the guard allows everything
+    drafter.propose(1)  # waits for the index, which is built during the prefill
     drafter.observe(VerifiedStep(DraftTree.chain(0), (), (), (), (text[context],)))
     rest = iter(text[context + 1 :])
 

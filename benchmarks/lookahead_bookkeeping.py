@@ -1,9 +1,9 @@
-"""What lookahead decoding itself costs, in plain Python: pool, window and tree, per step.
+"""The Python time of lookahead decoding itself, per step: pool, window and tree.
 
     python benchmarks/lookahead_bookkeeping.py
 
-The text is that of ``planner_cost.py``: words by Zipf's law with passages that are repeated. The
-target is made up: it continues the text, and its argmaxes off the text are draws from it.
+The text is the one of ``planner_cost.py``: words drawn by Zipf's law, with repeated passages. The
+target is simulated: it continues the text, and off the text its argmaxes are random tokens of it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def main() -> None:
         )
 
 
-def _decode(*size: int) -> tuple[float, float, list[float]]:
-    """Mean rows and tokens per step, and the seconds that each step's bookkeeping took."""
+def _decode(width: int, ngram: int, guesses: int) -> tuple[float, float, list[float]]:
+    """Mean rows and tokens per step, and the seconds of each step's bookkeeping."""
     text, source = made_up_text(_PROMPT + _OUTPUT), random.Random(1)
-    drafter = LookaheadDrafter(*size)
+    drafter = LookaheadDrafter(width, ngram, guesses)
     drafter.begin(text[:_PROMPT])
     end, rows, times = _PROMPT, 0, []
     while end < len(text) - 30:
@@ -55,7 +55,7 @@ def _decode(*size: int) -> tuple[float, float, list[float]]:
 
 
 def _choices(tree: DraftTree, text: list[int], end: int, source: random.Random) -> list[int]:
-    """The text's next token behind nodes that agree with it, any of its tokens behind others."""
+    """The text's next token after nodes that agree with it, a random one after the others."""
     agreeing = {0}
     for node in range(1, len(tree)):
         parent, token = tree.parents[node], tree.tokens[node]

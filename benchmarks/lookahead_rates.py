@@ -2,13 +2,13 @@
 
     python benchmarks/lookahead_rates.py [REPEATS]
 
-On Linux's CPU back end everything runs twice, in processes of their own: with the BLAS of MLX's
-wheel, where a forward over M rows costs nearly M times one, and with OpenBLAS, where it costs
-much less. The first table compares ``window_size="auto"`` with plain decoding, turn by turn in
-random order: per prompt, the median over the repeats of plain decoding's time by lookahead's,
-then geometric means. The second table has fixed W, N, G, with three turns for each of two prompts
-that hold the answer (prompt in the pool) and of two of code to go on with (not in the pool).
-Prefill does not count.
+On Linux's CPU back end everything runs twice, in separate processes: with the BLAS of MLX's wheel,
+where a forward over M rows costs nearly M times as much as over one, and with OpenBLAS, where it
+costs much less. The first table compares ``window_size="auto"`` with plain decoding, turn by turn
+in random order. It shows, per prompt, the median over the repeats of plain decoding's time divided
+by lookahead's, and then geometric means. The second table has fixed W, N, G, with three turns each
+for two prompts that contain the answer (prompt in the pool), and for two of code to continue (not
+in the pool). Prefill does not count.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from statistics import geometric_mean, mean, median
+from typing import Any
 
 import mlxspec
 from mlxspec import LookaheadDecoder, SpeculationStats
@@ -57,8 +58,8 @@ class Rates:
         }
         self.code["free code"] = self.bundled["free code"]
 
-    def compare(self, prompt: list[int], repeats: int, *args: object) -> tuple[float, str]:
-        """Plain decoding's time by lookahead's, and a line of figures."""
+    def compare(self, prompt: list[int], repeats: int, *args: Any) -> tuple[float, str]:
+        """Plain decoding's time divided by lookahead's, and a line of figures."""
 
         def plain() -> Iterator[GenerationResponse]:
             return self.decoder.decode(prompt, NoDraft(), max_tokens=_TOKENS)
@@ -81,7 +82,7 @@ class Rates:
 
 
 def _turn(stream: Stream) -> tuple[float, SpeculationStats]:
-    """Seconds per token behind the first step, and what speculation did."""
+    """Seconds per token after the first step, and the statistics of drafting."""
     first = None
     for response in stream():
         if first is None:
@@ -97,7 +98,7 @@ def _figures(stats: SpeculationStats, rate: float, ratio: float) -> str:
 
 
 def measure(repeats: int) -> None:
-    """Print both tables for the BLAS at hand."""
+    """Print both tables for the current BLAS."""
     rates = Rates()
     curve = rates.decoder.costs.curve
     print("T(rows): " + ", ".join(f"{rows} {curve(rows):.1f}" for rows in (2, 4, 8, 16, 32, 64)))
@@ -119,7 +120,7 @@ def measure(repeats: int) -> None:
 
 
 def _print_size(rates: Rates, size: tuple[int, int, int], pooled: bool) -> None:
-    """One line: the means over two prompts that hold the answer, or over two of code."""
+    """One line: the means over the two prompts that contain the answer, or over the two of code."""
     names = ("repeat", "edit JSON") if pooled else ("free code", "read lines")
     prompts = {**rates.bundled, **rates.code}
     lines = [rates.compare(prompts[name], 3, *size, pooled) for name in names]

@@ -1,10 +1,10 @@
-"""What prompt lookup costs per step, in plain Python, at growing contexts.
+"""The Python time of prompt lookup per step, for growing contexts.
 
     python benchmarks/lookup_cost.py
 
-Each step is one proposal and the update with three emitted tokens, on a text of random tokens
-from a vocabulary of 2,000, in which many n-grams recur. Meant to stay
-below 20 µs a step whatever the context.
+Each step is one proposal and the update with three emitted tokens, on a text of random tokens from
+a vocabulary of 2,000, in which many n-grams recur. The target is below 20 µs per step, whatever the
+context.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""What a memory of earlier answers costs: learning, opening, a look-up, memory and disk.
+"""The cost of a memory of earlier answers: learning, opening, look-ups, memory and disk.
 
     SHORT=1000000 python benchmarks/memory_cost.py [TOKENS ...]
 
-The answers are made of random phrases that recur in new orders, as they do in code and prose, 200
-to 8,000 tokens each; the contexts that are looked up end in such phrases and are not in the memory
-as a whole. Learning is all that is done for an answer from its end on, merging included. It and the
-look-ups are given in time of the processor, which other programs change less. Meant to stay below
-20 µs a token learned, 14 bytes a token on disk, 50 ms to open, 100 µs a look-up (99 %: 300 µs) and
-200 MB of resident memory with ten million tokens.
+The answers have 200 to 8,000 tokens each, of random phrases that recur in new orders, as in code
+and prose. The contexts to look up end in such phrases but are not in the memory as a whole.
+Learning is everything that happens after an answer ends, including merging. Learning and look-ups
+are given in CPU time, which other programs affect less. The targets are below 20 µs per token
+learned, 14 bytes per token on disk, 50 ms to open, 100 µs per look-up (99 %: 300 µs) and 200 MB of
+resident memory with ten million tokens.
 
-The last line is about very short answers, 5 to 20 tokens each, a million of them unless SHORT says
-otherwise: the time to make the index again, meant to stay below a minute, and to find an answer
-that another process has added, meant to take milliseconds.
+The last line is for very short answers of 5 to 20 tokens, a million of them unless SHORT says
+otherwise. It shows the time to rebuild the index, with a target below a minute, and the time to
+find an answer that another process has added, with a target of milliseconds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LEAST, MOST = 200, 8000  # tokens of an answer
 
 
 class Answers:
-    """Made-up answers over a set of phrases of 1 to 12 tokens, as many as suit a text's size."""
+    """Synthetic answers from phrases of 1 to 12 tokens; their number suits the text's size."""
 
     def __init__(self, tokens: int, seed: int) -> None:
         phrases = np.random.default_rng(0)
@@ -64,13 +64,13 @@ class Answers:
 
 
 def resident() -> float:
-    """Most megabytes that this process has had in memory."""
+    """The peak memory of this process, in megabytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (1e3 if platform.system() == "Linux" else 1e6)
 
 
 def in_process_of_its_own(function, *arguments):  # type: ignore[no-untyped-def]
-    """A function's result, and the most memory that it needs."""
+    """A function's result, and its peak memory."""
     context = multiprocessing.get_context("spawn")
     results: SimpleQueue = context.SimpleQueue()
     process = context.Process(target=_put, args=(results, function, *arguments))
@@ -85,7 +85,7 @@ def _put(results, function, *arguments) -> None:  # type: ignore[no-untyped-def]
 
 
 def learn(directory: Path, tokens: int) -> float:
-    """Seconds of the processor for a token."""
+    """CPU seconds per token."""
     memory = Memory(
         kept=corpus.KeptAnswers(directory, identify(Words()), "", 10**9), on_trouble=print
     )
@@ -103,7 +103,7 @@ def learn(directory: Path, tokens: int) -> float:
 
 
 def draft(directory: Path, tokens: int) -> tuple[float, float, float, int]:
-    """Seconds to open it, of a median look-up and of one in a hundred, and the number of files."""
+    """Seconds to open it, of the median look-up and of the 99th percentile; the number of files."""
     identity = identify(Words())
     started = time.perf_counter()
     memory = Memory(kept=corpus.KeptAnswers(directory, identity), on_trouble=print)
@@ -123,7 +123,7 @@ def draft(directory: Path, tokens: int) -> tuple[float, float, float, int]:
 
 
 def keep_short(directory: Path, number: int) -> None:
-    """Keep short answers, without an index."""
+    """Add short answers, without an index."""
     pick = np.random.default_rng(4)
     kept = corpus.KeptAnswers(directory, identify(Words()), "", 10**9)
     with kept.locked():
@@ -133,7 +133,7 @@ def keep_short(directory: Path, number: int) -> None:
 
 
 def index_short(directory: Path) -> tuple[float, float]:
-    """Seconds to make the index, and to find another process's answer (the median of nine)."""
+    """Seconds to build the index, and to find another process's answer (the median of nine)."""
     identity = identify(Words())
     other = corpus.KeptAnswers(directory, identity, "", 10**9)
     started = time.perf_counter()

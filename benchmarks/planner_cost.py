@@ -1,10 +1,10 @@
-"""What the planner itself costs, in plain Python: time per drafted step and token, memory, begin.
+"""The Python cost of the planner itself: time per drafted step and token, memory, start.
 
     python benchmarks/planner_cost.py [TEXT_FILE …]
 
-Without files the text is words drawn by Zipf's law, with passages that are repeated now and
-then, so that there is always something to draft. A drafted step's time is that of its proposal
-and of learning from it, costs of rows included; updates are medians.
+Without files, the text is words drawn by Zipf's law, with passages that recur now and then, so
+drafts are always possible. The time of a drafted step covers its proposal and learning from it,
+including the costs of rows. Updates are medians.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mlxspec.drafting.planner import Planner
 from mlxspec.drafting.policy import trees_pay
 from mlxspec.drafting.suffix_source import SuffixSource
 
-_OUTPUT = 10_000  # tokens decoded behind the context
+_OUTPUT = 10_000  # tokens decoded after the context
 _CONTEXTS = (2_000, 32_000, 100_000)
 _CHIPS = ("M2 Pro", "M4 Pro", "M3 Ultra", "H200-like")
 _PLAIN_STEP = 0.02  # seconds
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def _drafted_steps(context: int, chip: str) -> list[float]:
-    """Seconds that the planner takes for each step with a draft."""
+    """The planner's seconds for each step with a draft."""
     tokens = made_up_text(context + _OUTPUT)
     curve = known_chip(chip).curve
     drafter = _TimedPlanner(curve)
@@ -64,7 +64,7 @@ def _drafted_steps(context: int, chip: str) -> list[float]:
 
 
 def _update(context: int) -> float:
-    """Median seconds of one token's update, tokens coming four at a time as in a good step."""
+    """Median seconds of one token's update, with four tokens per step, as in a good step."""
     tokens = made_up_text(context + _OUTPUT)
     index = SuffixIndex(tokens[:context])
     starts = range(context, context + _OUTPUT, 4)
@@ -72,7 +72,7 @@ def _update(context: int) -> float:
 
 
 def _memory(context: int) -> float:
-    """Bytes per token that an index keeps."""
+    """An index's bytes per token."""
     tokens = made_up_text(context + _OUTPUT)
     tracemalloc.start()
     index = SuffixIndex(tokens[:context])
@@ -83,7 +83,7 @@ def _memory(context: int) -> float:
 
 
 def _begin(context: int) -> float:
-    """Seconds for which the prefill waits: the index is built beside it."""
+    """Seconds that the prefill waits; a thread builds the index during it."""
     tokens = made_up_text(context)
     drafter = Planner(FixedCosts(known_chip("M4 Pro").curve), [SuffixSource()])
     seconds = _seconds(drafter.begin, tokens)
@@ -92,12 +92,12 @@ def _begin(context: int) -> float:
 
 
 def _index(context: int) -> float:
-    """Seconds for building the index of a prompt."""
+    """Seconds to build a prompt's index."""
     return _seconds(SuffixIndex, made_up_text(context))
 
 
 class _TimedPlanner(Planner):
-    """Records what the planner takes for each drafted step, which takes what the curve says."""
+    """Records the planner's time for each drafted step; steps take the time of the curve."""
 
     def __init__(self, curve: CostCurve) -> None:
         self._of_rows = curve
@@ -128,7 +128,7 @@ def _seconds(call: Callable[[list[int]], object], tokens: list[int]) -> float:
 
 
 def made_up_text(length: int) -> list[int]:
-    """Token ids: those of the files' words if there are any, otherwise made up."""
+    """Token ids of the files' words, or synthetic ones without files."""
     if sys.argv[1:]:
         words = " ".join(Path(name).read_text(encoding="utf-8") for name in sys.argv[1:]).split()
         ids = {word: number for number, word in enumerate(dict.fromkeys(words))}

@@ -1,4 +1,4 @@
-"""Draw what `make demo` shows at a terminal, from a run of it: README's first picture.
+"""Run `make demo` and draw its terminal output: README's first picture.
 
 python benchmarks/plot_demo.py docs/demo.svg
 """
@@ -24,7 +24,7 @@ from rich.text import Text
 
 ROOT = Path(__file__).parent.parent
 COLUMNS = 48
-WIDTH = 560  # pixels, where the page has room for them
+WIDTH = 560  # pixels, if the page has room for them
 _BLACK, _GREY, _WHITE = (13, 17, 23), (201, 209, 217), (255, 255, 255)
 # Its own background and light text: readable on light and dark pages.
 THEME = TerminalTheme(_BLACK, _GREY, [_BLACK, *[_GREY] * 6, _WHITE])
@@ -32,14 +32,14 @@ FONTS = 'ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace'
 
 
 def command() -> list[str]:
-    """What `make demo` runs, with this interpreter."""
+    """The command of `make demo`, with this interpreter."""
     dry_run = ["make", "--dry-run", "--assume-old", ".venv/.run", "demo"]
     line = subprocess.run(dry_run, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     return [sys.executable, *shlex.split(line)[1:]]
 
 
 def at_terminal(words: list[str]) -> str:
-    """All that a command writes to a terminal, which is shown as well.
+    """Run a command at a terminal; return and show its output.
 
     Raises:
         SystemExit: the command fails.
@@ -64,7 +64,7 @@ def title() -> str:
 
 
 def drawn(text: str) -> str:
-    """A terminal's window with a text in it, as SVG without fonts from elsewhere."""
+    """A terminal window with a text, as SVG without external fonts."""
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
     console.print(Text.from_ansi(text))
     svg = console.export_svg(title=title(), theme=THEME, unique_id="demo")

@@ -1,4 +1,4 @@
-"""Draw which decoder wins on which chip, from a replay's figures.
+"""Draw the speed of decoders on chips, from a replay's figures.
 
 mlxspec replay traces/*.jsonl --tokenizer MODEL --chip all --decoder all --json > replay.json
 python benchmarks/plot_replay.py replay.json docs/planner.svg

@@ -1,11 +1,11 @@
-"""What a rejection costs a hybrid model: states from a tape against accepted tokens run again.
+"""The cost of a rejection for hybrid models: recomputing states, or running tokens again.
 
     python benchmarks/rejected_states.py [ROUNDS]
 
-A random model like a Qwen 3.5 of 100 million parameters (three layers of four are gated delta nets)
-runs steps of 8 rows, each after a step of which a few rows were kept. Both ways alternate
-in random order; plain steps are measured beside them. The table shows medians of the time of such a
-pair of steps, and how many rows ran through the model for each token that was kept.
+A random model like a Qwen 3.5 with 100 million parameters (three of four layers are gated delta
+nets) runs steps of 8 rows, each after a step that kept a few rows. Both methods and plain steps
+alternate in random order. The table shows the median time of such a pair of steps, and the number
+of rows that ran through the model per kept token.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _KEPT = (1, 2, 4, 7, 8)
 
 
 def hybrid() -> Model:
-    """Random weights; what it computes does not matter."""
+    """A model with random weights; its output does not matter."""
     mx.random.seed(0)
     text = {
         "model_type": "qwen3_5_text",
@@ -57,7 +57,7 @@ def hybrid() -> Model:
 
 
 def step(target: Target, rows: int, kept: int) -> int:
-    """Run a step; returns how many rows ran through the model."""
+    """Run a step; return how many rows ran through the model."""
     rows = min(rows, 1 + target.max_depth)
     kept = min(rows, kept)
     tokens = [random.randrange(8192) for _ in range(rows)]

@@ -1,18 +1,18 @@
-"""Attack `mlxspec serve` with thousands of mutated requests; none may do harm.
+"""Attack `mlxspec serve` with thousands of mutated requests, none of which may do harm.
 
     python benchmarks/serve_attack.py [--bodies N] [--seed SEED]
     python benchmarks/serve_attack.py --only SEED [SEED ...]
 
-The server has the demo model, as float32, since a CPU emulates half precision slowly, and a copy of
-it that knows tools. Each request is made from a seed
-of its own (`attacks.py`): valid bodies of all endpoints with fields of other types, hostile values,
-schemas and grammars; bytes that are no JSON or no HTTP; large bodies; answers that are left. With
-the clients, a process keeps a core busy, and another one asks for /health every 50 ms.
+The server has the demo model, in float32, since a CPU emulates half precision slowly, and a copy
+with tools. Each request is made from its own seed (`attacks.py`): valid bodies of all endpoints
+with fields of other types, hostile values, schemas and grammars; invalid JSON and HTTP; large
+bodies; clients that disconnect. Meanwhile, one process keeps a core busy, and another one requests
+/health every 50 ms.
 
-Exits with 1 if a request got a 5xx, no answer or a wrong one, if the server crashed or wrote a
-traceback, if /health took longer than 250 ms, or if the server's memory in the end is more than
-150 MiB above that of the start. A crash names the seeds that were being answered, and the rest go
-to a new server. `--only` sends some seeds again, one after the other, and shows what was said.
+Exits with 1 if a request got a 5xx, no answer or a wrong one; if the server crashed or wrote a
+traceback; if /health took longer than 250 ms; or if the server's memory grew by more than 150 MiB.
+After a crash, the seeds in progress are printed, and the rest go to a new server. `--only` sends
+some seeds again, one after the other, and shows requests and answers.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from servers import MLXSPEC, Server, copy_with_tools, float32_copy, server
 from mlxspec.models.model_files import DEMO_DIRECTORY
 
 _CLIENTS = 6
-_ANSWER_SECONDS = 60.0  # after which there is no answer
-_PATIENCE = 1.0  # seconds for an answer to what is no request
-_REST_SECONDS = 30.0  # until memory is back
+_ANSWER_SECONDS = 60.0  # the longest wait for an answer
+_PATIENCE = 1.0  # seconds to wait for an answer to an invalid request
+_REST_SECONDS = 30.0  # to wait for memory to be freed
 _MOST_HEALTH = 0.25  # seconds
 _MOST_GROWTH = 150.0  # MiB
 _LONGEST_ERROR = 4000  # bytes
 _SHOWN = 200  # bytes of a request and of its answer
-_SHOWN_OF_A_KIND = 5  # faults that differ in figures alone
+_SHOWN_OF_A_KIND = 5  # faults that differ only in figures
 _LONGEST_LINE = 4000  # characters of the server's log
 
 _PROBE = """
@@ -76,16 +76,16 @@ async def main():
         await asyncio.sleep(max(0, planned - time.monotonic()))
 asyncio.run(main())
 """
-"""Asks for /health every 50 ms, whether the last answer has come or not."""
+"""Requests /health every 50 ms, whether the last answer has arrived or not."""
 
 _BUSY = "import os; parent = os.getppid()\nwhile os.getppid() == parent: sum(range(100_000))"
 
 
-_CUT = "cut"  # the connection was
+_CUT = "cut"  # the connection was closed
 
 
 class Reply(NamedTuple):
-    """What a client got: the status 0 where it got none, and why; then the type may be _CUT."""
+    """A client's result; without an answer the status is 0, and the type may be _CUT."""
 
     status: int
     type: str
@@ -93,7 +93,7 @@ class Reply(NamedTuple):
 
 
 class Done(NamedTuple):
-    """A request that is over."""
+    """A finished request."""
 
     seed: int
     kind: str
@@ -126,12 +126,12 @@ class Siege:
     """The attack, over one server or several.
 
     Attributes:
-        seeds: that are left.
-        tells: show what is sent and said.
-        done: the requests that are over.
-        faults: what should not have happened, and how often; figures are N.
-        looks: at /health.
-        memory: MiB at the start, at most, and at the end, for each server.
+        seeds: the remaining seeds.
+        tells: whether to show requests and answers.
+        done: the finished requests.
+        faults: the faults and how often they occurred; figures are replaced by N.
+        looks: the answers of /health.
+        memory: per server, MiB at the start, at most, and at the end.
     """
 
     seeds: queue.SimpleQueue[int]
@@ -148,7 +148,7 @@ class Siege:
             print(f"  WRONG: {where}{what}{shown}", flush=True)
 
     def of(self, running: Server, clients: int, busy: int) -> None:
-        """Attack a server until no seed is left, or it has crashed."""
+        """Attack a server until all seeds are used or it has crashed."""
         kept = warmed_up(running)
         start = most = running.resident
         flying: dict[int, Attack] = {}
@@ -195,7 +195,7 @@ class Siege:
                 del flying[number]
 
     def _rest(self, running: Server, start: float, most: float) -> None:
-        """Wait until nothing is left to do and memory is back."""
+        """Wait until the server is idle and has freed its memory."""
         deadline = time.monotonic() + _REST_SECONDS
         while time.monotonic() < deadline:
             left = httpx.get(f"{running.address}/status", timeout=_ANSWER_SECONDS).json()
@@ -210,7 +210,7 @@ class Siege:
             self.fail(f"the server's memory was {start:.0f} MiB, and is {end:.0f} in the end")
 
     def _read_log(self, log: str) -> None:
-        """Look for tracebacks, panics, and lines that a client has made long."""
+        """Look for tracebacks, panics, and lines that clients have made long."""
         ends = re.findall(r"^Traceback.*\n(?:[ \t].*\n|\n)*(.*)|^(.*panicked at.*)", log, re.M)
         for end, count in Counter(filter(None, (one or other for one, other in ends))).items():
             self.fail(f"{count} times in the server's log: {end[:_SHOWN]}")
@@ -219,7 +219,7 @@ class Siege:
             self.fail(f"the server's log has a line of {longest:,} characters")
 
     def tell(self) -> None:
-        """Print what has happened, and judge /health."""
+        """Print the results and judge /health."""
         print("kind            sent     2xx     4xx   5xx   none   longest")
         for kind, count in Counter(one.kind for one in self.done).most_common():
             ours = [one for one in self.done if one.kind == kind]
@@ -255,7 +255,7 @@ class Siege:
 
 
 def waits(looks: Sequence[Look]) -> Iterator[tuple[float, float, float]]:
-    """Times in which /health took too long: beginning, end, and the longest look."""
+    """The periods in which /health was too slow: beginning, end, and longest answer."""
     slow = sorted(look for look in looks if look.seconds > _MOST_HEALTH)
     while slow:
         began, ended, most = slow[0].began, slow[0].began + slow[0].seconds, slow[0].seconds
@@ -269,7 +269,7 @@ def waits(looks: Sequence[Look]) -> Iterator[tuple[float, float, float]]:
 
 
 def exchange(running: Server, one: Attack) -> Reply:
-    """Send a request on a connection of its own; what comes back."""
+    """Send a request on a connection of its own; return the result."""
     patience = _ANSWER_SECONDS if one.sound or one.leaves is not None else _PATIENCE
     method = one.data.partition(b" ")[0].decode("latin-1")
     try:
@@ -308,7 +308,7 @@ def faults_of(one: Attack, reply: Reply) -> Iterator[str]:
         try:
             json.loads(text, parse_constant=_no_json)
         except ValueError as error:
-            yield f"an answer that is no JSON: {error}"
+            yield f"an answer that is not JSON: {error}"
 
 
 def _no_json(name: str) -> None:
@@ -316,7 +316,7 @@ def _no_json(name: str) -> None:
 
 
 def _short(data: bytes) -> str:
-    """Bytes as they may be shown: their beginning and their end."""
+    """The beginning and the end of bytes, to print."""
     if len(data) <= 2 * _SHOWN:
         return ascii(data)[2:-1]
     left_out = f" … {len(data) - 2 * _SHOWN:,} bytes … "
@@ -324,7 +324,7 @@ def _short(data: bytes) -> str:
 
 
 def _has_ended(running: Server) -> bool:
-    """Whether a server is about to be found ended."""
+    """Whether a server has ended, or ends within a moment."""
     with suppress(subprocess.TimeoutExpired):
         running.process.wait(0.5)
     return running.process.poll() is not None
@@ -335,7 +335,7 @@ def _has_ended(running: Server) -> bool:
 
 @contextmanager
 def serving() -> Iterator[Server]:
-    """A server of both models in the present directory."""
+    """A server of both models in the current directory."""
     limits = ["--max-tokens", "12", "--cache-bytes", str(16 << 20)]
     models = ["--model", "float32", "--model", "tools"]
     with server(MLXSPEC, "serve", *models, *limits) as running:
@@ -343,7 +343,7 @@ def serving() -> Iterator[Server]:
 
 
 def warmed_up(running: Server) -> Kept:
-    """Let a server answer all bodies that are right, which it must."""
+    """Check that a server answers all valid bodies."""
     with httpx.Client(base_url=running.address, timeout=_ANSWER_SECONDS) as client:
         kept = client.post(RESPONSES, json={"input": "Hello", "max_output_tokens": 6}).json()
         ids = Kept(kept["id"], kept["output"][0]["id"])
@@ -357,7 +357,7 @@ def warmed_up(running: Server) -> Kept:
 
 @contextmanager
 def beside(running: Server, busy: int) -> Iterator[Any]:
-    """Processes beside the clients; gives what returns the looks at /health, after the end."""
+    """Run the other processes; yield a function that returns /health's answers after the end."""
     with tempfile.TemporaryFile("w+") as told:
         commands: list[tuple[list[str], IO[str] | None]] = [
             ([sys.executable, "-c", _PROBE, str(running.place[1])], told),

@@ -3,16 +3,16 @@
     python benchmarks/serve_load.py [REPEATS]
 
 Both serve the demo model, ours with drafts, in processes with the same BLAS (OpenBLAS on Linux)
-and from the same files: a float32 copy, since a CPU emulates half precision. Clients stream
-greedy answers, each asking the bundled prompts of a kind one after the other. Every prompt begins
-with a number of its own, so neither server's cache of prompts helps; in the conversations, each
-question follows the answers to those before, and it does. Our memory of earlier outputs is off,
-since the same answers come again.
+and from the same files: a float32 copy, since a CPU emulates half precision. Clients stream greedy
+answers; each client sends the bundled prompts of a kind one after the other. Every prompt begins
+with a different number, so neither server's cache of prompts helps. In the conversations the caches
+do help, since each question follows the earlier answers. Our memory of earlier outputs is off,
+since the same answers recur.
 
-In each repeat both servers have their turns, in random order. A turn's speed is all clients'
-tokens by the time until the last one is done. The table has the median ratio over the repeats,
-how often an answer is the same as at the other server, and the median and the longest time to
-first token of all requests.
+In each repeat both servers take turns, in random order. A turn's speed is the tokens of all clients
+divided by the time until the last one is done. The table shows the median ratio over the repeats,
+the share of answers that are the same from both servers, and the median and the longest time to
+the first token.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _MLX_LM = "import mlxspec; from mlx_lm.server import main; main()"  # mlxspec lo
 
 @dataclass
 class Asked:
-    """A request that has been answered: its text, its tokens, and seconds to the first of them."""
+    """An answer: its text, its tokens, and the seconds to the first token."""
 
     text: str
     tokens: int
@@ -66,7 +66,7 @@ class Asked:
 
 @dataclass
 class Turn:
-    """What one server has done for all clients."""
+    """One server's results for all clients."""
 
     seconds: float
     answers: list[Asked]
@@ -89,7 +89,7 @@ class Figures:
 
     @property
     def same(self) -> float:
-        """The share of answers that are the same, but for a space at their beginning."""
+        """The share of answers that are the same, except for a leading space."""
         ours, theirs = ([a.text.strip() for a in self._answers(name)] for name in (_OURS, _THEIRS))
         return sum(map(str.__eq__, ours, theirs)) / len(ours)
 
@@ -104,7 +104,7 @@ class Figures:
 
 
 async def ask(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Asked:
-    """Stream an answer; JSON is read after its end, so that this process takes little time."""
+    """Stream an answer; JSON is parsed after its end, to keep this process fast."""
     sent = time.perf_counter()
     first: float | None = None
     lines: list[bytes] = []
@@ -152,7 +152,7 @@ async def ask_all(
 
 
 async def take_turn(address: str, kind: str, clients: int, first_number: int) -> Turn:
-    """Let so many clients ask at once, each beginning with another prompt."""
+    """Run several clients at once, each starting with a different prompt."""
     found = [prompt for prompt in bundled_prompts() if prompt.category in _KINDS[kind]]
     started = time.perf_counter()
     async with httpx.AsyncClient(base_url=address, timeout=300, verify=False) as client:

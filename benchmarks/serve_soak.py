@@ -2,18 +2,18 @@
 
     python benchmarks/serve_soak.py [MINUTES] [--model MODEL] [--seed SEED]
 
-First the server is killed a few times, in its work and while it writes what it keeps on disk, and
-has to start again without a broken file. Then, for so many minutes (20 by default), clients with
-several keys send random requests: streamed or not, several choices, sampled with seeds, long
-prompts, constraints, tools, conversations that go on. They leave in the middle, read slowly, send
-what is no request, and one is a process that is killed. At the end Ctrl-C ends the server, and
-another one goes on from its files.
+First the server is killed a few times, while it works and while it writes its files, and must start
+again without a broken file. Then, for MINUTES (20 by default), clients with several keys send
+random requests: streamed or not, several choices, sampled with seeds, long prompts, constraints,
+tools, conversations of several turns. They disconnect, read slowly, send invalid requests, and one
+is a process that gets killed. At the end Ctrl-C ends the server, and another one continues from its
+files.
 
-It checks that no request fails that should not, that complete answers are those of generations
-alone, that the server is healthy all the time and has nothing left to do at the end. Each minute it
-prints the server's memory by kind; none may grow from the third quarter of the time (of 10 minutes
-or more) to the last. Exits with 1 if something was wrong. Runs with the BLAS of MLX's wheel, where
-several sequences in one forward get the very numbers that each gets alone.
+It checks that valid requests succeed, that complete answers equal those of generations alone, that
+the server is always healthy, and that it is idle at the end. Each minute it prints the server's
+memory by kind. In runs of 10 minutes or more, none may grow from the third quarter of the time to
+the last. Exits with 1 if a check failed. Runs with the BLAS of MLX's wheel, where a joint forward
+gives each sequence exactly the numbers that it gets alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import chdir, suppress
 from pathlib import Path
 from statistics import median
@@ -58,20 +58,20 @@ from mlxspec.server.requests import sampling_of_choice
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _CLIENTS = 8
-_CONCURRENCY = 6  # fewer, so that some wait
-_CACHE_BYTES = 16 << 20  # little, so that entries have to make room
-_REQUEST_SECONDS = 120  # after which an answer is taken for lost
-_LONGEST_PROMPT = 1500  # characters, which leave room in the context for an answer
+_CONCURRENCY = 6  # fewer than clients, to make some wait
+_CACHE_BYTES = 16 << 20  # small, to force evictions
+_REQUEST_SECONDS = 120  # the longest wait for an answer
+_LONGEST_PROMPT = 1500  # characters; leaves room in the context for an answer
 _KILLS = 3
 _KEYS = ("one", "two", "three")  # each client has one
-_TOOLS = "tools"  # the name of the model that knows them
-_SAMPLE_SECONDS = 1.0  # between two looks at memory and health
+_TOOLS = "tools"  # the name of the model with tools
+_SAMPLE_SECONDS = 1.0  # between two samples of memory and health
 _TELL_SECONDS = 60.0  # between two lines about memory
-_LEAST_MINUTES = 10  # half of which fills all that the server remembers
-_MOST_GROWTH = 1.05, 5  # of memory, from the third quarter to the last: times, and MiB more
-_COMPARING = 0.5  # how long answers are generated again alone, as a share of the time before
-_LOG_END = 6000  # characters of a server's log that are shown
-_SHOWN = 20  # failures that are told
+_LEAST_MINUTES = 10  # the caches of the server are full after half of it
+_MOST_GROWTH = 1.05, 5  # of memory, from the third quarter to the last: a factor, and MiB more
+_COMPARING = 0.5  # the time to generate answers again alone, as a share of the time before
+_LOG_END = 6000  # characters of a server's log to show
+_SHOWN = 20  # failures to show
 
 _WORDS = (
     *("river", "table", "Paris", "Oslo", "Grace", "Henry", "42", "json", "list", "of", "the"),
@@ -95,8 +95,8 @@ for number in range(3):
     threading.Thread(target=ask, args=[number]).start()
 """
 
-# Bodies that are none, and what they may be answered with.
-_BAD_BODIES: list[tuple[str, bytes, tuple[int, ...]]] = [
+# Invalid bodies, and the allowed answers.
+_BAD_BODIES: Sequence[tuple[str, bytes, Sequence[int]]] = [
     (path, body, (400,))
     for path in (CHAT, COMPLETIONS)
     for body in (
@@ -131,14 +131,14 @@ _BAD_BODIES: list[tuple[str, bytes, tuple[int, ...]]] = [
 
 
 class Choice(NamedTuple):
-    """What a client has got of one choice."""
+    """One choice as a client received it."""
 
     text: str
     finish_reason: str | None
 
 
 class Body(NamedTuple):
-    """A request, as a client writes it down."""
+    """A client's record of a request."""
 
     path: str
     json: str
@@ -153,10 +153,10 @@ class Memory(NamedTuple):
 
     Attributes:
         resident: of its processes, as the system counts it.
-        MLX: what MLX uses.
-        kept: what MLX keeps for its next arrays.
-        prefixes: of earlier prompts, a part of what MLX uses.
-        rest: what is resident and not MLX's.
+        MLX: MLX's active memory.
+        kept: MLX's cache of freed buffers.
+        prefixes: the caches of earlier prompts, a part of the active memory.
+        rest: resident memory that is not MLX's.
     """
 
     resident: float
@@ -170,13 +170,13 @@ class Memory(NamedTuple):
 
 
 class Soak:
-    """The clients, and what they have seen.
+    """The clients and their results.
 
     Attributes:
-        counts: what has happened, by kind.
-        failures: what should not have.
-        answers: complete ones, by request; all that it has got.
-        memory: of the server, in the order of time.
+        counts: the number of events, by kind.
+        failures: messages of failed checks.
+        answers: per request, all complete answers that it got.
+        memory: the samples of the server's memory, in order.
     """
 
     def __init__(self, running: Server, until: float, seed: int) -> None:
@@ -190,7 +190,7 @@ class Soak:
         self.slowest_health = 0.0
 
     async def run(self) -> None:
-        """Let all clients do what they do until the time is over."""
+        """Run all clients until the time is over."""
         clients = [self._client() for _ in range(_CLIENTS)]
         await asyncio.gather(*clients, self._victim(), self._watch())
         await self._check_idle()
@@ -215,7 +215,7 @@ class Soak:
             self._look: 5,
         }
         while self._goes_on():
-            # A client that has left has a connection of its own each time.
+            # A client that disconnects opens a new connection each time.
             limits = [(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)]
             transport = httpx.AsyncHTTPTransport(verify=False, socket_options=limits)
             address = self._server.address
@@ -239,11 +239,11 @@ class Soak:
     # --- what clients do ---
 
     async def _ask(self, client: httpx.AsyncClient) -> None:
-        """One answer, to its end."""
+        """Read one answer to its end."""
         await self._complete(client, random_body(self._random))
 
     async def _converse(self, client: httpx.AsyncClient) -> None:
-        """Some turns, each after the answers to those before."""
+        """Run some turns of a conversation."""
         messages: list[dict[str, str]] = []
         for _ in range(self._random.randint(2, 4)):
             messages.append({"role": "user", "content": random_text(self._random)[:150]})
@@ -252,7 +252,7 @@ class Soak:
             messages.append({"role": "assistant", "content": choices[0].text or "-"})
 
     async def _call_tools(self, client: httpx.AsyncClient) -> None:
-        """Let a model that knows tools call some, or choose to."""
+        """Have a model with tools call some, or choose."""
         self.counts["with tools"] += 1
         names = self._random.sample(_WORDS[:6], self._random.randint(1, 3))
         strict = self._random.random() < 0.7
@@ -322,7 +322,7 @@ class Soak:
             raise RuntimeError(f"the answer to {asked} has no [DONE]")
 
     async def _leave(self, client: httpx.AsyncClient) -> None:
-        """Go before the answer has ended."""
+        """Disconnect before the answer has ended."""
         self.counts["left"] += 1
         body = random_body(self._random, longest=400)
         streamed = self._random.random() < 0.6
@@ -338,7 +338,7 @@ class Soak:
             pass
 
     async def _read_slowly(self, client: httpx.AsyncClient) -> None:
-        """Take a long answer in small parts."""
+        """Read a long answer slowly."""
         self.counts["read slowly"] += 1
         messages = [{"role": "user", "content": random_text(self._random)}]
         content = {"messages": messages, "max_tokens": 200, "logprobs": True, "top_logprobs": 20}
@@ -347,7 +347,7 @@ class Soak:
         self._note(Body(CHAT, json.dumps(content)), events)
 
     async def _send_nonsense(self, client: httpx.AsyncClient) -> None:
-        """What is no request gets an error in OpenAI's form."""
+        """Send an invalid request, which must get an error in OpenAI's form."""
         self.counts["nonsense"] += 1
         path, body, statuses = self._random.choice(_BAD_BODIES)
         response = await client.post(path, content=body)
@@ -357,7 +357,7 @@ class Soak:
             self.fail(f"no message for {body[:80]!r}")
 
     async def _break_off(self, client: httpx.AsyncClient) -> None:
-        """Promise more than is sent, or send no HTTP at all."""
+        """Send less than the header promises, or invalid HTTP."""
         self.counts["broken off"] += 1
         host, port = client.base_url.host, client.base_url.port
         _, writer = await asyncio.open_connection(host, port)
@@ -374,7 +374,7 @@ class Soak:
         writer.close()
 
     async def _look(self, client: httpx.AsyncClient) -> None:
-        """Read what the server tells of itself."""
+        """Read the server's status endpoints."""
         self.counts["looked"] += 1
         path = self._random.choice(["/", "/status", "/metrics", "/v1/models", "/ready"])
         (await client.get(path)).raise_for_status()
@@ -384,7 +384,7 @@ class Soak:
         (await client.post("/v1/detokenize", json={"tokens": ids})).raise_for_status()
 
     async def _victim(self) -> None:
-        """A process with several requests, killed at any time."""
+        """Kill a process with several requests at a random time."""
         while self._goes_on():
             self.counts["killed clients"] += 1
             key = with_key(_KEYS[0])["Authorization"]
@@ -395,10 +395,10 @@ class Soak:
             await process.wait()
             await asyncio.sleep(5 * self._random.random())
 
-    # --- what is watched ---
+    # --- monitoring ---
 
     async def _watch(self) -> None:
-        """Look at health and memory."""
+        """Sample health and memory."""
         started = told = time.monotonic()
         async with self._watcher() as client:
             while self._goes_on():
@@ -420,13 +420,13 @@ class Soak:
                 await asyncio.sleep(_SAMPLE_SECONDS)
 
     def _watcher(self) -> httpx.AsyncClient:
-        """A client that sees all."""
+        """A client for the monitoring."""
         return httpx.AsyncClient(
             base_url=self._server.address, timeout=30, headers=with_key(_KEYS[0]), verify=False
         )
 
     async def _check_idle(self) -> None:
-        """Nothing may be left to do once all clients have gone."""
+        """Check that the server is idle after all clients have disconnected."""
         async with self._watcher() as client:
             for _ in range(50):
                 left = (await client.get("/status")).json()["requests"]
@@ -436,7 +436,7 @@ class Soak:
         self.fail(f"requests are left though no client is: {left}")
 
     def check_memory(self, judged: bool) -> str:
-        """The memory in each quarter of the time; judged, the last may not exceed the third."""
+        """Print the memory in each quarter; if judged, the last may not exceed the third."""
         quarter = max(1, len(self.memory) // 4)
         told = []
         for name in Memory._fields:
@@ -451,7 +451,7 @@ class Soak:
 
 
 def memory_of(running: Server, status: dict[str, Any]) -> Memory:
-    """A server's memory, from what it tells and what the system does."""
+    """A server's memory, from its own figures and the system's."""
     used, kept = status["memory"]["active"], status["memory"]["cache"]
     prefixes = sum(model["cache"]["bytes"] for model in status["models"])
     resident = running.resident
@@ -468,7 +468,7 @@ def with_key(key: str) -> dict[str, str]:
 
 
 def random_text(rng: random.Random) -> str:
-    """One of the bundled tasks, marked or shortened, or many of them, or words in a row."""
+    """A bundled task, marked or shortened, or many of them, or random words."""
     kind = rng.random()
     task = rng.choice(bundled_prompts()).messages[0]["content"]
     if kind < 0.5:
@@ -482,7 +482,7 @@ def random_text(rng: random.Random) -> str:
 
 
 def random_schema(rng: random.Random) -> dict[str, Any]:
-    """A schema, one of more than a server keeps compiled."""
+    """A schema out of more than a server keeps compiled."""
     kinds = [{"type": "integer"}, {"type": "string"}, {"enum": ["red", "green"]}]
     names = rng.sample(_WORDS, rng.randint(1, 3))
     properties = {name: rng.choice(kinds) for name in names}
@@ -491,7 +491,7 @@ def random_schema(rng: random.Random) -> dict[str, Any]:
 
 
 def random_constraint(rng: random.Random) -> dict[str, Any]:
-    """What an answer has to be."""
+    """A constraint on an answer."""
     format = {"name": "answer", "schema": random_schema(rng)}
     constraints: list[dict[str, Any]] = [
         {"response_format": {"type": "json_schema", "json_schema": format}},
@@ -504,7 +504,7 @@ def random_constraint(rng: random.Random) -> dict[str, Any]:
 
 
 def random_body(rng: random.Random, longest: int = 80) -> Body:
-    """A request that is to be answered."""
+    """A valid request."""
     body: dict[str, Any] = {"max_tokens": rng.randint(1, longest)}
     path = rng.choice([CHAT, CHAT, COMPLETIONS])
     if path == CHAT:
@@ -516,8 +516,8 @@ def random_body(rng: random.Random, longest: int = 80) -> Body:
         body["prompt"] = texts if len(texts) > 1 else texts[0]
     if rng.random() < 0.4:
         body.update(temperature=rng.choice([0.3, 0.8, 1.3]), seed=rng.randint(0, 5))
-        sampling = rng.choice([{}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.05}])
-        body.update(sampling)
+        samplings: list[dict[str, float]] = [{}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.05}]
+        body.update(rng.choice(samplings))
     if rng.random() < 0.2:
         name = rng.choice(["presence_penalty", "frequency_penalty", "repetition_penalty"])
         body[name] = rng.choice([0.5, 1.2])
@@ -549,7 +549,7 @@ def choices_of(events: list[Any]) -> list[Choice]:
     return [Choice("".join(texts[index]), reasons.get(index)) for index in sorted(texts)]
 
 
-# --- what generations alone give ---
+# --- generations alone ---
 
 
 def alone(decoder: mlxspec.Decoder, body: Body) -> tuple[tuple[Choice, ...], int]:
@@ -595,7 +595,7 @@ def _generated(
 
 
 def compare(soak: Soak, model: str, seconds: float) -> int:
-    """Compare answers with those of generations alone, for so long; returns of how many."""
+    """Compare answers with those of generations alone, for some time; return their number."""
     decoder = mlxspec.Decoder(model)
     until, compared = time.monotonic() + seconds, 0
     bodies = [*soak.answers]
@@ -614,9 +614,9 @@ def compare(soak: Soak, model: str, seconds: float) -> int:
 
 
 def serve(model: str, directory: Path) -> Any:
-    """Our server of a model and of the one that knows tools, which keeps prefixes in a directory.
+    """Our server of a model and of the model with tools, which keeps prefixes in a directory.
 
-    The keys and the model with tools are in the present directory.
+    The keys and the model with tools are in the current directory.
     """
     limits = ["--concurrency", str(_CONCURRENCY), "--cache-bytes", str(_CACHE_BYTES)]
     files = ["--cache-dir", str(directory), "--api-key-file", "keys"]
@@ -625,7 +625,7 @@ def serve(model: str, directory: Path) -> Any:
 
 
 def problems_of(directory: Path, log: str) -> Iterator[str]:
-    """What is wrong with the files after a start, or with what a server has written."""
+    """What is wrong with a server's files after a start, or with its log."""
     for path in filter(Path.is_file, directory.rglob("*")):
         if path.suffix != ".safetensors" or path.name == "new.safetensors":
             yield f"{path.name} is left in the directory"
@@ -634,7 +634,7 @@ def problems_of(directory: Path, log: str) -> Iterator[str]:
 
 
 def kill_again_and_again(model: str, directory: Path, rng: random.Random) -> list[str]:
-    """Kill servers in their work, and while they write files; returns what was wrong."""
+    """Kill servers while they work and while they write files; return what was wrong."""
     found: list[str] = []
     for turn in range(_KILLS + 1):
         with serve(model, directory) as running:
@@ -642,7 +642,7 @@ def kill_again_and_again(model: str, directory: Path, rng: random.Random) -> lis
             if turn == _KILLS:
                 return found
             work(running.address, rng)
-            if turn:  # while it writes, at a moment of it
+            if turn:  # at a random moment while it writes
                 running.process.send_signal(signal.SIGINT)
                 _wait_for_a_file(directory)
                 time.sleep(rng.random() * 0.02)
@@ -659,13 +659,13 @@ def _wait_for_a_file(directory: Path) -> None:
 
 
 def work(address: str, rng: random.Random) -> None:
-    """Some requests at once, of which some have not ended when this returns."""
+    """Send some requests at once; some have not ended when this returns."""
 
     async def ask() -> None:
         async with httpx.AsyncClient(
             base_url=address, timeout=_REQUEST_SECONDS, headers=with_key(_KEYS[0]), verify=False
         ) as client:
-            for size in (4, 12):  # the first are answered before the others come
+            for size in (4, 12):  # the first are answered before the others are sent
                 bodies = [random_body(rng) for _ in range(size)]
                 asking = [
                     asyncio.create_task(client.post(body.path, json=body.content))
@@ -679,7 +679,7 @@ def work(address: str, rng: random.Random) -> None:
 
 
 def end(running: Server) -> Iterator[str]:
-    """Ctrl-C; what was wrong with the end."""
+    """Press Ctrl-C; return what was wrong with the end."""
     running.process.send_signal(signal.SIGINT)
     try:
         status = running.process.wait(60)
@@ -691,7 +691,7 @@ def end(running: Server) -> Iterator[str]:
 
 
 def goes_on(address: str, body: Body) -> bool:
-    """Whether a server finds a prompt in its files that another one has answered."""
+    """Whether a server finds a prompt that another one has answered in its files."""
     answer = httpx.post(
         address + body.path,
         json=body.content,

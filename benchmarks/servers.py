@@ -1,4 +1,4 @@
-"""Servers in processes of their own, for the benchmarks that ask them."""
+"""Servers in separate processes, for the benchmarks of servers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from typing import IO, Any
 
 import httpx
 
-_START_SECONDS = 120  # that a server may take until it answers
+_START_SECONDS = 120  # to wait for a server's first answer
 _END_SECONDS = 60
-_LOG_LINES = 30  # of a server that has failed, which are shown
+_LOG_LINES = 30  # to show of a failed server
 
 MLXSPEC = "from mlxspec.cli.start import main; main()"
 """The code that runs the ``mlxspec`` command."""
@@ -27,7 +27,7 @@ MLXSPEC = "from mlxspec.cli.start import main; main()"
 
 @dataclass
 class Server:
-    """A server that runs.
+    """A running server.
 
     Attributes:
         address: of its root, without a slash at the end.
@@ -40,19 +40,19 @@ class Server:
 
     @property
     def place(self) -> tuple[str, int]:
-        """Host and port."""
+        """The server's host and port."""
         host, _, port = self.address.removeprefix("http://").rpartition(":")
         return host, int(port)
 
     @property
     def log(self) -> str:
-        """What it has written."""
+        """The server's log so far."""
         self._log.seek(0)
         return self._log.read().decode(errors="replace")
 
     @property
     def resident(self) -> float:
-        """The memory of its process and of those that it has started, in MiB."""
+        """The memory of its process and of the processes that it has started, in MiB."""
         command = ["ps", "-A", "-o", "pid=,ppid=,rss="]
         told = subprocess.run(command, capture_output=True, check=True).stdout.splitlines()
         rows = [(int(pid), int(parent), int(rss)) for pid, parent, rss in map(bytes.split, told)]
@@ -69,9 +69,9 @@ def server(code: str, *arguments: str, openblas: bool = True) -> Iterator[Server
     """A server at a free port of this machine, until the end of the block.
 
     Args:
-        code: Python that runs a command line.
-        arguments: of that; the port comes after them.
-        openblas: whether MLX's CPU back end is to have OpenBLAS, or the BLAS of its wheel.
+        code: Python code that runs a command line.
+        arguments: the arguments of the command line; the port is appended.
+        openblas: whether MLX's CPU back end uses OpenBLAS instead of the BLAS of its wheel.
     """
     port = free_port()
     environment = {**os.environ, "MLXSPEC_OPENBLAS": str(int(openblas))}
@@ -94,7 +94,7 @@ def server(code: str, *arguments: str, openblas: bool = True) -> Iterator[Server
 
 
 def free_port() -> int:
-    """A port that nobody listens at."""
+    """A free port."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         return listening.getsockname()[1]
 
@@ -113,7 +113,7 @@ def _wait_until_it_answers(running: Server) -> None:
 
 
 def event_in(line: bytes) -> Any:
-    """The object in a line of a stream of server-sent events; None where it has none."""
+    """The object in a line of server-sent events, or None."""
     content = line.removeprefix(b"data:").strip()
     if not line.startswith(b"data:") or content == b"[DONE]":
         return None
@@ -121,7 +121,7 @@ def event_in(line: bytes) -> Any:
 
 
 def copy_with_tools(model: Path, directory: Path) -> Path:
-    """Copy a model and give it a chat template that knows tools, and roles for all of a chat."""
+    """Copy a model and give it a chat template with tools and all roles of a chat."""
     import shutil
 
     sys.path.append(str(Path(__file__).parents[1]))  # where the tests are
@@ -129,7 +129,7 @@ def copy_with_tools(model: Path, directory: Path) -> Path:
 
     shutil.copytree(model, directory)
     path = directory / "tokenizer_config.json"
-    # The name in the comment is how mlx-lm knows the form of its calls.
+    # mlx-lm recognises the format of tool calls by the name in the comment.
     template = "{#- tool_call.name -#}\n" + CHATML
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
     return directory
@@ -143,7 +143,9 @@ def float32_copy(model: Path, directory: Path) -> Path:
 
     shutil.copytree(model, directory)
     for path in directory.glob("*.safetensors"):
-        weights = {name: w.astype(mx.float32) for name, w in mx.load(str(path)).items()}
+        loaded = mx.load(str(path))
+        assert isinstance(loaded, dict)
+        weights = {name: w.astype(mx.float32) for name, w in loaded.items()}
         mx.eval(weights)
         mx.save_safetensors(str(path), weights, {"format": "mlx"})
     return directory

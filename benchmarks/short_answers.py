@@ -1,13 +1,12 @@
-"""The default decoder beside prompt lookup on short answers that copy from their prompts.
+"""The default decoder against prompt lookup, on short answers that copy from their prompts.
 
     python benchmarks/short_answers.py [REPEATS] [MODEL]
 
-Sixty prompts of the six kinds of task that the demo model knows, made from a seed; each is the
-first request of a new default decoder. One of them begins with nothing but step times, one with the
+The sixty prompts, made from a seed, are of the six kinds of task that the demo model knows. Each is
+the first request of two new default decoders: one that knows only step times, and one with the
 experience that sixty other prompts of these kinds have left on disk. In each repeat the decoders
-take turns on each prompt, in an order of its own, in one process. What counts is the median over
-the repeats of the time that an answer takes: behind the prompt, and with it. Outputs are compared
-token by token.
+take turns on each prompt, in random order, in one process. The result is the median time of an
+answer over the repeats, with and without the prompt. Outputs are compared token by token.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def _facts(pick: random.Random, number: int) -> str:
 
 
 def _code(pick: random.Random) -> tuple[str, str]:
-    """A function, and a name in it."""
+    """A function's code, and a name in it."""
     first, second, third = pick.sample(_NAMES, 3)
     verb = pick.choice(("copy", "count", "find", "sort", "merge"))
     lines = [
@@ -74,7 +73,7 @@ def _code(pick: random.Random) -> tuple[str, str]:
 
 
 def _items(pick: random.Random) -> tuple[str, int]:
-    """Items as JSON, and the id of one."""
+    """Items as JSON, and the id of one of them."""
     ids = pick.sample(range(10, 1000), 2)
     items = ",\n".join(
         f'  {{\n    "id": {number},\n    "name": "{pick.choice(_PEOPLE)}",\n'
@@ -85,7 +84,7 @@ def _items(pick: random.Random) -> tuple[str, int]:
 
 
 def prompts(seed: int) -> Iterator[tuple[str, str]]:
-    """Kinds and prompts."""
+    """The prompts with their kinds."""
     pick = random.Random(seed)
     for _ in range(EACH):
         times = pick.randrange(2, 7)
@@ -117,7 +116,7 @@ def main(repeats: int, model: str, directory: str) -> None:
     kept, used = Path(directory) / "kept", Path(directory) / "used"
 
     def first(cache: Path, keeps_experience: bool = True) -> AutoDecoder:
-        """A decoder as a new process has it."""
+        """A decoder as in a new process."""
         os.environ["MLXSPEC_CACHE_DIR"] = str(cache)
         decoder = AutoDecoder(lookup.model, lookup.tokenizer)
         decoder.keeps_experience = keeps_experience
@@ -125,7 +124,7 @@ def main(repeats: int, model: str, directory: str) -> None:
         return decoder
 
     def experienced() -> AutoDecoder:
-        """One that knows what the others' prompts have taught, and nothing of the timed ones."""
+        """A decoder with experience from the other prompts, but not from the timed ones."""
         shutil.rmtree(used, ignore_errors=True)
         shutil.copytree(kept, used)
         return first(used)
@@ -159,7 +158,7 @@ def main(repeats: int, model: str, directory: str) -> None:
             if any(output != outputs["plain"] for output in outputs.values()):
                 print(f"outputs differ at prompt {index} (a near tie, or a fault)")
     kinds = [*dict.fromkeys(kind for kind, _ in asked)]
-    for what, took in (("behind the prompt", times), ("with the prompt", whole)):
+    for what, took in (("without the prompt", times), ("with the prompt", whole)):
         medians = {way: [median(one) for one in took[way]] for way in ways}
         print(f"{what + ', against lookup':<46}{'mean':>6}{'least':>7}{'≥ 0.97':>8}")
         for way in ways:

@@ -1,10 +1,10 @@
-"""``mlxspec bench`` on the demo model with each BLAS that MLX's CPU back end can run on.
+"""``mlxspec bench`` on the demo model with each BLAS of MLX's CPU back end.
 
     python benchmarks/side_by_side.py [any option of mlxspec bench]
 
-On Linux's CPU back end everything runs twice, in processes of their own: with the BLAS of MLX's
-wheel, where a forward over M rows costs M times one, and with OpenBLAS, where it is nearly flat.
-Below the tables stand the geometric means over the grounded prompts and over the free ones.
+On Linux's CPU back end everything runs twice, in separate processes: with the BLAS of MLX's wheel,
+where a forward over M rows costs M times as much as over one, and with OpenBLAS, where the cost is
+nearly flat. Geometric means over the grounded prompts and over the free ones follow the tables.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from statistics import geometric_mean
 
 from mlxspec.bench.measure import ratio_name
-from mlxspec.cli.bench import bench_tables
+from mlxspec.cli.bench import page_parts
 from mlxspec.cli.common.output import print_tables
 
 COMMAND = [sys.executable, "-c", "from mlxspec.cli.main import main; main()"]
@@ -27,7 +27,7 @@ KINDS = {
 
 
 def measure(openblas: bool) -> dict:
-    """Run the bench in a process of its own."""
+    """Run the bench in a separate process."""
     process = subprocess.run(
         [*COMMAND, "bench", "demo", "--json", *sys.argv[1:]],
         env={**os.environ, "MLXSPEC_OPENBLAS": str(int(openblas))},
@@ -55,7 +55,7 @@ def main() -> None:
     for title, openblas in blas.items() if sys.platform == "linux" else [("", True)]:
         report = measure(openblas)
         print(f"\n{title}\n")
-        print_tables(bench_tables(report))
+        print_tables(page_parts(report))
         print(means(report))
 
 

@@ -1,10 +1,10 @@
-"""What a store costs: building it, opening it, a look-up, and adding a text.
+"""The cost of a store: building it, opening it, a look-up, and adding a text.
 
     python benchmarks/store_cost.py [TOKENS ...]
 
-The text is made of random phrases that recur in new orders, as they do in code and prose; the
-contexts that are looked up end in such phrases and are not in the store as a whole. A look-up
-copies what follows, as a step needs it. Meant to stay below 100 µs a look-up.
+The text consists of random phrases that recur in new orders, as in code and prose. The contexts to
+look up end in such phrases but are not in the store as a whole. A look-up copies the continuations,
+as a step needs them. The target is below 100 µs per look-up.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TEXT = 8192  # tokens
 
 
 class Words:
-    """The tokenizer of the made-up texts."""
+    """The tokenizer of the synthetic texts."""
 
     name_or_path = "benchmark"
 
@@ -37,7 +37,7 @@ class Words:
 
 
 def texts(pick: random.Random, tokens: int) -> Iterator[list[int]]:
-    """Texts of 8,192 tokens each, in which phrases of 1 to 12 tokens recur."""
+    """Texts of 8,192 tokens each, with recurring phrases of 1 to 12 tokens."""
     phrases = [
         [int(VOCABULARY * pick.random() ** 3) for _ in range(pick.randrange(1, 13))]
         for _ in range(max(2000, tokens // 50))

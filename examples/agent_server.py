@@ -1,7 +1,7 @@
-"""An agent with tools, through the server: OPENAI_BASE_URL=... python agent_server.py [MODEL].
+"""Run an agent with tools through the server: OPENAI_BASE_URL=... python agent_server.py [MODEL].
 
-Start the server first with a model that knows tools: mlxspec serve MODEL. Each turn sends
-the whole conversation; what the server has read of it before does not run again.
+Start the server first, with a model that can call tools: mlxspec serve MODEL. Each turn sends
+the whole conversation, and the model runs only what is new.
 """
 
 import json
@@ -27,7 +27,7 @@ WEATHER: ChatCompletionFunctionToolParam = {
 
 
 def weather(city: str) -> str:
-    """What the tool does; yours would ask somebody."""
+    """Stands in for a real tool."""
     return {"Paris": "sunny", "Oslo": "snow"}.get(city, "unknown")
 
 
@@ -37,13 +37,13 @@ messages: list[ChatCompletionMessageParam] = [
     {"role": "user", "content": "What is the weather in Paris?"}
 ]
 
-for _ in range(5):  # steps at most
+for _ in range(5):  # at most 5 turns
     completion = client.chat.completions.create(model=model, messages=messages, tools=[WEATHER])
     message = completion.choices[0].message
     if not message.tool_calls:
         print(message.content)
         break
-    messages.append(message.to_dict())  # type: ignore[arg-type]  # a message is a parameter, too
+    messages.append(message.to_dict())  # type: ignore[arg-type]  # a valid parameter
     for call in message.tool_calls:
         if call.type == "function":
             result = weather(**json.loads(call.function.arguments))

@@ -1,7 +1,7 @@
-"""An agent in Python, without a server: a loop with a session: python agent_session.py [MODEL].
+"""Run an agent with a session, without a server: python agent_session.py [MODEL].
 
-Each answer is held to a JSON Schema, so that it is always a call that can be run, whatever the
-model. Tool results often come back word for word, and the session's earlier turns are drafted from.
+A JSON Schema constrains each answer, so every model answers with a valid call. Agents often repeat
+tool results word for word, and the session's earlier turns supply these drafts.
 """
 
 import json
@@ -28,7 +28,7 @@ model = sys.argv[1] if len(sys.argv) > 1 else "demo"
 decoder, session = AutoDecoder(model), Session()
 messages = [{"role": "user", "content": TASK}]
 
-for _ in range(5):  # steps at most
+for _ in range(5):  # at most 5 turns
     responses = list(decoder.stream(messages, session=session, constraint=ACTION))
     text = "".join(response.text for response in responses)
     print(f"{text.strip()}  [{responses[-1].stats.tokens_per_step:.1f} tokens a step]")

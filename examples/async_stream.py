@@ -1,7 +1,7 @@
-"""Answer two questions at once in tasks of asyncio: python async_stream.py [MODEL].
+"""Answer two questions at once in asyncio tasks: python async_stream.py [MODEL].
 
-A thread of the decoder runs the model, so the event loop goes on meanwhile. Both answers share
-the model's steps. A task that is cancelled ends its answer before the next step.
+The model runs in a thread of the decoder and does not block the event loop. Both answers share
+the model's steps. Cancelling a task ends its answer before the next step.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Answer several prompts at once, in forwards that they share: python batch.py [MODEL]."""
+"""Answer several prompts at once, in shared forwards: python batch.py [MODEL]."""
 
 import sys
 

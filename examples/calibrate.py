@@ -1,6 +1,7 @@
-"""What a step over several rows costs here, and which drafts pay: python calibrate.py [MODEL].
+"""Show the cost of steps on this machine, and which drafts pay: python calibrate.py [MODEL].
 
-The first use measures for a few seconds and keeps the times; mlxspec calibrate measures carefully.
+The first run measures for a few seconds and saves the times. mlxspec calibrate takes longer and
+measures more carefully.
 """
 
 import sys
@@ -13,6 +14,6 @@ curve = decoder.costs.curve
 
 print(f"\n{'drafted':>8} {'cost of the step':>17} {'tokens, if each is right with 80 %':>36}")
 for drafted in (1, 2, 4, 8, 16):
-    cost = curve(1 + drafted)  # in plain steps, which have one row
+    cost = curve(1 + drafted)  # in plain steps of one row
     tokens = sum(0.8**depth for depth in range(drafted + 1))
     print(f"{drafted:8} {cost:17.2f} {tokens:29.2f} {'pays' if tokens > cost else '-':>6}")

@@ -1,7 +1,7 @@
-"""Talk with a model; each turn goes on where the last one ended: python chat.py [MODEL].
+"""Chat with a model; each turn continues the last one: python chat.py [MODEL].
 
-Every turn passes the whole conversation. The session keeps the KV cache of what is the same as
-before, so only what is new runs. From a pipe every line is a turn.
+Every turn passes the whole conversation. The session keeps the KV cache of the unchanged part, so
+the model runs only what is new. Each line of standard input is a turn.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Generate an answer, and see what drafts gained: python generate.py [MODEL]."""
+"""Generate an answer and show what drafts gained: python generate.py [MODEL]."""
 
 import sys
 
@@ -9,7 +9,7 @@ decoder = AutoDecoder(model)
 question = 'Repeat the following phrase 5 times: "The quick brown fox jumps over the lazy dog.".'
 prompt = [{"role": "user", "content": question}]
 
-result = decoder.generate(prompt, max_tokens=200)  # writes the text as it comes
+result = decoder.generate(prompt, max_tokens=200)  # prints the text as it is generated
 
 stats = result.stats
 print(f"{len(result.tokens)} tokens in {stats.steps} steps: {stats.tokens_per_step:.2f} a step")

@@ -1,7 +1,7 @@
-"""OpenAI's library and mlxspec serve: OPENAI_BASE_URL=... python openai_client.py [MODEL].
+"""Use OpenAI's library with mlxspec serve: OPENAI_BASE_URL=... python openai_client.py [MODEL].
 
-Start the server first: mlxspec serve MODEL. An editor that knows what the answer will
-resemble says so with `prediction`, and the server drafts from it.
+Start the server first: mlxspec serve MODEL. An editor that can guess the answer passes its guess
+as `prediction`, and the server drafts from it.
 """
 
 import sys

@@ -1,7 +1,7 @@
-"""A drafter of your own: what followed the last two tokens: python own_drafter.py [MODEL].
+"""Write a drafter that looks up the last two tokens: python own_drafter.py [MODEL].
 
-It can change the speed, never the output. AutoDecoder learns how often it is right, and drafts
-from it where that pays.
+A drafter changes only the speed, never the output. AutoDecoder learns how often its drafts are
+right, and uses them when that pays.
 """
 
 import sys
@@ -11,9 +11,9 @@ from mlxspec import AutoDecoder, Drafter, DraftTree, VerifiedStep
 
 
 class LastBigram(Drafter):
-    """Drafts what followed the last two tokens when they stood together before."""
+    """Drafts what followed the previous occurrence of the last two tokens."""
 
-    branching = False  # only chains; a DraftTree may branch too
+    branching = False  # it drafts chains; a DraftTree could also branch
 
     def begin(self, prompt: Sequence[int]) -> None:
         self.text: list[int] = []

@@ -1,8 +1,8 @@
-"""What drafts would gain on your own chats: python replay_logs.py CHATS.jsonl [MODEL].
+"""Estimate what drafts would gain on your own chats: python replay_logs.py CHATS.jsonl [MODEL].
 
-Replaying runs no model: it needs the logged answers, a tokenizer, and the curves of chips. A line
-of CHATS.jsonl is {"messages": [...]}, as OpenAI's API has them. Beside a few chips whose costs are
-known, put the curve of your own: mlxspec calibrate MODEL --json > curve.json, --curve curve.json.
+A replay runs no model: it needs the logged answers, a tokenizer, and the cost curves of chips.
+Each line of CHATS.jsonl is {"messages": [...]}, as in OpenAI's API. To add your own machine, run
+mlxspec calibrate MODEL --json > curve.json, and pass --curve curve.json to mlxspec replay.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Read a record out of a text, as JSON of a schema: python structured_output.py [MODEL]."""
+"""Extract a record from a text, as JSON of a given schema: python structured_output.py [MODEL]."""
 
 import json
 import sys
@@ -18,5 +18,5 @@ model = sys.argv[1] if len(sys.argv) > 1 else "demo"
 decoder = AutoDecoder(model)
 prompt = [{"role": "user", "content": "Wendy, 20, likes green."}]
 text = "".join(response.text for response in decoder.stream(prompt, constraint=PERSON))
-person = json.loads(text)  # valid, as long as max_tokens has not cut it off
+person = json.loads(text)  # valid unless max_tokens cut it off
 print(f"{person['name']} is {person['age']} years old.")

@@ -78,7 +78,7 @@ __all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name on first use: loading MLX takes seconds, which ``--help`` avoids."""
+    """Import public names on first use, since ``--help`` should not wait seconds for MLX."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

@@ -30,12 +30,6 @@ ENVIRONMENT_VARIABLE = "MLXSPEC_OPENBLAS"
 _PACKAGE, _IN_PACKAGE = "scipy_openblas32", "lib/libopenblas_python.so"
 _SYSTEM = ("libopenblas.so.0", "libopenblasp.so.0")
 
-# How long OpenBLAS's threads spin for more work before they sleep, as a power of two of cycles:
-# about as long as it takes to wake one. The default, 2^26, lasts many steps, during which they
-# take cores from the thread that builds the next forward.
-_SPINNING = "OPENBLAS_THREAD_TIMEOUT"
-_SPINNING_CYCLES = "16"
-
 
 def prefer_openblas() -> None:
     """Load OpenBLAS for MLX's CPU back end on Linux, since MLX's wheel has the reference BLAS.
@@ -54,7 +48,11 @@ def prefer_openblas() -> None:
     if _load(libraries, os.RTLD_NOLOAD):
         return  # preloaded by the user, or by an earlier call
     if "mlx.core" not in sys.modules:
-        os.environ.setdefault(_SPINNING, _SPINNING_CYCLES)  # OpenBLAS reads it when it is loaded
+        # How long OpenBLAS's threads spin for more work before they sleep, as a power of two of
+        # cycles: about as long as it takes to wake one. The default, 2^26, lasts many steps, during
+        # which they take cores from the thread that builds the next forward. OpenBLAS reads the
+        # variable when it is loaded.
+        os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "16")
         _load(libraries, ctypes.RTLD_GLOBAL)
     elif _load(libraries, ctypes.RTLD_LOCAL):
         warnings.warn(

@@ -64,6 +64,29 @@ settings.register_profile(
 )
 settings.load_profile("busy")
 
+LONGEST = (
+    "cli/test_chat.py",
+    "server/test_prefix_cache.py",
+    "test_readme.py",
+    "engine/test_openblas.py",
+    "generation/test_thread_end.py",
+    "generation/test_joint_drafts.py",
+    "engine/test_compiling.py",
+    "generation/test_constrained.py",
+    "engine/test_architectures.py",
+    "cli/test_conversation.py",
+    "server/test_process.py",
+    "distributed/test_generation.py",
+    "distributed/test_deaths.py",
+    "cli/test_prompts.py",
+    "cli/test_process.py",
+    "test_typing.py",
+    "test_examples.py",
+    "engine/test_equality.py",
+    "engine/test_fuzz.py",
+)
+"""The files that take longest. They come first, so that no process runs one of them at the end."""
+
 LIMIT = 3600 if LONG else 180
 """Seconds after which a test, its fixtures included, has failed: the slowest takes some 20."""
 
@@ -88,6 +111,7 @@ def few_measured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     quick = mlxspec.engine.costs.QUICK
     few = replace(quick, rows=(2, 4, 8), rounds=2, steady_rounds=2, seconds=60.0)
     monkeypatch.setattr(mlxspec.engine.costs, "QUICK", few)
+    monkeypatch.setattr(mlxspec.engine.costs, "QUICK_LONG", few)
 
 
 @pytest.fixture(autouse=True)
@@ -141,6 +165,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
     finally:
         signal.alarm(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the files that take longest first; of each, tests keep their order."""
+    places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 def pytest_collection_finish() -> None:

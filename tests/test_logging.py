@@ -54,8 +54,8 @@ def test_each_generation_is_logged_once_with_its_figures(
     (line,) = caplog.messages
     stats = last.stats
     assert line.startswith(
-        f"generation ended ({'length' if whole else 'left'}): 5 prompt tokens, 0 of them kept "
-        f"from before; {last.generation_tokens} tokens in {stats.steps} steps, "
+        f"generation ended ({'length' if whole else 'left'}): 5 prompt tokens, 0 of them "
+        f"cached; {last.generation_tokens} tokens in {stats.steps} steps, "
     )
     assert line.endswith(f" a second; {stats.accepted} of {stats.drafted} drafted tokens accepted")
 

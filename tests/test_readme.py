@@ -10,6 +10,7 @@ checked, and says what it needs in a comment on the line before it::
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -24,6 +25,7 @@ import click
 import pytest
 
 import mlxspec
+from tests.support import command_line
 from tests.support.demo import FLAT, given_costs
 
 ROOT = Path(mlxspec.__file__).parent.parent
@@ -105,12 +107,16 @@ def lines_of(code: str) -> list[str]:
 STARTERS = {"mlx.launch", "uvx"}
 
 
-def commands_in(line: str) -> Iterator[list[str]]:
-    """The arguments of each call of ``mlxspec`` in a line of a shell."""
+def words_of(line: str) -> list[str]:
     words = shlex.shlex(line, posix=True, punctuation_chars=True)
     words.whitespace_split = True
+    return list(words)
+
+
+def commands_in(line: str) -> Iterator[list[str]]:
+    """The arguments of each call of ``mlxspec`` in a line of a shell."""
     calls: list[list[str]] = [[]]
-    for word in words:
+    for word in words_of(line):
         if word in OPERATORS:
             calls.append([])
         elif calls[-1] or not re.match(r"\w+=", word):  # no variable of its environment
@@ -230,21 +236,33 @@ def test_json_is_json(block: Block) -> None:
     json.loads(block.code)
 
 
-# The command, with the bundled model for every name of another one.
-STAND_IN = """\
+def with_demo(arguments: list[str]) -> list[str]:
+    """The arguments, with the bundled model for every name of another one."""
+    return [
+        "demo"
+        if arg == "MODEL" or (re.fullmatch(r"[\w.-]+/[\w.-]+", arg) and not os.path.exists(arg))
+        else arg
+        for arg in arguments
+    ]
+
+
+STAND_IN = f"""\
 import os, re, sys
-sys.argv[1:] = [
-    "demo" if arg == "MODEL" or re.fullmatch(r"[\\w.-]+/[\\w.-]+", arg) and not os.path.exists(arg)
-    else arg
-    for arg in sys.argv[1:]
-]
+{inspect.getsource(with_demo)}
+sys.argv[1:] = with_demo(sys.argv[1:])
 from mlxspec.cli.start import main
 main()
 """
 
 
+ADVICE = (
+    "If it needs what a test does not have, say so on the line before the block: "
+    "<!-- needs: ... -->; or add a file to FILES."
+)
+
+
 @pytest.fixture
-def shell(directory: Path) -> Callable[[str], None]:
+def shell(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Runs a line of a shell, in which ``mlxspec`` is the one that is tested."""
     programs = directory / "bin"
     programs.mkdir()
@@ -255,17 +273,15 @@ def shell(directory: Path) -> Callable[[str], None]:
     command.chmod(0o755)
     for what in ("init -q", "add -N report.txt"):  # which is what "git diff" shows
         subprocess.run(["git", *what.split()], check=True)
-    paths = {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    of_the_user = {
-        f"MLXSPEC_{kind}_DIR": str(directory / kind.lower()) for kind in ("DATA", "CONFIG")
-    }
-    environment = {**os.environ, **paths, **of_the_user}
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for kind in ("DATA", "CONFIG"):
+        monkeypatch.setenv(f"MLXSPEC_{kind}_DIR", str(directory / kind.lower()))
 
     def run(line: str) -> None:
         try:
             subprocess.run(
                 ["bash", "-o", "pipefail", "-c", line],
-                env=environment,
                 check=True,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
@@ -273,10 +289,7 @@ def shell(directory: Path) -> Callable[[str], None]:
                 timeout=120,
             )
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-            pytest.fail(
-                f"{line}\n{error}\n{error.stderr or ''}\nIf it needs what a test does not have, "
-                "say so on the line before the block: <!-- needs: ... -->; or add a file to FILES."
-            )
+            pytest.fail(f"{line}\n{error}\n{error.stderr or ''}\n{ADVICE}")
 
     return run
 
@@ -284,6 +297,11 @@ def shell(directory: Path) -> Callable[[str], None]:
 @pytest.mark.slow
 @pytest.mark.parametrize("block", [b for b in SHELL if b.page in TRIED and not b.needs], ids=str)
 def test_commands_run(block: Block, shell: Callable[[str], None]) -> None:
+    """README's in processes of their own; other pages', where no shell is needed, in this one."""
     for line in lines_of(block.code):
-        if [*commands_in(line)]:
+        words = words_of(line)
+        if block.page != "README.md" and words[:1] == ["mlxspec"] and not OPERATORS & {*words}:
+            result = command_line.run(*with_demo(words[1:]))
+            assert result.exit_code == 0, f"{line}\n{result.output}\n{ADVICE}"
+        elif [*commands_in(line)]:
             shell(line)

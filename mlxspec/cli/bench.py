@@ -66,8 +66,8 @@ class BenchOptions:
     limit: int | None = _prompts("--limit N", "At most N prompts of each category.")
     decoders: str | None = _measurement(
         "--decoder A,B",
-        f"Compare plain decoding with any of {', '.join(_DECODERS)}.  [default: all; with --tune "
-        "auto]",
+        f"Decoders to compare with plain decoding: any of {', '.join(_DECODERS)}.  [default: all; "
+        "with --tune auto]",
         shell_complete=names_completed(lambda: _DECODERS),
     )
     drafter: str | None = _measurement(

@@ -13,7 +13,7 @@ import click
 from ..engine.params import CacheOptions
 from ..errors import OptionError, PromptCacheError
 from ..models.model_files import DEMO, is_downloaded, is_repository_name
-from ..terminal import visible
+from ..terminal import one_line
 from .common.generation import Generation
 from .common.model_choice import model_or_default, note_which_model
 from .common.notes import note
@@ -58,8 +58,8 @@ def cache_prompt_command(
       mlxspec generate --prompt-cache-file a.safetensors "Who is the narrator?"
 
     The prompt may also come through a pipe. The file names its model and adapters, so 'generate'
-    needs no --model and no --adapter-path. If the model must be downloaded, it asks you at a
-    terminal; elsewhere name the model with --model.
+    needs no --model and no --adapter-path. If the model must be downloaded, 'generate' asks you at
+    a terminal; elsewhere, name the model with --model.
 
     "mlx_lm.generate --prompt-cache-file" reads this file, too, and 'generate' reads files of
     "mlx_lm.cache_prompt". With a chat template the prompt begins the user's message, and the later
@@ -152,7 +152,7 @@ class CachedPrompt:
         own = self._metadata.get("model") or None
         if own is None or asked == own or (asked is not None and _same_directory(asked, own)):
             return asked
-        made = f"{self.file} was made by the model {_shown(own)}"
+        made = f"{self.file} was made by the model {one_line(own[:_LONGEST_NAME])}"
         if asked is not None:
             raise PromptCacheError(
                 f"{made}, not {asked}: leave out --model, or make the file again"
@@ -160,7 +160,7 @@ class CachedPrompt:
         if own == DEMO or _is_directory(own):
             return own
         if is_repository_name(own):
-            question = f"{visible(made)}, which is not on this machine. Download it?"
+            question = f"{one_line(made)}, which is not on this machine. Download it?"
             if is_downloaded(own) or (at_terminal() and click.confirm(question, err=True)):
                 return own
         raise PromptCacheError(f"{made}, which is not on this machine: name the model with --model")
@@ -172,7 +172,8 @@ class CachedPrompt:
             return asked
         if asked is None and (not own or _is_directory(own)):
             return own or None
-        made = f"the adapters {_shown(own)}: name them with" if own else "no adapters: leave out"
+        named = f"the adapters {one_line(own[:_LONGEST_NAME])}: name them with"
+        made = named if own else "no adapters: leave out"
         raise PromptCacheError(f"{self.file} was made with {made} --adapter-path")
 
     def _check_quantization(self, options: CacheOptions) -> None:
@@ -250,7 +251,3 @@ def _is_directory(name: str) -> bool:
         return Path(name).expanduser().is_dir()
     except (OSError, RuntimeError):  # the name is too long, or has "~" before an unknown user
         return False
-
-
-def _shown(name: str) -> str:
-    return visible(" ".join(name[:_LONGEST_NAME].split()))

@@ -123,7 +123,7 @@ class Memories:
     def suggest_once(self) -> None:
         """Suggest at a terminal to keep answers, once per user.
 
-        This creates the memory's directory, whose existence marks that it was suggested.
+        Creates the memory's directory, which records that the suggestion was shown.
         """
         from ..corpus import memory_directory
 
@@ -188,8 +188,8 @@ def on_command(model: str | None, max_tokens: int | None) -> None:
 
     whose, most = _switch(model, keeps=True, max_tokens=max_tokens)
     up_to = counted(most, "token") + (" each" if model is None else "")
-    say(f"Answers are kept from now on, with {whose or 'every tokenizer'}, up to {up_to}.")
-    say(f"They are in {memory_directory()}, readable for you alone.")
+    say(f"Answers are kept from now on, for {whose or 'every tokenizer'}, up to {up_to}.")
+    say(f"They are in {memory_directory()}; only you can read them.")
 
 
 @memory_command.command("off", context_settings=SETTINGS)
@@ -199,7 +199,7 @@ def off_command(model: str | None) -> None:
     from ..corpus import memory_directory
 
     whose, _ = _switch(model, keeps=False)
-    say(f"No answers are kept from now on with {whose or 'any tokenizer'}.")
+    say(f"No answers are kept from now on, for {whose or 'any tokenizer'}.")
     if any(one.count()["texts"] for one in _kept(_tokenizer_of(model))):
         say(f"Kept answers stay in {memory_directory()}: mlxspec memory forget --all removes them.")
 
@@ -310,7 +310,7 @@ def forget_command(
     and --matching. Running processes forget it, too. Damaged files are always removed.
     """
     if matching is not None and not matching.strip():
-        raise OptionError("--matching is empty: give a text, or forget --all")
+        raise OptionError("--matching is empty: give a text, or use --all")
     first, last = _when("--since", since), _when("--before", before)
     choice = (first, last, matching) != (None, None, None)
     if everything and choice:
@@ -318,7 +318,9 @@ def forget_command(
     if not everything and not choice:
         raise OptionError("choose what to forget: give --since, --before, --matching or --all")
     if first is not None and last is not None and first >= last:
-        raise OptionError(f"--since {since} is not before --before {before}: give an earlier time")
+        raise OptionError(
+            f"--since {since} is not before --before {before}: give an earlier --since"
+        )
     from ..corpus import memory_directory
     from ..drafting.kept import kept_experience
 
@@ -395,7 +397,7 @@ def export_command(model: str | None, output: Path | None, force: bool) -> None:
 
 
 def _kept(tokenizer: Any) -> list[KeptAnswers]:
-    """The answers of all tokenizers, or of one.
+    """The kept answers of all tokenizers, or only of this one.
 
     Raises:
         StoreError: the database cannot be read.

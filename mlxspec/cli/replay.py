@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from ..drafting.chips import Chip
 
 _ALL = "all"
-_DEFAULT_CHIP = "M4 Pro"
 _OWN = "own curve"
 
 
@@ -83,9 +82,9 @@ class ReplayOptions:
     )
     memory: str | None = option_field(
         "--memory N[,N...]",
-        "Compare memories of earlier outputs of these sizes, and none, in the default decoder. A "
-        "size is in tokens, with k for 1,024 and M for 1,048,576, or 'all'; the default is 1M. One "
-        "memory sees all TRACES, category by category, in the order of the files, without the "
+        "Compare the default decoder with memories of earlier outputs of these sizes, and without "
+        "one. A size is in tokens, with k for 1,024 and M for 1,048,576 (1M is usual), or 'all'. "
+        "One memory sees all TRACES, category by category, in the order of the files, without the "
         "outputs that --limit leaves out.",
     )
 
@@ -124,7 +123,7 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
     from ..bench.replay import compare
 
     policies = _policies(asked, shows)
-    default = _ALL if shows.html else _DEFAULT_CHIP
+    default = _ALL if shows.html else "M4 Pro"
     if asked.chips and asked.curve:
         raise OptionError("--chip and --curve are given together: choose one")
     chips = _chips(asked.chips or (default,), asked.curve)
@@ -234,7 +233,8 @@ def _tables(
         yield shown(f"Modelled on: {chip}{at_once}{estimates}")
         labels = [policies[name].label for name in reports]
         if several == 1:
-            sets = FoldingTable("set", "outputs", "tokens", *labels, caption=_SETS)
+            caption = "speed against plain decoding"
+            sets = FoldingTable("set", "outputs", "tokens", *labels, caption=caption)
             for name, first in next(iter(reports.values()))["sets"].items():
                 speeds = [ratio(report["sets"][name]["speedup"]) for report in reports.values()]
                 counts = str(first["completions"]), f"{first['tokens']:,}"
@@ -247,7 +247,6 @@ def _tables(
         yield table
 
 
-_SETS = "speed against plain decoding"
 _DECODERS = (
     "speed: geometric mean over the sets; slow outputs: mean share over the sets of outputs that "
     "lose more than 2 % and two plain steps"

@@ -339,7 +339,7 @@ def _load(
     paths = [model_or_default(one.model) for one in asked]
     for path in paths:
         if paths.count(path) > 1:
-            raise OptionError(f"{path} is named twice: leave it out once")
+            raise OptionError(f"{path} is named twice: name it once")
     names = [given_name(path) for path in paths]
     decoders = [one.load(console, memories) for one in asked]
     result = []

@@ -83,7 +83,7 @@ KEYS = {
 }
 """All settings except aliases."""
 
-KNOWN = f"{', '.join(KEYS)} and {ALIAS_PREFIX}NAME"
+KNOWN = f"{', '.join(KEYS)} or {ALIAS_PREFIX}NAME"
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,7 @@ class SettingsFile:
                 return text
             new = _render(kind, document, text)
             if _plain(_parse(kind, new)) != expected:
-                raise SettingsError("part of it would be changed")
+                raise SettingsError("the edit would change other parts of it")
         except SettingsError as error:
             raise SettingsError(f"{self.path}: {error}; change it by hand") from error
         except (ValueError, RecursionError) as error:

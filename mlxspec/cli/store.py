@@ -28,9 +28,9 @@ Examples:
   mlxspec store add code.store more_code --model mistral
   mlxspec store info code.store
 
-A .jsonl file whose lines have "messages" is a chat log, of which the assistant's messages are used.
-Other files are used whole. Files that are not UTF-8 text are skipped. In directories, hidden files,
-hidden directories and links to directories are skipped, too.
+A .jsonl file with "messages" in its lines is a chat log: the store takes the assistant's messages.
+It takes all other files whole. Files that are not UTF-8 text are skipped. In directories, hidden
+files, hidden directories and links to directories are skipped, too.
 
 A store contains the texts: whoever can read the file can read them. Only you can read a new store.
 """

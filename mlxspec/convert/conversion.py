@@ -1,4 +1,4 @@
-"""Convert a checkpoint into a directory that mlx-lm loads."""
+"""Converts a checkpoint into a directory that mlx-lm loads."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ _DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was written: where, the bytes of its weights, and the model's number of parameters."""
+    """A converted model: its directory, the bytes of its weights, and its number of parameters."""
 
     path: Path
     nbytes: int
@@ -51,25 +51,25 @@ def convert(
     on_progress: Progress = lambda done, total: None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Conversion:
-    """Convert one checkpoint; ``mlx_path`` appears when it is complete, or not at all.
+    """Convert one checkpoint; ``mlx_path`` appears complete or not at all.
 
     Args:
-        torch_path: directory of a Mistral or Llama original (``consolidated.*``,
+        torch_path: the directory of an original Mistral or Llama checkpoint (``consolidated.*``,
             ``params.json``, ``tokenizer.model``).
         hf_path: instead, a Hugging Face checkpoint, a directory or a repository on the Hub.
         mlx_path: the directory to write.
         quantize: quantise the weights, with ``q_mode`` (affine, mxfp4, mxfp8, nvfp4),
-            ``q_bits`` and ``q_group_size``; MLX's defaults of the mode where they are None.
-        dtype: float16, bfloat16 or float32; by default the checkpoint's own 16-bit type,
+            ``q_bits`` and ``q_group_size``; None means MLX's default.
+        dtype: float16, bfloat16 or float32; by default the checkpoint's own 16-bit type, or
             float16 if it has none.
-        force: replace a model that is at ``mlx_path``.
+        force: replace an existing model at ``mlx_path``.
         revision: branch, tag or commit of a repository on the Hub.
         on_progress: called with the bytes converted so far and their total.
-        max_shard_bytes: most bytes of a safetensors file.
+        max_shard_bytes: the most bytes of a safetensors file.
 
     Raises:
-        OptionError: the options contradict each other, or MLX cannot do what they ask.
-        ConversionError: the checkpoint cannot be converted, or ``mlx_path`` not be written.
+        OptionError: the options contradict each other, or MLX does not support them.
+        ConversionError: the checkpoint cannot be converted, or ``mlx_path`` cannot be written.
         LoadError: the checkpoint cannot be found or read, or a name is not UTF-8.
     """
     quantization = _quantization(quantize, q_mode, q_bits, q_group_size)
@@ -91,7 +91,7 @@ def convert(
                 reason = error.strerror or error
                 raise ConversionError(f"{error.filename}: cannot be read ({reason})") from None
             raise
-        # mlx-lm's save_config adds a key.
+        # mlx-lm's save_config would add a key.
         text = json.dumps(dict(sorted(config.items())), indent=4)
         (directory / "config.json").write_text(text + "\n", encoding="utf-8")
     return Conversion(target, *sizes)
@@ -100,7 +100,7 @@ def convert(
 def _load(
     source: Path, is_original: bool, directory: Path, scratch: Path
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """The model and its configuration, not evaluated yet; writes the tokenizer's files."""
+    """Load the unevaluated model and its configuration, and write the tokenizer's files."""
     if is_original:
         model, config = load_original(source, scratch)
         return model, config | write_original_tokenizer(source, config["vocab_size"], directory)
@@ -112,21 +112,21 @@ def _load(
 def _quantization(
     quantize: bool, mode: str | None, bits: int | None, group_size: int | None
 ) -> Quantization | None:
-    """What ``-q`` and its options ask for, with what is left open filled in."""
+    """The quantisation that the options request, if any."""
     if not quantize:
         options = {"--q-mode": mode, "--q-bits": bits, "--q-group-size": group_size}
         for option, value in options.items():
             if value is not None:
-                raise OptionError(f"{option} {value}: has no effect without -q; add it")
+                raise OptionError(f"{option} {value}: has no effect without -q; add -q")
         return None
     quantization: Quantization = {"mode": mode or "affine", "bits": bits, "group_size": group_size}
-    try:  # before a download
+    try:  # so that it fails before a download
         if group_size is not None and group_size < 1:
-            raise ValueError("a group has one weight or more")
+            raise ValueError("a group needs at least one weight")
         mx.quantize(mx.zeros((32, 32 * (group_size or 32))), **quantization)
     except (OverflowError, TypeError, ValueError) as error:
         asked = f"--q-mode {mode} --q-bits {bits} --q-group-size {group_size}"
-        raise OptionError(f"{asked}: MLX cannot do that ({one_line(error)})") from None
+        raise OptionError(f"{asked}: not supported by MLX ({one_line(error)})") from None
     return quantization
 
 
@@ -141,7 +141,7 @@ def _check_options(
     if dtype is not None and dtype not in _DTYPES:
         raise OptionError(f"--dtype {dtype}: unknown; choose from {', '.join(_DTYPES)}")
     if revision is not None and hf_path is None:
-        raise OptionError(f"--revision {revision}: belongs to --hf-path")
+        raise OptionError(f"--revision {revision}: has no effect without --hf-path; leave it out")
 
 
 # --- the directory ---
@@ -149,11 +149,11 @@ def _check_options(
 
 @contextlib.contextmanager
 def output_directory(target: Path, *, force: bool) -> Iterator[Path]:
-    """Yield a directory next to ``target`` to fill; it replaces ``target`` at the end.
+    """Yield a directory to fill, next to ``target``; it replaces ``target`` at the end.
 
-    If the body raises, an interrupt included, it is removed and ``target`` stays as it was.
-    With ``force`` an existing model is replaced only then. What a killed process had finished is
-    put at ``target`` first, and what it had not is removed.
+    If the body raises, even by an interrupt, the new directory is removed and ``target`` stays
+    unchanged. If a process was killed earlier, its directory is moved to ``target`` first if it is
+    complete, and removed otherwise.
 
     Raises:
         ConversionError: ``target`` is in use, or cannot be written.
@@ -178,19 +178,19 @@ def output_directory(target: Path, *, force: bool) -> Iterator[Path]:
 def _check_target(target: Path, *, force: bool) -> None:
     problem = None
     if target.is_symlink() or (target.exists() and not target.is_dir()):
-        problem = "exists and is a link or no directory; name another --mlx-path"
+        problem = "exists and is a link or not a directory; name another --mlx-path"
     elif Path.cwd().is_relative_to(target):
-        problem = "is the working directory or above it; name a directory inside it"
+        problem = "is or contains the working directory; name a directory inside it"
     elif target.is_dir() and any(target.iterdir()):
         if not force:
             problem = "exists and is not empty; name another --mlx-path or add --force"
         elif not (target / "config.json").is_file():
-            problem = "holds no model, and --force replaces nothing else"
+            problem = "holds no model, and --force replaces only models; name another --mlx-path"
     if problem:
         raise ConversionError(f"{target}: {problem}")
 
 
 def check_outside(source: Path, target: Path) -> None:
-    """Raise ConversionError if replacing ``target`` would remove the checkpoint that is read."""
+    """Raise ConversionError if replacing ``target`` would remove the checkpoint at ``source``."""
     if source.resolve().is_relative_to(target.resolve()):
         raise ConversionError(f"{target}: holds the checkpoint itself; name another --mlx-path")

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints of every architecture that mlx-lm knows, through its own classes."""
+"""Loads Hugging Face checkpoints of all architectures in mlx-lm, with mlx-lm's classes."""
 
 import shutil
 from pathlib import Path
@@ -10,7 +10,7 @@ from ..errors import ConversionError
 from ..models.model import load_lazily
 from ..models.model_files import find_directory, local_path, read_config
 
-# Never *.py: what a repository's code does is its author's choice.
+# Never *.py, since a repository's code is not trusted.
 _COPIED = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
     *("vocab.txt", "*.tiktoken", "*.jinja", "generation_config.json", "LICENSE*"),
@@ -18,33 +18,33 @@ _COPIED = (
 
 
 def open_hugging_face(path_or_repo: str | Path, revision: str | None = None) -> Path:
-    """The directory of a checkpoint, downloaded from the Hub if it is not a local one.
+    """The directory of a checkpoint, downloaded from the Hub unless it is local.
 
     Raises:
-        ConversionError: a directory has no revisions.
-        LoadError: there is no such directory or repository, or it cannot be downloaded.
+        ConversionError: ``revision`` is given for a directory.
+        LoadError: no directory or repository has this name, or the download fails.
     """
     if revision is not None and local_path(path_or_repo).is_dir():
-        raise ConversionError(f"{path_or_repo}: is a directory, which has no --revision")
+        raise ConversionError(f"{path_or_repo}: a directory has no --revision; leave it out")
     return find_directory(path_or_repo, revision)
 
 
 def load_hugging_face(directory: Path) -> tuple[nn.Module, dict[str, Any]]:
-    """mlx-lm's model with the weights of a checkpoint, not evaluated yet, and its configuration.
+    """Load mlx-lm's model with a checkpoint's unevaluated weights, and its configuration.
 
     Raises:
-        ConversionError: it is an original checkpoint.
+        ConversionError: the directory has an original checkpoint.
         LoadError: a file is missing or damaged, or mlx-lm cannot load the checkpoint.
     """
     if not (directory / "config.json").is_file() and (directory / "params.json").is_file():
-        raise ConversionError(f"{directory}: has no config.json; use --torch-path for an original")
+        raise ConversionError(f"{directory}: is an original checkpoint; use --torch-path for it")
     return load_lazily(directory, read_config(directory))
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy the tokenizer as it is, or make ``tokenizer.json`` of SentencePiece's model.
+    """Copy the tokenizer's files unchanged, or make ``tokenizer.json`` from SentencePiece's model.
 
-    mlx-lm's ``save`` would write what transformers made of it instead, and copy Python files.
+    mlx-lm's ``save`` would write transformers' version of them, and copy Python files.
     """
     from ..models.tokenizer import load_tokenizer
 

@@ -1,4 +1,4 @@
-"""Write a loaded model, cast or quantised; one file's tensors are in memory at a time."""
+"""Writes a loaded model, cast or quantised, with one file's tensors in memory at a time."""
 
 import contextlib
 import io
@@ -20,7 +20,7 @@ Progress = Callable[[int, int], None]
 """Called with the bytes converted so far and their total."""
 
 Quantization = dict[str, Any]
-"""``mode``, ``bits`` and ``group_size``, as MLX takes them and ``config.json`` has them."""
+"""``mode``, ``bits`` and ``group_size``, as in MLX's arguments and in ``config.json``."""
 
 _HALVES = {"float16": mx.float16, "bfloat16": mx.bfloat16}
 
@@ -34,10 +34,10 @@ def prepare(
     """Cast and quantise a model lazily.
 
     Args:
-        model: whose weights are not evaluated yet.
+        model: a model whose weights are not evaluated yet.
         config: its configuration.
-        dtype: the float type to cast to; None for the model's own 16-bit one.
-        quantization: None for none.
+        dtype: the float type to cast to; None for the model's own 16-bit type.
+        quantization: how to quantise the weights, if at all.
 
     Returns:
         the model, and the configuration to write.
@@ -53,7 +53,7 @@ def prepare(
                 config[key] = str(dtype).removeprefix("mlx.core.")
     if quantization is not None:
         model, config = _quantize(model, config, quantization)
-    # As mlx-lm does: a vision tower that is not written cannot be configured.
+    # As in mlx-lm: a model that is written without its vision tower cannot configure it.
     if "vision_tower" not in getattr(model, "model", {}):
         config.pop("vision_config", None)
     config.pop("_name_or_path", None)
@@ -62,11 +62,7 @@ def prepare(
 
 
 def _half_type(config: dict[str, Any], model: nn.Module) -> mx.Dtype | None:
-    """The 16-bit type to cast to, None if the tensors keep theirs.
-
-    mlx-lm casts to what the configuration names. Without such a name a checkpoint keeps its 16-bit
-    types, and gets float16 if it has none.
-    """
+    """The 16-bit type that the configuration names; else float16 if no tensor has one, or None."""
     named = str(config.get("torch_dtype") or (config.get("text_config") or {}).get("dtype"))
     if named in _HALVES:
         return _HALVES[named]
@@ -96,23 +92,23 @@ def _quantize(
 
     before = scales()
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # it announces the bits per weight
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints the bits per weight
             model, config = quantize_model(model, config, **quantization)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConversionError(f"mlx-lm cannot quantise the model ({one_line(error)})") from None
     if scales() == before:
-        problem = "is quantised already; leave out -q" if before else "has nothing to quantise"
-        raise ConversionError(f"the model {problem}")
+        problem = "is quantised already" if before else "has nothing to quantise"
+        raise ConversionError(f"the model {problem}; leave out -q")
     return model, config
 
 
 def write_weights(
     directory: Path, model: nn.Module, on_progress: Progress, max_shard_bytes: int
 ) -> tuple[int, int]:
-    """Write ``model*.safetensors`` and their index. The model is emptied on the way.
+    """Write ``model*.safetensors`` and their index, and remove the weights from the model.
 
     Returns:
-        bytes and number of parameters.
+        the bytes and the number of parameters.
 
     Raises:
         ConversionError: float16 cannot hold a weight.
@@ -123,7 +119,7 @@ def write_weights(
     parameters = get_total_parameters(model)
     weights = dict(tree_flatten(model.parameters()))
     model.update(tree_map_with_path(lambda *_: mx.array([]), model.parameters()))
-    shards: list[list[str]] = []  # a tensor larger than a file has a file of its own
+    shards: list[list[str]] = []  # a tensor beyond the limit has its own file
     room = 0
     for name, array in weights.items():
         if not shards or array.nbytes > room:
@@ -144,11 +140,11 @@ def write_weights(
             mx.eval(array)
             done += array.nbytes
             on_progress(done, total)
-        with open(directory / file_name, "wb") as file:  # whose errors say what is wrong
+        with open(directory / file_name, "wb") as file:  # Python's errors say what is wrong
             mx.save_safetensors(file, tensors, {"format": "mlx"})
         weight_map |= dict.fromkeys(names, file_name)
         del tensors, array
-        mx.clear_cache()  # MLX would keep the buffers for arrays to come
+        mx.clear_cache()  # MLX would keep the buffers for later arrays
     index = {
         "metadata": {"total_size": total, "total_parameters": parameters},
         "weight_map": dict(sorted(weight_map.items())),
@@ -159,6 +155,6 @@ def write_weights(
 
 
 def _check_finite(name: str, array: mx.array) -> None:
-    """Refuse what float16 cannot hold: its largest number is 65504."""
+    """Refuse values beyond float16's largest number, 65504."""
     if array.dtype == mx.float16 and not mx.isfinite(mx.stack([array.max(), array.min()])).all():
         raise ConversionError(f"{name}: float16 cannot hold its values; choose another --dtype")

@@ -1,4 +1,4 @@
-"""Mistral's and Llama's original checkpoints: ``consolidated.*``, ``params.json``."""
+"""Loads original checkpoints of Mistral and Llama: ``consolidated.*`` and ``params.json``."""
 
 import json
 import re
@@ -21,35 +21,35 @@ from ..models.model_files import (
 )
 from .torch_file import as_array, read_torch_file
 
-# Model parallelism splits a layer's first product by rows (its outputs), its second one by
-# columns (its inputs); every shard has the norms.
+# Model parallelism splits a layer's first matrices by rows (outputs), and the second ones by
+# columns (inputs). Every shard has the norms.
 _SPLIT_BY_ROWS = {"wq", "wk", "wv", "w1", "w3", "output"}
 _SPLIT_BY_COLUMNS = {"wo", "w2"}
 _HALVES = {mx.float16: "float16", mx.bfloat16: "bfloat16"}
 
 
 def load_original(directory: Path, scratch: Path) -> tuple[nn.Module, dict[str, Any]]:
-    """mlx-lm's model with the weights of a checkpoint, not evaluated yet, and its configuration.
+    """Load mlx-lm's model with a checkpoint's unevaluated weights, and its configuration.
 
     Args:
-        directory: the checkpoint's.
+        directory: the checkpoint's directory.
         scratch: an empty directory on a disk with room for the tensors of ``.pth`` files, which MLX
-            does not load lazily. It is needed as long as the model.
+            does not load lazily. Keep it as long as the model.
 
     Raises:
         ConversionError: a file or tensor is missing, damaged, of a wrong shape or unknown.
-        LoadError: there is no ``params.json``, or it holds no settings.
+        LoadError: ``params.json`` is missing or holds no settings.
     """
     from mlx_lm.utils import _get_classes
 
     path = directory / "params.json"
     if not path.is_file() and (directory / "config.json").is_file():
-        raise ConversionError(f"{path}: does not exist; use --hf-path for it")
+        raise ConversionError(f"{directory}: is a Hugging Face checkpoint; use --hf-path for it")
     params = read_json_object(path)
     tensors = _read_tensors(directory, params, scratch)
     for name, array in tensors.items():
         if not mx.issubdtype(array.dtype, mx.floating):
-            raise ConversionError(f"{directory}: {printable(name)} has the type {array.dtype}")
+            raise ConversionError(f"{directory}: {printable(name)} is {array.dtype}, not float")
     output, embedding = (tensors.get(f"{n}.weight") for n in ("output", "tok_embeddings"))
     tied = bool(params.get("tied_embeddings")) and output is None
     if output is not None and embedding is not None and output.dtype == embedding.dtype:
@@ -78,12 +78,12 @@ def load_original(directory: Path, scratch: Path) -> tuple[nn.Module, dict[str, 
             weights.pop("lm_head.weight", None)
         model.load_weights(list(weights.items()))
         return model, config
-    except (TypeError, ValueError) as error:  # MLX's, the former for sizes beyond its range
+    except (TypeError, ValueError) as error:  # from MLX; TypeError for sizes beyond its range
         raise ConversionError(f"{directory}: does not fit params.json: {one_line(error)}") from None
 
 
 def _read_tensors(directory: Path, params: Mapping[str, Any], scratch: Path) -> dict[str, mx.array]:
-    """All tensors by name, those of model-parallel shards joined, without RoPE's tables."""
+    """All tensors by name, without RoPE's tables; model-parallel shards are joined."""
     tensors: dict[str, mx.array] = {}
     if safetensors := sorted(directory.glob("consolidated*.safetensors")):
         for path in safetensors:
@@ -92,23 +92,21 @@ def _read_tensors(directory: Path, params: Mapping[str, Any], scratch: Path) -> 
         return {name: array for name, array in tensors.items() if not _is_table(name)}
     shards = sorted(directory.glob("consolidated.*.pth"))
     if not shards:
-        raise ConversionError(
-            f"{directory}: has neither consolidated.*.pth nor consolidated.safetensors"
-        )
+        raise ConversionError(f"{directory}: has no consolidated.* files; name another directory")
     for index, path in enumerate(shards):
         if path.name != f"consolidated.{index:02d}.pth":
-            raise ConversionError(f"{path}: the shard consolidated.{index:02d}.pth is missing")
+            raise ConversionError(f"{path}: consolidated.{index:02d}.pth is missing; fetch it too")
     contents = {path: read_torch_file(path) for path in shards}
     names = dict.fromkeys(name for content in contents.values() for name in content)
     for index, name in enumerate(name for name in names if not _is_table(name)):
         pieces: dict[str, mx.array] = {}
         for path, content in contents.items():
             if name not in content:
-                raise ConversionError(f"{path}: {printable(name)} is missing")
+                raise ConversionError(f"{path}: {printable(name)} is missing; fetch it again")
             pieces[str(len(pieces))] = as_array(content[name])
         place = scratch / f"{index}.safetensors"
         mx.save_safetensors(str(place), pieces)
-        del pieces  # not while the next one is read
+        del pieces  # so that they are not held while the next tensor is read
         loaded = _load(place)
         in_order = [loaded[str(number)] for number in range(len(shards))]
         tensors[name] = _join(name, in_order, params.get("dim"))
@@ -175,7 +173,7 @@ _KNOWN_PARAMS = {
 
 
 def original_to_mlx_name(name: str) -> str | None:
-    """mlx-lm's name of an original tensor, or None where its models have none (``rope.freqs``)."""
+    """mlx-lm's name for an original tensor; None if its models have none (``rope.freqs``)."""
     match = _NAME.fullmatch(name)
     if match is None or match[2] not in _MODULES:
         return None
@@ -191,16 +189,16 @@ def config_from_params(
     *,
     tie_word_embeddings: bool = False,
 ) -> dict[str, Any]:
-    """``config.json`` in Hugging Face's keys, as mlx-lm reads it, from ``params.json``.
+    """Convert ``params.json`` to a ``config.json`` with Hugging Face's keys, which mlx-lm reads.
 
     Args:
-        params: the content of ``params.json``. What it leaves open has Llama's defaults.
-        shapes: shape of each joined tensor by original name, for the sizes that it leaves open.
-        tie_word_embeddings: whether the embedding serves as the output layer, too.
+        params: the content of ``params.json``. Missing values have Llama's defaults.
+        shapes: the shape of each joined tensor by original name, which gives the missing sizes.
+        tie_word_embeddings: whether the embedding is also the output layer.
 
     Raises:
-        LoadError: a key is missing, has an impossible value, or is not known, so that the
-            model would compute something else.
+        LoadError: a key is missing or has an impossible value, or is unknown, so the model might
+            compute something else.
     """
     given = _given(params)
     positive = partial(_positive, given)
@@ -233,7 +231,7 @@ def config_from_params(
     if not is_llama:
         window = config["sliding_window"] = given.get("sliding_window")
         if not isinstance(window, int | None):
-            raise LoadError("a sliding_window that differs per layer is not known")
+            raise LoadError("a sliding_window that differs between layers is not supported")
     context = 131072 if given.get("use_scaled_rope") else 0
     for key in ("max_seq_len", "max_position_embeddings"):
         if key in given:
@@ -248,10 +246,10 @@ def config_from_params(
 
 
 def _given(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters that have a value; raises LoadError if one is not known."""
+    """The parameters that have a value; raises LoadError for an unknown one."""
     given = {key: value for key, value in params.items() if value is not None}
     if unknown := sorted(k for k in given.keys() - _KNOWN_PARAMS if given[k] is not False):
-        raise LoadError(f"the key {unknown[0]!r} belongs to no known Llama or Mistral")
+        raise LoadError(f"the key {unknown[0]!r} is not one of Llama's or Mistral's")
     return given
 
 
@@ -282,7 +280,7 @@ def half_split_rows(weight: mx.array, head_dim: int) -> mx.array:
 
     Args:
         weight: (heads × head_dim, width)
-        head_dim: rows of a head.
+        head_dim: the number of rows of a head.
 
     Raises:
         ValueError: the weight has another shape.
@@ -295,20 +293,22 @@ def half_split_rows(weight: mx.array, head_dim: int) -> mx.array:
 
 
 def write_original_tokenizer(source: Path, vocab_size: int, target: Path) -> dict[str, int]:
-    """Write ``tokenizer.json``, whose ids are SentencePiece's, its settings and the original.
+    """Write ``tokenizer.json`` with SentencePiece's ids, its settings, and the original file.
 
     Args:
         source: the checkpoint with ``tokenizer.model`` or ``tokenizer.model.v3``.
-        vocab_size: the model's.
+        vocab_size: the number of the model's embeddings.
         target: the directory to write into.
 
     Returns:
-        the ids of a text's begin and end, for ``config.json``.
+        the BOS and EOS ids, for ``config.json``.
 
     Raises:
-        ConversionError: there is no such file, or it has more pieces than the model embeddings.
-        LoadError: it is of another kind, or its ids cannot be reproduced.
+        ConversionError: the file is missing, or has more pieces than the model has embeddings.
+        LoadError: the file is of another kind, or its ids cannot be reproduced.
     """
+    from ..models.sentencepiece_tokenizer import build_tokenizer, tokenizer_config
+
     candidates = [source / "tokenizer.model", *sorted(source.glob("tokenizer.model.v*"))]
     path = next((path for path in candidates if path.is_file()), None)
     if path is None:
@@ -317,20 +317,11 @@ def write_original_tokenizer(source: Path, vocab_size: int, target: Path) -> dic
                 f"{source / 'tekken.json'}: Tekken tokenizers are not converted; use the model's "
                 "Hugging Face version with --hf-path"
             )
-        raise ConversionError(f"{candidates[0]}: does not exist")
-    return write_sentencepiece_files(path, target, vocab_size)
-
-
-def write_sentencepiece_files(
-    path: Path, target: Path, vocab_size: int | None = None
-) -> dict[str, int]:
-    """As :func:`write_original_tokenizer`, for a SentencePiece model in ``path``."""
-    from ..models.sentencepiece_tokenizer import build_tokenizer, tokenizer_config
-
+        raise ConversionError(f"{candidates[0]}: does not exist; copy the model's own there")
     tokenizer, settings = build_tokenizer(path), tokenizer_config(path)
     pieces = tokenizer.get_vocab_size()
-    if vocab_size is not None and pieces > vocab_size:
-        raise ConversionError(f"{path}: has {pieces} pieces, the model {vocab_size} embeddings")
+    if pieces > vocab_size:
+        raise ConversionError(f"{path}: has {pieces} pieces, but the model {vocab_size} embeddings")
     vocabulary = tokenizer.get_vocab()
     ids = {
         f"{key}_id": vocabulary[settings[key]]

@@ -1,11 +1,11 @@
-"""Tensors of a PyTorch ``.pth`` file, without PyTorch and without copying them.
+"""Reads the tensors of a PyTorch ``.pth`` file, without PyTorch and without copying them.
 
 Since version 1.6 ``torch.save`` writes a zip archive whose members are not compressed:
-``<name>/data.pkl`` describes the tensors, ``<name>/data/<record>`` hold their elements.
+``<name>/data.pkl`` describes the tensors, and ``<name>/data/<record>`` hold their elements.
 
-Python's unpickler calls whatever a pickle names. Here it knows only the opcodes that a state dict
-is made of, and the few names it may ask for stand for functions of this file, which make views of
-the mapped file. Nothing is imported, no attribute is looked up or set.
+Python's unpickler calls any function that a pickle names. The one here knows only the opcodes of a
+state dict. The few names that it accepts stand for functions of this file, which make views of the
+mapped file. It imports nothing, and reads or sets no attribute.
 """
 
 import functools
@@ -24,11 +24,11 @@ import numpy as np
 from ..errors import ConversionError, printable
 
 BFLOAT16 = np.dtype("<u2")
-"""numpy has no bfloat16: arrays hold its bits as unsigned integers, which no other weights are."""
+"""numpy has no bfloat16: arrays hold its bits in a type that no other weights have."""
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of the name and the extra field
 _ENCRYPTED = 0x1
-# What zipfile raises about damaged archives, besides the error that it has for them.
+# What zipfile raises for damaged archives.
 _ZIP_ERRORS = (zipfile.BadZipFile, OSError, EOFError, ValueError, RuntimeError, struct.error)
 
 _MAX_PICKLE_BYTES = 16 << 20  # a state dict of a thousand tensors takes 200 kB
@@ -40,10 +40,10 @@ _OPCODES = {
     *("BINUNICODE", "SHORT_BINUNICODE", "SHORT_BINSTRING", "BINSTRING", "STRING"),
     *("EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_LIST", "APPEND", "APPENDS"),
     *("EMPTY_DICT", "BINPUT", "LONG_BINPUT", "MEMOIZE", "BINGET", "LONG_BINGET"),
-    # What they name passes through find_class; INST is the old protocols' way to name and call.
+    # Names pass through find_class. INST is the old protocols' way to name and call.
     *("GLOBAL", "STACK_GLOBAL", "INST", "REDUCE", "BINPERSID"),
 }
-"""What Python's unpickler executes. SETITEM, SETITEMS and BUILD are overridden, others refused."""
+"""Opcodes for Python's unpickler. SETITEM, SETITEMS and BUILD are overridden, others refused."""
 
 _TYPES = {
     **{"torch.FloatStorage": np.dtype("f4"), "torch.float32": np.dtype("f4")},
@@ -61,14 +61,14 @@ _TYPES = {
 
 
 Storages = Callable[[str, np.dtype, int], np.ndarray]
-"""Returns a storage, a flat memmap, by its record, type and number of elements."""
+"""Returns a storage as a flat memmap, given its record, type and number of elements."""
 
 
 def read_torch_file(path: Path) -> dict[str, np.ndarray]:
     """The tensors of a ``.pth`` file by name, as views of the mapped file; bfloat16 as its bits.
 
     Raises:
-        ConversionError: the file is truncated, of the format before PyTorch 1.6, compressed,
+        ConversionError: the file is truncated, has the format before PyTorch 1.6, is compressed,
             encrypted or big-endian, asks for code, or has a tensor that reaches beyond its
             storage.
     """
@@ -80,12 +80,12 @@ def read_torch_file(path: Path) -> dict[str, np.ndarray]:
         with zipfile.ZipFile(path) as archive:
             members = {member.filename: member for member in archive.infolist()}
             if len(members) != len(archive.infolist()):
-                raise ConversionError(f"{path}: the archive has a name twice")
+                raise ConversionError(f"{path}: the archive contains a name twice")
             pickles = [n for n in members if n.count("/") == 1 and n.endswith("/data.pkl")]
             if len(pickles) != 1:
                 raise ConversionError(f"{path}: is a zip file, but not one that PyTorch wrote")
             prefix = pickles[0].removesuffix("data.pkl")
-            # PyTorch before 2.1 did not write it, and wrote on little-endian machines.
+            # PyTorch before 2.1 does not write it, and its files are little-endian.
             if (byte_order := f"{prefix}byteorder") in members:
                 with archive.open(byte_order) as record:
                     if record.read(16) != b"little":
@@ -107,9 +107,9 @@ def read_torch_file(path: Path) -> dict[str, np.ndarray]:
         elif member.compress_type != zipfile.ZIP_STORED or member.flag_bits & _ENCRYPTED:
             problem = f"{printable(name)} is compressed or encrypted; save it with torch.save"
         elif not member.file_size == member.compress_size == nbytes:
-            problem = f"{printable(name)} has {member.file_size} bytes where {nbytes} are announced"
+            problem = f"{printable(name)} is damaged: {member.file_size} bytes instead of {nbytes}"
         elif (start := _data_offset(mapped, member)) is None:
-            problem = f"{printable(name)} does not lie in the file; it is damaged"
+            problem = f"{printable(name)} reaches beyond the file, which is damaged"
         else:
             return mapped[start : start + nbytes].view(dtype)
         raise ConversionError(f"{path}: {problem}")
@@ -118,7 +118,7 @@ def read_torch_file(path: Path) -> dict[str, np.ndarray]:
 
 
 def as_array(tensor: np.ndarray) -> mx.array:
-    """A tensor of :func:`read_torch_file` in memory."""
+    """Copy a tensor of :func:`read_torch_file` into memory."""
     if tensor.dtype == BFLOAT16:
         return mx.array(tensor).view(mx.bfloat16)
     # MLX has float64 on the CPU only, and no checkpoint needs more than float32.
@@ -126,7 +126,7 @@ def as_array(tensor: np.ndarray) -> mx.array:
 
 
 def _data_offset(mapped: np.ndarray, member: zipfile.ZipInfo) -> int | None:
-    """Where the member's bytes begin; its local header has lengths of its own."""
+    """The offset of a member's bytes, which follow its local header; None outside the file."""
     start = member.header_offset
     header = mapped[start : start + _LOCAL_HEADER.size].tobytes()
     if start < 0 or len(header) < _LOCAL_HEADER.size:
@@ -153,7 +153,7 @@ def _read_state_dict(data: bytes, path: Path, storage: Storages) -> dict[str, np
             f"{path}: its pickle is damaged or holds more than tensors ({reason})"
         ) from None
     if not isinstance(state, dict):
-        raise ConversionError(f"{path}: holds no dictionary of tensors")
+        raise ConversionError(f"{path}: does not hold a dictionary of tensors")
     for name, value in state.items():
         if type(value) is not np.ndarray:  # a storage is a memmap
             raise ConversionError(f"{path}: the entry {printable(name)} is not a tensor")
@@ -163,10 +163,10 @@ def _read_state_dict(data: bytes, path: Path, storage: Storages) -> dict[str, np
 
 
 class _StateDictUnpickler(pickle._Unpickler):
-    """Python's unpickler, for data alone.
+    """Python's unpickler, for data only.
 
-    Of the one in C only the look-up of names can be overridden: a LONG_BINPUT with the index
-    2³² - 1 would make it allocate 64 GB, and it would hash a key of nested tuples, which takes
+    Of the unpickler in C only the look-up of names can be overridden. A LONG_BINPUT with the index
+    2³² - 1 would make it allocate 64 GB, and hashing a key of nested tuples would take it
     exponential time.
     """
 
@@ -178,7 +178,7 @@ class _StateDictUnpickler(pickle._Unpickler):
         self._storage = storage
 
     def find_class(self, module: str, name: str) -> Any:
-        """The function of this file, or numpy's type, that stands for what a pickle names."""
+        """The function of this file, or the numpy type, that stands for a name in the pickle."""
         full_name = f"{module}.{name}"
         if full_name in _TYPES:
             return _TYPES[full_name]
@@ -197,8 +197,8 @@ class _StateDictUnpickler(pickle._Unpickler):
         _expect(isinstance(dtype, np.dtype))
         return self._storage(record, dtype, size)
 
-    # Keys are strings: nested tuples take exponential time to hash, and numbers can be chosen
-    # whose hashes all collide.
+    # Keys must be strings: hashing nested tuples takes exponential time, and an attacker can choose
+    # numbers whose hashes collide.
     def _set_item(self) -> None:
         _expect(isinstance(self.stack[-2], str))
         self.load_setitem()  # type: ignore[attr-defined]
@@ -208,7 +208,7 @@ class _StateDictUnpickler(pickle._Unpickler):
         self.load_setitems()  # type: ignore[attr-defined]
 
     def _build(self) -> None:
-        # Attributes of a state dict (its _metadata) say nothing about the weights.
+        # The attributes of a state dict (its _metadata) do not affect the weights.
         self.stack.pop()
         _expect(isinstance(self.stack[-1], dict))
 
@@ -239,7 +239,7 @@ def _tensor(
     _hooks: Any,
     *type_and_metadata: Any,
 ) -> np.ndarray:
-    """A view of a storage; version 3 names the type; offset and strides count elements."""
+    """A view of a storage. Version 3 names the type. Offset and strides count elements."""
     _expect(isinstance(storage, np.memmap))
     dtype, *metadata = type_and_metadata or [None]
     if not isinstance(dtype, np.dtype):
@@ -252,7 +252,7 @@ def _tensor(
     try:
         return np.ndarray(shape, dtype, storage.view(np.uint8), offset * dtype.itemsize, steps)
     except ValueError as error:
-        raise pickle.UnpicklingError(f"a tensor does not lie in its storage: {error}") from None
+        raise pickle.UnpicklingError(f"a tensor reaches beyond its storage: {error}") from None
 
 
 def _parameter(data: Any, *_requires_grad_hooks_and_state: Any) -> np.ndarray:
@@ -270,7 +270,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def _is_size(value: Any) -> bool:
-    """Whether a size, stride or offset; negative ones do not occur in a checkpoint."""
+    """Whether a value can be a size, a stride or an offset, which are never negative here."""
     return type(value) is int and 0 <= value < 1 << 48
 
 

@@ -1,4 +1,4 @@
-"""Texts to draft from: earlier answers, in a process or kept over runs, and stores. No MLX here."""
+"""Texts to draft from: earlier answers, in memory or on disk, and stores, without MLX."""
 
 from .answers import EARNED, SOURCES, KeptAnswers, kept_answers
 from .memory import MAX_TOKENS, Memory

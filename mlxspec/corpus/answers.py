@@ -1,4 +1,4 @@
-"""Kept answers: one SQLite database per user, a row for each answer."""
+"""Kept answers: a SQLite database for each user, with one row per answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .suffix_array import read_arrays
 from .tokenizer_identity import TokenizerIdentity
 
 KEPT_TOKENS = 50_000_000
-"""Tokens that are kept per tokenizer by default."""
+"""Tokens kept per tokenizer by default."""
 
 SOURCES = ("context", "memory", "store", "prediction", "lookahead", "other")
 """Where accepted draft tokens came from."""
@@ -34,15 +34,15 @@ INDEX = ".index"
 INDEX_FORMAT = "mlxspec answers index", ("rows", "ends", "tokens", "order")
 
 OnTrouble = Callable[[str], None]
-"""Called with one line about what could not be done."""
+"""Called with a line that describes a failure."""
 
 _VERSION = 2
 _BUSY_SECONDS = 30.0
-_PAGE = 500  # rows that are read at a time
+_PAGE = 500  # rows read at a time
 _DAY = 24 * 60 * 60
 
-# `earned_` keeps the figures apart from the other columns; `used` is a day since 1970.
-# A number of the database, and how many answers were deleted, say whether an index still holds.
+# Columns with figures have the prefix `earned_`. `used` is a day, counted from 1970. An index file
+# is valid while `database`, a random number, and the number of deletions are unchanged.
 _TABLES = f"""
 BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS tokenizers (
@@ -68,7 +68,7 @@ SELECT CAST(name AS TEXT), CAST(vocab_size AS INTEGER), CAST(fingerprint AS BLOB
 FROM tokenizers ORDER BY name
 """
 _STATE = "SELECT max(CAST(database AS INTEGER)), max(CAST(deletions AS INTEGER)) FROM state"
-# "+" keeps SQLite from going through the index by hash and sorting the rows again for each page.
+# "+" keeps SQLite from using the index by hash and sorting the rows again for each page.
 _READ = f"""
 SELECT id, tokens, CAST(ended AS INTEGER) FROM answers
 WHERE +tokenizer = ? AND id > ? AND typeof(tokens) = 'blob' AND length(tokens) % 4 = 0
@@ -87,7 +87,7 @@ SELECT date(ended, 'unixepoch', 'localtime') AS day, count(*),
     {", ".join(f"sum(earned_{name})" for name in EARNED)}
 FROM answers WHERE tokenizer = ? GROUP BY day ORDER BY day
 """
-# The answers behind the first `most` tokens, the last used ones first.
+# Keeps the answers used last, up to a number of tokens, and deletes the others.
 _EVICT = """
 DELETE FROM answers WHERE id IN (SELECT id FROM (
     SELECT id, sum(length(tokens) / 4 + 1) OVER (ORDER BY used DESC, ended DESC, id DESC) AS total
@@ -96,16 +96,16 @@ DELETE FROM answers WHERE id IN (SELECT id FROM (
 
 
 class KeptAnswers:
-    """The answers of one tokenizer.
+    """The kept answers of one tokenizer.
 
     One thread at a time may use it; several processes may open the same database.
 
     Args:
-        directory: where the database is; it is made if missing. None keeps the answers in the
+        directory: the database's directory, made if missing. None keeps the answers in the
             process's memory.
         identity: the tokenizer.
         model: the name or path from which the tokenizer can be loaded again.
-        max_tokens: how many tokens are kept.
+        max_tokens: how many tokens to keep.
 
     Raises:
         StoreError: the database cannot be made or opened.
@@ -138,14 +138,14 @@ class KeptAnswers:
         ((self._tokenizer,),) = self._run(f"SELECT id {which[0]}", which[1])
 
     def add(self, text: bytes, earned: Mapping[str, int]) -> int:
-        """Keep an answer. An equal one is kept once, with what both earned, as the newest.
+        """Keep an answer as the newest; if it is kept already, add up the figures.
 
         Args:
             text: the bytes of its tokens, as int32.
             earned: figures by the names of EARNED.
 
         Returns:
-            its row.
+            the answer's row.
         """
         now = int(time.time())
         figures = [max(0, int(earned.get(name, 0))) for name in EARNED]
@@ -154,7 +154,7 @@ class KeptAnswers:
         return int(row)
 
     def use(self, rows: Iterable[int]) -> None:
-        """Note that drafts from these answers were accepted today."""
+        """Record that drafts from these answers were accepted today."""
         today = int(time.time()) // _DAY
         with self._transaction():
             self._db.executemany(
@@ -162,7 +162,7 @@ class KeptAnswers:
             )
 
     def state(self) -> tuple[int, int]:
-        """A number of the database, and how many answers have been deleted from it."""
+        """The database's random number, and how many answers have been deleted from it."""
         ((database, deletions),) = self._run(_STATE)
         return database, deletions
 
@@ -175,11 +175,11 @@ class KeptAnswers:
             return np.sort(np.fromiter((row for (row,) in found), np.int64))
 
     def read(self, after: int = 0) -> Iterator[tuple[int, np.ndarray, int]]:
-        """The answers whose rows come after ``after``, in the order of their rows.
+        """Read the answers in rows after ``after``, in order.
 
         Yields:
             the row, the tokens, (n,) of int32, and when the generation ended, in seconds since
-            1970. Rows with tokens that are not this tokenizer's are skipped.
+            1970. Rows with tokens outside the vocabulary are skipped.
         """
         page: list[Any] = [None] * _PAGE
         while len(page) == _PAGE:
@@ -190,13 +190,13 @@ class KeptAnswers:
                     yield after, tokens, ended
 
     def evict(self, most: int) -> None:
-        """Delete the answers that were used longest ago until ``most`` tokens remain."""
+        """Delete the least recently used answers until at most ``most`` tokens remain."""
         self._run(_EVICT, self._tokenizer, most)
 
     def forget(self, rows: Iterable[int]) -> None:
-        """Delete answers, and the index files that contain them, so that no file has their text.
+        """Delete answers and the index files that contain them, so no file keeps their text.
 
-        Other processes drop them with their next answer.
+        Other processes drop them when they add an answer.
 
         Raises:
             StoreError: they cannot be deleted, or another process keeps the database busy.
@@ -210,13 +210,13 @@ class KeptAnswers:
         self._run("VACUUM")
         ((busy, *_),) = self._run("PRAGMA wal_checkpoint(TRUNCATE)")
         if busy:
-            raise StoreError("another process is reading the kept answers; forget again")
+            raise StoreError("another process is reading the kept answers; forget them again")
 
     def count(self) -> dict[str, Any]:
-        """The number of "texts", their "tokens", and "bytes" with index files.
+        """Count the "texts", their "tokens", and their "bytes", index files included.
 
-        "oldest" and "newest" are when the first and the last of them ended, in seconds since
-        1970, or None.
+        "oldest" and "newest" are the times at which the first and the last answer ended, in
+        seconds since 1970, or None.
         """
         ((texts, nbytes, oldest, newest),) = self._run(
             "SELECT count(*), sum(length(tokens)), min(ended), max(ended) FROM answers"
@@ -231,7 +231,7 @@ class KeptAnswers:
         return {**sizes, "oldest": oldest, "newest": newest}
 
     def earned_by_day(self) -> dict[str, dict[str, int]]:
-        """The number of "answers" and the sums of EARNED, by the local day on which they ended."""
+        """The number of "answers" and the sums of EARNED, by local day of the answer's end."""
         days = self._run(_EARNED_BY_DAY, self._tokenizer)
         return {day: dict(zip(("answers", *EARNED), sums, strict=True)) for day, *sums in days}
 
@@ -253,7 +253,7 @@ class KeptAnswers:
         return self.directory / f"{self.identity.key}-{secrets.token_hex(8)}{INDEX}"
 
     def remove_index_files(self, rows: Sequence[int]) -> None:
-        """Remove the index files that contain any of these rows, are unreadable or unfinished."""
+        """Remove index files that contain any of these rows, and damaged or unfinished ones."""
         if self.directory is None:
             return
         for file in self.directory.glob(f"*{self.identity.key}-*{INDEX}*"):
@@ -281,7 +281,7 @@ class KeptAnswers:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Raise SQLite's errors as StoreError; a damaged database is set aside for a new one."""
+        """Raise SQLite's errors as StoreError, and replace a damaged database by a new one."""
         try:
             yield
         except sqlite3.Error as error:
@@ -292,7 +292,7 @@ class KeptAnswers:
 
 
 def kept_answers(directory: Path) -> list[KeptAnswers]:
-    """The answers of all tokenizers in a directory, in the order of their names.
+    """The answers of all tokenizers in a directory, sorted by the tokenizers' names.
 
     Raises:
         StoreError: the database cannot be read.
@@ -315,7 +315,7 @@ def connect(directory: Path | None) -> sqlite3.Connection:
     A damaged database is set aside, and a new one made.
 
     Raises:
-        StoreError: it cannot be made or opened, or is of a later version.
+        StoreError: the database cannot be made or opened, or a later version made it.
     """
     if directory is None:
         return _prepared(sqlite3.connect(":memory:", **_OPTIONS))
@@ -323,7 +323,7 @@ def connect(directory: Path | None) -> sqlite3.Connection:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         for tries_left in (1, 0):
-            # SQLite's own files next to it get the same mode.
+            # SQLite gives its own files next to it the same mode.
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
             os.close(os.open(path, flags, PRIVATE))
             try:
@@ -335,7 +335,7 @@ def connect(directory: Path | None) -> sqlite3.Connection:
     except (OSError, sqlite3.Error) as error:
         reason = getattr(error, "strerror", None) or error
         raise StoreError(
-            f"{path}: cannot be opened ({reason}); MLXSPEC_MEMORY may name another directory"
+            f"{path}: cannot be opened ({reason}); set MLXSPEC_MEMORY to another directory"
         ) from error
     raise AssertionError("unreachable")
 
@@ -359,7 +359,7 @@ def _prepared(database: sqlite3.Connection) -> sqlite3.Connection:
         if version < _VERSION:
             database.execute("PRAGMA journal_mode = WAL")
             database.executescript(_TABLES)
-    except UnicodeDecodeError as error:  # SQLite names what is damaged, as it stands there
+    except UnicodeDecodeError as error:  # SQLite's message quotes the damaged bytes
         database.close()
         damaged = sqlite3.DatabaseError("its schema is damaged")
         damaged.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
@@ -371,7 +371,7 @@ def _prepared(database: sqlite3.Connection) -> sqlite3.Connection:
 
 
 def store_error(directory: Path | None, error: sqlite3.Error) -> StoreError:
-    """The error to raise for SQLite's; a damaged database is set aside."""
+    """The error to raise for SQLite's; also sets a damaged database aside."""
     path = directory / DATABASE if directory else "memory"
     if directory and is_damage(error):
         set_aside(directory)
@@ -380,7 +380,7 @@ def store_error(directory: Path | None, error: sqlite3.Error) -> StoreError:
 
 
 def is_damage(error: sqlite3.Error) -> bool:
-    """Whether an error says that the file is damaged, or no database."""
+    """Whether an error says that the file is damaged or not a database."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 

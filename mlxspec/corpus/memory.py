@@ -1,9 +1,9 @@
-"""The memory of earlier answers, which all generations of a process draft from.
+"""The memory of earlier answers, from which all generations of a process draft.
 
-The answers are rows of a database (:mod:`answers`). They are searched in indexes derived from it,
-a log-structured merge tree (O'Neil et al., 1996): the newest answers are in a suffix index, the
-others in sorted segments, which are merged so that there are few. Segments of kept answers are
-files next to the database. They may be deleted at any time, and are made again from the rows.
+The answers are rows of a database (:mod:`answers`). Look-ups search indexes derived from it, a
+log-structured merge tree (O'Neil et al., 1996). The newest answers are in a suffix index, the
+others in sorted segments. Merging keeps the segments few. Segments of kept answers are files next
+to the database. They may be deleted at any time, and are then rebuilt from the rows.
 """
 
 from __future__ import annotations
@@ -49,54 +49,54 @@ from .tokenizer_identity import TokenizerIdentity, identify
 _log = logging.getLogger(__name__)
 
 MAX_TOKENS = 1 << 20
-"""Tokens that a memory holds by default where nothing is kept: 13 MB."""
+"""Tokens that a memory without kept answers holds by default, in 13 MB."""
 
 LIVE_TOKENS = 16_384
-"""Tokens of the newest answers, beyond which they are sorted."""
+"""The newest answers are sorted once they have this many tokens."""
 
 LEADING_TOKENS = 8
-"""Of a prompt, by which the opening of its answer is found: notes/planner.md, "Openings"."""
+"""A prompt's last tokens, which find the opening of its answer; "Openings" in notes/planner.md."""
 
 RATIO = 8
 """A segment is merged into the next larger one unless that is this many times as large."""
 
-_SORTED_TOKENS = 1 << 20  # that are sorted at once where segments are missing; takes 90 bytes each
-_PIECE = 1 << 18  # tokens that are copied at a time
-_INDEXED_TOKENS = 256  # of the newest answer, between which other threads get the interpreter
-_MANY_SEGMENTS = 8  # beyond which answers wait for merging
-_MOST_TOKENS = 2**31 - 1  # of a segment: positions are int32
-_EXIT_SECONDS = 5.0  # to wait at the process's end
+_SORTED_TOKENS = 1 << 20  # sorted at once if segments are missing, in 90 bytes a token
+_PIECE = 1 << 18  # tokens copied at a time
+_INDEXED_TOKENS = 256  # indexed at a time; in between, other threads can run
+_MANY_SEGMENTS = 8  # with more, answers wait for merging
+_MOST_TOKENS = 2**31 - 1  # in a segment: positions are int32
+_EXIT_SECONDS = 5.0  # to wait for the thread when the process ends
 
 _IN_MEMORY = TokenizerIdentity("any", (1 << TOKEN_BITS) - 1, b"")
 
 Arrays = Mapping[str, tuple[int, Iterable[np.ndarray]]]
-"""The arrays of a segment: by name, the length and the pieces."""
+"""The arrays of a segment: the length and the pieces of each, by name."""
 
 
 class Memory:
     """Earlier answers, in which the end of a context is looked up.
 
-    A thread of its own adds, sorts and merges. Look-ups wait for nothing and may be made in any
-    thread; so may additions, also by a finaliser that interrupts a method of the memory.
+    The memory's own thread adds, sorts and merges. Look-ups and additions never block, and may be
+    made in any thread, even by a finaliser that interrupts a method of the memory.
 
-    A memory can only change how fast outputs come, never what they are. Several decoders of one
-    tokenizer may share it. Equal answers are remembered once. When the memory is full, those go
-    that were neither given nor drafted from with success for the longest time, by days.
+    A memory changes only the speed of generations, never their output. Several decoders of one
+    tokenizer may share it. Equal answers are remembered once. A full memory drops the answers that
+    were least recently given, or drafted from with success, counted in days.
 
     Args:
-        max_tokens: how much is remembered; 0 remembers nothing. By default what ``kept`` says, or
+        max_tokens: how many tokens to remember, 0 for none. By default the limit of ``kept``, or
             MAX_TOKENS.
-        kept: where answers are kept over runs. Without it they end with the process. The memory
-            closes it.
-        on_trouble: called with one line about what could not be done, in the memory's thread. The
-            memory goes on without it.
+        kept: the database that keeps the answers; the memory closes it. Without it they end with
+            the process.
+        on_trouble: called in the memory's thread with a line that describes a failure. The memory
+            continues.
 
     Attributes:
-        kept: as given; only its attributes may be used.
+        kept: as passed; do not call its methods.
 
     Raises:
-        OptionError: ``max_tokens`` is not a whole number from 0 on.
-        StoreError: what is kept cannot be read.
+        OptionError: ``max_tokens`` is negative or not a whole number.
+        StoreError: the kept answers cannot be read.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Memory:
         if max_tokens is None:
             max_tokens = kept.max_tokens if kept else MAX_TOKENS
         if type(max_tokens) is not int or max_tokens < 0:
-            raise OptionError(f"a memory of {max_tokens!r} tokens: give a whole number from 0 on")
+            raise OptionError(f"max_tokens is {max_tokens!r}: give a whole number, at least 0")
         self.kept = kept
         answers = kept or KeptAnswers(None, _IN_MEMORY)
         self._worker = _MemoryWorker(answers, max_tokens, on_trouble)
@@ -127,13 +127,13 @@ class Memory:
         max_tokens: int = KEPT_TOKENS,
         on_trouble: OnTrouble = _log.warning,
     ) -> Memory:
-        """A memory that is kept over runs, and shared with other processes that open it.
+        """A memory on disk, which several processes may open at once.
 
         Args:
-            directory: where; answers of several tokenizers may be kept in it. The commands use it
-                where the variable MLXSPEC_MEMORY names it.
+            directory: keeps the answers, also those of other tokenizers. Commands use it if the
+                variable MLXSPEC_MEMORY names it.
             tokenizer: the tokenizer of the answers.
-            max_tokens: how much is kept.
+            max_tokens: how many tokens to keep.
             on_trouble: as for the class; by default the line is logged as a warning.
 
         Raises:
@@ -145,12 +145,12 @@ class Memory:
         return cls(kept=kept, on_trouble=on_trouble)
 
     def look_up(self, tail: Sequence[int], limit: int = 8, depth: int = EXCERPT_TOKENS) -> Excerpts:
-        """Find what followed where a context's end occurs.
+        """Find what followed earlier occurrences of a context's end.
 
         Args:
             tail: the context's last tokens; 64 are compared.
-            limit: how many excerpts to return at most.
-            depth: how many tokens an excerpt has at most.
+            limit: the most excerpts to return.
+            depth: the most tokens of an excerpt.
         """
         worker = self._worker
         return excerpts(
@@ -163,49 +163,47 @@ class Memory:
         earned: Mapping[str, int] | None = None,
         prompt: Sequence[int] = (),
     ) -> None:
-        """Remember an answer, soon. This waits for nothing, wherever it is called.
+        """Remember an answer soon; this never blocks.
 
         Args:
-            output: its tokens. If it is too long, its end is remembered.
+            output: the answer's tokens. If they are too many, the last ones are remembered.
             earned: the figures of its generation, by the names of :data:`EARNED`.
-            prompt: the tokens that it answers, of which the last eight count. While the answer is
-                among the newest, its opening is found where a prompt ends alike. They are not
-                kept.
+            prompt: the prompt's tokens. While the answer is among the newest, the opening is
+                drafted after prompts with the same last eight tokens. These are not kept.
 
         Raises:
-            OptionError: these are not token ids.
+            OptionError: ``output`` or ``prompt`` has an item that is not a token id.
         """
         try:
             tokens = [index(token) for token in output]
             leading = [index(token) for token in prompt[-LEADING_TOKENS:]]
         except TypeError as error:
-            raise OptionError(f"an answer must be token ids: {error}") from error
-        if self._thread.is_alive():  # otherwise it would never be taken
+            raise OptionError(f"an answer must be token ids ({error}): pass integers") from error
+        if self._thread.is_alive():  # otherwise nobody would take it
             take = partial(self._worker.take, tokens, dict(earned or {}), leading)
             self._worker.requests.put(take)
 
     def used(self, source: tuple[object, int]) -> None:
-        """Note that a drafted token of an excerpt was accepted.
+        """Record that a token drafted from an excerpt was accepted.
 
         Args:
-            source: the excerpt's.
+            source: the excerpt's entry in :attr:`.Excerpts.sources`.
         """
         segment, position = source
         if isinstance(segment, Segment):
             self._worker.used.add(segment.row_at(position))
 
     def refresh(self) -> None:
-        """See, soon, what other processes have kept or forgotten."""
+        """Soon index what other processes have kept, and drop what they have forgotten."""
         if self.kept:
             self._worker.requests.put(self._worker.take)
 
     def settle(self, *, tidy: bool = False) -> None:
-        """Wait until all that was added can be looked up.
+        """Wait until look-ups find everything that was added.
 
         Args:
-            tidy: wait for all merging, too. Then no more than ``max_tokens`` are held, and unless
-                they are kept for several processes, lookups depend only on what was
-                added.
+            tidy: also wait for all merging. Then the memory holds at most ``max_tokens``. Unless
+                several processes share it, look-ups then depend only on what was added.
         """
         done = threading.Event()
         if tidy:
@@ -215,13 +213,11 @@ class Memory:
             pass
 
     def close(self, patience: float | None = None) -> None:
-        """Keep all that was added, and merge what there is to merge.
-
-        Nothing is remembered from then on.
+        """Keep everything that was added, merge, and remember nothing from then on.
 
         Args:
-            patience: for how many seconds to merge; None merges to the end. The rest is left
-                for the next process that opens the directory.
+            patience: how many seconds to merge; None merges to the end. The next process that
+                opens the directory merges the rest.
         """
         self._worker.requests.put(self._worker.tidy)
         self._worker.requests.put(None)
@@ -236,7 +232,7 @@ _open: weakref.WeakSet[Memory] = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """Let what was added last be kept before the process ends."""
+    """Keep the last additions before the process ends."""
     for memory in [*_open]:
         memory._worker.hurries = True
         memory._worker.requests.put(None)
@@ -244,13 +240,13 @@ def _stop_all() -> None:
 
 
 class _MemoryWorker:
-    """The work of a memory's thread, and what it has made ready to be searched.
+    """Does the work of a memory's thread, and provides the indexes to search.
 
     Attributes:
-        searched: the indexes to be searched, the newest first.
+        searched: the indexes to search, the newest first.
         used: rows from which drafts were accepted; any thread adds to it.
-        requests: functions to be called by the thread; None ends it.
-        hurries: whether not to merge any more.
+        requests: functions for the thread to call; None ends it.
+        hurries: whether to stop merging.
     """
 
     def __init__(self, answers: KeptAnswers, max_tokens: int, on_trouble: OnTrouble) -> None:
@@ -263,18 +259,18 @@ class _MemoryWorker:
         self._live_tokens = max(1, min(LIVE_TOKENS, max_tokens // 8))
         self._on_trouble = on_trouble
         self._lines: set[str] = set()
-        self._unkept = 0  # answers that could not be kept have rows below 0
+        self._unkept = 0  # the last row of an answer that could not be kept; these are negative
         self._state: tuple[int, int] | None = None
-        """Of the database, when its rows were last compared with the indexed ones."""
+        """The database's state when its rows were last compared with the indexed ones."""
         self._last = 0
-        """All rows up to here were read."""
-        self._untidy = False  # whether there may be something to merge
+        """All rows up to this one have been read."""
+        self._untidy = False  # whether segments may need merging
         self._live, self._live_texts = SuffixIndex(), dict[int, tuple[bytes, list[int]]]()
         self._segments = self._files()
         self._publish()
 
     def run(self) -> None:
-        """Do what is asked for until the end, and merge whenever nothing is."""
+        """Handle requests until the end, and merge while there are none."""
         try:
             self._try(self.refresh)
             while True:
@@ -289,12 +285,12 @@ class _MemoryWorker:
             self._answers.close()
 
     def tidy(self) -> None:
-        """Merge until there is nothing to merge, or the process ends."""
+        """Merge until nothing is left to merge, or the process ends."""
         while self._merge():
             pass
 
     def _try(self, action: Callable[[], object]) -> None:
-        """Do something; report once if it fails."""
+        """Run an action, and report its failure, if any."""
         try:
             action()
         except (OSError, StoreError) as error:
@@ -306,10 +302,10 @@ class _MemoryWorker:
             self._on_trouble(line)
 
     def _publish(self) -> None:
-        """Let others search what there is now."""
+        """Let other threads search the present indexes."""
         self.searched: tuple[SuffixIndex | SuffixArray, ...] = (self._live, *self._segments)
 
-    # Answers, until they are sorted.
+    # Answers until they are sorted.
 
     def take(
         self,
@@ -317,9 +313,9 @@ class _MemoryWorker:
         earned: Mapping[str, int] | None = None,
         leading: Sequence[int] = (),
     ) -> None:
-        """Keep an answer if one is given, and index what is new in the database."""
-        most = self._max_tokens * 3 // 4  # what is left when the memory has become too full
-        # What is left out would let another text begin behind the prompt.
+        """Keep an answer if one is given, and index the database's new rows."""
+        most = self._max_tokens * 3 // 4  # tokens left after an eviction
+        # If the answer's beginning is left out, something else would follow the prompt.
         first = (*leading, *output[:2])
         if len(output) > most or not all(0 <= token < self.vocab_size for token in first):
             leading = ()
@@ -336,8 +332,8 @@ class _MemoryWorker:
             self._sort()
 
     def _keep(self, text: bytes, earned: Mapping[str, int]) -> int:
-        """Write an answer to the database; its row, below 0 if that is not possible."""
-        for _ in range(2):  # a damaged database has been replaced by the second time
+        """Write an answer to the database; returns its row, or a negative one if that fails."""
+        for _ in range(2):  # the second try finds a damaged database replaced
             with suppress(StoreError):
                 return self._answers.add(text, earned)
         self._try(lambda: self._answers.add(text, earned))
@@ -349,12 +345,12 @@ class _MemoryWorker:
         tokens = [*leading, *np.frombuffer(text, np.int32).tolist()]
         for start in range(0, len(tokens), _INDEXED_TOKENS):
             self._live.extend(tokens[start : start + _INDEXED_TOKENS])
-            time.sleep(0)  # lets threads that draft have the interpreter
+            time.sleep(0)  # lets drafting threads run
         self._live.extend([SEPARATOR])
         self._live_texts[row] = text, [*leading]
 
     def _sort(self) -> None:
-        """Make a segment of the newest answers, and evict old ones where there are too many."""
+        """Sort the newest answers into a segment, and evict old ones if the memory is full."""
         if self._live_texts:
             self._add_segment([(row, text) for row, (text, _) in self._live_texts.items()])
         self._live, self._live_texts = SuffixIndex(), {}
@@ -372,10 +368,10 @@ class _MemoryWorker:
             rows, self.used = self.used, set()
             self._answers.use(rows)
 
-    # What other processes do, and what is on disk.
+    # Changes by other processes, and files.
 
     def _files(self) -> list[Segment]:
-        """The segments in files, the newest first. Files that are of no use are removed."""
+        """The segments in files, the newest first; removes useless files."""
         directory, (database, _) = self._answers.directory, self._answers.state()
         found, segments, taken = list[Segment](), list[Segment](), np.empty(0, np.int32)
         for path in self._answers.index_files():
@@ -394,20 +390,16 @@ class _MemoryWorker:
         return sorted(segments, key=lambda segment: int(segment.rows[-1]), reverse=True)
 
     def refresh(self, leading: Mapping[int, Sequence[int]] | None = None) -> None:
-        """Index the rows that are new, and drop those that were deleted.
-
-        Args:
-            leading: what leads to the answers in some rows.
-        """
+        """Index new rows and drop deleted ones; ``leading`` has the prompts' last tokens by row."""
         if self._answers.state() != self._state:
             self._compare()
         self._last = max(self._last, self._index_all(self._answers.read(self._last), leading or {}))
         self._publish()
 
     def _compare(self, *, drop_unkept: bool = False) -> None:
-        """Compare what is indexed with all rows: drop what is gone, and index what is missing."""
+        """Compare the indexes with all rows: drop deleted rows, and index missing ones."""
         state, there = self._answers.state(), self._answers.rows()
-        if self._state and state[0] != self._state[0]:  # another database, which counts anew
+        if self._state and state[0] != self._state[0]:  # another database, with its own numbers
             self._keep_only(np.empty(0, np.int64), drop_unkept)
         self._keep_only(there, drop_unkept)
         indexed = [np.array([*self._live_texts], np.int64), *(one.rows for one in self._segments)]
@@ -421,11 +413,7 @@ class _MemoryWorker:
     def _index_all(
         self, answers: Iterable[tuple[int, np.ndarray, int]], leading: Mapping[int, Sequence[int]]
     ) -> int:
-        """Index answers: sort them, or add them to the newest ones if they are few.
-
-        Returns:
-            the last row, 0 if there is none.
-        """
+        """Index answers, sorted if they are many; returns the last row, or 0."""
         texts, size, last = list[tuple[int, bytes]](), 0, 0
         for last, tokens, _ in answers:
             texts.append((last, tokens.tobytes()))
@@ -441,7 +429,7 @@ class _MemoryWorker:
         return last
 
     def _keep_only(self, there: np.ndarray, drop_unkept: bool) -> None:
-        """Search only answers in these rows from now on, and leave no others in files."""
+        """Drop the answers in all other rows, from the indexes and the files."""
         live = {*there.tolist()} if self._live_texts else set()
         gone = {r for r in self._live_texts if r not in live and (r > 0 or drop_unkept)}
         if gone:
@@ -460,14 +448,14 @@ class _MemoryWorker:
                 segment.remove_file()
 
     def report_damage(self, index: object) -> None:
-        """Have a segment made again that has proved to be damaged."""
+        """Let the thread rebuild a segment that has proved to be damaged."""
         self.requests.put(partial(self.drop_segment, index))
 
     def drop_segment(self, index: object) -> None:
-        """Make a damaged segment again from its rows."""
+        """Rebuild a damaged segment from its rows."""
         dropped = [segment for segment in self._segments if segment is index]
         for segment in dropped:
-            self._report(f"{segment.path}: is damaged; it is made again")
+            self._report(f"{segment.path}: is damaged; it is rebuilt")
             segment.remove_file()
         if dropped:
             self._segments = [segment for segment in self._segments if segment is not index]
@@ -476,7 +464,7 @@ class _MemoryWorker:
     # Merging.
 
     def _merge(self) -> bool:
-        """Merge two segments, or write one to a file; whether there was anything to do."""
+        """Merge two segments, or write one to a file; returns whether that was needed."""
         chosen = self._choice() if self._untidy and not self.hurries else []
         self._untidy = bool(chosen)
         try:
@@ -486,7 +474,7 @@ class _MemoryWorker:
                     return True
             if chosen:
                 self._replace(chosen)
-        except (IndexError, ValueError):  # files with right checksums and impossible numbers
+        except (IndexError, ValueError):  # impossible numbers, despite right checksums
             for segment in [one for one in self._segments if one.path]:
                 self._try(partial(self.drop_segment, segment))
         except (OSError, StoreError) as error:
@@ -541,12 +529,12 @@ class _MemoryWorker:
             segment.remove_file()
 
     def _taken(self, pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-        """Pieces of an array, as long as the process does not end."""
+        """Yield an array's pieces, until the process ends."""
         for piece in pieces:
             if self.hurries:
                 raise InterruptedError
             yield piece
-            time.sleep(0)  # lets threads that draft have the interpreter
+            time.sleep(0)  # lets drafting threads run
 
 
 class Segment(SuffixArray):
@@ -554,10 +542,10 @@ class Segment(SuffixArray):
 
     Args:
         rows: (texts,) of int32, the rows of the answers.
-        ends: (texts,) of int32, where each text's SEPARATOR ends.
+        ends: (texts,) of int32, the end of each text's SEPARATOR.
         tokens, order: as for the base class.
-        path: the file; None if there is none.
-        whole: all of the file.
+        path: the segment's file, if it has one.
+        whole: the file's whole content.
     """
 
     def __init__(
@@ -595,7 +583,7 @@ class Segment(SuffixArray):
         return cls(rows, ends, tokens, order, path, whole)
 
     def __len__(self) -> int:
-        """How many tokens there are, with a SEPARATOR for each text."""
+        """The number of tokens, including a SEPARATOR for each text."""
         return len(self.tokens)
 
     def is_intact(self) -> bool:
@@ -608,7 +596,7 @@ class Segment(SuffixArray):
         return int(self.rows[min(text, len(self.rows) - 1)])
 
     def only(self, stays: np.ndarray) -> Segment:
-        """Some of the answers, in memory; ``stays`` is (texts,) of bool."""
+        """A segment in memory of the answers that stay; ``stays`` is (texts,) of bool."""
         lengths = np.diff(self.ends, prepend=0)
         gone = np.repeat(~stays, lengths)
         order = self.order[~gone[self.order]]
@@ -621,13 +609,13 @@ class Segment(SuffixArray):
             self.path.unlink(missing_ok=True)
 
     def arrays(self) -> Arrays:
-        """What a file of it holds."""
+        """The arrays of its file."""
         arrays = zip(INDEX_FORMAT[1], (self.rows, self.ends, self.tokens, self.order), strict=True)
         return {name: (len(array), [array]) for name, array in arrays}
 
 
 def _joined(first: Segment, second: Segment) -> Arrays:
-    """What a segment of two segments' answers holds."""
+    """The arrays of a segment that joins two."""
     older, newer = sorted((first, second), key=lambda one: int(one.rows[-1]))
     start = len(older.tokens)
     if len(older.order) < len(newer.order):

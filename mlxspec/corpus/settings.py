@@ -1,4 +1,4 @@
-"""Which answers are kept, and where."""
+"""Settings of the memory: which answers are kept, and where."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Settings:
 
     Attributes:
         everything: whether answers are kept with every tokenizer.
-        tokenizers: the keys of the tokenizers for which the opposite holds.
-        max_tokens: how many tokens are kept per tokenizer.
+        tokenizers: keys of the tokenizers that are exceptions to ``everything``.
+        max_tokens: how many tokens to keep per tokenizer.
     """
 
     everything: bool = False
@@ -50,7 +50,7 @@ class Settings:
         return (identity.key in self.tokenizers) != self.everything
 
     def with_tokenizer(self, identity: TokenizerIdentity, keeps: bool) -> Settings:
-        """The same settings, but for one tokenizer."""
+        """The settings that keep, or do not keep, answers of one tokenizer."""
         if self.keeps(identity) == keeps:
             return self
         return replace(self, tokenizers=self.tokenizers ^ {identity.key})
@@ -73,7 +73,7 @@ def memory_directory() -> Path:
 
 
 def data_directory() -> Path:
-    """The directory of everything that is kept over runs, by default the user's data directory.
+    """The directory of all data kept between runs, by default the user's data directory.
 
     Raises:
         OptionError: :data:`ENVIRONMENT_VARIABLE` names an impossible directory.
@@ -94,7 +94,7 @@ def _expanded(variable: str, directory: str) -> Path:
 
 
 def load_settings(on_trouble: OnTrouble) -> Settings:
-    """The user's settings. If they cannot be read, nothing is kept.
+    """The user's settings; if they cannot be read, those that keep nothing.
 
     Args:
         on_trouble: called with a line if they cannot be read.
@@ -151,7 +151,7 @@ def save_settings(settings: Settings) -> None:
 
 
 def _parsed(value: object) -> Settings:
-    """Raises ValueError."""
+    """Parse the content of the settings file; raises ValueError for other content."""
     match value:
         case {
             "version": 1,
@@ -160,4 +160,4 @@ def _parsed(value: object) -> Settings:
             "max_tokens": int(max_tokens),
         } if max_tokens >= 2 and all(isinstance(n, str) and _KEY.fullmatch(n) for n in names):
             return Settings(everything, frozenset(names), max_tokens)
-    raise ValueError("it holds other settings than this version's")
+    raise ValueError("its settings are of another version")

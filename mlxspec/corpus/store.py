@@ -1,4 +1,4 @@
-"""Stores: files of texts to draft from, which the user names."""
+"""Stores: files of texts to draft from, chosen by the user."""
 
 from __future__ import annotations
 
@@ -31,20 +31,19 @@ from .tokenizer_identity import TokenizerIdentity, identify
 MAX_TOKENS = 50_000_000
 """Tokens that a store holds by default. Building it takes about 90 bytes a token."""
 
-_TEXT_CHARACTERS = 32_768  # read of a file at a time, and then up to the end of the line
-_MAX_LINE = 1 << 24  # bytes of a chat log, which has one record a line
+_TEXT_CHARACTERS = 32_768  # read at a time, and then on to the end of the line
+_MAX_LINE = 1 << 24  # bytes of a line in a chat log
 _PROBED_BYTES = 8192
 
 
 def find_files(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
-    """Find the files that are named, and those in directories that are named.
+    """Find the named files, and the files in named directories.
 
-    In directories, hidden files and directories (whose name begins with a dot) are left out, and
-    so is everything but regular files. Links to directories are not followed, so there are no
-    loops. A file that is reached twice is taken once.
+    In directories, names that begin with a dot and everything but regular files are skipped. Links
+    to directories are not followed, so loops cannot occur. Each file is found once.
 
     Raises:
-        StoreError: a named path is not there, or neither a file nor a directory.
+        StoreError: a named path does not exist, or is neither a file nor a directory.
     """
     found: dict[tuple[int, int], Path] = {}
     for name in paths:
@@ -60,7 +59,7 @@ def find_files(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
         for file in _files_below(path) if stat.S_ISDIR(mode) else [path]:
             try:
                 status = file.stat()
-            except OSError:  # a link to nowhere, or removed meanwhile
+            except OSError:  # a broken link, or a file removed meanwhile
                 continue
             if stat.S_ISREG(status.st_mode):
                 found.setdefault((status.st_dev, status.st_ino), file)
@@ -72,14 +71,14 @@ def read_texts(
     counts: Counter[str],
     on_file: Callable[[Path], object] = lambda file: None,
 ) -> Iterator[str]:
-    """Read the texts in files: of chat logs (``.jsonl``) what models wrote, of others everything.
+    """Read texts from files: the models' messages of chat logs (``.jsonl``), all of other files.
 
-    Long files come in pieces of several lines.
+    Long files are read in pieces of several lines.
 
     Args:
         files: the files.
-        counts: counts the "files" that gave text; the skipped ones, which are "binary" or
-            "unreadable"; and "bad_lines" of chat logs.
+        counts: counts the "files" with text, the skipped "binary" and "unreadable" ones, and
+            "bad_lines" of chat logs.
         on_file: called after each file.
     """
     for file in files:
@@ -111,7 +110,7 @@ def _texts_in(path: Path, counts: Counter[str]) -> Iterator[str]:
             return
     outputs = _outputs(path) if path.suffix.lower() == ".jsonl" else iter(())
     first = next(outputs, None)
-    if first is None:  # the file is no chat log
+    if first is None:  # not a chat log
         yield from _pieces(path)
         return
     yield from first
@@ -123,7 +122,7 @@ def _texts_in(path: Path, counts: Counter[str]) -> Iterator[str]:
 
 
 def _outputs(path: Path) -> Iterator[list[str] | None]:
-    """What a model wrote, per record of a chat log; None for a line that is not a record."""
+    """The model's messages in each record of a chat log; None for a line without a record."""
     with path.open("rb") as file:
         for _, record in json_lines(iter(partial(file.readline, _MAX_LINE), b"")):
             try:
@@ -134,7 +133,7 @@ def _outputs(path: Path) -> Iterator[list[str] | None]:
 
 
 def _pieces(path: Path) -> Iterator[str]:
-    """The file's text; a long one is cut at the ends of lines."""
+    """The file's text, in pieces that end with a line."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         while text := file.read(_TEXT_CHARACTERS):
             yield text + file.readline(_TEXT_CHARACTERS)
@@ -151,14 +150,14 @@ _REMEDY = "build it again with `mlxspec store build`"
 class Store:
     """Texts on disk in which a context's last tokens are looked up; see :func:`open_store`.
 
-    The file is mapped into memory, so processes share it, and only what look-ups touch needs to
-    stay there. A store holds what the file held when it was opened, even when others replace the
-    file meanwhile. (mlxspec never changes a file in place. A program that cuts one short in place
-    ends the processes that read it, as with every mapped file.)
+    The file is mapped into memory. Processes share it, and only the parts that look-ups touch need
+    to stay there. A store keeps the content that its file had when it was opened, even if the file
+    is replaced. (mlxspec never changes a store in place. If another program truncates one, the
+    processes that read it crash, as with every mapped file.)
 
     Args:
         path: the file.
-        identity: the tokenizer whose tokens it must hold; None for any.
+        identity: the tokenizer that the store must have; None for any.
 
     Attributes:
         identity: the tokenizer.
@@ -190,8 +189,8 @@ class Store:
             held.vocab_size,
         ):
             raise StoreError(
-                f"{path}: holds tokens of {held}, the model's tokenizer is {identity}; "
-                "build a store for it with `mlxspec store build`"
+                f"{path}: holds tokens of {held}, but the model's tokenizer is {identity}; build "
+                "a store with this tokenizer with `mlxspec store build`"
             )
         self.path = path
         self.index = SuffixArray(*arrays)
@@ -206,18 +205,18 @@ class Store:
         return len(self.index.tokens) - self.n_texts
 
     def verify(self) -> Store:
-        """Verify all of the file (0.1 s for ten million tokens).
+        """Verify the whole file (0.1 s for ten million tokens).
 
         Returns:
             the store itself.
 
         Raises:
-            StoreError: it is damaged.
+            StoreError: the file is damaged.
         """
         if not is_intact(self._whole):
             raise StoreError(f"{self.path}: is damaged (its checksum is wrong); {_REMEDY}")
         tokens, order = self.index.tokens, self.index.order
-        # Every id must be the tokenizer's, and every place have a token before and after it.
+        # Every id must be in the vocabulary, and every place between two tokens.
         if not (
             (len(tokens) > len(order) if len(tokens) else not len(order))
             and (tokens[-1:] == SEPARATOR).all()
@@ -230,30 +229,31 @@ class Store:
         return self
 
     def look_up(self, tail: Sequence[int], limit: int = 8, depth: int = EXCERPT_TOKENS) -> Excerpts:
-        """Find what followed where the context's last tokens stand.
+        """Find what followed occurrences of the context's last tokens.
 
         Args:
-            tail: the context's last tokens, at most 64 of which are compared.
-            limit: how many excerpts to return at most.
-            depth: how many tokens an excerpt has at most.
+            tail: the context's last tokens; 64 are compared.
+            limit: the most excerpts to return.
+            depth: the most tokens of an excerpt.
 
         Returns:
-            the excerpts, without what proves to be damaged.
+            the excerpts, without damaged ones.
         """
         return excerpts([self.index], tail, limit, depth, self.identity.vocab_size)
 
 
 def open_store(path: str | os.PathLike[str], tokenizer: Any = None) -> Store:
-    """Open a store. Its header and its length are verified, so that this takes a millisecond.
+    """Open a store, verifying only its header and its length, which takes a millisecond.
 
-    :meth:`Store.look_up` is safe whatever the rest holds; :meth:`Store.verify` verifies it.
+    :meth:`Store.look_up` is safe even if the rest is damaged; :meth:`Store.verify` verifies it.
 
     Args:
         path: the file.
-        tokenizer: the model's; None opens a store of any tokenizer.
+        tokenizer: the model's tokenizer; None opens a store of any tokenizer.
 
     Raises:
-        StoreError: it is not a store, cut short, of another version, or another tokenizer's.
+        StoreError: the file is not a store, is cut short, has another version, or is of another
+            tokenizer.
     """
     return Store(Path(path), None if tokenizer is None else identify(tokenizer))
 
@@ -266,25 +266,25 @@ def build_store(
     max_tokens: int = MAX_TOKENS,
     force: bool = False,
 ) -> Store:
-    """Write a store of texts, keeping each once; the file appears whole or not at all.
+    """Write a store of texts without duplicates; the file appears whole or not at all.
 
     Args:
         path: the file to write.
-        sequences: the token ids of each text. Later ones count as newer.
-        tokenizer: whose ids they are.
-        max_tokens: how many to take; what comes after them is not read.
-        force: replace a store that is at ``path``.
+        sequences: the token ids of each text. Later texts count as newer.
+        tokenizer: the tokenizer of these ids.
+        max_tokens: the most tokens to take; texts beyond them are not read.
+        force: replace an existing store at ``path``.
 
     Raises:
         OptionError: ``max_tokens`` is below 2.
-        StoreError: ``path`` is in use or cannot be written, or there are no tokens.
+        StoreError: ``path`` is in use or cannot be written, or no text has two tokens.
     """
     target = Path(path)
     _check_target(target, force)
     identity = identify(tokenizer)
     built = SuffixArray.of(_first(sequences, identity, max_tokens, []))
     if not len(built.tokens):
-        raise StoreError(f"{target}: nothing to write, there is no text of two tokens or more")
+        raise StoreError(f"{target}: nothing to write; add a text of at least two tokens")
     with sole_writer(target, StoreError, create=True):
         _check_target(target, force)
         write_store(target, identity, built)
@@ -303,17 +303,17 @@ def add_to_store(
     Args:
         path: the store.
         sequences: the token ids of each text.
-        tokenizer: whose ids they are.
-        max_tokens: how many tokens the store may have then.
+        tokenizer: the tokenizer of these ids.
+        max_tokens: the most tokens that the store may have afterwards.
 
     Raises:
         OptionError: ``max_tokens`` is below 2.
-        StoreError: ``path`` is not a store, is another tokenizer's, or cannot be written.
+        StoreError: ``path`` is not a store, is of another tokenizer, or cannot be written.
     """
     target = Path(path)
     identity = identify(tokenizer)
     Store(target, identity).verify()
-    sequences = [*sequences]  # tokenizing takes long, so it comes before the lock is taken
+    sequences = [*sequences]  # tokenizing takes long: do it before taking the lock
     with sole_writer(target, StoreError, create=False):
         store = Store(target, identity).verify()
         held = split_texts(store.index.tokens)
@@ -323,10 +323,10 @@ def add_to_store(
 
 
 def write_store(path: Path, identity: TokenizerIdentity, index: SuffixArray) -> None:
-    """Put a store in the place of whatever is at ``path``, whole or not at all.
+    """Write a store to ``path``, replacing any file there, whole or not at all.
 
     Raises:
-        StoreError: it cannot be written, or is too large.
+        StoreError: the store cannot be written, or is too large.
     """
     if len(index.tokens) > _MAX_WORDS:
         raise StoreError(f"{path}: more than {_MAX_WORDS:,} tokens; build several stores")
@@ -343,17 +343,13 @@ def write_store(path: Path, identity: TokenizerIdentity, index: SuffixArray) -> 
 
 
 def _identity(header: dict[str, Any]) -> TokenizerIdentity:
-    """The tokenizer in a store's header.
-
-    Raises:
-        ValueError: it makes no sense.
-    """
+    """The tokenizer in a store's header; raises ValueError if the header is damaged."""
     name, vocab_size, digits = (header.get(k) for k in ("tokenizer", "vocab_size", "fingerprint"))
     if not isinstance(name, str) or not isinstance(digits, str) or type(vocab_size) is not int:
         raise ValueError("has a damaged header")
     if not 0 < vocab_size < 1 << TOKEN_BITS:
         raise ValueError(f"has a vocabulary of {vocab_size:,} tokens")
-    # The name may go to a terminal, on one line.
+    # The name may be printed to a terminal, on one line.
     printable = "".join(one if one.isprintable() else "?" for one in name[:_LONGEST_NAME])
     return TokenizerIdentity(printable, vocab_size, bytes.fromhex(digits))
 
@@ -364,11 +360,7 @@ def _first(
     max_tokens: int,
     held: list[bytes],
 ) -> Iterator[bytes]:
-    """The first texts that are not held, each once, up to ``max_tokens``; the last may be cut.
-
-    Raises:
-        OptionError: ``max_tokens`` is below the two tokens that a look-up needs.
-    """
+    """The first new texts, each once, while ``max_tokens`` allow; the last may be cut."""
     if max_tokens < 2:
         raise OptionError(f"max_tokens is {max_tokens}: take at least 2")
     seen = set(held)
@@ -394,4 +386,4 @@ def _check_target(target: Path, force: bool) -> None:
         )
     with target.open("rb") as file:
         if not file.read(_PROBED_BYTES).startswith(f'{{"format": "{_FORMAT}"'.encode()):
-            raise StoreError(f"{target}: is not a store, and --force replaces nothing else")
+            raise StoreError(f"{target}: is not a store, and --force replaces only stores")

@@ -1,4 +1,4 @@
-"""Texts and their suffix array, searched by binary search, and the file that holds both."""
+"""Texts and their suffix array, in memory or in a file, for binary search."""
 
 from __future__ import annotations
 
@@ -20,40 +20,39 @@ from ..jsonl import load_json
 from .suffix_index import MAX_LENGTH, SEPARATOR
 
 TOKEN_BITS = 21
-"""Token ids are below 2**TOKEN_BITS - 1: three of them fit into one integer to sort by."""
+"""Token ids are below 2**TOKEN_BITS - 1, so that three of them fit into one sort key."""
 TOKEN_BYTES = 4
 
-_MOST_KNOWN = 1 << 13  # tokens whose slots are kept, 1 MB
-
-_CHUNK = 1 << 16  # places that are merged at a time
+_MOST_KNOWN = 1 << 13  # tokens whose slots are cached, in 1 MB
+_CHUNK = 1 << 16  # places merged at a time
 _SEPARATOR_BYTES = np.int32(SEPARATOR).tobytes()
 
 
 class SuffixArray:
-    """Texts, and the order in which their places are searched.
+    """Texts, and the sorted order of their places.
 
-    A place is between two tokens of a text, numbered by the token that follows it. Places are
-    sorted by the tokens before them, read backwards, so this is the suffix array of the reversed
-    texts. Nothing needs to be loaded: a look-up reads a few dozen numbers of either array.
+    A place is between two tokens of a text. Its number is the position of the token after it.
+    Places are sorted by the tokens before them, read backwards, so this is the suffix array of the
+    reversed texts. Nothing needs to be loaded: a look-up reads a few dozen numbers of either array.
 
     Args:
-        tokens: (n,) of int32, a SEPARATOR behind each text.
-        order: (places,) of int32, from 1 to n - 1, as :func:`sorted_places` sorts them. A wrong
-            order costs matches and never gives a false one: every match is compared by token.
+        tokens: (n,) of int32, with a SEPARATOR after each text.
+        order: (places,) of int32, from 1 to n - 1, sorted by :func:`sorted_places`. A wrong order
+            loses matches but never gives a false one, since the tokens of every match are compared.
     """
 
     def __init__(self, tokens: np.ndarray, order: np.ndarray) -> None:
         self.tokens = tokens
         self.order = order
-        # Memory views give Python integers four times as fast as arrays do.
+        # Memory views return Python integers four times as fast as arrays.
         self._tokens = tokens.data
         self._order = order.data
-        # The slots of places after some tokens: half of the time of a look-up goes to find them.
+        # The slots of the places after some tokens: finding them takes half of a look-up's time.
         self._after: dict[int, tuple[int, int]] = {}
 
     @classmethod
     def of(cls, texts: Iterable[bytes]) -> SuffixArray:
-        """Sort texts, each given as the bytes of its tokens."""
+        """Sort texts, given as the bytes of their tokens."""
         data = b"".join(text + _SEPARATOR_BYTES for text in texts)
         tokens = np.ndarray(len(data) // TOKEN_BYTES, np.int32, data)
         return cls(tokens, sorted_places(tokens))
@@ -61,16 +60,16 @@ class SuffixArray:
     def matches(self, tail: Sequence[int], limit: int) -> list[tuple[int, int]]:
         """Find up to ``limit`` places, the longest matches first, then the newest.
 
-        Where more places match equally long than are wanted, a sample is taken at regular
-        intervals of the order, which shows better than the newest places what mostly follows.
-        (Half of each open trace set looked up in the other half, eight places: the right token
-        came first 13.9 % against 12.5 % of the times on Spec-Bench, 34.0 against 32.7 on code,
-        53.2 against 52.9 with the agent.)
+        If too many places match equally long, a sample is taken at regular intervals of the order.
+        It predicts what follows better than the newest places do. (Half of each open trace set
+        was looked up in the other half, eight places each. The right token came first in 13.9 %
+        against 12.5 % of the look-ups on Spec-Bench, 34.0 against 32.7 on code, and 53.2 against
+        52.9 with the agent.)
 
         Args:
-            tail: the context, of which the last MAX_LENGTH tokens count, and only those behind a
+            tail: the context's last tokens. At most MAX_LENGTH count, and only those after a
                 SEPARATOR.
-            limit: how many places to return at most.
+            limit: the most places to return.
 
         Returns:
             the length of each match, and the position of the token that follows it.
@@ -100,10 +99,10 @@ class SuffixArray:
         return found
 
     def _ranges(self, recent: list[int], limit: int) -> list[tuple[int, int]]:
-        """The slots of the places after the last token, after the last two tokens, and so on.
+        """The slots of places after the last token, after the last two, and so on.
 
-        Each range lies within the one before it. The last is the first that has no more than
-        ``limit`` slots, or that of the longest match.
+        Each range lies within the one before. They end with the first of at most ``limit`` slots,
+        or with the longest match.
         """
         tokens, order = self._tokens, self._order
         if not recent:
@@ -115,7 +114,7 @@ class SuffixArray:
             if depth > 1 or not known:
 
                 def key(place: int, depth: int = depth) -> int:
-                    # Before the first text this is the last token of all, a SEPARATOR as well.
+                    # Before the first text, the index -1 finds the last SEPARATOR.
                     return tokens[place - depth]
 
                 low = bisect_left(order, token, low, high, key=key)
@@ -130,7 +129,7 @@ class SuffixArray:
         return ranges
 
     def _measured(self, places: list[int], recent: list[int]) -> list[tuple[int, int]]:
-        """Places with the lengths of their matches, those that match at all."""
+        """The places that match, with the lengths of their matches."""
         tokens, whole = self._tokens, len(recent)
         found = []
         for place in places:
@@ -145,13 +144,7 @@ class SuffixArray:
     def _sample(
         self, left: int, low: int, high: int, equal: int, limit: int, match: bytes
     ) -> list[tuple[int, int]]:
-        """Places in some of the ``equal`` slots from ``left`` on without those ``low`` … ``high``.
-
-        Args:
-            left, low, high, equal: slots and their number.
-            limit: how many places are wanted.
-            match: what stands before all of them, as the bytes of int32.
-        """
+        """Sample the ``equal`` slots after ``left``, except ``low`` … ``high``; check the match."""
         tokens, order = self._tokens, self._order
         wanted, length = min(equal, limit), len(match) // TOKEN_BYTES
         slots = [left + equal * number // wanted for number in range(wanted)]
@@ -167,15 +160,15 @@ class SuffixArray:
 def merged_order(
     first: SuffixArray, second: SuffixArray, first_start: int, second_start: int
 ) -> Iterator[np.ndarray]:
-    """The order of the places of two arrays together, without sorting them again.
+    """Merge the orders of two arrays, without sorting again.
 
-    The places of the second are located in the order of the first by binary search, many at a
-    time. So this takes time in proportion to the second's length times the logarithm of the
-    first's, and to read the first once, and little memory.
+    Binary search finds where the second array's places belong in the first's order, many at a
+    time. So the time is proportional to the second's length times the logarithm of the first's,
+    plus one pass over the first. It takes little memory.
 
     Args:
-        first: the larger one.
-        second: the smaller one. Of equal places its own come last.
+        first: the larger array.
+        second: the smaller array; its places come after equal ones of the first.
         first_start, second_start: where their tokens begin in the merged text.
 
     Yields:
@@ -202,17 +195,7 @@ def merged_order(
 def _slots_among(
     array: SuffixArray, tokens: np.ndarray, places: np.ndarray, least: int
 ) -> np.ndarray:
-    """Before which slots of an array's order other places belong, behind those equal to them.
-
-    Args:
-        array: the suffix array to place them in.
-        tokens: the texts of the other places, a SEPARATOR behind each.
-        places: the other places, in order.
-        least: no place belongs before this slot.
-
-    Returns:
-        (places,) of int64, ascending.
-    """
+    """The slots of ``array`` from ``least`` on before which sorted ``places`` of ``tokens`` go."""
     low = np.full(len(places), least, np.int64)
     high = np.full(len(places), len(array.order), np.int64)
     while len(open_ := np.flatnonzero(low < high)):
@@ -221,7 +204,7 @@ def _slots_among(
         before = np.zeros(len(open_), bool)
         equal = np.arange(len(open_))
         for depth in range(1, MAX_LENGTH + 1):
-            # Before the first text stands the last token of all, a SEPARATOR as well.
+            # Before the first text, the index -1 finds the last SEPARATOR.
             that, this = array.tokens[there[equal] - depth], tokens[here[equal] - depth]
             before[equal] = this < that
             equal = equal[(this == that) & (this != SEPARATOR)]
@@ -233,10 +216,10 @@ def _slots_among(
 
 
 def encode_texts(tokens: Sequence[int], vocab_size: int) -> list[bytes]:
-    """Turn token ids into texts: the bytes of their int32 ids, which can be compared and hashed.
+    """Turn token ids into texts: bytes of int32, which can be compared and hashed.
 
-    Ids beyond the vocabulary, which a model with spare rows may emit, split a text. A text of
-    one token is left out: nothing can be looked up in it.
+    Ids beyond the vocabulary, which a model with spare rows may emit, split a text. Texts of one
+    token are dropped, since look-ups cannot use them.
     """
     ids = np.asarray(tokens, dtype=np.int64)
     known = (ids >= 0) & (ids < vocab_size)
@@ -244,33 +227,32 @@ def encode_texts(tokens: Sequence[int], vocab_size: int) -> list[bytes]:
 
 
 def split_texts(tokens: np.ndarray) -> list[bytes]:
-    """The texts between the separators, less the empty ones and those of one token."""
+    """The texts of two or more tokens between separators."""
     ends = np.flatnonzero(tokens == SEPARATOR)
     texts = (text[text != SEPARATOR].tobytes() for text in np.split(tokens, ends))
     return [text for text in texts if len(text) > TOKEN_BYTES]
 
 
 def sorted_places(tokens: np.ndarray) -> np.ndarray:
-    """Sort the places that have a token before and after them by the tokens before them.
+    """Sort all places between two tokens by the tokens before them.
 
-    The tokens are compared backwards from the place: first the one just before it, then the one
-    before that, at least MAX_LENGTH of them. So the places at which a context ends as it does
-    now are neighbours, the closer to it the longer they match. Equal places keep the
-    order of the text.
+    Tokens are compared backwards from the place, at least MAX_LENGTH of them. So the places where
+    similar contexts end are neighbours; the closer they are, the longer they match. Equal places
+    keep the order of the text.
 
-    A suffix array of the reversed text (Manber and Myers, 1990), built by doubling the number of
-    tokens compared, each time only among the places that were equal so far (Larsson and
-    Sadakane, 1999).
+    The result is a suffix array of the reversed text (Manber and Myers, 1990). Each pass doubles
+    the number of tokens compared, among the places that are still equal (Larsson and Sadakane,
+    1999).
 
     Args:
         tokens: (n,) of int32, ids below 2**TOKEN_BITS - 1, and SEPARATOR between texts.
 
     Returns:
-        (places,) of int32: positions of the tokens that follow the places.
+        (places,) of int32: the position of the token after each place.
     """
     n = len(tokens)
     order, starts = _sorted_by_three(tokens)  # slot s holds the place order[s]
-    # A place's rank is the first slot of the places that are equal to it.
+    # A place's rank is the first slot of all places equal to it.
     rank = np.empty(n + 1, np.int32)
     rank[order] = np.maximum.accumulate(np.where(starts, np.arange(n + 1, dtype=np.int32), 0))
     depth = 3
@@ -293,10 +275,8 @@ def sorted_places(tokens: np.ndarray) -> np.ndarray:
 
 
 def _sorted_by_three(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sort all places 0 … n by the three tokens before them, and mark where values change.
-
-    A separator, and what would stand before the text, comes before every token.
-    """
+    """Sort all places 0 … n by the three tokens before them, and mark the first of equal ones."""
+    # 0, before every token, stands for a separator and for positions before the text.
     values = np.zeros(len(tokens) + 3, np.int64)
     values[3:] = tokens.astype(np.int64) + 1
     keys = values[2:] << 2 * TOKEN_BITS
@@ -307,13 +287,13 @@ def _sorted_by_three(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _starts(keys: np.ndarray) -> np.ndarray:
-    """Where, in sorted keys, a value comes for the first time."""
+    """Mark the first of equal keys."""
     starts = np.ones(len(keys), bool)
     starts[1:] = keys[1:] != keys[:-1]
     return starts
 
 
-# A file: a line of JSON, padded with spaces to whole words, the arrays one after the other as
+# The format of a file: a line of JSON, padded with spaces to whole words, the arrays as
 # little-endian int32, and the CRC-32 of all that. The JSON has the arrays' names and lengths.
 _WORD = 4
 _MOST_HEADER = 1 << 14
@@ -328,11 +308,11 @@ def write_arrays(
 
     Args:
         file: where to write.
-        header: what the JSON says besides, with a "format".
-        arrays: by name, the length and the pieces of each array.
+        header: the other entries of the JSON, with a "format".
+        arrays: the length and the pieces of each array, by name.
 
     Raises:
-        ValueError: an array does not have its length.
+        ValueError: the pieces of an array do not add up to its length.
     """
     lengths = {name: length for name, (length, _) in arrays.items()}
     line = json.dumps({**header, "arrays": lengths}).encode()
@@ -352,7 +332,7 @@ def write_arrays(
 def read_arrays(
     path: Path, expected: str, names: Sequence[str]
 ) -> tuple[dict[str, Any], np.ndarray, list[np.ndarray]]:
-    """Map a file; the header and the length are checked, the rest is not read.
+    """Map a file, checking its header and length without reading the rest.
 
     Args:
         path: the file.
@@ -360,11 +340,11 @@ def read_arrays(
         names: the arrays that it must have, in their order.
 
     Returns:
-        the header, all of the file as int32, and the arrays.
+        the header, the whole file as int32, and the arrays.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is not such a file; the message says why.
+        OSError: the file cannot be read.
+        ValueError: the file is damaged or has another format; the message says which.
     """
     # A blocking open would wait for the other end of a named pipe.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -19,11 +19,11 @@ MAX_LENGTH = 64
 # Where these come from: notes/planner.md, "Constants".
 _SIZES = (8, 4, 2, 1)  # the n-grams under which positions are filed, longest first
 _MAX_OCCURRENCES = 8  # looked up per n-gram
-_MAX_LINKS = 32  # followed per n-gram, those of other n-grams in the same bucket included
+_MAX_LINKS = 32  # followed per n-gram, including those of other n-grams in its bucket
 _MIN_BITS = 12  # 4096 buckets
 
 # The hash of an n-gram is a polynomial in _BASE over its tokens, the newest times _BASE itself,
-# modulo 2**28, so that Python's products stay small. Its high bits are the bucket's number.
+# modulo 2**28, which keeps Python's products small. Its high bits are the bucket's number.
 _HASH_BITS = 28
 _WORD = (1 << _HASH_BITS) - 1
 _BASE = 0x9E3779B
@@ -34,7 +34,7 @@ class Occurrence(NamedTuple):
 
     Attributes:
         length: how many tokens before ``position`` equal the text's last ones.
-        position: index of the token that followed there.
+        position: the index of the token that followed.
     """
 
     length: int
@@ -45,18 +45,18 @@ class SuffixIndex:
     """Finds the earlier occurrences of a text's end, the longest matches first.
 
     Every position is filed under the 8-, 4-, 2- and 1-gram before it in hash chains as in
-    Deflate (RFC 1951, section 4): per n-gram size, a table holds the newest position of each
-    bucket, and one link per position leads to the next older. This takes 28 to 52 bytes a token
-    whatever the text is, and the time to file a token does not depend on the text's length.
+    Deflate (RFC 1951, section 4). For each n-gram size, a table holds the newest position of each
+    bucket, and each position has a link to the next older one. This takes 28 to 52 bytes a token
+    for any text, and the time to file a token does not depend on the text's length.
 
     Args:
-        tokens: the text to begin with.
+        tokens: the initial text.
     """
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self.tokens = array("i", tokens)
         self._whole = False
-        """Whether all of the text is in the tables; not after an interrupt."""
+        """Whether the tables hold the whole text; an interrupt can leave some of it out."""
         self._file_all()
 
     def __len__(self) -> int:
@@ -85,8 +85,8 @@ class SuffixIndex:
     def occurrences(self) -> list[Occurrence]:
         """Where the text's last tokens occurred before, the longest matches first, then the newest.
 
-        The newest eight places are looked up for each n-gram size; for single tokens only if
-        the longer n-grams gave fewer than eight.
+        The newest eight places are looked up for each n-gram size, but for single tokens only if
+        longer n-grams have fewer than eight.
         """
         text = self.tokens
         end = len(text)
@@ -108,17 +108,17 @@ class SuffixIndex:
         return occurrences
 
     def matches(self, tail: Sequence[int], limit: int) -> list[Occurrence]:
-        """Where the last tokens of another text occur, as :meth:`occurrences` does for this one's.
+        """Find where another text's last tokens occur, as :meth:`occurrences` does for this text.
 
-        Another thread may extend the index meanwhile: what it adds is found or not yet.
+        Another thread may extend the index meanwhile. Its additions may or may not be found.
 
         Args:
             tail: the other text's last tokens. At most MAX_LENGTH count, and only those after a
                 SEPARATOR.
-            limit: how many to return at most.
+            limit: the most occurrences to return.
 
         Returns:
-            those that a token follows, the longest matches first, then the newest.
+            the occurrences that a token follows, the longest matches first, then the newest.
         """
         text, recent = self.tokens, list(tail[-MAX_LENGTH:])[::-1]
         if SEPARATOR in recent:
@@ -130,7 +130,7 @@ class SuffixIndex:
             value = 0
             for token in recent[size - 1 :: -1]:
                 value = (value + token) * _BASE & _WORD
-            # The number of buckets says how many bits of the hash count, while it may change.
+            # Another thread may change the table: its own size says how many bits to use.
             position, found = heads[value >> _HASH_BITS + 1 - len(heads).bit_length()], 0
             for _ in range(_MAX_LINKS):
                 if position == 0 or found == _MAX_OCCURRENCES:
@@ -174,10 +174,10 @@ def _match_length(text: array[int], position: int, end: int) -> int:
 def _ngram_hashes(tokens: np.ndarray, size: int) -> np.ndarray:
     """The hash of the ``size``-gram that ends with each token, (tokens,) of int64.
 
-    The text counts as preceded by zeros. ``size`` is a power of two: a hash combines those of
-    its two halves.
+    Zeros stand before the text. ``size`` is a power of two: a hash combines the hashes of its two
+    halves.
     """
-    # Arithmetic modulo 2**64 is right modulo 2**28 too.
+    # Arithmetic modulo 2**64 is also right modulo 2**28.
     hashes = tokens * np.uint64(_BASE)
     half = 1
     while half < size:
@@ -189,12 +189,7 @@ def _ngram_hashes(tokens: np.ndarray, size: int) -> np.ndarray:
 
 
 def _hash_chains(buckets: np.ndarray, bits: int) -> tuple[array[int], array[int]]:
-    """Chain the positions 1, 2, … by their buckets.
-
-    Returns:
-        per bucket its last position, and per position the one before it in its bucket; 0 where
-        there is none.
-    """
+    """The last position of each bucket, and the previous one of each position; 0 if none."""
     order = np.argsort(buckets, kind="stable")
     same = np.diff(buckets[order]) == 0
     links = np.zeros(len(buckets) + 1, dtype=np.int32)
@@ -206,17 +201,17 @@ def _hash_chains(buckets: np.ndarray, bits: int) -> tuple[array[int], array[int]
 
 
 EXCERPT_TOKENS = 48
-"""Tokens of an excerpt at most: as deep as drafts go."""
+"""The most tokens of an excerpt: drafts go no deeper."""
 
 
 class Excerpts(NamedTuple):
-    """What followed where a text's end occurs in other texts.
+    """What followed occurrences of a text's end in other texts.
 
     Attributes:
-        tokens: the excerpts, a SEPARATOR behind each.
+        tokens: the excerpts, with a SEPARATOR after each.
         occurrences: the longest match first; ``position`` is where its excerpt begins in
             ``tokens``.
-        sources: per occurrence, the index it is from, and its position there.
+        sources: the index that each occurrence is from, and its position there.
     """
 
     tokens: list[int]
@@ -232,13 +227,13 @@ def excerpts(
     vocab_size: int,
     on_damage: Callable[[Any], object] = lambda index: None,
 ) -> Excerpts:
-    """Look a context up in several indexes.
+    """Look up a context in several indexes.
 
     Args:
         indexes: suffix indexes and suffix arrays, the newest first.
         tail: the context's last tokens.
-        limit: how many excerpts to return at most.
-        depth: how many tokens an excerpt has at most.
+        limit: the most excerpts to return.
+        depth: the most tokens of an excerpt.
         vocab_size: all ids must be below it.
         on_damage: called with an index that has positions or tokens out of range.
     """
@@ -249,7 +244,7 @@ def excerpts(
             found += [(length, position, one) for length, position in one.matches(tail, limit)]
         except IndexError:
             on_damage(one)
-    found.sort(key=_LENGTH, reverse=True)  # stable: of equal ones the newer come first
+    found.sort(key=_LENGTH, reverse=True)  # stable: newer ones come before equal older ones
     tokens: list[int] = []
     occurrences, sources = [], []
     for length, position, one in found[:limit]:
@@ -270,13 +265,13 @@ _LENGTH = itemgetter(0)
 
 
 class Continuation(NamedTuple):
-    """A token that followed at one or more of the occurrences.
+    """A token that followed one or more of the occurrences.
 
     Attributes:
         token: its id.
         length: the longest match among its occurrences, in tokens before the draft.
         newest: the last position among its occurrences.
-        occurrences: those that it follows, the longest match first.
+        occurrences: the occurrences that it follows, the longest match first.
     """
 
     token: int
@@ -294,13 +289,13 @@ def continuations(
 
     Args:
         text: the indexed text.
-        occurrences: those that all of ``path`` follows, the longest match first.
+        occurrences: the occurrences that ``path`` follows, the longest match first.
         path: draft tokens after the text's end.
 
     Returns:
         the different next tokens, best first: by longest match, then number of occurrences,
-        then recency. Where an occurrence has reached the text's end, it continues with the path
-        itself, so that a loop is drafted to any length.
+        then recency. An occurrence that reaches the text's end continues with the path itself, so
+        loops can be drafted to any length.
     """
     depth, end = len(path), len(text)
     if len(occurrences) == 1:  # as in most of a long copy
@@ -333,25 +328,24 @@ def _rank(continuation: Continuation) -> tuple[int, int, int]:
     return continuation.length, len(continuation.occurrences), continuation.newest
 
 
-# How often the text of a freshly built index; more than that comes from abandoned turns.
+# An index with this many times the text of a new one holds too many abandoned turns.
 _MOST_TEXT = 4
 
 
 class ContextIndex:
     """The index of a context; a thread builds it during the prefill.
 
-    The next prompt of a conversation begins with most of the last context; then only the rest is
-    added. Where the two differ, the abandoned turn stays in the index as one more text to draft
-    from. The new one comes after a separator, with enough of what precedes it for matches of any
-    length.
+    If the next prompt begins with most of the last context, only the rest is added. If the two
+    differ, the abandoned turn stays in the index as another text to draft from. The new turn
+    follows a separator and a copy of the tokens before it, enough for matches of any length.
     """
 
     def __init__(self) -> None:
         self._building: Future[SuffixIndex] | None = None
         self.prompt: array[int] = array("i")
-        """The tokens that the context began with."""
+        """The tokens with which the context began."""
         self.output_start = 0
-        """Where in the index's text the prompt ends and the output begins."""
+        """Where the output begins in the index's text."""
 
     @property
     def index(self) -> SuffixIndex:
@@ -361,7 +355,7 @@ class ContextIndex:
 
     @property
     def output(self) -> Sequence[int]:
-        """What was added since the prompt."""
+        """The tokens added since the prompt."""
         return self.index.tokens[self.output_start :]
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -378,10 +372,7 @@ class ContextIndex:
             self._run(lambda: SuffixIndex(tokens))
 
     def _continued(self, prompt: array[int]) -> tuple[SuffixIndex, array[int]] | None:
-        """The index so far and what to add to it, or None if a new one should be built.
-
-        A new one is better if most of the prompt is new, or if too much text has been abandoned.
-        """
+        """The index so far and what to add to it; None if a new index is better."""
         context = self.prompt + array("i", self.output)
         common = common_length(context, prompt)
         added = prompt[common:]
@@ -399,9 +390,9 @@ class ContextIndex:
 
 
 def common_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two sequences of one type begin with in common."""
+    """The length of the common prefix of two sequences of one type."""
     low, high = 0, min(len(first), len(second))
-    while low < high:  # halving the slices, which compare fast, instead of token by token
+    while low < high:  # by slices, which compare faster than single tokens
         middle = (low + high + 1) // 2
         if first[low:middle] == second[low:middle]:
             low = middle

@@ -1,4 +1,4 @@
-"""Which tokenizer made some token ids."""
+"""The identity of the tokenizer that made some token ids."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _MAX_VOCABULARY = (1 << TOKEN_BITS) - 1
 
 @dataclass(frozen=True)
 class TokenizerIdentity:
-    """Which tokenizer made some token ids.
+    """The identity of a tokenizer.
 
     Attributes:
-        name: for people; a model's name, without the path to it.
+        name: a model's name without its path, to show to people.
         vocab_size: all ids are below it.
-        fingerprint: SHA-256 of the vocabulary, 32 bytes. Equal for tokenizers whose ids mean
-            the same. How they split a text is not in it: a store of text that was split
-            otherwise is still right, if less useful.
+        fingerprint: SHA-256 of the vocabulary, 32 bytes. It is equal for tokenizers whose ids mean
+            the same, even if they split texts differently. A store of texts that were split
+            differently is still right, if less useful.
     """
 
     name: str
@@ -34,7 +34,7 @@ class TokenizerIdentity:
 
     @property
     def key(self) -> str:
-        """16 hexadecimal digits that stand for it in names of files and in settings."""
+        """16 hexadecimal digits that identify it in file names and settings."""
         return self.fingerprint.hex()[:16]
 
     def __str__(self) -> str:
@@ -45,24 +45,24 @@ def identify(tokenizer: Any) -> TokenizerIdentity:
     """The identity of a tokenizer, from its whole vocabulary, added tokens included.
 
     Args:
-        tokenizer: has ``get_vocab``, as those of mlx-lm, transformers and tokenizers have.
+        tokenizer: one of mlx-lm, transformers or tokenizers, or any with ``get_vocab``.
 
     Raises:
-        StoreError: it has no tokens, or more than a store can hold.
+        StoreError: the tokenizer has no tokens, or ids that no store can hold.
     """
     vocabulary = sorted((index, token) for token, index in tokenizer.get_vocab().items())
     name = _short_name(getattr(tokenizer, "name_or_path", None) or "unnamed")
     if not vocabulary or not 0 <= vocabulary[0][0] <= vocabulary[-1][0] < _MAX_VOCABULARY:
         raise StoreError(
-            f"the tokenizer {name} has ids that no store can hold: 0 to {_MAX_VOCABULARY - 1:,} "
-            "are possible"
+            f"the tokenizer {name} has ids that no store can hold: use one with ids from 0 to "
+            f"{_MAX_VOCABULARY - 1:,}"
         )
     fingerprint = hashlib.sha256(json.dumps(vocabulary).encode()).digest()
     return TokenizerIdentity(name, vocabulary[-1][0] + 1, fingerprint)
 
 
 def _short_name(path: str) -> str:
-    """``owner/name`` of a copy from the Hub; of other directories the last part of the path."""
+    """``owner/name`` for a copy from the Hub, the last part of the path for other directories."""
     if snapshot := _HUB_SNAPSHOT.search(path):
         return f"{snapshot[1]}/{snapshot[2]}"
     if os.path.isabs(path) or os.path.isdir(path):

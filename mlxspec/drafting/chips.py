@@ -83,7 +83,7 @@ def known_chip(name: str) -> Chip:
 
 
 def _plain(name: str) -> str:
-    """A chip's name in the form for comparisons."""
+    """Normalise a chip's name, to compare it."""
     return re.sub(r"[^a-z0-9]", "", name.lower()).removeprefix("apple")
 
 

@@ -91,7 +91,7 @@ def view(step: VerifiedStep, tree: DraftTree) -> VerifiedStep:
 
 
 def united(trees: Sequence[DraftTree], limits: Limits) -> DraftTree:
-    """The likeliest nodes of several drafts for one token; all have probabilities."""
+    """The likeliest nodes of several drafts for one token, which must have probabilities."""
     if len(trees) == 1:
         return trees[0]
     tree = merge(trees).best_first()
@@ -101,9 +101,9 @@ def united(trees: Sequence[DraftTree], limits: Limits) -> DraftTree:
 def merge(trees: Sequence[DraftTree]) -> DraftTree:
     """Merge drafts for one token; common prefixes share their nodes.
 
-    A node in several trees gets its highest probability, unless its siblings' leave less. A node in
-    a later tree only has its probability, given its parent, scaled by the probability that no
-    sibling from an earlier tree is right.
+    If several trees have a node, it gets the highest of their probabilities, or what its siblings
+    leave. If only a later tree has it, its probability given its parent is scaled by the
+    probability that no sibling from an earlier tree is right.
 
     Returns:
         a tree that begins with the first tree's nodes. It has origins and probabilities if all

@@ -168,7 +168,7 @@ class DraftTree:
         return nodes
 
     def p_by_depth(self, n_draft: int) -> list[float]:
-        """The probabilities that 1, 2, … or more of the first ``n_draft`` nodes are accepted."""
+        """Per depth, the probability that at least that many of ``n_draft`` nodes are accepted."""
         depths = self.depths[1 : n_draft + 1]
         p_by_depth = [0.0] * max(depths, default=0)
         for depth, probability in zip(depths, self.p_reached, strict=False):
@@ -449,10 +449,10 @@ class TreeBuilder:
 
 
 def checked_drafter(drafter: object) -> Drafter:
-    """Return the drafter if it is one.
+    """Return ``drafter`` if it is a :class:`Drafter`.
 
     Raises:
-        DrafterError: it is not an instance of :class:`Drafter`.
+        DrafterError: it is not an instance of a derived class.
     """
     if not isinstance(drafter, Drafter):
         name = repr(drafter) if isinstance(drafter, type) else f"a {type(drafter).__name__}"

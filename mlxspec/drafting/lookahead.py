@@ -52,14 +52,9 @@ class JacobiWindow:
         """The nodes of its rows in the current draft, as from :func:`add_window`."""
 
     @property
-    def columns(self) -> int:
-        """The current number of columns."""
-        return len(self.levels[0])
-
-    @property
     def depth(self) -> int:
         """The depth of its deepest row below the current token."""
-        return self.columns + len(self.levels) - 2
+        return len(self.levels[0]) + len(self.levels) - 2
 
     def add_to(self, tree: TreeBuilder) -> None:
         """Add its rows to a draft after all other nodes; see :func:`add_window`."""

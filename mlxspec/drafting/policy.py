@@ -44,13 +44,13 @@ _FLAT = 2.0  # the cost of these rows, in plain steps
 class Policy:
     """The state of one generation that decides how many of a step's candidates to verify.
 
-    A draft's **gain** is the number of tokens that it adds to a plain step's, less the price of its
-    time, in tokens. Four things restrain drafts:
+    A draft's **gain**, in tokens, is what it adds to a plain step's tokens, less the price of its
+    time. Four things restrain drafts:
 
     - The *guard* is a bank of time that pays for drafts that fail. Each step deposits a little more
-      than it emits and withdraws its cost. A draft may risk more if the bank is full or if its gain
-      is large; see :func:`allowed_shortfall`. So safe drafts pass at once, bold ones only after
-      earlier gains, and drafts with little gain rarely.
+      than it emits and withdraws its cost. The more the bank holds and the larger the gain, the
+      more a draft may risk; see :func:`allowed_shortfall`. So safe drafts pass at once, bold ones
+      only after earlier gains, and drafts with little gain rarely.
     - The *sync overhead* is charged if the next step's forward is dispatched already, since a draft
       interrupts the pipeline.
     - The *back-off*: if rows are expensive, drafts rarely pay, but searching in each step takes
@@ -199,8 +199,8 @@ def best_allowed(
 ) -> tuple[float, int]:
     """The greatest allowed gain, and its number of nodes.
 
-    All numbers of nodes are compared, since cost curves have steps. After a refusal, only half as
-    many nodes or fewer are tried: slightly fewer would barely be safer, and each check takes time.
+    All numbers of nodes are compared, since costs rise in jumps. After a refusal, only half as many
+    nodes or fewer are tried: slightly fewer would barely be safer, and each check takes time.
 
     Args:
         gains: from :func:`gains_of`.

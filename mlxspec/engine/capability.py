@@ -155,11 +155,16 @@ def check_quantization(model: nn.Module, options: CacheOptions) -> None:
 
 
 def chain_capability(model: nn.Module) -> Capability:
-    """What the model verifies of unbranched drafts, found by a few forwards."""
+    """What the model verifies of unbranched drafts, found once by a few forwards."""
+    if (known := getattr(model, "chain_capability", None)) is not None:
+        return known
     capability = capability_with(make_prompt_cache(model), Capability.CHAIN)
     if capability is Capability.TAPE and not _verifies_chains(model, capability):
         capability = Capability.REPLAY
-    return capability if _verifies_chains(model, capability) else Capability.PLAIN
+    if not _verifies_chains(model, capability):
+        capability = Capability.PLAIN
+    model.chain_capability = capability
+    return capability
 
 
 def _verifies_chains(model: nn.Module, capability: Capability) -> bool:
@@ -199,7 +204,7 @@ def _most_rounding(found: mx.array) -> mx.array:
 class _ShiftedCache(ConcatenateKVCache):
     """A cache that claims to hold ``base`` more positions than it does.
 
-    Models can so be tried at long contexts without the memory for them.
+    It allows trials at long contexts without the memory for them.
     """
 
     base = 0
@@ -376,7 +381,7 @@ _DEPTH = len(_BRANCHES[0])
 
 
 def _failing_position(model: nn.Module, end: int | None) -> int | None:
-    """The first position tried at which a branching step differs from its branches, each in a row.
+    """The first position tried at which a branching step differs from separate branches.
 
     Steps are tried at the beginning of a context and across all crossings, which reveal positions
     that are scaled outside RoPE modules.
@@ -416,7 +421,7 @@ def rounding_noise(model: nn.Module) -> float:
 
 
 def tree_agrees(model: nn.Module, start: int, noise: float, fill: bool) -> bool:
-    """Whether a branching step at this position gives the same as its branches, each in a row.
+    """Whether a branching step at this position gives the same as separate branches.
 
     Args:
         model: the target.

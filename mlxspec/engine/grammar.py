@@ -203,7 +203,7 @@ class _Place(NamedTuple):
 
     Attributes:
         phase: the current phase.
-        matcher: of the phase's constraint; None in free text.
+        matcher: the matcher of the phase's constraint; None in free text.
         fresh: whether the phase's first token is still to come.
         ended: whether the output has ended.
     """
@@ -217,8 +217,8 @@ class _Place(NamedTuple):
 class GrammarState:
     """Follows an output through a grammar.
 
-    Between two calls it is after the last accepted token, whatever drafts it has checked. All
-    methods raise an OptionError if the constraint takes too much to follow.
+    Between two calls, its place is after the last accepted token, even if it has checked drafts.
+    All methods raise an OptionError if the constraint takes too much to follow.
     """
 
     def __init__(self, grammar: Grammar) -> None:
@@ -228,8 +228,7 @@ class GrammarState:
         self._vocab_size = grammar.vocabulary.vocab_size
         self._place = self._beginning_of(0)
         self._path: list[tuple[_Place, bool]] = []
-        """Per token since the last accepted one: the place before it, and whether the matcher
-        consumed it."""
+        """Per unaccepted token, the place before it, and whether the matcher consumed it."""
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Advance along tokens that were chosen under the masks."""

@@ -264,7 +264,7 @@ def _of_layer(
     in_slots: SlotRows | None,
     tape: Tape | None,
 ) -> Any:
-    """The stand-in for one layer's caches; takes the arguments of JointCache."""
+    """Make the stand-in for one layer's caches; takes the arguments of JointCache."""
     if isinstance(members[0], CacheList):
         lists = zip(*(member.caches for member in members), strict=True)
         return CacheList(*(_of_layer(each, spans, mode, in_slots, tape) for each in lists))
@@ -349,7 +349,7 @@ class JointCache:
 
         Args:
             attention: mlx-lm's function; the other arguments are its own.
-            queries: of all rows, (1, heads, rows, head_dim).
+            queries: the queries of all rows, (1, heads, rows, head_dim).
             mask: from :meth:`make_mask`, or one mask for every sequence.
 
         Returns:

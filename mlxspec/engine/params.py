@@ -36,7 +36,7 @@ def pure(function: _Function) -> _Function:
     declaration. A sampler that draws from MLX's random state is pure, too.
 
     Args:
-        function: keeps nothing between calls.
+        function: a processor or sampler that keeps nothing between calls.
 
     Returns:
         the function to pass instead. ``@mlxspec.pure`` above a function does the same.

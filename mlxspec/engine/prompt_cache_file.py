@@ -163,7 +163,7 @@ def check_replaceable(path: Path, force: bool) -> None:
         force: whether an existing prompt cache may be replaced.
 
     Raises:
-        PromptCacheError: the file is a prompt cache and ``force`` is off, or is of another kind.
+        PromptCacheError: the file is not a prompt cache, or it is one and ``force`` is off.
         OSError: the file cannot be read.
     """
     if not path.exists() or (path.is_file() and path.stat().st_size == 0):
@@ -224,7 +224,7 @@ def check_fits(cache: Sequence[Any], model: nn.Module, source: str) -> None:
         fits = False
     if not fits:
         raise PromptCacheError(
-            f"{source} is another model's: the shapes of its keys and values differ; name the "
+            f"{source} is another model's: its keys and values have other shapes; name the "
             "model that made it"
         )
 
@@ -232,7 +232,7 @@ def check_fits(cache: Sequence[Any], model: nn.Module, source: str) -> None:
 def _fits(cache: Any, own: Any) -> bool:
     """Whether a cache can be the model's own after more tokens.
 
-    Options can bound or quantise a cache; then it has the plain one's layout otherwise.
+    Options can bound or quantise a plain cache; otherwise its layout is the same.
     """
     if isinstance(cache, QuantizedKVCache) and hasattr(own, "to_quantized"):
         own = own.to_quantized(cache.group_size, cache.bits)

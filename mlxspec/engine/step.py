@@ -172,8 +172,8 @@ class Sequence:
     def propose(self, plan: Plan | None = None) -> None:
         """Propose the rows of the step.
 
-        If the last step has dispatched the forward already, it has one row, and the draft waits
-        for the next step.
+        If the last step has dispatched this step's forward already, the forward has one row, and
+        the draft waits for the next step.
 
         Args:
             plan: from a :class:`Batch`, if the drafter is a planner. None asks the drafter.

@@ -92,8 +92,7 @@ class Tape:
     def __init__(self) -> None:
         self.calls: list[Convolution | Recurrence] = []
         self._calls_of: dict[int, tuple[list[Convolution | Recurrence], int, slice]] = {}
-        """By a cache's id: the call that led to each state, the number of rows, and the cache's
-        slice of the batch."""
+        """By a cache's id: the call for each state, the number of rows, its slice of the batch."""
 
     def note_recurrence(
         self, function: Callable[..., Any], args: Any, kwargs: Any, state: mx.array

@@ -1,1 +1,1 @@
-"""What users call: decoders, their options, sessions and responses."""
+"""The Python interface: decoders, their options, sessions and responses."""

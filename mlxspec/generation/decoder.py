@@ -1,6 +1,6 @@
-"""The decoders: generations in which a model verifies what a drafter proposes.
+"""Decoders generate text: a drafter proposes tokens, and the model verifies them.
 
-Those with a name differ only in what they draft from.
+The named decoders differ only in what they draft from.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ if TYPE_CHECKING:
 
 
 class Decoder(LoadedModel):
-    """Decodes with any drafter. Each generation has a cache of its own.
+    """Generates with any drafter. Each generation has its own cache.
 
     A model's weights may change at any time. After replacing its layers, to quantise or adapt
     them, make a new decoder: what the model verifies and what its steps cost may have changed.
 
     Args:
-        model: a directory or Hub repository that :func:`mlxspec.load` takes, or a loaded
-            mlx-lm model.
+        model: a directory or Hub repository, as for :func:`mlxspec.load`, or a loaded mlx-lm
+            model.
         tokenizer: the tokenizer of a loaded model.
-        drafter: proposes what the model verifies: a :class:`mlxspec.Drafter`, which serves one
-            generation at a time, or a class or function that makes one for each generation.
-            None is plain decoding.
-        on_measuring: called with the share done, 0 to 1, while step times are first measured.
+        drafter: a :class:`mlxspec.Drafter`, which serves one generation at a time, or a class or
+            function that makes one for each generation. None is plain decoding.
+        on_measuring: called with the share done, 0 to 1, while step times are measured for the
+            first time.
 
     Raises:
         LoadError: the model cannot be found or read.
-        OptionError: a loaded model comes without its tokenizer.
+        OptionError: a loaded model is passed without its tokenizer.
         DrafterError: ``drafter`` is not a drafter.
     """
 
     drafting = Drafting()
-    """What it drafts from by default."""
+    """The default source of drafts."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Decoder(LoadedModel):
 
     @property
     def plans(self) -> bool:
-        """Whether drafts are planned by what steps cost."""
+        """Whether drafts are planned by the cost of steps."""
         return self.drafting.plans
 
     def stream(
@@ -97,9 +97,8 @@ class Decoder(LoadedModel):
 
         Args:
             prompt: text, token ids, or messages, as for :meth:`decode`.
-            max_tokens: how many tokens to generate at most.
-            options: how to sample and where to end, as in :meth:`decode`: ``temp``, ``top_p``,
-                ``seed``, ``stop`` and so on.
+            max_tokens: the most tokens to generate.
+            options: sampling, stop strings and so on, as for :meth:`decode`.
 
         Raises:
             PromptError, OptionError: as :meth:`decode`.
@@ -113,25 +112,26 @@ class Decoder(LoadedModel):
         make_drafter: MakeDrafter | None = None,
         **options: Unpack[GenerationOptions],
     ) -> AsyncGenerator[GenerationResponse, None]:
-        """Generate as :meth:`stream` for a task of asyncio, whose event loop goes on meanwhile.
+        """Generate as :meth:`stream` does, in an asyncio task, without blocking its event loop.
 
-        A thread of the decoder runs the model. Generations at once, 32 at most, share its steps as
-        in ``batch_generate``, and each writes what it writes alone. One that is closed
-        (``aclose``) or cancelled ends before its next step; it has given its session back when
-        the call returns. After a ``break`` the event loop closes it soon;
-        ``contextlib.aclosing`` does so at once. A generation runs up to 64 tokens ahead of its
-        consumer, and then waits for it.
+        The model runs in a thread of the decoder. Up to 32 generations at once share its steps as
+        in ``batch_generate``, and each has the same output as alone. A generation runs up to 64
+        tokens ahead of its consumer, then waits.
+
+        Closing (``aclose``) or cancelling a generation ends it before its next step, and returns
+        its session before the call returns. After a ``break`` the event loop closes it soon;
+        ``contextlib.aclosing`` closes it at once.
 
         Args:
             prompt, max_tokens: as for :meth:`stream`.
-            make_drafter: what ``drafting_with`` of the decoder has returned, to draft in another
-                way than by default.
+            make_drafter: a result of the decoder's :meth:`drafting_with`; by default the decoder
+                drafts as in :meth:`stream`.
             options: as for :meth:`decode`, except ``prompt_cache``. ``on_progress`` is called in
                 the event loop.
 
         Raises:
             PromptError, OptionError, DrafterError: as :meth:`decode`, with the first response.
-            OptionError: ``prompt_cache`` is given, which could not hold just what was taken.
+            OptionError: ``prompt_cache`` is given, but the generation runs ahead of its consumer.
         """
         new_request = partial(self.new_request, prompt, max_tokens, make_drafter=make_drafter)
         return self._engine_thread.stream(self, new_request, options)
@@ -147,7 +147,7 @@ class Decoder(LoadedModel):
         color: bool = True,
         **options: Unpack[GenerationOptions],
     ) -> GenerationResult:
-        """Generate, write the text to standard output as it comes, and return the result.
+        """Generate, write the text to standard output meanwhile, and return the result.
 
         Args:
             prompt, max_tokens: as in :meth:`stream`.
@@ -168,44 +168,42 @@ class Decoder(LoadedModel):
         record_time: RecordTime | None = None,
         **options: Unpack[GenerationOptions],
     ) -> Generator[GenerationResponse, None, None]:
-        """Generate with a drafter of your own, or with one of mlxspec's.
+        """Generate with your own drafter, or with one of mlxspec's.
 
         Args:
-            prompt: text or token ids, which are taken as they are, or messages, a list of
-                ``{"role": ..., "content": ...}``, which the model's chat template turns into
-                token ids. If the last message is the assistant's, the model continues it.
-            drafter: proposes what the model verifies; it changes the speed, not the output. It
-                is not used with logits processors or a sampler that are not known to be pure
-                (see :class:`mlxspec.SamplingParams`), nor for a model that verifies no drafts.
-            max_tokens: how many tokens to generate at most, at least 1.
+            prompt: text, token ids, or messages, a list of ``{"role": ..., "content": ...}``. The
+                model's chat template turns messages into token ids; a trailing assistant message
+                is continued. Text and ids are used as they are.
+            drafter: proposes drafts; it changes the speed, not the output. It is not used if the
+                model verifies no drafts, or if logits processors or a sampler may be impure (see
+                :class:`mlxspec.SamplingParams`).
+            max_tokens: the most tokens to generate, at least 1.
             record_time: called after each step with its rows, its wall time in seconds, and whether
                 it was pipelined.
-            options: any of these.
+            options: see below.
 
         Options:
-            sampling: how the model picks a token; greedy by default.
-            constraint: what the output has to be, a :class:`mlxspec.Constraint`: JSON of a
-                schema, or a text of a regular expression or grammar. It ends when that is
-                complete. Tokens that the constraint forces are drafted.
-            chat_template_kwargs: what the chat template is given besides messages, such as
+            sampling: how to pick tokens; greedy by default.
+            constraint: a :class:`mlxspec.Constraint` that the output must match: a JSON Schema, a
+                regular expression or a grammar. The output ends once it is complete. Tokens that
+                the constraint forces are drafted.
+            chat_template_kwargs: arguments of the chat template besides the messages, such as
                 ``{"enable_thinking": False}`` or ``{"tools": [...]}``.
-            stop: texts that end the output before them.
-            stop_tokens: tokens that end the output, besides the tokenizer's own: ids, or texts
-                of one token.
-            on_progress: called during the prefill, with how many of its tokens are done and
-                how many there are.
-            kv_bits, kv_group_size, quantized_kv_start, max_kv_size, prefill_step_size: the
-                memory of KV cache and prefill, as for mlx-lm; see
+            stop: texts that end the output and are not part of it.
+            stop_tokens: tokens that end the output, in addition to the tokenizer's own: ids, or
+                texts that are a single token.
+            on_progress: called during the prefill with the number of tokens done, and of all.
+            kv_bits, kv_group_size, quantized_kv_start, max_kv_size, prefill_step_size: limit the
+                memory of KV cache and prefill, as in mlx-lm; see
                 :class:`mlxspec.engine.params.CacheOptions`.
-            session: keeps the KV cache for the conversation's next turn. The prompt is the whole
-                conversation; what the session's cache holds of it does not run again.
-            prompt_cache: mlx-lm's caches of what precedes the prompt, from its
-                ``make_prompt_cache``. As with mlx-lm they hold the prompt and the output taken
-                so far whenever they are used. A generation whose caches another one has
-                continued cannot go on.
-            temp, top_p, seed, and all other fields of :class:`mlxspec.SamplingParams`: in place
-                of those of ``sampling``. A ``sampler`` without ``sampling`` or a ``seed`` draws
-                a seed from MLX's random state, so that repeated calls differ as with mlx-lm.
+            session: keeps the KV cache for the conversation's next turn. Pass the whole
+                conversation as the prompt: the part that the cache holds is not run again.
+            prompt_cache: mlx-lm's caches of the text before the prompt, from its
+                ``make_prompt_cache``. As with mlx-lm, at each response they hold the prompt and
+                the output taken so far. If another generation continues them, this one fails.
+            temp, top_p, seed, and all other fields of :class:`mlxspec.SamplingParams`: override
+                those of ``sampling``. A ``sampler`` without ``sampling`` or ``seed`` draws a seed
+                from MLX's random state, so repeated calls differ, as with mlx-lm.
 
         Returns:
             a generator of one response per token. Closing it ends the generation. With a
@@ -213,17 +211,17 @@ class Decoder(LoadedModel):
             drops.
 
         Raises:
-            PromptError: the prompt is neither text nor token ids nor messages, is empty, longer
-                than the model's context, or holds an id outside the model's vocabulary; or it is
-                messages, and the model has no chat template or one that does not apply to them.
+            PromptError: the prompt is not text, token ids or messages; it is empty, longer than
+                the model's context, or holds an unknown id; or the model has no chat template for
+                the messages, or its template fails with them.
             OptionError: ``max_tokens`` is below 1, a stop string is empty, a sampling parameter
-                is out of range, a token is not the model's, the model's cache cannot be
-                quantised as asked, or ``prompt_cache`` has too few layers. With the first
-                response: the session is in the middle of another generation.
-            PromptCacheError: ``prompt_cache`` holds keys and values of another model, by their
-                shapes. With the first response: the session's first cache does, or the
-                generation that has ``prompt_cache`` is running in another thread. With a later
-                one: ``prompt_cache`` has been continued or changed since the last.
+                is out of range, a token is unknown to the model, the model's cache cannot be
+                quantised as requested, or ``prompt_cache`` has too few layers. With the first
+                response: another generation is using the session.
+            PromptCacheError: ``prompt_cache`` has the shapes of another model. With the first
+                response: the session's initial cache has, or a generation in another thread is
+                using ``prompt_cache``. With a later response: ``prompt_cache`` has been continued
+                or changed since the one before.
             DrafterError: ``drafter`` is not a drafter. With a response: it proposed an invalid
                 draft.
             TypeError: an option is unknown.
@@ -234,10 +232,10 @@ class Decoder(LoadedModel):
     def written(
         self, responses: Iterable[GenerationResponse], color: bool = True
     ) -> GenerationResult:
-        """Write a generation's text to standard output as it comes.
+        """Write a generation's text to standard output as it is generated, and return the result.
 
         Args:
-            responses: from :meth:`decode` or a method that builds on it.
+            responses: from :meth:`decode`, or from a decoder's ``stream``.
             color: colour accepted draft tokens and the model's own, at a terminal.
         """
         printer = TokenPrinter(color=None if color else False)
@@ -250,16 +248,15 @@ class Decoder(LoadedModel):
         return result
 
     def drafting_with(self, **parameters: Any) -> MakeDrafter:
-        """What makes the drafter of one generation, for :meth:`astream`.
+        """Return a function that makes one generation's drafter, for :meth:`astream`.
 
         Args:
-            parameters: those of the decoder's ``stream`` that say how to draft. Where drafts come
-                from :class:`AutoDecoder`, ``prediction`` may also be one: token ids that the output
-                is expected to follow.
+            parameters: the drafting parameters of the decoder's ``stream``. :class:`AutoDecoder`
+                also takes ``prediction``, token ids that the output is expected to follow.
 
         Raises:
-            OptionError: one of them is out of range.
-            TypeError: there is no such parameter.
+            OptionError: a parameter is out of range.
+            TypeError: a parameter is unknown.
         """
         return partial(replace(self.drafting, **parameters).make, self)
 
@@ -270,14 +267,13 @@ class Decoder(LoadedModel):
         return responses(self.new_request(prompt, max_tokens, options, make_drafter))
 
     def apart(self, memory_tokens: int) -> Self:
-        """A decoder of the same model that shares nothing learned from texts with this one.
+        """A decoder of the same model that remembers and learns separately from this one.
 
-        Neither drafts from the other's outputs, nor learns from the other's generations; they
-        share only what steps cost.
+        Neither drafts from the other's outputs or learns from them. Both share the cost of steps.
 
         Args:
-            memory_tokens: how many tokens of its outputs it remembers, in the process alone, if
-                this one remembers any.
+            memory_tokens: how many tokens of outputs the new decoder remembers, in the process
+                only; unused if this decoder has no memory.
         """
         other = copy.copy(self)
         other.drafting, other.experience = self.drafting.apart(memory_tokens), Experience()
@@ -291,13 +287,13 @@ class Decoder(LoadedModel):
         make_drafter: MakeDrafter | None = None,
         receive: Callable[[GenerationResponse], object] = lambda response: None,
     ) -> Request:
-        """A generation that has not begun, for :func:`.engine.responses` or an engine.
+        """Make a request that has not started, for :func:`.engine.responses` or an engine.
 
         Args:
             prompt, max_tokens, options: as for :meth:`decode`.
-            make_drafter: makes the drafter, given the session, when the request starts and only
-                where drafts can be verified; by default the decoder drafts as :meth:`stream` does.
-            receive: called with each response in an engine.
+            make_drafter: makes the drafter from the session when the request starts, if the model
+                verifies drafts; by default the decoder drafts as in :meth:`stream`.
+            receive: an engine calls it with each response.
 
         Raises:
             PromptError, OptionError, PromptCacheError, TypeError: as :meth:`decode`.
@@ -309,29 +305,29 @@ class Decoder(LoadedModel):
 
 
 class AutoDecoder(Decoder):
-    """Chooses each draft by what it costs and what it will probably gain; nothing to tune.
+    """Chooses each draft by its cost and its probable gain, with nothing to tune.
 
-    What a step costs is measured at first use, kept in the user's cache directory and
-    corrected by every step. Which drafts are right is learned from every output and kept there
+    The cost of steps is measured at first use, kept in the user's cache directory and corrected by
+    every step. Every output teaches which drafts tend to be right. These statistics are kept there
     too, without any text, unless ``MLXSPEC_MEMORY=off``. Outputs are remembered, and later outputs
-    are drafted from them: in the process alone, unless a ``memory`` is passed that is kept on disk.
+    are drafted from them. They stay in the process unless you pass a ``memory`` on disk.
 
     Args:
         model, tokenizer, on_measuring: as for :class:`Decoder`.
-        memory_tokens: how many tokens of outputs the decoder remembers in a memory of its own,
-            :data:`mlxspec.corpus.MAX_TOKENS` by default. With 0 there is no memory, and nothing
-            that one generation teaches is known in the next.
-        memory: remembers the outputs instead. Several decoders of one tokenizer may share it.
-        store: a file of ``mlxspec store build`` to draft from.
-        extra_drafter: drafts as well, wherever that pays: a :class:`mlxspec.Drafter`, which
+        memory_tokens: how many tokens of outputs the decoder remembers in its own memory,
+            :data:`mlxspec.corpus.MAX_TOKENS` by default. With 0 it has no memory, and generations
+            learn nothing from earlier ones.
+        memory: a memory to use instead. Several decoders of one tokenizer may share it.
+        store: a store to draft from, a file made by ``mlxspec store build``.
+        extra_drafter: a further drafter, used when it pays: a :class:`mlxspec.Drafter`, which
             serves one generation at a time, or a class or function that makes one for each
-            generation. How likely its tokens are right is learned from the output.
+            generation. The decoder learns how often its tokens are right.
 
     Raises:
-        LoadError, OptionError, DrafterError: as :class:`Decoder`; OptionError as well where both
-            ``memory`` and ``memory_tokens`` are given.
-        StoreError: the store cannot be read, or it or what ``memory`` keeps is another
-            tokenizer's.
+        LoadError, OptionError, DrafterError: as :class:`Decoder`.
+        OptionError: ``memory`` and ``memory_tokens`` are both given.
+        StoreError: the store cannot be read, or the store or ``memory`` was made with another
+            tokenizer.
     """
 
     drafting: Auto = Auto()
@@ -357,8 +353,8 @@ class AutoDecoder(Decoder):
             kept, own = memory.kept.identity, identify(self.tokenizer)
             if kept.fingerprint != own.fingerprint:
                 raise StoreError(
-                    f"memory keeps tokens of {kept}, the model's tokenizer is {own}: open one for "
-                    "it"
+                    f"memory keeps tokens of {kept}, but the model's tokenizer is {own}: open a "
+                    "memory with this tokenizer"
                 )
         self.drafting = replace(
             self.drafting,
@@ -369,12 +365,12 @@ class AutoDecoder(Decoder):
 
     @property
     def memory(self) -> Memory | None:
-        """Of the outputs."""
+        """The memory of outputs, if the decoder has one."""
         return self.drafting.memory
 
 
 class PromptLookupOptions(GenerationOptions, total=False):
-    """What :meth:`PromptLookupDecoder.prompt_lookup` takes besides its named arguments."""
+    """Further options of :meth:`PromptLookupDecoder.prompt_lookup`."""
 
     prompt_lookup_num_tokens: int | None
     max_matching_ngram_size: int | None
@@ -384,8 +380,8 @@ class PromptLookupOptions(GenerationOptions, total=False):
 class PromptLookupDecoder(Decoder):
     """Speculates on text that repeats: code edits, summaries, quotations, structured output.
 
-    The draft is what followed the context's last n-gram earlier in prompt or output; see
-    :class:`mlxspec.PromptLookupDrafter`.
+    It looks for an earlier occurrence of the context's last n-gram in prompt and output, and drafts
+    what followed; see :class:`mlxspec.PromptLookupDrafter`.
     """
 
     drafting = PromptLookup()
@@ -407,17 +403,16 @@ class PromptLookupDecoder(Decoder):
 
         Args:
             prompt: text, token ids, or messages, as for :meth:`Decoder.decode`.
-            max_tokens: how many tokens to generate at most.
-            n_draft: draft tokens per step at most; 0 is plain decoding.
-            ngram_max: the longest n-gram looked up.
-            ngram_min: the shortest.
+            max_tokens: the most tokens to generate.
+            n_draft: the most draft tokens per step; 0 is plain decoding.
+            ngram_max: the longest n-gram to look up.
+            ngram_min: the shortest n-gram to look up.
             prompt_lookup_num_tokens: transformers' and TensorRT-LLM's name for ``n_draft``
                 (TensorRT-LLM's default is 4).
             max_matching_ngram_size: their name for ``ngram_max`` (TensorRT-LLM's default is 2).
             prompt_lookup_config: TensorRT-LLM's form for both, ``"[10,2,[0]]"``; a device list
                 is ignored with a warning.
-            options: how to sample and where to end, as in :meth:`Decoder.decode`: ``temp``,
-                ``top_p``, ``seed``, ``stop`` and so on.
+            options: sampling, stop strings and so on, as for :meth:`Decoder.decode`.
 
         Raises:
             PromptError, OptionError: as :meth:`Decoder.decode`.
@@ -443,7 +438,7 @@ class PromptLookupDecoder(Decoder):
         color: bool = True,
         **options: Unpack[PromptLookupOptions],
     ) -> GenerationResult:
-        """Generate, write the text to standard output as it comes, and return the result.
+        """Generate, write the text to standard output meanwhile, and return the result.
 
         Args:
             prompt, max_tokens, n_draft, ngram_max, ngram_min: as in :meth:`stream`.
@@ -460,9 +455,9 @@ class PromptLookupDecoder(Decoder):
 class LookaheadDecoder(Decoder):
     """Speculates on the model's own guesses of the tokens ahead, so it needs no text to copy.
 
-    In rows of each step, a window runs Jacobi iterations over the next positions. The n-grams
-    that it passes through go into a pool, from which drafts are taken. (Fu et al., ICML 2024,
-    arXiv 2402.02057.) Its parameters in the paper and in the reference implementation:
+    Further rows of each step run Jacobi iterations over a window of the next positions. The
+    n-grams that these produce go into a pool, and drafts are taken from the pool (Fu et al., ICML
+    2024, arXiv 2402.02057). The parameters in the paper and in its reference implementation:
 
     | paper | reference | here |
     |---|---|---|
@@ -471,9 +466,9 @@ class LookaheadDecoder(Decoder):
     | G | GUESS_SET_SIZE | ``guess_set_size``, n-grams kept for one token and verified at once |
     | | POOL_FROM_PROMPT | ``pool_from_prompt``, whether the pool starts with the prompt's n-grams |
 
-    A step has up to (N - 1)(W + G) rows, which only pays where rows are cheap. With
-    ``window_size="auto"`` there is no window: the drafts are look-ups in the context, as many
-    as pay by the measured cost of rows, down to plain decoding.
+    A step has up to (N - 1)(W + G) rows, which pays only if rows are cheap. With
+    ``window_size="auto"`` no window runs: drafts are looked up in the context, and the measured
+    cost of rows decides how many tokens to draft, if any.
     """
 
     drafting = Lookahead()
@@ -492,14 +487,14 @@ class LookaheadDecoder(Decoder):
 
         Args:
             prompt: text, token ids, or messages, as for :meth:`Decoder.decode`.
-            max_tokens: how many tokens to generate at most.
-            window_size: W, the reference's WINDOW_SIZE; 0 and "auto" run no window.
-            ngram_size: N, the reference's LEVEL. With "auto" it and the next two have no effect.
-            guess_set_size: G, the reference's GUESS_SET_SIZE. By default it is W; -1, the
-                reference's "no limit", is 64, since more would take longer than they save.
+            max_tokens: the most tokens to generate.
+            window_size: W, the reference's WINDOW_SIZE; 0 and "auto" run no window. With "auto"
+                the next three have no effect.
+            ngram_size: N, the reference's LEVEL.
+            guess_set_size: G, the reference's GUESS_SET_SIZE; W by default. -1, the reference's
+                "no limit", means 64, since more guesses cost more time than they save.
             pool_from_prompt: the reference's POOL_FROM_PROMPT.
-            options: how to sample and where to end, as in :meth:`Decoder.decode`: ``temp``,
-                ``top_p``, ``seed``, ``stop`` and so on.
+            options: sampling, stop strings and so on, as for :meth:`Decoder.decode`.
 
         Raises:
             PromptError, OptionError: as :meth:`Decoder.decode`.
@@ -523,7 +518,7 @@ class LookaheadDecoder(Decoder):
         color: bool = True,
         **options: Unpack[GenerationOptions],
     ) -> GenerationResult:
-        """Generate, write the text to standard output as it comes, and return the result.
+        """Generate, write the text to standard output meanwhile, and return the result.
 
         Args:
             prompt, max_tokens: as in :meth:`stream`.
@@ -540,10 +535,10 @@ class LookaheadDecoder(Decoder):
 
 
 class CombinedDecoder(AutoDecoder):
-    """Speculates on text that repeats and, in the rows that are left, by lookahead.
+    """Speculates on text that repeats and, with the remaining rows, by lookahead.
 
-    Its arguments are those of :class:`AutoDecoder`; what lookahead earns is known in the next
-    generation even with ``memory_tokens=0``. To combine other drafters, pass a
+    Its arguments are those of :class:`AutoDecoder`. With a ``drafter``, generations learn from
+    earlier ones even with ``memory_tokens=0``. To combine other drafters, pass a
     :class:`mlxspec.CombinedDrafter` to :meth:`Decoder.decode`.
     """
 
@@ -564,13 +559,12 @@ class CombinedDecoder(AutoDecoder):
 
         Args:
             prompt: text, token ids, or messages, as for :meth:`Decoder.decode`.
-            max_tokens: how many tokens to generate at most.
-            window_size, ngram_size, guess_set_size, pool_from_prompt: lookahead's, as for
+            max_tokens: the most tokens to generate.
+            window_size, ngram_size, guess_set_size, pool_from_prompt: as for
                 :class:`mlxspec.LookaheadDecoder`.
-            drafter: goes first, with lookahead as its fallback; by default the look-ups that
+            drafter: drafts first, with lookahead as its fallback; by default the drafts that
                 :class:`mlxspec.AutoDecoder` plans.
-            options: how to sample and where to end, as in :meth:`Decoder.decode`: ``temp``,
-                ``top_p``, ``seed``, ``stop`` and so on.
+            options: sampling, stop strings and so on, as for :meth:`Decoder.decode`.
 
         Raises:
             PromptError, OptionError: as :meth:`Decoder.decode`.

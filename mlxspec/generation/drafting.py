@@ -1,6 +1,6 @@
-"""What a decoder drafts from, as values. Each makes the drafter of one generation.
+"""What a decoder drafts from, as values that make the drafter of each generation.
 
-Importing this module does not import MLX, so that the command line can check options without it.
+Importing this module does not import MLX, so the command line can check options without it.
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ class Drafting:
     """What a decoder drafts from; by default nothing, which is plain decoding.
 
     Attributes:
-        maker: returns the drafter of a generation.
+        maker: returns a generation's drafter.
     """
 
     maker: Callable[[], Drafter] = field(default=NoDraft, kw_only=True)
     plans: ClassVar[bool] = False
-    """Whether drafts are planned by what steps cost."""
+    """Whether drafts are planned by the cost of steps."""
 
     def new(self) -> Drafter:
-        """A drafter that needs to know nothing of the decoder."""
+        """A drafter that is made without a decoder."""
         return self.maker()
 
     def make(self, decoder: LoadedModel, session: Session | None) -> Drafter:
         """Make the drafter of one generation.
 
         Args:
-            decoder: whose model verifies the drafts.
-            session: the generation's, if it has one.
+            decoder: the decoder whose model verifies the drafts.
+            session: the generation's session, if it has one.
         """
         return self.new()
 
     def apart(self, memory_tokens: int) -> Self:
-        """The same, but with an empty memory of ``memory_tokens``, if it has a memory."""
+        """The same, with an empty memory of ``memory_tokens`` in place of its memory, if any."""
         return self
 
 
 @dataclass(frozen=True)
 class PromptLookup(Drafting):
-    """What followed the last n-gram earlier; see :class:`mlxspec.PromptLookupDecoder`.
+    """What followed the last n-gram before; see :class:`mlxspec.PromptLookupDecoder`.
 
     Raises:
         OptionError: a number is out of range.
@@ -76,7 +76,7 @@ class PromptLookup(Drafting):
         self.new()
 
     def new(self) -> Drafter:
-        """A drafter, which drafts nothing if ``n_draft`` is 0."""
+        """A drafter; with ``n_draft`` 0 it drafts nothing."""
         if self.n_draft < 0:
             raise OptionError(f"n_draft is {self.n_draft}: draft 1 token or more, or 0 for none")
         if self.n_draft == 0:
@@ -89,7 +89,7 @@ class Lookahead(Drafting):
     """The model's own guesses of the tokens ahead; see :class:`mlxspec.LookaheadDecoder`.
 
     Attributes:
-        first: makes a drafter for each generation that goes first, with lookahead as its fallback.
+        first: makes a drafter that drafts first, with lookahead as its fallback.
 
     Raises:
         OptionError: a size is out of range.
@@ -109,7 +109,7 @@ class Lookahead(Drafting):
         return self.window_size == "auto"
 
     def new(self) -> LookaheadDrafter:
-        """A drafter of these sizes, without a window where it is "auto"."""
+        """A drafter of these sizes; without a window if the size is "auto"."""
         columns = 0 if self.window_size == "auto" else self.window_size
         return LookaheadDrafter(
             columns, self.ngram_size, self.guess_set_size, self.pool_from_prompt
@@ -118,7 +118,7 @@ class Lookahead(Drafting):
     def make(self, decoder: LoadedModel, session: Session | None) -> Drafter:
         first = [self.first()] if self.first else []
         if self.plans:
-            # No window pays on a Mac, and look-ups know better than a pool what is likely.
+            # No window pays on a Mac, and look-ups predict better than a pool.
             experience = decoder.experience if decoder.remembers else Experience()
             look_ups = SuffixSource(decoder.token_classes, experience)
             return _planned(decoder, [*first, look_ups], experience)
@@ -130,10 +130,10 @@ class Auto(Drafting):
     """Text that repeats, and whatever else pays; see :class:`mlxspec.AutoDecoder`.
 
     Attributes:
-        memory: of earlier outputs; None remembers none.
-        store: of texts.
-        extra: makes a drafter for each generation that is asked, too.
-        lookahead: is asked, too. A drafter that goes first there takes the place of all others.
+        memory: the memory of earlier outputs, if outputs are remembered.
+        store: a store of texts to draft from.
+        extra: makes a further drafter for each generation.
+        lookahead: drafts too. If it has a ``first`` drafter, it replaces all other sources.
         prediction: token ids that the output is expected to follow.
     """
 
@@ -150,7 +150,7 @@ class Auto(Drafting):
     def make(self, decoder: LoadedModel, session: Session | None) -> Drafter:
         if self.lookahead and self.lookahead.first:
             return self.lookahead.make(decoder, session)
-        # Nothing that a generation teaches is kept where its output is not.
+        # A generation teaches later ones only if its output is remembered.
         remembers = bool(self.memory) and decoder.remembers
         experience = decoder.experience if remembers else Experience()
         if self.memory:
@@ -180,7 +180,7 @@ def drafter_maker(drafter: Drafter | Callable[[], Drafter]) -> Callable[[], Draf
     """A function that returns a generation's drafter.
 
     Args:
-        drafter: a class or function that makes one, or a drafter, which is used each time.
+        drafter: a class or function that makes drafters, or one drafter for all generations.
 
     Raises:
         DrafterError: ``drafter`` is neither.
@@ -199,19 +199,11 @@ def _planned(
     *,
     branching: bool = True,
 ) -> Drafter:
-    """The drafter of one generation, which drafts when drafting pays.
-
-    Args:
-        decoder: whose model verifies the drafts.
-        sources: what is planned with.
-        experience: of earlier generations.
-        fallbacks: drafters that are asked after the planner, without a plan.
-        branching: whether drafts may be trees, if the model verifies these.
-    """
+    """A planner over ``sources``, combined with ``fallbacks``, which draft without a plan."""
     from ..engine.target import Capability
 
     costs: Costs = FixedCosts(decoder.costs.curve, decoder.costs.sync_overhead)
-    # A draft model's forwards are part of the steps' times, which then do not show what rows cost.
+    # A draft model's forwards add to the steps' times, which then do not show the cost of rows.
     if not any(map(_runs_model, [*sources, *fallbacks])):
         costs = decoder.costs = decoder.costs.for_generation()
     planner = Planner(

@@ -28,39 +28,39 @@ from .request import PATIENCE, RecordTime, Request, State, hold_at_exit
 from .response import GenerationResponse
 from .session import CacheLease
 
-# Prompt tokens; fewer would hardly shorten a stall, and more are not faster.
+# Prompt tokens. Smaller chunks barely shorten a stall, and larger ones are no faster.
 _LEAST_CHUNK, _MOST_CHUNK = 16, 2048
 _CHANGE = 0.3  # weight of the newest chunk in the running average of the prefill's speed
-_LEAST_UNREAD = 16  # responses; with so few left a paused request goes on
+_LEAST_UNREAD = 16  # a paused request resumes once this few responses are unread
 
 
 class Engine:
-    """Runs requests of a decoder's model, whose rows share one forward where the model allows.
+    """Runs requests with a decoder's model, in shared forwards if the model allows.
 
-    Every turn runs chunks of prompts for as long as running requests may wait, and then a step of
-    every request whose prompt is done. New requests wait in the order in which they came; prompts
-    that are being run take turns. So each one goes on, whatever the others do. What a request's
-    drafter, processor or consumer raises ends that one alone.
+    Each turn runs chunks of prompts for as long as decoding requests may wait, and then a step of
+    every request whose prompt is done. Requests start in the order of their arrival, and prompts
+    take turns, so every request makes progress. If a request's drafter, processor or consumer
+    raises, only that request ends.
 
     Args:
-        decoder: runs the requests.
-        max_active: how many requests run at once at most, without paused ones; others wait.
-        stall: seconds for which running requests may wait for others' prompts between two steps.
-            The speed of earlier chunks decides how long the next one is, except for prompts whose
-            result depends on the chunks (the decoder's ``chunks_matter``). ``math.inf`` is for
-            batches, whose answers are not read as they come: only the total time counts, so
-            prompts run first, and requests wait for others' drafts.
+        decoder: the model and its tokenizer.
+        max_active: the most requests that run at once, paused ones not counted. Others wait.
+        stall: how many seconds decoding requests may wait for others' prompts between two steps.
+            The speed of earlier chunks decides the size of the next one, except for prompts whose
+            result depends on their chunks (the decoder's ``chunks_matter``). ``math.inf`` is for
+            batches, in which only the total time counts: prompts run first, and requests wait for
+            others' drafts.
         max_unread: a request with this many unread responses is paused until :meth:`has_read`
-            counts nearly all of them; None counts none.
-        alone: it is used for one request, whose prompt runs in the chunks that its options ask for.
+            has counted most of them; None never pauses.
+        alone: whether it runs only one request, with the prompt chunks of that request's options.
 
     Raises:
         OptionError: ``max_active`` is below 1, or ``stall`` is not positive.
 
     Attributes:
         prefill_seconds: the time that prompts have taken so far.
-        steps: how many steps have run so far, those of several requests counted once.
-        step_seconds: the wall time of the last one.
+        steps: how many steps have run so far; a shared step counts once.
+        step_seconds: the wall time of the last step.
         step_shape: the rows and the sequences of its forward.
     """
 
@@ -74,7 +74,7 @@ class Engine:
         alone: bool = False,
     ) -> None:
         if max_active < 1:
-            raise OptionError(f"max_active is {max_active}: let 1 generation or more run at once")
+            raise OptionError(f"max_active is {max_active}: run at least 1 generation at once")
         if not stall > 0:
             raise OptionError(f"stall is {stall}: give a number of seconds above 0")
         self._decoder = decoder
@@ -87,39 +87,39 @@ class Engine:
         self.step_seconds = 0.0
         self.step_shape = 1, 1
         self._prefill_speed = 0.0  # tokens per second
-        self._deadline = math.inf  # of the prompts of this turn
+        self._deadline = math.inf  # when this turn's prompts must stop
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
-        """Those that have started; one moves to the end when a chunk of its prompt runs."""
+        """Requests that have started; running a chunk of a prompt moves its request to the end."""
 
     def add(self, *requests: Request) -> None:
-        """Let requests run once there is room for them."""
+        """Queue requests; they start when others leave room."""
         self._waiting += requests
 
     def cancel(self, request: Request, error: Exception | None = None) -> None:
-        """End a request before its next step; nothing happens if it has ended."""
+        """End a request before its next step, unless it has ended already."""
         if not request.done:
             self._end(request, error)
 
     def pause(self, request: Request) -> None:
-        """Leave a decoding request out of steps; its place is free for others."""
+        """Leave a decoding request out of steps, and its place to others."""
         if request.state is State.DECODE:
             request.state = State.PAUSED
 
     def resume(self, request: Request) -> None:
-        """Let a paused request go on."""
+        """Let a paused request take part in steps again."""
         if request.state is State.PAUSED:
             request.state = State.DECODE
 
     def has_read(self, request: Request, count: int) -> None:
-        """Note that a consumer has read ``count`` responses; resume a request that waits for it."""
+        """Count ``count`` responses as read; with few left unread, resume a paused request."""
         request.unread -= count
         if request.unread <= _LEAST_UNREAD:
             self.resume(request)
 
     @property
     def room(self) -> int:
-        """How many more requests would start at once."""
+        """How many more requests could start now."""
         taking_part = sum(request.state is not State.PAUSED for request in self._running)
         return self._max_active - taking_part - len(self._waiting)
 
@@ -131,18 +131,18 @@ class Engine:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """To be entered around turns; at its end all requests are ended."""
+        """A context for turns; leaving it ends all requests."""
         with wired_limit(self._decoder.model, [generation_stream]), closing(self):
             yield
 
     def turn(self, hurried: bool = False) -> bool:
-        """Run prompts for a while, and one step of each request whose prompt is done.
+        """Run prompts for a while, then one step of each request whose prompt is done.
 
         Args:
-            hurried: others wait for the end of the turn, as decoding requests do.
+            hurried: whether somebody waits for the end of the turn, as decoding requests do.
 
         Returns:
-            whether there is anything left to do for requests that are not paused.
+            whether requests that are not paused have anything left to do.
         """
         for _ in self.parts_of_turn(hurried):
             pass
@@ -150,10 +150,10 @@ class Engine:
         return bool(going_on) or self._next() is not None
 
     def parts_of_turn(self, hurried: bool = False) -> Iterator[None]:
-        """As :meth:`turn`; pauses after each response but the last one of a request."""
+        """Do what :meth:`turn` does; yield after each response except a request's last."""
         hold_at_exit()
         while request := self._next():
-            self._running.append(request)  # first, so that an interrupt finds it in one place
+            self._running.append(request)  # first, so that an interrupt does not lose it
             self._waiting.remove(request)
             try:
                 self.start(request)
@@ -169,11 +169,11 @@ class Engine:
             self._end(request, error)
 
     def next_waiting(self) -> Request | None:
-        """Which of the waiting requests starts next, where there is room for one."""
+        """The waiting request that starts next if there is room."""
         return self._waiting[0] if self._waiting else None
 
     def start(self, request: Request) -> None:
-        """Start a request that waited."""
+        """Start a waiting request."""
         request.start()
 
     def _next(self) -> Request | None:
@@ -183,10 +183,7 @@ class Engine:
         return [request for request in self._running if request.state is state]
 
     def _prefill(self, hurried: bool) -> None:
-        """Run chunks of prompts for as long as decoding requests may wait, at least one.
-
-        Without decoding requests it stops after the same time, so that requests can be cancelled.
-        """
+        """Run chunks of prompts, at least one, for as long as decoding requests may wait."""
         self._deadline, started = math.inf, time.perf_counter()
         while prefilling := self._in(State.PREFILL):
             if (hurried or self._in(State.DECODE)) and self._deadline == math.inf:
@@ -194,19 +191,20 @@ class Engine:
             short = self._short_prompts(prefilling)
             if len(short) > 1:
                 self._run_together(short)
-            # Longer ones have their turn however many short ones come.
+            # Long prompts get their turn even if short ones keep coming.
             if left := self._in(State.PREFILL):
                 self._move_to_end(left[0])
                 self._run_chunk(left[0])
+            # Even without decoding requests it stops, so that requests can be cancelled.
             if time.perf_counter() >= min(self._deadline, started + self._stall):
                 return
 
     def _move_to_end(self, request: Request) -> None:
-        self._running.append(request)  # first, so that an interrupt finds it in one place
+        self._running.append(request)  # first, so that an interrupt does not lose it
         self._running.remove(request)
 
     def _short_prompts(self, prefilling: list[Request]) -> dict[Request, Sequence]:
-        """Requests whose prompts can run in one forward, as many as one chunk has tokens for."""
+        """Requests whose prompts can share a forward and fit into one chunk together."""
         found: dict[Request, Sequence] = {}
         left = self._chunk()
         for request in prefilling:
@@ -219,7 +217,7 @@ class Engine:
         return found
 
     def _run_together(self, short: dict[Request, Sequence]) -> None:
-        """Run several prompts in one forward; their requests decode from then on."""
+        """Run several prompts in one forward; then their requests decode."""
         started = time.perf_counter()
         for request, sequence in [*short.items()]:
             try:
@@ -229,7 +227,7 @@ class Engine:
                 del short[request]
         try:
             faults = self._batch.begin([*short.values()])
-        except Exception as error:  # of the forward itself
+        except Exception as error:  # from the forward itself
             for request in short:
                 self._end(request, error)
             return
@@ -245,12 +243,12 @@ class Engine:
                 self._end(request, error)
 
     def _decode(self, request: Request, sequence: Sequence) -> None:
-        """The prompt has run: take part in steps."""
+        """Let a request whose prompt has run take part in steps."""
         self._batch.join(sequence)
         request.state = State.DECODE
 
     def _note_speed(self, tokens: int, started: float) -> None:
-        """Update the prefill's speed: ``tokens`` of the prompt have run since ``started``."""
+        """Update the prefill's speed by ``tokens`` that have run since ``started``."""
         seconds = time.perf_counter() - started
         self.prefill_seconds += seconds
         if tokens:
@@ -292,7 +290,7 @@ class Engine:
         try:
             outcomes = self._batch.step(sequences)
             self.step_seconds = time.perf_counter() - started
-        except Exception as error:  # of the forward itself, which all requests share
+        except Exception as error:  # from the forward, which all requests share
             for request in requests:
                 self._end(request, error)
             return
@@ -307,7 +305,7 @@ class Engine:
         verified = step.verified
         self.step_shape = verified.rows, verified.sequences
         try:
-            # Whatever else slows a step slows plain ones, too: its own time says what these take.
+            # Other load slows plain steps too, so their time is estimated from this step's.
             cost = self._batch.cost(sequence, verified)
             plain_seconds = self.step_seconds * len(verified.tokens) / cost if cost else None
             request.on_step(step, self.step_seconds, plain_seconds)
@@ -332,10 +330,10 @@ class Engine:
         error: Exception | None = None,
         last: GenerationResponse | None = None,
     ) -> None:
-        """Close a request wherever it is, and only then hand out its last response."""
+        """Close a request in any state, and only then hand out its last response."""
         request.state, request.error = State.DONE, request.error or error
         try:
-            with ExitStack() as ending:  # all of it, whatever fails or is interrupted
+            with ExitStack() as ending:  # runs every callback, even if one fails
                 ending.callback(self._forget, request)
                 ending.callback(request.close)
                 if request.prefill:
@@ -348,13 +346,13 @@ class Engine:
         try:
             if last:
                 request.on_response(last)
-        except Exception as failure:  # it has not come
+        except Exception as failure:  # the response was not received
             request.error, request.finish_reason = request.error or failure, None
         request.on_end()
 
     def _forget(self, request: Request) -> None:
         for requests in (self._waiting, self._running):
-            while request in requests:  # twice where an interrupt came as it moved
+            while request in requests:  # twice if a move was interrupted
                 requests.remove(request)
 
     @cached_property
@@ -371,15 +369,15 @@ def responses(
 ) -> Generator[GenerationResponse, None, None]:
     """Run a request alone.
 
-    Each response is yielded before any work for the next one, with the caches as documented, which
-    a consumer may use before it asks for the next response.
+    Each response is yielded before any work for the next one. Until the consumer asks for the next
+    response, it may use the caches, which hold the prompt and the output so far.
 
     Args:
-        request: has not begun.
+        request: a request that has not started.
         record_time: called with the rows and the time of each step.
 
     Raises:
-        DrafterError: as :meth:`Request.prepare`, before the first response is asked for.
+        DrafterError: as :meth:`Request.prepare`, before the first response.
     """
     request.prepare()
     if record_time:
@@ -390,10 +388,8 @@ def responses(
 def _responses(request: Request) -> Generator[GenerationResponse, None, None]:
     received: list[GenerationResponse] = []
     request.receive = received.append
-    engine, lease = (
-        Engine(request.decoder, stall=math.inf, alone=True),
-        cast(CacheLease, request.lease),
-    )
+    lease = cast(CacheLease, request.lease)
+    engine = Engine(request.decoder, stall=math.inf, alone=True)
     engine.add(request)
     try:
         with engine.running():
@@ -405,25 +401,25 @@ def _responses(request: Request) -> Generator[GenerationResponse, None, None]:
     finally:
         if request.error:
             raise request.error
-    # After everything is closed, so that the consumer of the last response may begin the next turn.
+    # Everything is closed by now, so the consumer may begin the session's next turn.
     yield received.pop()
 
 
-_AHEAD = 64  # responses that wait for their consumer; each may hold a row of logits
-_READ = 16  # responses after which the thread hears that they have been read
+_AHEAD = 64  # responses that may wait for their consumer; each may hold a row of logits
+_READ = 16  # the consumer reports this many read responses at once
 
 
 class EngineThread:
-    """Runs a decoder's generations for tasks of asyncio, all in one thread of its own.
+    """Runs a decoder's generations for asyncio tasks, all in one thread.
 
-    They share steps as in an :class:`Engine`, whichever event loops their tasks are in. The
-    thread lives as long as this object, since MLX compiles again in each thread.
+    They share steps as in an :class:`Engine`, even if their tasks run in different event loops.
+    The thread lives as long as this object, since MLX compiles again in each thread.
     """
 
     def __init__(self) -> None:
         self._commands: SimpleQueue[Command | None] = SimpleQueue()
         self._streams: set[_Stream] = set()
-        """Those that the thread serves."""
+        """The streams that the thread serves."""
         work = self._commands, self._streams
         self._thread = threading.Thread(
             target=_serve, args=work, name="mlxspec astream", daemon=True
@@ -441,14 +437,14 @@ class EngineThread:
         """What :meth:`mlxspec.Decoder.astream` returns.
 
         Args:
-            decoder: whose model runs.
+            decoder: runs the generation.
             new_request: makes the request, given ``options`` and ``receive``.
-            options: of the generation.
+            options: the generation's options.
         """
         if options.get("prompt_cache") is not None:
             raise OptionError(
-                "prompt_cache holds what a program has taken, and astream runs ahead of it: "
-                "pass a session, or use stream"
+                "prompt_cache does not work with astream, which runs ahead of its consumer: pass "
+                "a session, or use stream"
             )
         stream = _Stream(decoder)
         if on_progress := options.get("on_progress"):
@@ -472,7 +468,7 @@ class EngineThread:
                 await stream.ended.wait()
 
     def stop(self) -> None:
-        """End all generations, and the thread."""
+        """End all generations and the thread."""
         self._commands.put(None)
         self._thread.join(PATIENCE)
 
@@ -482,21 +478,22 @@ _threads: weakref.WeakSet[EngineThread] = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """MLX must not run in a thread that the interpreter stops as it ends."""
+    """End the threads before the interpreter does: MLX must not be stopped halfway."""
     for thread in list(_threads):
         thread.stop()
 
 
 class _Stream:
-    """One generation's responses on their way from the thread to a task.
+    """Passes the responses of one generation from the thread to an asyncio task.
 
     Attributes:
-        decoder: whose model runs.
-        new_request: makes its request, in the thread.
-        queue: responses, and at last None or what has ended the generation; read in the loop.
-        ended: set in the loop once the thread is done with the generation, and its caches are
-            given back.
-        request: once the thread has made it.
+        decoder: runs the generation.
+        new_request: makes the request, in the thread.
+        queue: responses, and finally None or the error that ended the generation. The task reads
+            it in the event loop.
+        ended: set in the event loop once the thread has ended the generation and returned its
+            caches.
+        request: the request, once the thread has made it.
     """
 
     new_request: Callable[[], Request]
@@ -514,7 +511,7 @@ class _Stream:
         self._loop.call_soon_threadsafe(function, *args)
 
     def begin(self, engine: Engine) -> None:
-        """Make the request."""
+        """Make the request and add it to the engine."""
         try:
             self.request = self.new_request()
             engine.add(self.request)
@@ -522,37 +519,37 @@ class _Stream:
             self._error = error
 
     def has_read(self, engine: Engine) -> None:
-        """The task has taken some more responses."""
+        """Report to the engine that the task has read ``_READ`` more responses."""
         if self.request:
             engine.has_read(self.request, _READ)
 
     def cancel(self, engine: Engine) -> None:
-        """The consumer has stopped reading."""
+        """Cancel the request."""
         if self.request:
             engine.cancel(self.request)
 
     @property
     def has_finished(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether no more responses will come."""
         return self._error is not None or (self.request is not None and self.request.done)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Signal the task that the stream has ended."""
+        """Signal to the task that the stream has ended."""
         self._error = error or self._error or (self.request.error if self.request else None)
-        with suppress(RuntimeError):  # the loop is closed: no task waits
+        with suppress(RuntimeError):  # the event loop is closed: no task waits
             self.call(self.queue.put_nowait, self._error)
             self.call(self.ended.set)
 
 
 Command = tuple[_Stream, Callable[[_Stream, Engine], None]]
-"""What a task asks of the thread: a method of its stream."""
+"""A stream and a method of it, for the thread to call."""
 
 
 def _serve(commands: SimpleQueue[Command | None], streams: set[_Stream]) -> None:
-    """The thread. Between two generations it holds nothing, so that a decoder may go."""
+    """Run the thread. Between generations it holds no decoder, so that one can be freed."""
     going_on = True
     while going_on and (command := commands.get()):
-        if command[1] is _Stream.begin:  # others are of streams that have ended
+        if command[1] is _Stream.begin:  # other commands belong to streams that have ended
             going_on = _serve_streams(command, commands, streams)
         del command
 
@@ -560,11 +557,7 @@ def _serve(commands: SimpleQueue[Command | None], streams: set[_Stream]) -> None
 def _serve_streams(
     command: Command, commands: SimpleQueue[Command | None], streams: set[_Stream]
 ) -> bool:
-    """Serve a stream that begins, and those that begin meanwhile, until all have ended.
-
-    Returns:
-        whether the thread goes on.
-    """
+    """Serve a stream and those that begin meanwhile; returns whether the thread continues."""
     streams.add(command[0])
     try:
         engine = Engine(command[0].decoder, max_unread=_AHEAD)
@@ -584,7 +577,7 @@ def _serve_streams(
                 for finished in {one for one in streams if one.has_finished}:
                     streams.remove(finished)
                     finished.end()
-    except BaseException as error:  # of the model itself: all that wait get it
+    except BaseException as error:  # from the model: it ends all streams
         while streams:
             streams.pop().end(error)
     return True

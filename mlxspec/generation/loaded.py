@@ -1,4 +1,4 @@
-"""A loaded model, and what is found out about it: drafts, chunks, costs, lessons."""
+"""A loaded model and its properties, such as what drafts it verifies and what its steps cost."""
 
 from __future__ import annotations
 
@@ -35,19 +35,20 @@ _log = logging.getLogger(__name__)
 
 
 class LoadedModel:
-    """A model with its tokenizer, and what is found out about it, each on first use.
+    """A model with its tokenizer, and properties that are found out on first use.
 
     Args:
-        model: mlx-lm's.
-        tokenizer: the model's.
-        on_measuring: called with the share done, 0 to 1, while step times are first measured.
+        model: an mlx-lm model.
+        tokenizer: the model's tokenizer.
+        on_measuring: called with the share done, 0 to 1, while step times are measured for the
+            first time.
     """
 
     remembers = True
-    """Whether outputs are remembered, where there is a memory, and teach later generations."""
+    """Whether outputs go into the memory, if there is one, and teach later generations."""
 
     keeps_experience = True
-    """Whether what planned generations teach is kept on disk; see :mod:`mlxspec.drafting.kept`."""
+    """Whether the experience of planned generations is kept on disk; see :class:`.Experience`."""
 
     def __init__(
         self,
@@ -61,72 +62,72 @@ class LoadedModel:
         self.step_times = StepTimes()
         """Wall time of this decoder's steps by their number of rows."""
         self.wrap_drafter: Callable[[Drafter], Drafter] | None = None
-        """Wraps the drafter of each generation, to watch what it does; None wraps nothing."""
+        """Wraps the drafter of each generation, to watch it; None wraps nothing."""
         self._costs: KeptCosts | None = None
         self._measuring = threading.Lock()
         self._on_measuring = on_measuring
 
     @property
     def plans(self) -> bool:
-        """Whether drafts are planned by what steps cost."""
+        """Whether drafts are planned by the cost of steps."""
         return False
 
     @cached_property
     def capability(self) -> Capability:
-        """What drafts the model can verify; found out on first use, with a few forwards."""
+        """What drafts the model can verify, found out with a few forwards."""
         finding = find_capability(self.model, self.draft_end)
         _log.info("what the model verifies: %s (%s)", finding.capability.value, finding.reason)
         return finding.capability
 
     @cached_property
     def chain_capability(self) -> Capability:
-        """What the model can verify of chains; found out with fewer forwards."""
+        """How the model can verify chains, found out with fewer forwards."""
         return chain_capability(self.model)
 
     @cached_property
     def joint_mode(self) -> JointMode:
-        """How several sequences share one forward; found out with small forwards."""
+        """How several sequences share one forward, found out with small forwards."""
         mode, _ = examine_joint(self.model, self.chain_capability)
         _log.info("how several sequences share forwards: %s", mode.value)
         return mode
 
     @cached_property
     def draft_end(self) -> int | None:
-        """The position from which on nothing is drafted, since the model verifies no draft there.
+        """The position where drafting ends, since the model verifies no draft beyond it.
 
-        None for all models but those whose RoPE changes with the context's length (dynamic NTK).
-        Found out with a few forwards, once a context comes near such a change.
+        It is None unless the model's RoPE changes with the context's length (dynamic NTK). A few
+        forwards find it out once a context comes near such a change.
         """
         return draft_end(self.model)
 
     @cached_property
     def first_crossing(self) -> int:
-        """The first position after which the model might verify no drafts."""
+        """The first position beyond which the model might verify no drafts."""
         return first_crossing(self.model)
 
     @cached_property
     def _chunk_end(self) -> int | None:
-        """The length up to which a prompt gives the same in any chunks; None if all do."""
+        """The longest prompt whose result does not depend on its chunks; None if none does."""
         return examine_chunks(self.model, self.chain_capability, self.draft_end)[0]
 
     def chunks_matter(self, length: int, caches: Sequence[Any]) -> bool:
-        """Whether a prompt gives something else in other chunks than mlx-lm's.
+        """Whether a prompt's result depends on the chunks that it runs in.
 
-        Such a prompt runs in mlx-lm's chunks, whatever else runs, and shares no prefix. Most models
-        have none.
+        If so, it always runs in mlx-lm's chunks, and shares no prefix. With most models no prompt's
+        result depends on them.
 
         Args:
-            length: in positions, those that the caches hold already included.
-            caches: mlx-lm's, or a target's, for the prompt.
+            length: the prompt's positions, including those that the caches hold already.
+            caches: mlx-lm's or a target's caches for the prompt.
         """
         if self.chain_capability is Capability.PLAIN:
             return True
-        # mlx-lm's mask hides the first positions, which such a cache keeps, from rows of a chunk.
+        # Such a cache keeps the first positions, but mlx-lm's mask hides them from a chunk's rows.
         bound = smallest_window(caches, keeping=True)
         if bound is not None and length > bound:
             return True
         if length <= min(self.first_crossing, smallest_window(caches) or length):
-            return False  # so nothing has to be tried
+            return False  # without trying forwards
         return self._chunk_end is not None and length > self._chunk_end
 
     @cached_property
@@ -136,17 +137,17 @@ class LoadedModel:
 
     @cached_property
     def token_classes(self) -> bytes:
-        """Of each token; see :func:`mlxspec.drafting.acceptance.token_classes`."""
+        """The class of each token; see :func:`mlxspec.drafting.acceptance.token_classes`."""
         return vocabulary_classes(self.tokenizer)
 
     def new_detokenizer(self) -> StreamingDetokenizer:
-        """Turns the tokens of one output into text."""
+        """A detokenizer for one output."""
         return detokenizer_of(self.tokenizer)
 
     @property
     def costs(self) -> KeptCosts:
-        """What steps cost: read from the cost file, or measured now in a few seconds."""
-        with self._measuring:  # else threads would disturb each other's measurements
+        """The cost of steps, read from the cost file, or measured now in a few seconds."""
+        with self._measuring:  # threads must not disturb each other's measurements
             if self._costs is None:
                 self._costs = costs_for(self.model, on_progress=self._on_measuring)
             return self._costs
@@ -157,15 +158,15 @@ class LoadedModel:
 
     @property
     def predicted_cost(self) -> float:
-        """How long the steps of the last generation should have taken, in plain steps.
+        """The predicted time of the last generation's steps, in plain steps.
 
-        By the measured costs of rows; 0 where these are not known.
+        It is computed from the measured costs of rows, and 0 if these are unknown.
         """
         return self._costs.predicted if self._costs else 0.0
 
     @cached_property
     def experience(self) -> Experience:
-        """What planned generations have taught."""
+        """What planned generations have learned."""
         if not self.keeps_experience or os.environ.get(SWITCH) == "off":
             return Experience()
         return Experience(experience_path(model_identity(self.model)))

@@ -1,4 +1,4 @@
-"""The prompt and the options of a generation as users pass them, checked."""
+"""Checks the prompt and the options that users pass to a generation."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 Prompt = str | Sequence[int] | mx.array | Sequence[Message]
-"""A text or token ids, which are taken as they are, or the messages of a conversation, which the
-model's chat template turns into token ids."""
+"""Text or token ids, used as they are, or a conversation's messages, which the model's chat
+template turns into token ids."""
 
 MakeDrafter = Callable[[Session | None], Drafter]
-"""Makes the drafter of one generation, given its session, if there is one."""
+"""Makes the drafter of one generation from its session, if it has one."""
 
 
 def prompt_ids(
@@ -45,15 +45,15 @@ def prompt_ids(
     """Turn a prompt into token ids.
 
     Args:
-        prompt: text, token ids, or messages, as :func:`.chat_template.conversation_ids` takes them.
-        tokenizer: the model's.
+        prompt: text, token ids, or messages, as for :func:`.chat_template.conversation_ids`.
+        tokenizer: the model's tokenizer.
         vocab_size: the number of token ids that the model knows.
-        longest: the model's context in tokens, where it is known.
-        chat_template_kwargs: what the chat template is given besides messages.
+        longest: the model's context in tokens, if known.
+        chat_template_kwargs: arguments of the chat template besides the messages.
 
     Raises:
-        PromptError: it is none of these, is empty, longer than the context, or holds an id
-            outside the vocabulary; the model has no chat template, or the messages do not fit it.
+        PromptError: the prompt is of another type, is empty or longer than the context, or holds
+            an unknown id; or the model has no chat template, or it fails with the messages.
         OptionError: ``chat_template_kwargs`` are given without messages, or the template
             fails with them.
     """
@@ -62,10 +62,10 @@ def prompt_ids(
     )
     if chat_template_kwargs is not None and not conversation:
         raise OptionError(
-            "chat_template_kwargs are for a prompt of messages: leave them out, or pass messages"
+            "chat_template_kwargs need a prompt of messages: leave them out, or pass messages"
         )
     if isinstance(prompt, Mapping) and "role" in prompt:
-        raise PromptError("the prompt is a message by itself: pass a list of messages")
+        raise PromptError("the prompt is a single message: pass a list of messages")
     if conversation:
         messages = cast(Sequence[Message], prompt)
         tokens = conversation_ids(tokenizer, messages, chat_template_kwargs or {})
@@ -83,15 +83,15 @@ def prompt_ids(
                 "a list of integers, or a list of messages"
             ) from error
     if not tokens:
-        raise PromptError("the prompt holds no token: pass at least the BOS id, or a message")
+        raise PromptError("the prompt has no tokens: pass at least the BOS id, or a message")
     if unknown := [token for token in tokens if not 0 <= token < vocab_size]:
         raise PromptError(
-            f"the prompt holds the id {unknown[0]}: the model's are 0 to {vocab_size - 1}"
+            f"the prompt holds the id {unknown[0]}: pass ids from 0 to {vocab_size - 1}"
         )
     if longest is not None and len(tokens) > longest:
         raise PromptError(
-            f"the prompt has {len(tokens)} tokens and the model's context {longest}: "
-            "shorten the prompt"
+            f"the prompt has {len(tokens)} tokens, but the model's context is {longest}: shorten "
+            "the prompt"
         )
     return tokens
 
@@ -99,16 +99,16 @@ def prompt_ids(
 def stop_token_ids(
     extra: int | str | Collection[int | str], tokenizer: TokenizerWrapper, vocab_size: int
 ) -> set[int]:
-    """The tokenizer's own end tokens, and further ones.
+    """The tokenizer's end tokens and ``extra`` ones, as ids.
 
     Args:
-        extra: token ids, or texts that are one token: as spelled in the vocabulary
+        extra: token ids, or texts that are a single token: as spelled in the vocabulary
             (``</s>``, ``▁river``), or as plain text.
-        tokenizer: the model's.
+        tokenizer: the model's tokenizer.
         vocab_size: the number of token ids that the model knows.
 
     Raises:
-        OptionError: one of them is not a single token of the model.
+        OptionError: one of ``extra`` is not a single token of the model.
     """
     ids = set(tokenizer.eos_token_ids)
     for token in [extra] if isinstance(extra, (int, str)) else extra:
@@ -128,9 +128,9 @@ def stop_token_ids(
 
 
 class GenerationOptions(TypedDict, total=False):
-    """What every decoder's ``stream`` takes; :meth:`mlxspec.Decoder.decode` says what it means.
+    """The options of every decoder's ``stream``; :meth:`mlxspec.Decoder.decode` describes them.
 
-    For functions of your own that pass options on, so that a type checker knows them::
+    In your own functions that pass options on, it tells a type checker what they are::
 
         def ask(question: str, **options: Unpack[GenerationOptions]) -> str: ...
     """
@@ -173,7 +173,7 @@ _CACHE = {field.name for field in fields(CacheOptions)}
 
 
 def check_names(options: Mapping[str, Any]) -> None:
-    """Raise TypeError for an option that does not exist."""
+    """Raise TypeError for an unknown option."""
     known = GenerationOptions.__annotations__
     for name in options.keys() - known.keys():
         similar = get_close_matches(name, sorted({"max_tokens", *known}), 1)
@@ -182,7 +182,7 @@ def check_names(options: Mapping[str, Any]) -> None:
 
 
 def checked_max_tokens(max_tokens: object) -> int:
-    """Return ``max_tokens``; raises OptionError unless it is a whole number from 1 on."""
+    """Return ``max_tokens`` as an int; raises OptionError unless it is a positive whole number."""
     if not isinstance(max_tokens, SupportsIndex):
         raise OptionError(f"max_tokens is {max_tokens!r}: choose a whole number")
     if operator.index(max_tokens) < 1:
@@ -191,25 +191,25 @@ def checked_max_tokens(max_tokens: object) -> int:
 
 
 def stop_texts(stop: str | Iterable[str]) -> tuple[str, ...]:
-    """The texts that end the output; raises OptionError unless all are texts, and not empty."""
+    """The option ``stop`` as a tuple; raises OptionError unless it holds non-empty strings only."""
     several = isinstance(stop, Iterable) and not isinstance(stop, str)
     texts = tuple(stop) if several else (stop,)
     if not all(isinstance(text, str) for text in texts):
-        raise OptionError("stop must be a text or a list of texts")
+        raise OptionError(f"stop is {stop!r}: pass a string or a list of strings")
     if not all(texts):
-        raise OptionError("stop holds an empty string: it would end every output at once")
+        raise OptionError("stop holds an empty string: leave it out, since it ends every output")
     return cast(tuple[str, ...], texts)
 
 
 def sampling_from(options: Mapping[str, Any], vocab_size: int) -> SamplingParams:
-    """The option ``sampling``, with the fields that are given by name put into it.
+    """The option ``sampling``, updated with the fields that are given by name.
 
     Raises:
         OptionError: as :class:`mlxspec.SamplingParams`, or the model lacks one of the tokens.
     """
     given = {name: options[name] for name in _SAMPLING & options.keys()}
     params: SamplingParams | None = options.get("sampling")
-    if given.get("sampler") is greedy_sampler:  # what make_sampler gives at temperature 0
+    if given.get("sampler") is greedy_sampler:  # make_sampler returns it at temperature 0
         given["sampler"] = None
     if params is None and given.get("sampler") is not None:
         # With mlx-lm's sampler, users expect repeated calls to differ.
@@ -219,7 +219,7 @@ def sampling_from(options: Mapping[str, Any], vocab_size: int) -> SamplingParams
         for token in getattr(params, name) or ():
             if not _is_token(token, vocab_size):
                 raise OptionError(
-                    f"{name} holds the id {token!r}: the model's are 0 to {vocab_size - 1}"
+                    f"{name} holds the id {token!r}: pass ids from 0 to {vocab_size - 1}"
                 )
     return params
 
@@ -229,11 +229,11 @@ def _is_token(token: object, vocab_size: int) -> bool:
 
 
 def cache_options_from(options: Mapping[str, Any], model: nn.Module) -> CacheOptions:
-    """The memory of cache and prefill.
+    """The options for the memory of cache and prefill.
 
     Raises:
         OptionError: as :class:`mlxspec.engine.params.CacheOptions`, or the model's cache cannot be
-            quantised as asked.
+            quantised as requested.
     """
     cache = CacheOptions(**{name: options[name] for name in _CACHE & options.keys()})
     check_quantization(model, cache)
@@ -243,11 +243,11 @@ def cache_options_from(options: Mapping[str, Any], model: nn.Module) -> CacheOpt
 def grammar_of(
     constraint: Constraint | Phases | Grammar | None, tokenizer: TokenizerWrapper, vocab_size: int
 ) -> Grammar | None:
-    """A constraint, compiled for a model's tokens, which takes some seconds at most.
+    """Compile a constraint for a model's tokens, which can take a few seconds.
 
     Args:
-        constraint: what the output has to be, compiled or not; None for anything.
-        tokenizer: the model's.
+        constraint: what the output must match, compiled or not; None allows anything.
+        tokenizer: the model's tokenizer.
         vocab_size: the number of token ids that the model knows.
 
     Raises:
@@ -261,13 +261,13 @@ def grammar_of(
         return Grammar(constraint, Vocabulary.of(tokenizer, vocab_size))
     if not isinstance(constraint, Grammar):
         raise OptionError(
-            f"constraint is of the type {type(constraint).__name__}: make one with "
+            f"constraint is of type {type(constraint).__name__}: make one with "
             "mlxspec.Constraint.json_schema, regex, grammar or choice"
         )
     return constraint
 
 
-_AFTER_REASONING = r"[ \n]{1,4}"  # which templates write there, and who reads an answer drops
+_AFTER_REASONING = r"[ \n]{1,4}"  # space that templates write there and readers of answers drop
 
 
 def in_answer(
@@ -281,16 +281,17 @@ def in_answer(
 ) -> Phases:
     """The phases of a chat's answer.
 
-    Reasoning is free, whether the template has opened it or the model does; so is text, without
-    a constraint. A tool call may replace the constrained text.
+    Reasoning is unconstrained, whether the template or the model opens it. A tool call may replace
+    the constrained text.
 
     Args:
-        constraint: of the answer's text; None for any.
-        tokenizer: the model's.
-        reasons: the prompt ends within reasoning.
-        trims_space: a space at the answer's beginning is the tokenizer's, and will be dropped.
-        calls: what follows ``call_start``; None for anything.
-        call_start: the token that begins a call of a tool, where tools may be called.
+        constraint: what the answer's text must match; None allows any text.
+        tokenizer: the model's tokenizer.
+        reasons: whether the prompt ends within reasoning.
+        trims_space: whether a space at the answer's beginning comes from the tokenizer and will be
+            dropped.
+        calls: what the text after ``call_start`` must match; None allows any text.
+        call_start: the token that begins a tool call, if tools may be called.
 
     Raises:
         OptionError: the model ends its reasoning with several tokens.
@@ -320,7 +321,7 @@ def in_answer(
 
 
 def _only(tokens: tuple[int, ...] | None) -> int | None:
-    """The one token of a marker."""
+    """The marker's token, if it has exactly one."""
     return tokens[0] if tokens and len(tokens) == 1 else None
 
 

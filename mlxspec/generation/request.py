@@ -1,4 +1,4 @@
-"""A request: one generation, from being asked for to its last response."""
+"""A request: one generation, from the queue to its last response."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class State(StrEnum):
 
 
 class Request:
-    """One generation, from being asked for to its last response.
+    """One generation, from the queue to its last response.
 
     :meth:`mlxspec.Decoder.new_request` makes it. It runs alone in :func:`.engine.responses`, or
     with others in an :class:`.engine.Engine`.
@@ -70,36 +70,36 @@ class Request:
     Args:
         decoder: the model and its tokenizer.
         prompt: token ids.
-        max_tokens: how many tokens to generate at most.
-        options: as for :meth:`mlxspec.Decoder.decode`; they are checked here.
-        make_drafter: makes its drafter when it starts, given the session.
+        max_tokens: the most tokens to generate.
+        options: as for :meth:`mlxspec.Decoder.decode`; the request checks them.
+        make_drafter: makes the drafter from the session when the request starts.
         receive: called with each response.
 
     Raises:
-        OptionError, PromptCacheError, TypeError: as :meth:`mlxspec.Decoder.decode`, of options.
+        OptionError, PromptCacheError, TypeError: an option is wrong, as for
+            :meth:`mlxspec.Decoder.decode`.
 
     Attributes:
-        sampling, constraint, stop, stop_tokens, cache_options, session: the options, checked, with
-            their defaults; stop_tokens with the tokenizer's own.
-        prompt_cache: as many of the given caches as the model uses; None without any.
+        sampling, constraint, stop, stop_tokens, cache_options, session: the checked options, with
+            their defaults. ``stop_tokens`` includes the tokenizer's own.
+        prompt_cache: the given caches that the model uses, or None.
         report_progress: the option ``on_progress``.
-        draft_model: a drafter whose caches go back to the caller, too.
-        record_times: each is called with the rows and the time of each step.
-        state: the stage that it is in.
-        error: what ended it, if that was a fault.
-        finish_reason: of its last response, once that has come.
+        draft_model: a drafter whose caches also return to the caller.
+        record_times: functions to call with the rows and the time of each step.
+        state: the request's stage.
+        error: the fault that ended the request, if any.
+        finish_reason: the last response's, once it has been made.
         context: the prompt and the tokens of the responses so far.
-        stats: of its steps so far.
+        stats: figures of the steps so far.
         n_cached: how many of the prompt's tokens were in a cache.
-        prefilled: how many of them have run, or were in a cache.
-        plain_seconds: how long the tokens of its joint steps would have taken without drafts, as
-            far as that is known.
+        prefilled: how many of the prompt's tokens have run or were in a cache.
+        plain_seconds: how long the steps with a known cost would have taken without drafts.
         decode_seconds: how long these steps took.
-        unread: responses that its consumer has not read yet, where an engine counts them.
-        grammar, output: from :meth:`prepare` on.
-        drafter, lease: from :meth:`prepare` to :meth:`close`.
-        sequence: its decoding state, from :meth:`start` to :meth:`close`.
-        prefill: the chunks of its prompt that are left, once the first has run.
+        unread: how many responses the consumer has not read yet, if an engine counts them.
+        grammar, output: set by :meth:`prepare`.
+        drafter, lease: set from :meth:`prepare` to :meth:`close`.
+        sequence: the decoding state, set from :meth:`start` to :meth:`close`.
+        prefill: the remaining chunks of the prompt, once the first has run.
     """
 
     grammar: GrammarState | None
@@ -150,7 +150,7 @@ class Request:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, in whatever way."""
+        """Whether the request has ended, for any reason."""
         return self.state is State.DONE
 
     @property
@@ -159,10 +159,10 @@ class Request:
         return max(0, len(self.context) - len(self.prompt))
 
     def prepare(self) -> None:
-        """Make the drafter, and arrange for the caches; :meth:`start` does so otherwise.
+        """Make the drafter and the cache lease; :meth:`start` calls this if nobody has.
 
         Raises:
-            DrafterError: ``make_drafter`` returned something else.
+            DrafterError: ``make_drafter`` did not return a drafter.
         """
         self.context = list(self.prompt)
         self.grammar = self.constraint.begin() if self.constraint else None
@@ -172,7 +172,7 @@ class Request:
         self.lease = self._new_lease(self.drafter.branching)
 
     def _new_drafter(self) -> Drafter:
-        """The drafter, which also drafts what the grammar forces."""
+        """Make the drafter, which also drafts the tokens that the grammar forces."""
         decoder = self.decoder
         drafter: Drafter = NoDraft()
         if self.sampling.allows_drafts and decoder.chain_capability is not Capability.PLAIN:
@@ -184,7 +184,7 @@ class Request:
         return decoder.wrap_drafter(drafter) if decoder.wrap_drafter else drafter
 
     def _new_lease(self, branching: bool) -> CacheLease:
-        """The caches to use, of a target that verifies what this request's drafter proposes."""
+        """A lease of caches whose target can verify the drafter's drafts."""
         decoder, options = self.decoder, self.cache_options
         model, vocab_size, prompt = decoder.model, decoder.vocab_size, [*self.prompt]
         capability = decoder.capability if branching else decoder.chain_capability
@@ -199,7 +199,7 @@ class Request:
         return CacheLease(new_target, prompt, loan, self.draft_model)
 
     def start(self) -> steps.Sequence:
-        """Take the caches; returns the sequence, whose prompt has not run yet.
+        """Take the caches, and make the sequence, whose prompt has not run yet.
 
         Raises:
             DrafterError: as :meth:`prepare`.
@@ -238,9 +238,9 @@ class Request:
         """Called by an engine after each step, before the step's responses.
 
         Args:
-            step: its part in the step.
+            step: this request's part of the step.
             seconds: the wall time of the whole step.
-            plain_seconds: how long its tokens would have taken without drafts, if known.
+            plain_seconds: how long the part's tokens would have taken without drafts, if known.
         """
         if plain_seconds is not None:
             self.decode_seconds += seconds
@@ -251,7 +251,7 @@ class Request:
         self.receive(response)
 
     def on_end(self) -> None:
-        """Called by an engine at the end, after the last response if there is one."""
+        """Called by an engine at the end, after the last response, if any."""
 
     def responses_of(self, step: steps.DecodedStep) -> Iterator[GenerationResponse]:
         """One response per token of a step, up to the last one of the output."""
@@ -269,7 +269,7 @@ class Request:
         for index, text in enumerate(self.output.take()):
             response = self._response(step, index, text)
             self.finish_reason = response.finish_reason
-            # Last, so that a token whose response an interrupt prevents is not counted.
+            # Last, so that an interrupt counts no token without its response.
             self.context.append(response.token)
             yield response
             if response.finish_reason:
@@ -300,7 +300,7 @@ class Request:
         return tokens / (time.perf_counter() - self._prefill_ended)
 
     def close(self) -> None:
-        """Give the caches back, and end the sequence; may be called more than once."""
+        """Return the caches and end the sequence; may be called more than once."""
         try:
             if self.lease:
                 self.lease.give_back(self.context)
@@ -308,14 +308,14 @@ class Request:
             self._close_sequence()
             if self.sequence and _log.isEnabledFor(logging.DEBUG):
                 self._log_end()
-            # A finished request that is kept must not keep caches and index alive.
+            # A finished request must not keep caches and index alive.
             self.drafter = self.lease = self.sequence = self.prefill = None
 
     def _log_end(self) -> None:
         stats, generated = self.stats, self.generated
         _log.debug(
-            "generation ended (%s): %d prompt tokens, %d of them kept from before; %d tokens in "
-            "%d steps, %.1f a second; %d of %d drafted tokens accepted",
+            "generation ended (%s): %d prompt tokens, %d of them cached; %d tokens in %d steps, "
+            "%.1f a second; %d of %d drafted tokens accepted",
             self.output.finish_reason or "left",
             len(self.prompt),
             self.n_cached,
@@ -332,27 +332,27 @@ class Request:
 
 
 PATIENCE = 10.0  # seconds; a step, or a chunk of a prompt, takes less
-THREADS_END = 0.05  # seconds for a thread to end, or to come back from its consumer
+THREADS_END = 0.05  # seconds for a thread to end, or to return from its consumer
 
 _other_threads = False
-"""Whether a thread besides the main one has generated."""
+"""Whether a thread other than the main one has generated."""
 
 _ending: tuple[int, float] | None = None
-"""Once the process ends: the thread that ends it, and until when others are held."""
+"""While the process ends: the thread that ends it, and the time until which others are blocked."""
 
 
 def hold_at_exit() -> None:
-    """Block this thread once the process is ending; called before each step and chunk.
+    """Block this thread if the process is ending; called before each step and chunk.
 
     Up to Python 3.13 a finalizing interpreter stops every other thread that asks for its lock. MLX
     cannot be stopped like that: the process would be aborted ("terminate called without an active
-    exception"). A thread that waits here does not ask for the lock.
+    exception"). A blocked thread does not ask for the lock.
     """
     global _other_threads
     if not _other_threads and threading.current_thread() is not threading.main_thread():
         _other_threads = True
     if _ending and _ending[0] != threading.get_ident():
-        # Not forever: at its end the program may join this thread.
+        # Not forever: the ending program may join this thread.
         threading.Event().wait(max(0.0, _ending[1] - time.monotonic()))
 
 
@@ -379,7 +379,7 @@ def _others_generate() -> bool:
 
 
 def _generates(frame: FrameType | None) -> bool:
-    """Whether the thread of this frame is in code that may run the model, and is not held."""
+    """Whether the thread of this frame is in code that may run the model, and is not blocked."""
     while frame:
         if frame.f_code is hold_at_exit.__code__:
             return False

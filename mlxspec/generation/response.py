@@ -1,4 +1,4 @@
-"""The output of a generation: its text and end, a response per token, the result, step times."""
+"""The output of a generation: text, a response per token, the result, and step times."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ else:
 
 @dataclass(frozen=True)
 class StepTime:
-    """T(rows) as measured.
+    """The measured T(rows).
 
     Attributes:
         rows: rows per forward.
         pipelined: whether the forward was dispatched during the step before, as in plain
             decoding; such a step has one row.
-        steps: how many steps of this width ran.
+        steps: how many such steps ran.
         seconds: median wall time of the recent ones.
-        cost: T(rows) / T(1), the verify cost, with T(1) pipelined if such a step has run; None
-            while no step of one row has.
+        cost: the verify cost T(rows) / T(1), where T(1) is pipelined if such a step has run; None
+            until a step of one row has run.
     """
 
     rows: int
@@ -76,13 +76,13 @@ class SpeculationStats:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probabilities where a token was chosen.
+    """Log-probabilities at the position of one output token.
 
     They are the model's after penalties and processors, before filters and temperature.
 
     Attributes:
-        logprob: the chosen token's.
-        top: the likeliest tokens and theirs, best first; impossible tokens are left out.
+        logprob: the chosen token's log-probability.
+        top: the likeliest tokens with theirs, best first; impossible tokens are left out.
     """
 
     logprob: float
@@ -91,22 +91,22 @@ class TokenLogprobs:
 
 @dataclass
 class GenerationResponse(MlxLmResponse):
-    """One generated token: mlx-lm's response with the speculative figures.
+    """One generated token: mlx-lm's response, with figures of speculation.
 
     Attributes:
         text: the next segment of text; empty while a character or a possible stop string is
             incomplete.
         token: the token id.
-        logprobs: lazy log-probabilities of the vocabulary where the token was chosen,
-            (vocabulary,), after penalties and processors, before filters and temperature.
+        logprobs: lazy log-probabilities of all tokens at this position, (vocabulary,), after
+            penalties and processors, before filters and temperature.
         from_draft: whether the token was an accepted draft token.
         prompt_tokens: tokens in the prompt.
-        prompt_tps: prompt tokens per second, of those that were run.
+        prompt_tps: prompt tokens per second, without cached ones.
         generation_tokens: tokens generated so far.
         generation_tps: generated tokens per second so far.
         peak_memory: peak memory used so far, in GB.
         finish_reason: "stop" or "length" with the last token, None before.
-        stats: figures of the generation so far, the step of this token included.
+        stats: figures of the generation so far, including this token's step.
         reused_tokens: prompt tokens that a session's cache held already.
         stop_string: with the last token, the stop string that ended the output, if one did.
     """
@@ -126,13 +126,13 @@ class GenerationResponse(MlxLmResponse):
     stop_string: str | None = None
 
     def token_logprobs(self, count: int = 0) -> TokenLogprobs:
-        """The token's log-probability, and the ``count`` likeliest tokens in its place.
+        """The token's log-probability, and the ``count`` likeliest tokens at its position.
 
         Raises:
             OptionError: ``count`` is below 0.
         """
         if count < 0:
-            raise OptionError(f"count is {count}: ask for 0 of the likeliest tokens or more")
+            raise OptionError(f"count is {count}: ask for 0 or more tokens")
         likeliest = mx.argsort(-self.logprobs)[: min(count, self.logprobs.size)]
         values = cast(list[float], self.logprobs[likeliest].tolist())
         top = zip(cast(list[int], likeliest.tolist()), values, strict=True)
@@ -144,7 +144,7 @@ class GenerationResponse(MlxLmResponse):
 
 @dataclass
 class GenerationResult:
-    """A finished or interrupted generation; collects the responses of one.
+    """A finished or interrupted generation, collected from its responses.
 
     Attributes:
         text: the generated text, without the stop string or stop token that ended it.
@@ -155,9 +155,9 @@ class GenerationResult:
         prompt_tps: prompt tokens per second.
         generation_tps: generated tokens per second.
         peak_memory: in GB.
-        stats: what speculation did.
+        stats: figures of speculation.
         step_times: T(rows), measured on this decoder's steps so far.
-        logprobs: per token, where they were asked for.
+        logprobs: per token, if requested.
         reused_tokens: prompt tokens that a session's cache held already.
         segments: per token, the text that came with it; together they are the text.
     """
@@ -180,9 +180,9 @@ class GenerationResult:
         """Append the next response.
 
         Args:
-            response: the generation's.
-            likeliest: how many of the likeliest tokens in its token's place are in ``logprobs``,
-                if these are not None.
+            response: the generation's next response.
+            likeliest: how many of the likeliest tokens at its position to add to ``logprobs``,
+                unless that is None.
         """
         if self.logprobs is not None:
             self.logprobs.append(response.token_logprobs(likeliest))
@@ -196,7 +196,7 @@ class GenerationResult:
         self.stats, self.reused_tokens = response.stats, response.reused_tokens
 
     def _repr_html_(self) -> str:
-        """The text for a notebook, accepted drafts marked, and the figures on a line."""
+        """The text with accepted drafts marked, and a line of figures, for notebooks."""
         stats = self.stats
         parts = zip(self.from_draft, self.segments, strict=False)
         text = ""
@@ -215,13 +215,13 @@ class GenerationResult:
         )
 
 
-# A tint behind the text, which keeps the notebook's own colour, light or dark.
+# A tint behind the text; the text keeps the notebook's own colour, light or dark.
 _TINT = "background:rgba(46,134,255,.28);border-radius:2px"
 _OF_TEXT = "white-space:pre-wrap;overflow-wrap:anywhere;font-family:monospace"
 
 
 def _marked(text: str) -> str:
-    """A text of accepted drafts; nothing for an empty one."""
+    """The text, marked as accepted drafts; an empty text stays empty."""
     return f'<span style="{_TINT}">{escape(text)}</span>' if text else ""
 
 
@@ -229,20 +229,20 @@ _KEPT = 64  # recent steps per number of rows: enough for a median, few enough t
 
 
 class OutputText:
-    """Collects tokens as text segments and finds the end of the output.
+    """Collects tokens as text segments, and finds the end of the output.
 
-    A stop string may begin and end inside tokens; text that could be the beginning of one is
-    held back until it is decided, so nothing that belongs to a stop string is ever shown.
+    A stop string may begin and end inside tokens. Text that could begin one is held back until
+    that is decided, so no part of a stop string is ever shown.
 
     Args:
-        detokenizer: fresh, ready for the output's first token.
+        detokenizer: a new one, ready for the output's first token.
         stop_tokens: token ids that end the output; their own text is not part of it.
-        stop_strings: texts that end the output before them.
-        max_tokens: with this many tokens the output is full.
+        stop_strings: texts that end the output and are not part of it.
+        max_tokens: the output ends with this many tokens.
 
     Attributes:
-        finish_reason: "stop" or "length" once it has ended.
-        stop_string: the one that ended it.
+        finish_reason: "stop" or "length" once the output has ended.
+        stop_string: the stop string that ended it, if one did.
     """
 
     def __init__(
@@ -281,7 +281,7 @@ class OutputText:
         return segments
 
     def _release(self, segment: str) -> str:
-        """What may be shown now that ``segment`` has come."""
+        """The text that can be shown once ``segment`` is added."""
         text = self._held + segment
         found = [(at, stop) for stop in self._stop_strings if (at := text.find(stop)) >= 0]
         if found:
@@ -294,7 +294,7 @@ class OutputText:
         return text[: len(text) - held]
 
     def _undecided(self, text: str) -> int:
-        """Length of the longest end of ``text`` that begins a stop string."""
+        """Length of the longest suffix of ``text`` that begins a stop string."""
         longest = max(map(len, self._stop_strings), default=1) - 1
         for length in range(min(longest, len(text)), 0, -1):
             if any(stop.startswith(text[len(text) - length :]) for stop in self._stop_strings):
@@ -305,8 +305,8 @@ class OutputText:
 class StepTimes:
     """T(rows): the wall time of whole steps by their number of rows.
 
-    A whole step is proposing, forward, reading, acceptance and cache commit. Times hold for one
-    model on one machine in one data type. Threads may record at once.
+    A whole step consists of proposing, forward, reading, acceptance and cache commit. The times
+    hold for one model on one machine in one data type. Threads may record concurrently.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The caches that a request uses: new ones, a caller's, or those of a conversation's session."""
+"""The caches that a request uses: new ones, the caller's, or a session's."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ from ..errors import OptionError, PromptCacheError
 
 
 class CacheLease:
-    """A request's use of caches: new ones, which end with it, or a caller's.
+    """A request's use of caches: new ones for this request alone, or the caller's.
 
-    A caller's caches hold what the caller has taken, whenever they are used.
+    Whenever the caller can use its caches, they hold the prompt and the responses it has taken.
 
     Args:
-        new_target: makes a target; it is given the caller's caches, if there are any.
+        new_target: makes a target, from the caller's caches if there are any.
         prompt: token ids.
-        loan: of the caller's caches.
-        draft_model: drafts with caches that are lent, too.
+        loan: the loan of the caller's caches, if any.
+        draft_model: a draft model that also borrows caches, if any.
 
     Attributes:
         keeps: whether the caches are needed after the request's end.
@@ -72,10 +72,10 @@ class CacheLease:
             self._draft_model, self._loans = draft_model, [*self._loans, draft_model.loan]
 
     def take(self, close: Callable[[], None]) -> tuple[Target, int]:
-        """Begin: the target, and how many of the prompt's tokens its cache holds.
+        """Take the caches; returns the target, and how many prompt tokens its cache holds.
 
         Args:
-            close: ends the request's use of the target, for an owner that lends the caches to
+            close: ends the request's use of the target. The owner calls it to lend the caches to
                 another request before this one has ended.
         """
         target = self._loans[0].take(self._new_target) if self._loans else self._new_target()
@@ -84,44 +84,44 @@ class CacheLease:
         return target, 0
 
     def pause(self, context: Sequence[int]) -> None:
-        """The consumer gets a response; ``context`` is the prompt and the output so far."""
+        """Let the consumer use the caches; ``context`` is the prompt and the output so far."""
         self._begin_draft_model()
         for loan in self._loans:
             loan.pause(context)
 
     def resume(self) -> None:
-        """The consumer asks for the next response."""
+        """Take the caches again, for the next response."""
         for loan in self._loans:
             loan.resume()
 
     def give_back(self, context: Sequence[int]) -> None:
-        """The request has ended, in whatever way."""
+        """Return the caches after the request has ended, for any reason."""
         complete = len(context) > len(self._prompt)
-        with ExitStack() as ending:  # all of it, whatever fails or is interrupted
+        with ExitStack() as ending:  # runs every callback, even if one fails
             for loan in reversed(self._loans):
                 ending.callback(loan.give_back, context, complete)
             if complete:
                 self._begin_draft_model()
 
     def _begin_draft_model(self) -> None:
-        """Let the draft model's caches follow the output even where nothing was drafted."""
+        """Make the draft model's caches follow the output even if nothing was drafted."""
         if self._draft_model and not self._draft_model.begun:
             self._draft_model.begin(self._prompt)
 
 
 MARKS = 2
-"""Prefills to return to where a cache cannot be cut; each holds its state once more."""
+"""Prefills to which a cache that cannot be cut can be rewound; each takes a copy of its state."""
 UNDOABLE = 2
-"""Forwards of a generation that can be undone; each holds states that cannot be cut once more."""
+"""Forwards of a generation that can be undone; each takes a copy of states that cannot be cut."""
 
 _TRIMMABLE = {Capability.TREE, Capability.CHAIN}
 
 
 class Session:
-    """A conversation's KV cache and its drafter's index, from one turn to the next.
+    """A conversation's KV cache and its drafter's index, kept between turns.
 
-    Every turn passes the whole conversation, as to a model without memory, and only what
-    follows the longest common prefix with the last context is run::
+    Pass the whole conversation at every turn. The model runs only what follows the longest common
+    prefix with the last turn::
 
         session = mlxspec.Session()
         messages = []
@@ -130,23 +130,23 @@ class Session:
             answer = "".join(r.text for r in decoder.stream(messages, session=session))
             messages.append({"role": "assistant", "content": answer})
 
-    An edited, trimmed or regenerated conversation is as right as a continued one. Where the
-    cache cannot be cut back to the common prefix (state-space models, windows that have moved
-    on) it returns to the end of one of the last two prompts, or starts afresh. What a session
-    holds serves one model and one set of cache options; with others it starts afresh, too.
+    The conversation may also be edited, trimmed or regenerated. Some caches cannot be cut back to
+    the common prefix (state-space models, windows that have moved on). They are rewound to the end
+    of one of the last two prompts, or start afresh. A session also starts afresh with another
+    model or other cache options.
 
-    :meth:`save` keeps a conversation's cache in a file, :meth:`load` continues it, or a
-    document that ``mlxspec cache-prompt`` has cached.
+    :meth:`save` writes the cache to a file. :meth:`load` continues such a file, or a document
+    that ``mlxspec cache-prompt`` has cached.
 
-    What a quantised cache holds depends on the conversation's turns, as with mlx-lm: in a single
-    prefill it would be quantised at another position. So does what a model holds for which
-    ``mlxspec inspect`` says that chunks matter, and what ``max_kv_size`` bounds: there the rows of
-    a later turn see the first positions, which are kept; mlx-lm's mask hides these from them.
+    As with mlx-lm, the contents of a quantised cache depend on the conversation's turns: a single
+    prefill would start to quantise at another position. Turns also matter to models for which
+    ``mlxspec inspect`` says that chunks matter. With ``max_kv_size`` they matter because the rows
+    of a later turn see the first positions, which the cache keeps and mlx-lm's mask hides.
 
     Args:
-        cache: mlx-lm's caches to begin with, from :func:`mlxspec.load_prompt_cache`; they
-            stay as they are.
-        tokens: what they hold.
+        cache: mlx-lm's caches to begin with, from :func:`mlxspec.load_prompt_cache`; the session
+            does not change them.
+        tokens: the tokens that they hold.
     """
 
     def __init__(self, cache: Sequence[Any] = (), tokens: Sequence[int] = ()) -> None:
@@ -154,37 +154,36 @@ class Session:
         """The drafter's index of the conversation."""
         self.mark_at = 0
         """A length to which the cache can be rewound after the next prompt."""
-        self._first_cache: Sequence[Any] = copy.deepcopy(cache)  # MLX copies when it writes
+        self._first_cache: Sequence[Any] = copy.deepcopy(cache)  # MLX copies on write
         self._tokens = list(tokens)
         self._target: Target | None = None
         self._lent: tuple[Target, list[int]] | None = None
-        """While a generation has the target: that, and the generation's prompt."""
+        """The target and the prompt of the generation that is using the session, if any."""
         self._in_use = threading.Lock()
 
     @classmethod
     def load(cls, file_name: str | os.PathLike[str]) -> Session:
-        """A session that begins with the cache of a file.
+        """Begin a session with the cache in a file.
 
         Raises:
-            PromptCacheError: it cannot be read, or does not say what its cache holds. (Those of
-                mlx-lm do not; pass what :func:`mlxspec.load_prompt_cache` returns as
-                ``prompt_cache``.)
+            PromptCacheError: the file cannot be read, or does not list the cache's tokens, as files
+                of mlx-lm do not. For these, pass the result of :func:`mlxspec.load_prompt_cache` as
+                ``prompt_cache``.
         """
         cache, metadata = load_prompt_cache(file_name, return_metadata=True)
         tokens = tokens_in(cache, metadata)
         if not tokens:
             raise PromptCacheError(
-                f"{file_name} does not say what its cache holds: load it with load_prompt_cache "
-                "and pass it as prompt_cache"
+                f"{file_name} does not list its cache's tokens: load it with load_prompt_cache and "
+                "pass it as prompt_cache"
             )
         return cls(cache, tokens)
 
     def reach(self, length: int) -> int:
-        """How many of the first ``length`` tokens another session can begin with, at most.
+        """How many of the first ``length`` tokens another session can begin with.
 
-        While the session is in use, its tokens are those of the prompt that have
-        run. It may be asked in the thread of the generation alone, between two steps or two chunks
-        of the prompt.
+        While the session is in use, only the prompt's tokens that have run count. Then call this
+        only in the generation's thread, between two steps or two chunks of the prompt.
         """
         if self._first_cache:
             layers = [for_steps(layer) for layer in self._first_cache]
@@ -204,8 +203,8 @@ class Session:
         """A new session that begins with a copy of the first tokens.
 
         Args:
-            length: of :meth:`reach`, which says when this may be called; not 0.
-            room: for how many tokens the copy gets room.
+            length: a result of :meth:`reach`, at least 1. The same limits apply to this call.
+            room: the number of tokens for which the copy allocates memory.
         """
         with mx.stream(generation_stream):
             if self._first_cache:
@@ -220,18 +219,18 @@ class Session:
 
     @property
     def length(self) -> int:
-        """How many tokens the cache holds by now, also while the session is in use."""
+        """How many tokens the cache holds now, even while the session is in use."""
         return self._lent[0].length if self._lent else len(self._tokens)
 
     @property
     def quantized(self) -> bool:
-        """Whether what is kept is quantised by now, also while the session is in use."""
+        """Whether the cache is quantised now, even while the session is in use."""
         target = self._lent[0] if self._lent else self._target
         return are_quantized(target.cache if target else self._first_cache)
 
     @property
     def nbytes(self) -> int:
-        """The memory of what is kept in MLX's arrays, between two generations."""
+        """The bytes of MLX arrays that the session keeps between two generations."""
         held = self._target.kept_arrays if self._target else held_arrays(parts(self._first_cache))
         return sum(array.nbytes for array in {id(array): array for array in held}.values())
 
@@ -241,15 +240,15 @@ class Session:
         """Save the cache as :func:`mlxspec.save_prompt_cache` does.
 
         Raises:
-            OptionError: the session holds nothing yet, or is in the middle of a generation.
-            PromptCacheError: the file cannot be written; an older one stays as it was.
+            OptionError: the session holds nothing yet, or a generation is using it.
+            PromptCacheError: the file cannot be written; an existing one stays unchanged.
         """
         with self._used(), mx.stream(generation_stream):
             cache = list(self._first_cache)
             if self._target:
                 try:
                     self._target.flush_pending()
-                finally:  # an interrupted one leaves a shorter context
+                finally:  # an interrupted flush leaves a shorter context
                     del self._tokens[self._target.length :]
                 cache = [as_mlx_lms(layer) for layer in self._target.cache]
             if not cache:
@@ -258,7 +257,7 @@ class Session:
 
     @contextmanager
     def _used(self) -> Iterator[None]:
-        """Keep every other use of the session out, in this thread or another."""
+        """Refuse any other use of the session, in this thread or another."""
         if not self._in_use.acquire(blocking=False):
             raise OptionError("session is generating: close that generation before the next one")
         try:
@@ -268,7 +267,7 @@ class Session:
 
     @property
     def tokens(self) -> list[int]:
-        """What the cache holds."""
+        """The tokens that the cache holds."""
         return self._tokens.copy()
 
     def _take(
@@ -279,11 +278,7 @@ class Session:
         vocab_size: int,
         options: CacheOptions,
     ) -> Target:
-        """The target, with as much of the prompt in its cache as possible.
-
-        Until it is put back the session has no target: if anything goes wrong, the next turn
-        starts afresh.
-        """
+        """Take the target out, with as much of the prompt in its cache as possible."""
         if self._first_cache:
             check_fits(self._first_cache, model, "the session's cache")
             check_lengths(self._first_cache, "the session's cache")
@@ -295,6 +290,7 @@ class Session:
             undoable=UNDOABLE,
             marks=MARKS,
         )
+        # Without a target, the turn after a failed one starts afresh.
         target, self._target = self._target, None
         tokens, self._tokens = self._tokens, []
         if self._first_cache:
@@ -315,7 +311,7 @@ class Session:
         return target
 
     def _put_back(self, target: Target, context: Sequence[int]) -> None:
-        """Keep what the consumer has seen of a generation."""
+        """Keep the part of a generation that its consumer has seen."""
         with suppress(ValueError), mx.stream(generation_stream):
             target.truncate(min(target.length, len(context)))
             self._target = target
@@ -323,11 +319,11 @@ class Session:
 
 
 class SessionTurn(CacheLease):
-    """A session's part in one generation, whose caches it owns.
+    """One generation's use of a session's caches.
 
     Args:
-        session: the conversation's.
-        prompt: of the whole conversation.
+        session: the conversation's session.
+        prompt: the token ids of the whole conversation.
         model, capability, vocab_size, options: as for :class:`mlxspec.engine.target.Target`.
     """
 
@@ -352,9 +348,9 @@ class SessionTurn(CacheLease):
         """The session's target, and how much of the prompt its cache holds.
 
         Raises:
-            OptionError: the session is in the middle of another generation, or the model is
-                split over several machines.
-            PromptCacheError: the cache that it begins with is another model's.
+            OptionError: another generation is using the session, or the model is split over
+                several machines.
+            PromptCacheError: the session's initial cache is another model's.
         """
         model, *_ = self._of_target
         if getattr(model, "leader", None):
@@ -374,7 +370,7 @@ class SessionTurn(CacheLease):
         with self._ending:
             if target:
                 self._session._lent = None
-                # Not a reference to the generation any more, so that no cycle keeps the caches.
+                # Drop the reference to the generation, so that no cycle keeps the caches alive.
                 close, self._close = self._close, lambda: None
                 close()
                 self._session._put_back(target, context)
@@ -385,5 +381,5 @@ def _serves(
 ) -> bool:
     """Whether a target can be continued with this model and these options."""
     if {target.capability, capability} <= _TRIMMABLE:
-        target.capability = capability  # which depends on whether the drafts of a turn may branch
+        target.capability = capability  # it depends on whether this turn's drafts may branch
     return target.model is model and target.capability is capability and target.options == options

@@ -1,15 +1,15 @@
-"""Chat templates: applying one that came with a model, and the one that its pieces imply.
+"""Chat templates: apply a model's own, or make one for the pieces of a SentencePiece model.
 
-A chat template is a program by the model's author. Jinja's sandbox keeps it from the machine,
-but puts no bound on how long it runs. So it is watched as by a debugger: before each line of it
-the time and the memory are checked. A timer's signal would reach the main thread alone, an
-exception that is sent into a thread could come too late and hit what follows, and a process of its
-own would take as long to start as a model takes to load.
+A chat template is a program by the model's author. Jinja's sandbox protects the machine from it,
+but does not limit its time. So a trace function, as debuggers use, checks time and memory before
+each line. Other ways are worse. A timer's signal reaches only the main thread. An exception sent
+into a thread can come too late and hit other code. A separate process takes as long to start as a
+model takes to load.
 
-A single operation cannot be stopped in this way. So powers, which can take hours for a few digits,
-are refused; no template has a use for them. Texts of gigabytes, which a product or a filter can
-make at once, are refused by the system where it bounds a process's memory (on Linux, not on macOS).
-In a process that does something else meanwhile, that bound would hit the wrong one.
+A trace function cannot stop a single operation. Powers can take hours for a few digits, and no
+template needs them, so they are refused. A product or a filter can make gigabytes of text at once.
+Such texts fail if the system limits the process's memory (on Linux, not on macOS). A process that
+does other work meanwhile sets no such limit, since the limit could hit that work.
 """
 
 from __future__ import annotations
@@ -36,21 +36,20 @@ Message = Mapping[str, Any]
 """A turn of a conversation."""
 
 Messages = list[dict[str, Any]]
-"""Turns of a conversation, as chat templates take them: "role", "content", and what else they
-know."""
+"""Turns of a conversation for a chat template: "role", "content", and other keys that it uses."""
 
 _SECONDS = 5.0
 _BYTES = 500_000_000
-_UNIT = 1 if sys.platform == "darwin" else 1024  # of what the system says about memory
+_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes in the system's unit of memory
 _SIZES = Path("/proc/self/statm")  # of the process, in pages; the first is its address space
-_LINES = 4  # between two looks at the memory, which take longer than a look at the clock
+_LINES = 4  # between two checks of the memory, which take longer than those of the clock
 _WATCHED = ("<template>", jinja2.utils.__file__)  # the latter makes texts of a given length
 
 
 def reserved_arguments() -> set[str]:
-    """Names that :func:`apply_template` and ``apply_chat_template`` have arguments of.
+    """The names of arguments of :func:`apply_template` and ``apply_chat_template``.
 
-    So a template gets nothing of such a name. Among them is that of a template to use instead.
+    A template cannot receive variables of these names. One of them replaces the template itself.
     """
     from transformers import PreTrainedTokenizerBase
 
@@ -59,23 +58,23 @@ def reserved_arguments() -> set[str]:
 
 
 class _Endless(BaseException):
-    """A BaseException, so that nothing between here and the template handles it."""
+    """Stops a template; a BaseException, so that nothing on the way handles it."""
 
 
 def apply_template(
     tokenizer: TokenizerWrapper, messages: Messages, *, bound_memory: bool = True, **how: Any
 ) -> Any:
-    """What ``tokenizer.apply_chat_template`` returns.
+    """Return what ``tokenizer.apply_chat_template`` returns, within limits.
 
     Args:
-        tokenizer: the model's.
+        tokenizer: the model's tokenizer.
         messages: the conversation.
-        bound_memory: bound the memory that the template takes, too, not only its time; for
-            processes in which no other thread takes any.
-        how: what else ``apply_chat_template`` is called with.
+        bound_memory: limit the template's memory in addition to its time; only for processes in
+            which no other thread allocates memory.
+        how: further arguments of ``apply_chat_template``.
 
     Raises:
-        PromptError: the template does not apply, or does not end.
+        PromptError: the template fails or does not end.
     """
     try:
         _check(tokenizer.chat_template)
@@ -83,7 +82,7 @@ def apply_template(
             return tokenizer.apply_chat_template(messages, **how)
     except (_Endless, MemoryError):
         cause = "it does not end, or takes too much memory"
-    except Exception as error:  # it may do anything
+    except Exception as error:  # a template can raise anything
         cause = str(error) or type(error).__name__
     raise PromptError(f"the chat template does not apply ({cause})")
 
@@ -91,7 +90,7 @@ def apply_template(
 _NOT_A_PROMPT = {
     *("bound_memory", "conversation", "messages", "return_dict", "return_tensors", "tokenize")
 }
-"""Arguments of a template's caller with which the result is not a prompt."""
+"""Arguments of :func:`apply_template` with which the result is not a prompt."""
 
 
 def conversation_ids(
@@ -100,15 +99,14 @@ def conversation_ids(
     """The prompt for the model's next turn, or for the rest of a turn that it has begun.
 
     Args:
-        tokenizer: the model's.
-        messages: the conversation: each a "role" and a "content", and what else the template
-            knows. If the last one is the assistant's, the model continues it.
-        how: what else ``tokenizer.apply_chat_template`` is called with: "tools", or what the
-            template knows, such as "enable_thinking".
+        tokenizer: the model's tokenizer.
+        messages: the conversation. Each has a "role", a "content", and other keys that the template
+            uses. A trailing assistant message is continued.
+        how: further arguments of the template: "tools", or its own, such as "enable_thinking".
 
     Raises:
-        PromptError: there is no chat template, an item is not a message, or the template does
-            not apply.
+        PromptError: the model has no chat template, an item is not a message, or the template
+            fails.
         OptionError: an entry of ``how`` is not allowed.
     """
     for number, message in enumerate(messages, start=1):
@@ -119,13 +117,13 @@ def conversation_ids(
             )
     if not tokenizer.has_chat_template:
         raise PromptError(
-            "the prompt is messages, and this model has no chat template: pass a text"
+            "the prompt is a list of messages, but this model has no chat template: pass a text"
         )
     if not isinstance(how, Mapping):
         raise OptionError("chat_template_kwargs must be a dict of names and values")
     if wrong := sorted(_NOT_A_PROMPT & how.keys()):
         raise OptionError(
-            f"chat_template_kwargs has {wrong[0]}, which makes no prompt: leave it out"
+            f"chat_template_kwargs has {wrong[0]}, which is not for prompts: leave it out"
         )
     turn = {"add_generation_prompt": True}
     if messages[-1]["role"] == "assistant":
@@ -141,7 +139,7 @@ def conversation_ids(
         )
     except PromptError as error:
         raise PromptError(
-            f"{error}: pass messages with roles, and in an order, that this model accepts"
+            f"{error}: pass messages whose roles and order this model accepts"
         ) from error
     return ids
 
@@ -168,7 +166,7 @@ def _check(template: object) -> None:
 
 @contextmanager
 def _watched(bound_memory: bool) -> Iterator[None]:
-    """Raise _Endless in this thread once a template has run too long, or takes too much memory."""
+    """Raise _Endless in this thread if a template runs too long or takes too much memory."""
     deadline, lines = 0.0, 0
     most = _most_memory() + _BYTES if bound_memory else math.inf
 
@@ -196,7 +194,7 @@ def _watched(bound_memory: bool) -> Iterator[None]:
 
 @contextmanager
 def _bounded_memory() -> Iterator[None]:
-    """Let allocations of too much memory fail, where the system reports how much there is."""
+    """Make too large allocations fail, if the system reports the process's size."""
     try:
         pages = int(_SIZES.read_text().split()[0])
     except (OSError, ValueError):
@@ -214,14 +212,14 @@ def _bounded_memory() -> Iterator[None]:
 
 
 def _most_memory() -> int:
-    """The most bytes of memory that the process has had so far."""
+    """The process's peak memory so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _UNIT
 
 
 # --- the template of Mistral's instruct models ---
 
-# A space after a piece's name belongs to the piece (SentencePiece puts one before every text),
-# so that the spaces at the start of a turn's own text are kept.
+# A space after a piece's name belongs to the piece (SentencePiece puts one before every text), so
+# the spaces at the start of a turn's own text are kept.
 _TEMPLATE = """\
 {%- set state = namespace(questions=messages|selectattr('role', 'equalto', 'user')|list|length) -%}
 {%- set systems = messages|selectattr('role', 'equalto', 'system')|map(attribute='content')|list -%}
@@ -238,18 +236,18 @@ _TEMPLATE = """\
   {%- elif message['role'] == 'assistant' -%}
     {{- ' ' + message['content'].rstrip(' ') + eos_token -}}
   {%- elif message['role'] != 'system' -%}
-    {{- raise_exception('this model knows no role ' + message['role']) -}}
+    {{- raise_exception('this model does not know the role ' + message['role']) -}}
   {%- endif -%}
 {%- endfor -%}
 """
 
 
 def instruct_template(control: Collection[str], user_defined: Collection[str]) -> str | None:
-    """The Jinja template for a model with these pieces, None without an instruct format.
+    """The Jinja template for a model with these pieces, or None if they show no instruct format.
 
     ``[INST]`` as a control piece is Mistral's format from version 2 on: ``[INST] text[/INST]``,
-    with the system prompt before the last question or, from version 7 on, in pieces of its own.
-    As a user-defined piece it is plain text of the form ``[INST] text [/INST]``.
+    with the system prompt before the last question or, from version 7 on, in its own pieces. As a
+    user-defined piece it is plain text of the form ``[INST] text [/INST]``.
     """
     if {"[INST]", "[/INST]"}.issubset(control):
         close = "[/INST]"

@@ -1,15 +1,13 @@
-"""Text from token ids as they arrive, in pieces that join to the text of all of them.
+"""Detokenizers: turn token ids into pieces of text as they arrive.
 
-The detokenizers have the interface of mlx-lm's ``StreamingDetokenizer`` (``reset``,
-``add_token``, ``finalize``, ``text``, ``last_segment``, ``tokens``). A loaded tokenizer carries
-one of them besides mlx-lm's own, which serves the functions that stand in for mlx-lm's. They keep
-two promises: a character whose bytes come in several tokens is held back until it is complete,
-and no space is dropped.
+They have the interface of mlx-lm's ``StreamingDetokenizer`` (``reset``, ``add_token``,
+``finalize``, ``text``, ``last_segment``, ``tokens``). A loaded tokenizer has one of them besides
+mlx-lm's own. (The functions that replace mlx-lm's use mlx-lm's own.) They guarantee that a
+character is held back until all of its tokens have come, and that no space is dropped.
 
-An output is a continuation: it always follows a prompt, if only a BOS token. So the space that a
-SentencePiece decoder strips from the start of a text is kept here, and the text of prompt and
-output together starts with the text of the prompt alone. Special tokens have their name as text;
-an id beyond the vocabulary, as the padding of a model's output layer can give, has none.
+An output always follows a prompt, if only a BOS token. So they keep the space that a SentencePiece
+decoder strips from the start of a text. The text of a special token is its name. An id beyond the
+vocabulary, which a padded output layer can produce, has no text.
 """
 
 from __future__ import annotations
@@ -36,15 +34,15 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 
 class ByteDetokenizer:
-    """Collects the text of tokens that each stand for the same bytes wherever they are.
+    """Collects the text of tokens that stand for the same bytes in every context.
 
-    A token takes O(1). Bytes that are not UTF-8 become U+FFFD as in ``bytes.decode("utf-8",
+    A token takes O(1). Bytes that are not UTF-8 become U+FFFD, as in ``bytes.decode("utf-8",
     "replace")``.
 
     Args:
-        bytes_of: what a token stands for, alone; nothing for an id beyond the vocabulary.
-        prefix_space: whether the tokenizer puts a space before every text: then an output that is a
-            text of its own, such as an answer in a chat, starts with a spurious space.
+        bytes_of: the bytes of a single token; none for an id beyond the vocabulary.
+        prefix_space: whether the tokenizer puts a space before every text. Then an output that is
+            a separate text, such as an answer in a chat, starts with a spurious space.
     """
 
     def __init__(self, bytes_of: Callable[[int], bytes], prefix_space: bool = False) -> None:
@@ -65,17 +63,17 @@ class ByteDetokenizer:
         self._segments.append(self._next_text(token))
 
     def finalize(self) -> None:
-        """Give out what is held back, with U+FFFD for a character that was not completed."""
+        """Release the text held back, with U+FFFD for an incomplete character."""
         self._segments.append(self._remaining_text())
 
     @property
     def text(self) -> str:
-        """All text given out so far."""
+        """All text released so far."""
         return "".join(self._segments)
 
     @property
     def last_segment(self) -> str:
-        """The text given out since this property was last read."""
+        """The text released since this property was last read."""
         segment = "".join(self._segments[self._read :])
         self._read = len(self._segments)
         return segment
@@ -88,7 +86,7 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer(ByteDetokenizer):
-    """For any other tokenizer: the difference between two decodings of the last few tokens."""
+    """Finds a token's text, with any tokenizer, as the difference between two decodings."""
 
     def __init__(self, decode: Callable[[list[int]], str], vocabulary_size: int, first: int):
         """``first`` is the token that stands in for the prompt."""
@@ -128,7 +126,7 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def wrap(tokenizer: PreTrainedTokenizerBase, **settings: Any) -> TokenizerWrapper:
-    """A tokenizer in mlx-lm's wrapper, with the detokenizer that mlx-lm would choose, and ours."""
+    """Wrap a tokenizer as mlx-lm does, with mlx-lm's choice of detokenizer and with ours."""
     decoder = _decoder_of(tokenizer)
     kind: Any = NaiveStreamingDetokenizer
     if _is_spm_decoder(decoder):
@@ -141,13 +139,13 @@ def wrap(tokenizer: PreTrainedTokenizerBase, **settings: Any) -> TokenizerWrappe
 
 
 def with_own_detokenizer(wrapper: TokenizerWrapper) -> TokenizerWrapper:
-    """Add our detokenizer to a wrapper of mlx-lm, besides its own."""
+    """Add our detokenizer to a wrapper of mlx-lm, in addition to its own."""
     wrapper._mlxspec_detokenizer = streaming_detokenizer(wrapper._tokenizer)
     return wrapper
 
 
 def detokenizer_of(wrapper: TokenizerWrapper) -> Any:
-    """A detokenizer, ready for a text: ours, or mlx-lm's if mlx-lm has loaded the tokenizer."""
+    """A detokenizer for a new text: ours, or mlx-lm's if mlx-lm has loaded the tokenizer."""
     own = getattr(wrapper, "_mlxspec_detokenizer", None)
     if own is None:
         return wrapper.detokenizer
@@ -157,9 +155,9 @@ def detokenizer_of(wrapper: TokenizerWrapper) -> Any:
 
 
 def token_bytes(wrapper: TokenizerWrapper, token: int) -> bytes:
-    """What a token stands for, alone: a space in front and a part of a character, too.
+    """The bytes of a single token, with a leading space and incomplete characters.
 
-    (Decoding a token by itself drops both.)
+    Decoding a single token would drop both.
     """
     own = getattr(wrapper, "_mlxspec_detokenizer", None) or getattr(wrapper, "_mlxspec_bytes", None)
     if own is None:
@@ -167,12 +165,12 @@ def token_bytes(wrapper: TokenizerWrapper, token: int) -> bytes:
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
             return str(wrapper.decode([token])).encode()
         own = streaming_detokenizer(tokenizer)
-        wrapper._mlxspec_bytes = own  # which does not write the output's text
+        wrapper._mlxspec_bytes = own  # for bytes only: mlx-lm's detokenizer makes the output's text
     return bytes(own.token_bytes(token))
 
 
 def streaming_detokenizer(tokenizer: PreTrainedTokenizerBase) -> ByteDetokenizer:
-    """The detokenizer for a tokenizer of transformers, by the kind of its decoder."""
+    """The detokenizer for a transformers tokenizer, chosen by the kind of its decoder."""
     decoder = _decoder_of(tokenizer)
     prefix_space = _is_spm_decoder(decoder)
     to_bytes = None
@@ -199,7 +197,7 @@ def streaming_detokenizer(tokenizer: PreTrainedTokenizerBase) -> ByteDetokenizer
 
 
 def _decoder_of(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """The decoder as ``tokenizer.json`` has it; None for a class that decodes by itself."""
+    """The decoder in the form of ``tokenizer.json``; None for a class with its own decoding."""
     kind, plain = type(tokenizer), PreTrainedTokenizerFast
     if not isinstance(tokenizer, plain):
         return None
@@ -215,7 +213,7 @@ def _sentencepiece_bytes(name: str) -> bytes:
 
 
 def _byte_level_bytes(name: str) -> bytes:
-    # A name with a sign from outside GPT-2's alphabet is that of an added token: plain text.
+    # A name with a character outside GPT-2's alphabet belongs to an added token: plain text.
     try:
         return bytes(_BYTES[sign] for sign in name)
     except KeyError:

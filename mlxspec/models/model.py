@@ -1,6 +1,6 @@
-"""A model and its tokenizer from a directory, the Hub, or this package.
+"""Loads a model and its tokenizer from a directory, the Hub, or this package.
 
-mlx-lm and transformers take a second to import, so they are imported when a model is loaded.
+mlx-lm and transformers take a second to import, so they are imported only to load a model.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ def load(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[nn.Module, TokenizerWrapper] | tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
-    """Load a model of mlx-lm's classes, and its tokenizer; the arguments are mlx-lm's.
+    """Load a model with mlx-lm's classes, and its tokenizer; the arguments are mlx-lm's.
 
-    No code of a model's repository is ever run. On the CPU back end, where half precision is
-    emulated, half-precision weights become float32.
+    No code of a model's repository is ever run. On the CPU back end, which emulates half
+    precision, half-precision weights become float32.
 
     Args:
         path_or_hf_repo: ``"demo"`` for the bundled model (``"./demo"`` is a directory of that
@@ -92,13 +92,13 @@ def load(
         lazy: leave the weights on disk until they are used.
         return_config: return the model's settings too.
         revision: branch, tag or commit of the repository.
-        trust_remote_code: there for mlx-lm's callers, here and in ``tokenizer_config``; a model
-            that needs such code is refused all the same.
+        trust_remote_code: accepted for compatibility with mlx-lm, here and in ``tokenizer_config``.
+            A model that needs such code is refused anyway.
 
     Returns:
-        The model, mlx-lm's tokenizer wrapper, and the settings if they are asked for. With this
-        tokenizer decoders lose no space of an output; mlx-lm's functions, and those that stand
-        in for them, drop the first one.
+        The model, mlx-lm's tokenizer wrapper, and the settings if requested. With this tokenizer,
+        decoders keep every space of an output. mlx-lm's functions, and those that replace them,
+        drop the first space.
 
     Raises:
         LoadError: a file is missing, damaged or not supported; the message names the remedy.
@@ -127,15 +127,15 @@ def load(
 def load_lazily(
     directory: Path, config: dict[str, Any], changes: dict[str, Any] | None = None
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """The model with its weights, which are not evaluated yet, and its settings.
+    """Load a model without evaluating its weights; returns it with its settings.
 
     Args:
-        directory: the model's.
-        config: from :func:`read_config`.
-        changes: settings that override it.
+        directory: the model's directory.
+        config: the settings, from :func:`read_config`.
+        changes: settings that override these.
 
     Raises:
-        LoadError: what is missing, damaged or not supported.
+        LoadError: a file is missing, damaged or not supported.
     """
     from mlx_lm.utils import load_model
 
@@ -146,7 +146,7 @@ def load_lazily(
         with without_patterns(directory) as place:
             model, config = load_model(place, lazy=True, model_config=changes)
         _try(model)
-    except SystemExit as error:  # of mlx-lm's OLMo 1, with a text that names the package
+    except SystemExit as error:  # from mlx-lm's OLMo 1, which prints the package's name
         raise LoadError(f"{directory}: the model needs a package that is not installed") from error
     except Exception as error:  # whatever a wrong configuration or file makes mlx-lm raise
         raise LoadError(f"{directory}: {_reason(error)}") from error
@@ -154,17 +154,14 @@ def load_lazily(
 
 
 def _try(model: nn.Module) -> None:
-    """Raise whatever a setting of a wrong type makes a model raise only when it runs.
-
-    The graph of a small forward is built and never evaluated.
-    """
+    """Build a small forward, without evaluating it, to find settings of a wrong type."""
     from mlx_lm.models.cache import make_prompt_cache
 
     model(mx.array([[0]]), cache=make_prompt_cache(model))
 
 
 def _reason(error: Exception) -> str:
-    """What is wrong with a model that mlx-lm does not load, in one line."""
+    """Why mlx-lm does not load a model, in one line."""
     text = one_line(error)
     if missing := re.search(r"missing \d+ required positional arguments?: (.*)", text):
         return f"config.json lacks {missing[1]}"
@@ -181,11 +178,7 @@ _ADAPTERS = "name a directory that mlx_lm.lora has written for this model"
 
 
 def _find_adapters(path: str | Path) -> Path:
-    """The directory of adapters, with the checks that need no model.
-
-    Raises:
-        LoadError: the directory or a file is missing, or a file is damaged.
-    """
+    """The directory of adapters, after all checks that need no model."""
     directory = local_path(path)
     if not directory.is_dir():
         raise LoadError(f"{path}: no directory of adapters; {_ADAPTERS}")
@@ -199,12 +192,12 @@ def _find_adapters(path: str | Path) -> Path:
 
 
 def _with_adapters(model: nn.Module, directory: Path) -> nn.Module:
-    """The model with adapters put in, LoRA's or DoRA's, or with all of its weights replaced."""
+    """The model with LoRA or DoRA adapters, or with all of its weights replaced."""
     from mlx_lm.utils import load_adapters
 
     try:
         model = load_adapters(model, str(directory))
-    except Exception as error:  # as above
+    except Exception as error:  # whatever a wrong file makes mlx-lm raise
         reason = one_line(error).rstrip(".")
         raise LoadError(
             f"{directory}: the adapters do not fit the model ({reason}); {_ADAPTERS}"
@@ -214,7 +207,7 @@ def _with_adapters(model: nn.Module, directory: Path) -> nn.Module:
 
 
 def _evaluate(model: nn.Module, directory: Path) -> None:
-    """Read the weights one after another, so that no second copy of them all is held."""
+    """Read the weights one after another, so that memory never holds them all twice."""
     try:
         for _, parameter in tree_flatten(model.parameters()):
             mx.eval(parameter)
@@ -223,9 +216,9 @@ def _evaluate(model: nn.Module, directory: Path) -> None:
 
 
 def encode_prompt(tokenizer: Any, text: str) -> list[int]:
-    """The ids of a prompt: with BOS, unless ``text`` starts with its name already.
+    """The ids of a prompt, with BOS unless ``text`` starts with its name, as in mlx-lm.
 
-    That is mlx-lm's rule. An empty text gives BOS alone, or nothing where there is no BOS.
+    An empty text gives BOS alone, or nothing if the tokenizer has no BOS.
     """
     bos = tokenizer.bos_token
     has_bos = bos is not None and text.startswith(bos)

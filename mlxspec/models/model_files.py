@@ -1,4 +1,4 @@
-"""A model's files: found on this machine or on the Hub, and checked before anything reads them."""
+"""Finds a model's files on this machine or the Hub, and checks them before they are loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import LoadError, printable
 
-# What a model and its tokenizer are loaded from; no repository's code, no other formats.
+# The files of a model and its tokenizer, without code and other formats.
 _TOKENIZER_AND_SETTINGS = ["*.json", "*.jsonl", "*.jinja", "*.txt", "tokenizer.model"]
 _WEIGHTS = "model*.safetensors"
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -26,27 +26,27 @@ _HUB_URL = re.compile(
     r"(?P<repository>[\w.-]+/[\w.-]+)"
     r"(?:/(?:tree|blob|resolve)/(?P<revision>[^/?#]+)(?:/[^?#]*)?)?/?(?:[?#].*)?"
 )
-_COUNTS_LAYERS = re.compile(r"(^|_)(n|num)_(\w+_)?layers?$")  # and not vocab_size_per_layer_input
-_MOST_DIMENSIONS, _LARGEST_SIZE = 32, 2**31 - 1  # of an array of MLX's
-_MOST_LAYERS = 1000  # that a model may have with fewer tensors than layers
+_COUNTS_LAYERS = re.compile(r"(^|_)(n|num)_(\w+_)?layers?$")  # but not vocab_size_per_layer_input
+_MOST_DIMENSIONS, _LARGEST_SIZE = 32, 2**31 - 1  # of an MLX array
+_MOST_LAYERS = 1000  # of a model with fewer tensors than layers
 
 
-# --- where they are ---
+# --- find the files ---
 
 DEMO = "demo"
 DEMO_DIRECTORY = Path(__file__).resolve().parents[1] / "demo_model"
 
 
 def find_directory(path_or_repo: str | Path, revision: str | None, *, weights: bool = True) -> Path:
-    """The directory with a model's files, downloaded if need be.
+    """The directory with a model's files, downloaded if needed.
 
     Args:
         path_or_repo: as for :func:`mlxspec.load`.
-        revision: of a repository.
+        revision: branch, tag or commit of a repository.
         weights: False leaves the weights out of a download.
 
     Raises:
-        LoadError: there is no such directory, and no such repository either.
+        LoadError: no directory or repository has this name, or the download fails.
     """
     if path_or_repo == DEMO:
         return DEMO_DIRECTORY
@@ -63,15 +63,15 @@ def find_directory(path_or_repo: str | Path, revision: str | None, *, weights: b
 
 
 def local_path(name: str | os.PathLike[str]) -> Path:
-    """A name as a path, with ``~`` for a home directory where there is such a user."""
+    """A name as a path, with ``~`` expanded if that user has a home directory."""
     try:
         return Path(name).expanduser()
-    except RuntimeError:  # there is no home directory
+    except RuntimeError:  # no home directory
         return Path(name)
 
 
 def given_name(name: str | os.PathLike[str]) -> str:
-    """What the user calls a model, for reports: a directory's own name, without the path."""
+    """A model's name for reports: the repository, or a directory's name without its path."""
     path = local_path(name)
     return path.resolve().name if path.is_dir() else hub_repository(os.fspath(name))[0]
 
@@ -82,7 +82,7 @@ def is_repository_name(name: str) -> bool:
 
 
 def hub_repository(name: str) -> tuple[str, str | None]:
-    """Repository and revision if ``name`` is the address of a page on the Hub, or else ``name``."""
+    """The repository and revision in the address of a Hub page; otherwise ``name`` itself."""
     url = _HUB_URL.fullmatch(name)
     return (url["repository"], url["revision"]) if url else (name, None)
 
@@ -94,13 +94,13 @@ def is_downloaded(repository: str) -> bool:
     patterns = [*_TOKENIZER_AND_SETTINGS, _WEIGHTS]
     try:
         found = snapshot_download(repository, allow_patterns=patterns, local_files_only=True)
-    except (OSError, ValueError):  # the Hub's errors among them
+    except (OSError, ValueError):  # including the Hub's errors
         return False
     return any(Path(found).glob(_WEIGHTS)) and (Path(found) / "config.json").is_file()
 
 
 def download(repository: str, revision: str | None = None, *, weights: bool = True) -> Path:
-    """The local copy of a repository's model files, fetched or completed with a progress bar.
+    """Download a repository's missing model files, with a progress bar; returns the local copy.
 
     Args:
         repository: ``owner/name``.
@@ -108,8 +108,8 @@ def download(repository: str, revision: str | None = None, *, weights: bool = Tr
         weights: False downloads the settings and the tokenizer only.
 
     Raises:
-        LoadError: there is no such repository or revision, it has no weights for MLX, it requires
-            a licence or a login, or the network or the disk does not allow the download.
+        LoadError: the repository or revision does not exist, has no weights for MLX, or requires a
+            licence or a login; or the network or the disk fails.
     """
     from huggingface_hub import list_repo_files, snapshot_download
 
@@ -119,17 +119,17 @@ def download(repository: str, revision: str | None = None, *, weights: bool = Tr
     except Exception as error:  # the HTTP library differs between versions of huggingface-hub
         reason = one_line(error) or type(error).__name__
         problem = _DOWNLOAD_PROBLEMS.get(
-            type(error).__name__, f"the download failed ({reason}); what has arrived is kept"
+            type(error).__name__, f"the download failed ({reason}); run it again to continue it"
         )
         if "gguf" in repository.lower():
-            problem += f"; by its name {_USE_MLX}"
+            problem += f"; by its name, it is {_USE_MLX}"
         raise LoadError(f"{repository}: {problem}") from error
     if weights and not any(found.glob(_WEIGHTS)):
         try:
             files = list_repo_files(repository, revision=revision)
             problem = instead_of_files(files) or "no weights; name another repository"
         except Exception:  # as above
-            problem = "its weights are not on this machine, and the Hub cannot be reached"
+            problem = _DOWNLOAD_PROBLEMS["LocalEntryNotFoundError"]
         raise LoadError(f"{repository}: {problem}")
     return found
 
@@ -140,22 +140,22 @@ _DOWNLOAD_PROBLEMS = {
     "RepositoryNotFoundError": "no such directory or public repository (a private one needs "
     "`hf auth login`)",
     "RevisionNotFoundError": "the repository has no such revision",
-    "LocalEntryNotFoundError": "not downloaded before, and the Hub cannot be reached; check name "
-    "and network",
+    "LocalEntryNotFoundError": "not on this machine, and the Hub cannot be reached; check name and "
+    "network",
 }
 
 
 # --- files of other programs ---
 
 _USE_MLX = (
-    "a model in GGUF format, which is llama.cpp's and Ollama's; use one for MLX, from "
+    "a model in GGUF format, as for llama.cpp and Ollama; use one for MLX, from "
     "https://huggingface.co/mlx-community/models, or convert the original: "
     "mlxspec convert --hf-path OWNER/NAME -q"
 )
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file is one of llama.cpp's, whatever its name is."""
+    """Whether a file's content is in GGUF format."""
     try:
         with path.open("rb") as file:
             return file.read(4) == b"GGUF"
@@ -167,14 +167,14 @@ def instead_of(name: str) -> str:
     """What to do about a name that is neither a path nor a repository."""
     if name.startswith(("http://", "https://")):
         return "not a model on huggingface.co; name a repository there as owner/name"
-    missing = "no such directory, and no name of a Hub repository (owner/name)"
+    missing = "no such directory, and not the name of a Hub repository (owner/name)"
     if "gguf" in name.lower():
-        return f"{missing}; by its name {_USE_MLX}"
+        return f"{missing}; by its name, it is {_USE_MLX}"
     return missing if "/" in name else f"{missing}; {_USE_MLX.partition('; ')[2]}"
 
 
 def instead_of_files(files: Collection[str]) -> str | None:
-    """What to use instead of a repository or directory with these files; None if unknown."""
+    """What to use instead of a model with these files; None if unknown."""
     if any(file.startswith("consolidated") for file in files):
         return "an original checkpoint; convert it with `mlxspec convert --torch-path DIRECTORY`"
     if any(file.lower().endswith(".gguf") for file in files):
@@ -184,39 +184,39 @@ def instead_of_files(files: Collection[str]) -> str | None:
     return None
 
 
-# --- what they must be ---
+# --- check the files ---
 
 
 def check_name(path: Path) -> None:
-    """Refuse a name that is not UTF-8: MLX and the tokenizers open no such file.
+    """Refuse a name that is not UTF-8, since MLX and tokenizers cannot open it.
 
     Raises:
-        LoadError: it is not UTF-8.
+        LoadError: the name is not UTF-8.
     """
     try:
         str(path).encode()
     except UnicodeEncodeError:
-        raise LoadError(f"{path}: a name that is not UTF-8 text; rename it") from None
+        raise LoadError(f"{path}: its name is not UTF-8 text; rename it") from None
 
 
 def check_readable(directory: Path) -> None:
-    """Refuse a directory with pipes, sockets or devices in it: reading one could block forever.
+    """Refuse a directory that contains pipes, sockets or devices, which could block a reader.
 
     Raises:
-        LoadError: it has one, or its name is not UTF-8.
+        LoadError: the directory contains one, or its name is not UTF-8.
     """
     check_name(directory)
-    with suppress(OSError):  # reading the files reports what cannot be listed
+    with suppress(OSError):  # a directory that cannot be listed fails when its files are read
         for path in sorted(directory.iterdir()):
             if path.exists() and not path.is_file() and not path.is_dir():
                 raise LoadError(f"{path}: not a regular file; remove or replace it")
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The settings in a file.
+    """The JSON object in a file.
 
     Raises:
-        LoadError: it cannot be read, or is not a JSON object.
+        LoadError: the file cannot be read, or has other content.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -235,7 +235,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     """``config.json``, with the EOS ids of ``generation_config.json`` if it has any.
 
     Raises:
-        LoadError: it is missing or damaged, or the model needs Python code of its repository.
+        LoadError: a file is missing or damaged, or the model needs Python code of its repository.
     """
     if not (directory / "config.json").is_file():
         raise LoadError(f"{directory}: no config.json; {_remedy(directory)}")
@@ -253,7 +253,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def check_weights(directory: Path) -> list[tuple[str, int]]:
-    """Check that all of a model's weight files are there and whole.
+    """Check that all of a model's weight files are present and complete.
 
     Returns:
         the type and size in bytes of each tensor.
@@ -281,7 +281,7 @@ def check_weights_file(path: Path) -> list[tuple[str, int]]:
 
     try:
         tensors = check_safetensors(path)
-        mx.load(str(path))  # which knows fewer types
+        mx.load(str(path))  # MLX knows fewer types
     except OSError as error:
         raise LoadError(f"{path}: cannot be read ({error.strerror or error})") from error
     except (SafetensorError, RuntimeError, ValueError) as error:
@@ -290,20 +290,20 @@ def check_weights_file(path: Path) -> list[tuple[str, int]]:
 
 
 def _remedy(directory: Path) -> str:
-    """What to do with a directory without a model for MLX."""
+    """The remedy for a directory without a model for MLX."""
     problem = instead_of_files([path.name for path in directory.glob("*")])
     return problem or "fetch the whole model, or name another directory"
 
 
 def check_safetensors(path: Path) -> dict[str, tuple[str, int]]:
-    """Check a safetensors file's header, whose claims MLX would believe.
+    """Check a safetensors file's header, which MLX does not check.
 
     Returns:
         the type and size in bytes of each tensor.
 
     Raises:
         SafetensorError: the file is truncated or damaged, or has a shape too large for MLX.
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -322,34 +322,34 @@ def check_safetensors(path: Path) -> dict[str, tuple[str, int]]:
 
 
 def check_layers(settings: object, tensors: int) -> None:
-    """Refuse more layers than there are tensors: each would be built.
+    """Refuse settings with more layers than tensors, since mlx-lm would build every layer.
 
     Args:
-        settings: of ``config.json``, or a part of them.
+        settings: the settings of ``config.json``, or a part of them.
         tensors: the number of tensors in the weights.
 
     Raises:
-        ValueError: there are too many.
+        ValueError: the settings have too many layers.
     """
     if not isinstance(settings, dict):
         return
     for key, value in settings.items():
         counts = _COUNTS_LAYERS.search(str(key))
         if counts and isinstance(value, int) and value > max(_MOST_LAYERS, tensors):
-            raise ValueError(f"{key} is {value}, and the weights have {tensors} tensors")
+            raise ValueError(f"{key} is {value}, but the weights have {tensors} tensors")
         check_layers(value, tensors)
 
 
 def one_line(error: Exception) -> str:
-    """A library's error message, shortened to one line for a message of our own."""
+    """A library's error message, shortened to one line for use in ours."""
     return " ".join(str(error).split())[:200]
 
 
 @contextmanager
 def without_patterns(directory: Path) -> Iterator[Path]:
-    """The directory, or a link to it if mlx-lm would read its name as a pattern.
+    """The directory, or a link to it if mlx-lm would take its name for a glob pattern.
 
-    Files that were opened below it stay open afterwards.
+    Files opened through the link stay open afterwards.
     """
     if glob.escape(str(directory)) == str(directory):
         yield directory

@@ -1,6 +1,6 @@
-"""Models whose files are on this machine: what they are, and whether they can be run as they are.
+"""Models on this machine: what they are, and whether they can run as they are.
 
-Only files are looked at; no model is loaded.
+This module examines files and loads no model.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class ModelFiles:
     """A model's files.
 
     Attributes:
-        directory: where they are.
+        directory: the model's directory.
         nbytes: the size of all files.
-        trouble: why the model cannot be run as it is, and what helps; "" where it can.
+        trouble: why the model cannot run as it is, and the remedy; "" if it can.
         architecture: the ``model_type`` of ``config.json``.
-        weights: their type: "4 bits", "bf16".
+        weights: the type of the weights, such as "4 bits" or "bf16".
         weight_bytes: the size of the weights.
-        half_bytes: how much of that is in half precision, which becomes float32 on the CPU.
+        half_bytes: how many of these bytes are in half precision, which becomes float32 on the CPU.
     """
 
     directory: Path
@@ -42,9 +42,9 @@ class ModelFiles:
 
 
 def cached_repositories() -> Iterator[tuple[str, Path]]:
-    """Name and directory of each model's repository in the cache of the Hugging Face Hub.
+    """The name and the directory of each model in the Hugging Face Hub's cache.
 
-    Of several revisions it is the one that is loaded when the name alone is given.
+    If several revisions are cached, the directory is that of the one that the name alone loads.
     """
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
@@ -60,7 +60,7 @@ def cached_repositories() -> Iterator[tuple[str, Path]]:
 
 
 def model_files(directory: Path) -> ModelFiles:
-    """Look at a model's directory."""
+    """Examine a model's directory."""
     nbytes = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
     try:
         config = read_config(directory)
@@ -80,7 +80,7 @@ def model_files(directory: Path) -> ModelFiles:
 
 
 def _is_known(architecture: str) -> bool:
-    """Whether mlx-lm has an architecture; it is imported only for those under another name."""
+    """Whether mlx-lm has an architecture; imports mlx-lm only to look up other names."""
     found = find_spec("mlx_lm")
     places = found.submodule_search_locations if found else None
     if any((Path(place) / "models" / f"{architecture}.py").is_file() for place in places or ()):
@@ -91,7 +91,7 @@ def _is_known(architecture: str) -> bool:
 
 
 def _in_words(config: dict[str, Any], types: Counter[str]) -> str:
-    """The type of quantised weights, or of most of the others."""
+    """The kind of quantisation, or the type of most weights."""
     quantized, foreign = config.get("quantization"), config.get("quantization_config")
     if isinstance(quantized, dict) and isinstance(quantized.get("bits"), int):
         mode = quantized.get("mode", "affine")

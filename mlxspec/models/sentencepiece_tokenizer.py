@@ -1,10 +1,9 @@
 """A tokenizer with exactly the ids of a SentencePiece ``tokenizer.model``.
 
-The BPE model's pieces become a tokenizer of the library ``tokenizers``, step by step, which then
-has to agree with SentencePiece on texts that would show any difference. A model that cannot be
-reproduced exactly is refused. One thing is meant to differ: the name of a control piece (``<s>``,
-Mistral's ``[INST]``) in a text means the piece, as in Mistral's own tokenizer, where plain
-SentencePiece splits it.
+A tokenizer of the library ``tokenizers`` is built from the BPE model's pieces. It must agree with
+SentencePiece on texts that would show any difference; otherwise the model is refused. One
+difference is intended: the name of a control piece (``<s>``, Mistral's ``[INST]``) in a text means
+the piece, as in Mistral's own tokenizer. Plain SentencePiece splits the name.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _SPACE = "▁"  # what SentencePiece writes for a space
 _REMEDY = "use a version of the model that has a tokenizer.json"
 
 _BPE = 2  # TrainerSpec.ModelType
-# Their order is checked pair by pair; Llama's runs of spaces are 16 of one score.
+# Pieces of one score are checked pair by pair; Llama has 16, its runs of spaces.
 _MOST_OF_ONE_SCORE = 256
 _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
 # ModelProto.SentencePiece.Type
@@ -35,12 +34,12 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 
 
 def build_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer with SentencePiece's ids for the BPE model in ``path``.
+    """Build the tokenizer with SentencePiece's ids for the BPE model in ``path``.
 
-    It adds the BOS piece when asked for special tokens, and never EOS.
+    As a special token it adds BOS, never EOS.
 
     Raises:
-        LoadError: not a SentencePiece model, or one whose ids cannot be reproduced exactly.
+        LoadError: the file is not a SentencePiece model, or its ids cannot be reproduced exactly.
     """
     model, reference = _read_model(path)
     tokenizer = Tokenizer(
@@ -50,14 +49,14 @@ def build_tokenizer(path: Path) -> Tokenizer:
             unk_token=reference.id_to_piece(reference.unk_id()),
             fuse_unk=True,
             byte_fallback=model.trainer_spec.byte_fallback,
-            # A user-defined piece is cut out of the text and then found as a whole.
+            # A user-defined piece is cut out of the text and then found whole.
             ignore_merges=bool(_piece_names(model, _USER_DEFINED)),
         )
     )
     tokenizer.normalizer = _normalizer(model.normalizer_spec)
     tokenizer.pre_tokenizer = _pre_tokenizer(model, path)
     tokenizer.decoder = _decoder(model.normalizer_spec)
-    # normalized=True: the normalizer sees the whole text and so knows where it starts.
+    # normalized=True: the normalizer sees the whole text, and so finds its start.
     control = _piece_names(model, _CONTROL)
     tokenizer.add_special_tokens([AddedToken(c, special=True, normalized=True) for c in control])
     if reference.bos_id() >= 0:
@@ -75,14 +74,14 @@ def build_tokenizer(path: Path) -> Tokenizer:
 
 
 def tokenizer_config(path: Path) -> dict[str, Any]:
-    """The content of ``tokenizer_config.json`` next to the ``tokenizer.json`` of ``path``.
+    """The ``tokenizer_config.json`` for the tokenizer that :func:`build_tokenizer` builds.
 
-    Names BOS and EOS, and a chat template where the pieces show the instruct format. The
-    unknown piece is left out: transformers would take its name in a text for the piece, which
-    SentencePiece does not.
+    It names BOS and EOS, and has a chat template if the pieces show an instruct format. It leaves
+    out the unknown piece: transformers, unlike SentencePiece, would take its name in a text for
+    the piece.
 
     Raises:
-        LoadError: not a SentencePiece model, or one whose ids cannot be reproduced exactly.
+        LoadError: the file is not a SentencePiece model, or its ids cannot be reproduced exactly.
     """
     model, reference = _read_model(path)
     config: dict[str, Any] = {
@@ -101,15 +100,15 @@ def tokenizer_config(path: Path) -> dict[str, Any]:
     return config
 
 
-# --- its steps ---
+# --- the parts of a tokenizer ---
 
 
 def _merges(model: Any) -> list[tuple[str, str]]:
     """Every split of every piece into two pieces, in SentencePiece's order.
 
-    Among pieces of equal score (Llama's runs of spaces) the longer goes first, and so does the
-    split with the longer left part: SentencePiece takes the leftmost pair there, which is the
-    one that lets a run grow from its left end.
+    Among pieces of equal score (Llama's runs of spaces), longer pieces come first, and so do splits
+    with a longer left part. SentencePiece joins the leftmost pair there, so a run grows from its
+    left end.
     """
     scores = {p.piece: p.score for p in model.pieces if p.type == _NORMAL}
     ranked = [
@@ -122,25 +121,25 @@ def _merges(model: Any) -> list[tuple[str, str]]:
 
 
 def _normalizer(spec: Any) -> normalizers.Normalizer:
-    """What is done to the whole text, control pieces included."""
+    """The normalizer of the whole text, control pieces included."""
     steps = []
     if spec.remove_extra_whitespaces:
         steps.append(normalizers.Replace(Regex(r"\A +"), ""))
         steps.append(normalizers.Replace(Regex(" {2,}"), " "))
     steps.append(normalizers.Replace(" ", _SPACE))
     if spec.add_dummy_prefix:
-        # Metaspace, below, puts the prefix before any text that does not start with a space.
-        # At the start of the whole text SentencePiece does so in that case, too.
+        # Metaspace, below, puts the prefix before any text that does not start with a space. At
+        # the start of the whole text, SentencePiece also puts it before a space.
         steps.append(normalizers.Replace(Regex(rf"\A(?={_SPACE})"), _SPACE))
     return normalizers.Sequence(steps)
 
 
 def _pre_tokenizer(model: Any, path: Path) -> pre_tokenizers.PreTokenizer | None:
-    """What is done to each stretch of text between control pieces."""
+    """The pre-tokenizer of each stretch of text between control pieces."""
     steps: list[pre_tokenizers.PreTokenizer] = []
     if model.normalizer_spec.add_dummy_prefix:
         steps.append(pre_tokenizers.Metaspace(_SPACE, prepend_scheme="always", split=False))
-        # A lone space behind a control piece is the prefix of an empty text: no piece at all.
+        # A lone space after a control piece is the prefix of an empty text, and not a piece.
         steps.append(pre_tokenizers.Split(Regex(rf"\A{_SPACE}\z"), behavior="removed"))
     if model.normalizer_spec.remove_extra_whitespaces:
         steps.append(pre_tokenizers.Split(Regex(rf"{_SPACE}+\z"), behavior="removed"))
@@ -153,11 +152,11 @@ def _pre_tokenizer(model: Any, path: Path) -> pre_tokenizers.PreTokenizer | None
 
 
 def _heads_of_split_names(model: Any, path: Path) -> str:
-    r"""A pattern for texts that are a piece's name, but that SentencePiece takes apart.
+    """A pattern for texts that are a piece's name, but that SentencePiece splits.
 
-    Such are ``<0x0A>``, ``<unk>`` and pieces that no sequence of joins reaches; with
-    ``ignore_merges`` the tokenizer would find them as a whole. The pattern matches the first
-    piece that SentencePiece splits them into, so that the text is cut behind it.
+    Examples are ``<0x0A>``, ``<unk>`` and pieces that no sequence of joins makes. With
+    ``ignore_merges`` the tokenizer would find them whole. The pattern matches the first piece that
+    SentencePiece splits them into, so that the text is cut after it.
     """
     kinds = (_NORMAL, _BYTE, _UNKNOWN)
     names = [name for kind in kinds for name in _piece_names(model, kind)]
@@ -181,7 +180,7 @@ def _decoder(spec: Any) -> decoders.Decoder:
 
 
 def _verbatim_processor(model: Any) -> Any:
-    """SentencePiece without anything that it does to a text's start, end and spaces."""
+    """SentencePiece, set to leave a text's start, end and spaces as they are."""
     from sentencepiece import SentencePieceProcessor
 
     verbatim = type(model)()
@@ -195,11 +194,7 @@ def _verbatim_processor(model: Any) -> Any:
 
 
 def _read_model(path: Path) -> tuple[Any, Any]:
-    """The ``ModelProto`` in ``path``, and SentencePiece itself with it.
-
-    Raises:
-        LoadError: ``path`` is not a SentencePiece model, or cannot be reproduced.
-    """
+    """The ``ModelProto`` in ``path``, and a SentencePiece processor with it."""
     from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 
     try:
@@ -214,10 +209,10 @@ def _read_model(path: Path) -> tuple[Any, Any]:
         pieces = [piece.piece for piece in model.pieces]
         if not pieces:
             raise ValueError("the file is empty, which protobuf accepts")
-    except Exception as error:  # SentencePiece's, protobuf's own, or one of its implementation's
+    except Exception as error:  # from SentencePiece, protobuf, or protobuf's implementation
         raise LoadError(f"{path}: not a SentencePiece model, or a damaged one") from error
-    if not all(isinstance(piece, str) for piece in pieces):  # SentencePiece does not mind
-        raise LoadError(f"{path}: a piece of it is not UTF-8 text; {_REMEDY}")
+    if not all(isinstance(piece, str) for piece in pieces):  # SentencePiece accepts others
+        raise LoadError(f"{path}: one of its pieces is not UTF-8 text; {_REMEDY}")
     if not _is_reproducible(model):
         raise LoadError(f"{path}: not a BPE model that can be reproduced exactly; {_REMEDY}")
     return model, reference
@@ -261,21 +256,18 @@ _PIECES_A_TEXT = 64
 
 
 def _probe_texts(model: Any) -> Iterator[str]:
-    """Samples, texts in which the order of joins matters most, and all pieces in a random order.
-
-    Texts that hold the name of a control piece are left out, since it is meant to differ there.
-    """
+    """Samples, texts in which the order of joins matters most, and all pieces in a random order."""
     control = _piece_names(model, _CONTROL)
     user_defined = _piece_names(model, _USER_DEFINED)
     names = _piece_names(model, _NORMAL) + user_defined
     for text in (*_SAMPLES, *_overlaps(model), *user_defined, *_shuffled(names)):
         text = text.replace(_SPACE, " ")
-        if not any(name in text for name in control):
+        if not any(name in text for name in control):  # these differ intentionally
             yield text
 
 
 def _overlaps(model: Any) -> Iterator[str]:
-    """Texts in which two joins of equal score share a part: twice ``ana`` in ``anana``."""
+    """Texts in which two joins of equal score overlap, as twice ``ana`` in ``anana``."""
     by_score: dict[float, list[str]] = {}
     for piece in model.pieces:
         if piece.type == _NORMAL:

@@ -1,4 +1,4 @@
-"""The tokenizer of a model: Hugging Face's files, or SentencePiece's model alone."""
+"""Loads a model's tokenizer, from Hugging Face's files or from SentencePiece's model alone."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from .model_files import (
 )
 from .sentencepiece_tokenizer import build_tokenizer, tokenizer_config
 
-# Besides SentencePiece's model, what transformers builds a tokenizer from without further code.
+# Files from which transformers builds a tokenizer without further code, besides SentencePiece's.
 _HUGGING_FACE_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
 _OTHER_FILES = ("tekken.json", "*.tiktoken", "tiktoken.model")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token")
 
 
 def load_tokenizer_of(source: str | Path) -> Any:
-    """Load a model's tokenizer and nothing else of the model.
+    """Load a model's tokenizer without the model.
 
     Args:
-        source: whatever :func:`mlxspec.load` takes (of a repository on the Hub only the
-            tokenizer is downloaded), or a directory with no more than a tokenizer's files, or the
-            ``tokenizer.json`` or ``tokenizer.model`` in one.
+        source: a model as for :func:`mlxspec.load`, of which only the tokenizer is downloaded, a
+            directory with a tokenizer's files, or the ``tokenizer.json`` or ``tokenizer.model`` in
+            it.
 
     Returns:
         mlx-lm's tokenizer wrapper, as :func:`mlxspec.load` returns it.
 
     Raises:
-        LoadError: there is no tokenizer of a supported kind.
+        LoadError: ``source`` has no tokenizer of a supported kind.
     """
     path = local_path(source)
     if path.name in ("tokenizer.json", "tokenizer.model") and path.is_file():
@@ -55,21 +55,19 @@ def load_tokenizer(
     eos_token_ids: Collection[int] | int | None,
     settings: Mapping[str, Any] | None = None,
 ) -> Any:
-    """mlx-lm's ``TokenizerWrapper``, with this package's streaming detokenizer added.
+    """Load a tokenizer in mlx-lm's ``TokenizerWrapper``, with our streaming detokenizer.
 
-    ``tokenizer.json`` comes first. A ``tokenizer.model`` without it gives SentencePiece's ids,
-    which transformers would not; ``tokenizer_config.json`` adds the chat template, the special
-    tokens and the tokens beyond the model's pieces.
+    ``tokenizer.json`` comes first. A ``tokenizer.model`` alone gives SentencePiece's ids, which
+    transformers does not. ``tokenizer_config.json`` adds the chat template, the special tokens and
+    the tokens beyond the model's pieces.
 
     Args:
-        directory: where the tokenizer's files are.
-        eos_token_ids: what ends an output according to the model's configuration, besides the
-            tokenizer's own EOS.
+        directory: the directory of the tokenizer's files.
+        eos_token_ids: the EOS ids of the model's configuration, in addition to the tokenizer's own.
         settings: override those of ``tokenizer_config.json``.
 
     Raises:
-        LoadError: no tokenizer, one of a kind that is not read, or one that needs its
-            repository's code.
+        LoadError: the tokenizer is missing, of an unsupported kind, or needs its repository's code.
     """
     given = {**(settings or {})}
     given.pop("trust_remote_code", None)
@@ -108,7 +106,7 @@ def _no_tokenizer(directory: Path) -> str:
     for path in (path for pattern in _OTHER_FILES for path in directory.glob(pattern)):
         kind = "Tekken" if path.suffix == ".json" else "tiktoken"
         return f"{path}: a {kind} tokenizer; use a version of the model with a tokenizer.json"
-    return f"{directory}: no tokenizer.json and no tokenizer.model; copy the model's own there"
+    return f"{directory}: no tokenizer.json or tokenizer.model; copy the model's own there"
 
 
 def _sentencepiece(directory: Path, given: dict[str, Any]) -> PreTrainedTokenizerFast:
@@ -125,7 +123,7 @@ def _sentencepiece(directory: Path, given: dict[str, Any]) -> PreTrainedTokenize
         name = token.get("content") if isinstance(token, dict) else token
         if name is not None:
             if not isinstance(name, str) or tokenizer.token_to_id(name) is None:
-                raise LoadError(f"{directory}: its {key} {name!r} is not in the vocabulary")
+                raise LoadError(f"{own_settings}: its {key} {name!r} is not in the vocabulary")
             settings[key] = name
     for key in ("chat_template", "add_bos_token"):
         if own.get(key) is not None:
@@ -139,7 +137,7 @@ def _sentencepiece(directory: Path, given: dict[str, Any]) -> PreTrainedTokenize
 
 
 def _add_tokens(tokenizer: Tokenizer, added: dict[str, Any], path: Path) -> None:
-    """Add the tokens beyond SentencePiece's pieces, whose ids must follow on."""
+    """Add the tokens beyond SentencePiece's pieces, whose ids must continue those of the pieces."""
     for index, token in sorted((int(key), value) for key, value in added.items()):
         if tokenizer.id_to_token(index) == token["content"]:
             continue
@@ -154,6 +152,6 @@ def _add_tokens(tokenizer: Tokenizer, added: dict[str, Any], path: Path) -> None
 
 
 def vocabulary_classes(tokenizer: Any) -> bytes:
-    """The kind of each token, for :class:`mlxspec.drafting.acceptance.AcceptanceModel`."""
+    """The class of each token, for :class:`mlxspec.drafting.acceptance.AcceptanceModel`."""
     pieces = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     return token_classes([piece or "" for piece in pieces], set(tokenizer.all_special_ids))

@@ -133,7 +133,7 @@ def test_a_broken_line_costs_no_other(endless: Path, prompts: Path) -> None:
     expected = [
         "line 2: not JSON with a prompt: write",
         'line 4: "prompt" is empty: write',
-        "line 5: the prompt holds the id 99: the model's are 0 to 63",
+        "line 5: the prompt holds the id 99: pass ids from 0 to 63",
         "line 6: top_p is 7.0: choose it between 0 and 1",
         "line 7: the stop token 'nothing like it' is not a token of the model: give",
         "line 8: not JSON with a prompt: write",
@@ -173,7 +173,7 @@ def test_a_prompt_longer_than_the_context_costs_no_other(
     lines = [{"prompt": [3] * 9}, {"prompt": [5] * 7}]
     found = results(generate("--model", model, "--prompts", write(prompts, lines)))
     assert found[0]["error"] == (
-        "line 1: the prompt has 9 tokens and the model's context 8: shorten the prompt"
+        "line 1: the prompt has 9 tokens, but the model's context is 8: shorten the prompt"
     )
     assert (found[1]["generation_tokens"], found[1]["finish_reason"]) == (1, "length")
 

@@ -107,7 +107,7 @@ def test_a_quantised_file_goes_on_quantised_and_refuses_other_bits(tmp_path: Pat
     ("arguments", "error"),
     [
         (("--model", "owner/other"), "was made by the model .*, not owner/other: leave out"),
-        (("--prompt-cache-file", "nowhere.safetensors"), "there is no such file"),
+        (("--prompt-cache-file", "nowhere.safetensors"), "no such file; make it with"),
     ],
 )
 def test_wrong_files_and_models_are_one_line(

@@ -121,7 +121,7 @@ def test_nothing_is_kept_and_nothing_said_unless_it_is_on(finite: Path, home: Pa
 
 @pytest.mark.slow
 def test_the_second_time_drafts_come_from_memory_and_the_text_is_the_same():
-    assert said("on").splitlines()[0].startswith("Answers are kept from now on, with every token")
+    assert said("on").splitlines()[0].startswith("Answers are kept from now on, for every token")
     options = ("--model", "demo", "--prompt", PROMPT)
     first = generate(*options)
     assert earned("memory") == 0
@@ -321,7 +321,7 @@ def test_one_tokenizer_alone_is_on_or_off(finite: Path, endless: Path):
 
     first = identify(load_tokenizer_of(finite))
     assert said("on", "--model", finite, "--max-tokens", 1000).startswith(
-        f"Answers are kept from now on, with {first}, up to 1,000 tokens.\n"
+        f"Answers are kept from now on, for {first}, up to 1,000 tokens.\n"
     )
     # Both models have the same vocabulary, and so share what is kept.
     assert kept_with(finite)
@@ -329,7 +329,7 @@ def test_one_tokenizer_alone_is_on_or_off(finite: Path, endless: Path):
     assert not kept_with("demo")
     assert "up to 1,000 tokens each" in said("on")
     assert said("off", "--model", finite).startswith(
-        f"No answers are kept from now on with {first}"
+        f"No answers are kept from now on, for {first}"
     )
     assert not kept_with(finite)
     assert kept_with("demo")
@@ -475,7 +475,7 @@ def test_what_is_forgotten_is_not_drafted_from():
         (("--before", ""), "--before is '': write it as"),
         (("--since", "2026-13-01"), "--since is '2026-13-01': write it as"),
         (("--since", "2h", "--before", "3h"), "--since 2h is not before --before 3h: give an"),
-        (("--matching", " "), "--matching is empty: give a text, or forget --all"),
+        (("--matching", " "), "--matching is empty: give a text, or use --all"),
         (("--all",), "forget asks for confirmation, which needs a terminal: add --yes"),
     ],
 )

@@ -106,7 +106,7 @@ def test_a_full_store_says_so(tmp_path: Path, texts: Path):
     ("arguments", "problem"),
     [
         (("build", "nowhere", "--model", "demo", "-o", "out"), "nowhere: cannot be read"),
-        (("build", "texts/picture", "--model", "demo", "-o", "out"), "there is no text"),
+        (("build", "texts/picture", "--model", "demo", "-o", "out"), "nothing to write"),
         (("build", "texts", "--model", "no/such/model", "-o", "out"), "no such directory"),
         (("build", "texts", "--model", "demo", "-o", "texts/one.txt"), "texts/one.txt: exists"),
         (("info", "texts/one.txt"), "is not an mlxspec store"),

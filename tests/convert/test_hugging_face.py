@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -11,7 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 
 from mlxspec.convert.conversion import convert
-from mlxspec.convert.original import write_sentencepiece_files
+from mlxspec.convert.original import write_original_tokenizer
 from mlxspec.errors import MlxspecError
 from mlxspec.models import model_files
 from tests.support.comparison import assert_same_bits, tensors
@@ -54,7 +55,7 @@ def write_model(
     weights = {name: array.astype(mx.bfloat16) for name, array in tree_flatten(model.parameters())}
     mx.save_safetensors(str(directory / "model.safetensors"), split_experts(weights))
     (directory / "config.json").write_text(json.dumps(config))
-    write_sentencepiece_files(tokenizer_model, directory)
+    write_original_tokenizer(tokenizer_model.parent, sys.maxsize, directory)
     return directory
 
 
@@ -187,7 +188,7 @@ def change_config(**changes: object):
         (lambda s: (s / "config.json").unlink(), r"no config\.json"),
         (
             lambda s: (s / "config.json").rename(s / "params.json"),
-            r"no config\.json; use --torch-path for an original",
+            r"is an original checkpoint; use --torch-path",
         ),
         (lambda s: (s / "config.json").write_text("{"), r"config\.json: not valid JSON"),
         (lambda s: (s / "model.safetensors").unlink(), r"no model\*\.safetensors"),
@@ -221,10 +222,12 @@ def test_a_repository_is_downloaded_at_its_revision(
 
 @pytest.mark.parametrize("name", ["nowhere", "./no/where", "a/b/c"])
 def test_what_is_neither_directory_nor_repository_is_named(tmp_path: Path, name: str):
-    with pytest.raises(MlxspecError, match="no such directory, and no name of a Hub repository"):
+    with pytest.raises(
+        MlxspecError, match="no such directory, and not the name of a Hub repository"
+    ):
         convert(hf_path=name, mlx_path=tmp_path / "out")
 
 
 def test_a_directory_has_no_revision(tmp_path: Path):
-    with pytest.raises(MlxspecError, match="is a directory, which has no --revision"):
+    with pytest.raises(MlxspecError, match="a directory has no --revision"):
         convert(hf_path=tmp_path, revision="main", mlx_path=tmp_path / "out")

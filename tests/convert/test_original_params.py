@@ -100,7 +100,7 @@ def test_scaled_rope_has_the_factor_of_the_published_models(dim: int, factor: fl
 
 
 def test_an_unknown_setting_is_refused_unless_it_is_off():
-    with pytest.raises(LoadError, match="'logit_scale' belongs to no known"):
+    with pytest.raises(LoadError, match="'logit_scale' is not one of"):
         config_from_params(MISTRAL | {"logit_scale": 2.0}, {})
     assert config_from_params(MISTRAL | {"vision_encoder": None, "use_biases": False}, {})
 

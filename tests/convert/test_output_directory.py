@@ -251,7 +251,9 @@ def test_files_and_links_are_refused(tmp_path: Path, source: Path):
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     for name in ("file", "link", "dangling"):
         with (
-            pytest.raises(ConversionError, match=f"{name}: exists and is a link or no directory"),
+            pytest.raises(
+                ConversionError, match=f"{name}: exists and is a link or not a directory"
+            ),
             output_directory(tmp_path / name, force=True),
         ):
             pass

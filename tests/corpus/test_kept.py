@@ -339,7 +339,7 @@ def test_every_flipped_bit_of_an_index_is_borne(tmp_path: Path):
             assert all(-1 <= token < 100 for token in tokens)
             assert len(occurrences) <= 8
         held.close()
-        assert all("is damaged; it is made again" in line for line in lines)
+        assert all("is damaged; it is rebuilt" in line for line in lines)
         assert all("\n" not in line for line in lines)
     assert all_texts(tmp_path) == sorted(answers)
 
@@ -356,7 +356,7 @@ def test_a_damaged_index_is_made_again_and_not_merged(tmp_path: Path):
         held.add(answer)
     held.settle(tidy=True)
     assert lines
-    assert all(line.endswith(".index: is damaged; it is made again") for line in lines)
+    assert all(line.endswith(".index: is damaged; it is rebuilt") for line in lines)
     assert all(is_found(held, answer) for answer in answers + new)
     held.close()
     assert all_texts(tmp_path) == sorted(answers + new)
@@ -626,7 +626,7 @@ def test_an_index_that_proves_to_be_damaged_while_drafting_is_made_again(tmp_pat
     held.settle()
     assert looked_up(held, [1, 2]) == [(2, [3, 4])]
     (line,) = lines
-    assert line.endswith(".index: is damaged; it is made again")
+    assert line.endswith(".index: is damaged; it is rebuilt")
     held.close()
 
 

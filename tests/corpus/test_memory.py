@@ -236,9 +236,7 @@ def test_a_memory_of_nothing_remembers_nothing():
 
 @pytest.mark.parametrize("max_tokens", [-1, 1.5, "many"])
 def test_a_size_that_is_none_is_one_line(max_tokens: Any):
-    with pytest.raises(
-        OptionError, match=f"^a memory of {max_tokens!r} tokens: give a whole number"
-    ):
+    with pytest.raises(OptionError, match=f"^max_tokens is {max_tokens!r}: give a whole number"):
         Memory(max_tokens)
 
 

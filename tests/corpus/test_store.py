@@ -129,7 +129,7 @@ def test_another_tokenizer_is_refused_by_name(tmp_path: Path):
     path = tmp_path / "s"
     build_store(path, TEXTS, FIRST)
     before = path.read_bytes()
-    both = r"s: holds tokens of first \(100 tokens, .{8}\), the model's tokenizer is second \("
+    both = r"s: holds tokens of first \(100 tokens, .{8}\), but the model's tokenizer is second \("
     for refused in (
         lambda: open_store(path, SECOND),
         lambda: add_to_store(path, TEXTS, SECOND),
@@ -157,7 +157,7 @@ def test_force_replaces_only_a_store(tmp_path: Path):
     (tmp_path / "letter").write_text("irreplaceable")
     (tmp_path / "directory").mkdir()
     told = {
-        "letter": "is not a store, and --force replaces nothing else",
+        "letter": "is not a store, and --force replaces only stores",
         "directory": "is a directory, a link or a device; name a regular file",
     }
     for name, message in told.items():
@@ -187,7 +187,7 @@ def test_a_failure_while_reading_leaves_nothing(tmp_path: Path):
 
     with pytest.raises(KeyboardInterrupt):
         build_store(tmp_path / "s", interrupted(), FIRST)
-    with pytest.raises(StoreError, match="there is no text"):
+    with pytest.raises(StoreError, match="nothing to write"):
         build_store(tmp_path / "s", [[1]], FIRST)
     assert list(tmp_path.iterdir()) == []
 

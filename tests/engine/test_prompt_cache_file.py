@@ -97,7 +97,7 @@ def test_a_session_without_a_cache_and_a_file_without_tokens_are_refused(tmp_pat
     with pytest.raises(OptionError, match="no cache to save"):
         Session().save(tmp_path / "c")
     save_prompt_cache(tmp_path / "c", cached(ARCHITECTURES["llama3"].model()))
-    with pytest.raises(PromptCacheError, match="does not say what"):
+    with pytest.raises(PromptCacheError, match="does not list its cache"):
         Session.load(tmp_path / "c.safetensors")
     cache = load_prompt_cache(tmp_path / "c.safetensors")
     for nonsense in ("[1, 2]", "{}", "x", '["a"]'):

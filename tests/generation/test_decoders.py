@@ -145,9 +145,9 @@ def test_two_generations_at_once_do_not_disturb_each_other(decoder: PromptLookup
     [
         ({"prompt": ""}, PromptError, "prompt is empty"),
         ({"prompt": []}, PromptError, "BOS"),
-        ({"prompt": [1, 4096]}, PromptError, "the id 4096: the model's are 0 to 4095"),
+        ({"prompt": [1, 4096]}, PromptError, "the id 4096: pass ids from 0 to 4095"),
         ({"prompt": [-1, 5]}, PromptError, "the id -1"),
-        ({"prompt": [1] * 1_000_000}, PromptError, "1000000 tokens and the model's context"),
+        ({"prompt": [1] * 1_000_000}, PromptError, "1000000 tokens, but the model's context"),
         ({"max_tokens": 0}, OptionError, "max_tokens is 0"),
         ({"max_tokens": -1}, OptionError, "max_tokens is -1"),
         ({"n_draft": -1}, OptionError, "n_draft is -1"),

@@ -9,9 +9,9 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 import mlxspec
-from mlxspec.compat.generation import stream_with_draft_model
+from mlxspec.compat.generation import stream_generate
 from mlxspec.drafting.costs import KnownTime
-from mlxspec.drafting.kept import CostCache, CostKey, KnownRange
+from mlxspec.drafting.kept import CostCache, CostKey, KnownTimes
 from mlxspec.engine.costs import KeptCosts
 from mlxspec.engine.target import Capability
 from mlxspec.errors import MlxspecError
@@ -65,8 +65,8 @@ def test_for_a_model_that_cannot_verify_drafts_nothing_is_measured(
         ({"logit_bias": {4096: 1.0}}, "logit_bias holds the id 4096"),
         ({"stop": ""}, "stop holds an empty string"),
         ({"stop": ["end", ""]}, "stop holds an empty string"),
-        ({"stop": None}, "stop must be a text"),
-        ({"stop": ["end", 5]}, "stop must be a text"),
+        ({"stop": None}, "stop is None: pass a string"),
+        ({"stop": ["end", 5]}, r"stop is \['end', 5\]: pass a string"),
         ({"stop_tokens": "two words"}, "the stop token 'two words'"),
         ({"kv_bits": 7}, "kv_bits is 7"),
         ({"kv_bits": 8, "kv_group_size": 128}, "kv_group_size 128 does not suit"),
@@ -90,15 +90,14 @@ def test_a_draft_model_s_generation_is_refused_before_anything_is_measured(
     monkeypatch.setattr(
         "mlxspec.generation.loaded.costs_for", lambda *_, **__: pytest.fail("measured")
     )
-    decoder = mlxspec.AutoDecoder(*loaded)
     with pytest.raises(MlxspecError, match="temp is -1"):
-        stream_with_draft_model(decoder, decoder.model, "The river", 5, temp=-1)
+        stream_generate(*loaded, "The river", 5, draft_model=loaded[0], temp=-1)
 
 
 def test_what_a_lent_cache_holds_counts_for_the_costs(loaded: tuple) -> None:
     decoder = mlxspec.AutoDecoder(*loaded)
     times = [KnownTime(1, 0.01, 0.001), KnownTime(16, 0.02, 0.001)]
-    decoder.costs = KeptCosts(CostCache(), CostKey({}, {}), {1024: KnownRange.now(times, "test")})
+    decoder.costs = KeptCosts(CostCache(), CostKey({}, {}), {1024: KnownTimes.now(times, "test")})
     moves: list[int] = []
     decoder.costs.move_to = moves.append
     cache = make_prompt_cache(decoder.model)

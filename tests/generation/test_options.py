@@ -13,8 +13,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlxspec
-from mlxspec import AutoDecoder, PromptLookupDecoder, SamplingParams
-from mlxspec.compat.generation import stream_with_draft_model
+from mlxspec import PromptLookupDecoder, SamplingParams
+from mlxspec.compat.generation import stream_generate
 from mlxspec.errors import OptionError, PromptCacheError
 from mlxspec.generation.options import GenerationOptions
 from tests.support.architectures import ARCHITECTURES
@@ -119,11 +119,11 @@ def test_a_stop_token_may_be_a_text_that_becomes_one_token() -> None:
         ({"stop_tokens": "two words"}, "the stop token 'two words' is not a token"),
         ({"stop_tokens": ["\u4e2d"]}, "is not a token"),
         ({"stop_tokens": ""}, "the stop token '' is not a token"),
-        ({"logit_bias": {4096: 1.0}}, "logit_bias holds the id 4096: the model's are 0 to 4095"),
+        ({"logit_bias": {4096: 1.0}}, "logit_bias holds the id 4096: pass ids from 0 to 4095"),
         ({"xtc_special_tokens": [-3]}, "xtc_special_tokens holds the id -3"),
         ({"sampler": make_sampler(0.5), "temp": 0.5}, "temp is 0.5, but a sampler"),
         ({"stop_tokens": [1.5]}, "the stop token 1.5 is not a token"),
-        ({"logit_bias": {"5": 1.0}}, "logit_bias holds the id '5': the model's are 0 to 4095"),
+        ({"logit_bias": {"5": 1.0}}, "logit_bias holds the id '5': pass ids from 0 to 4095"),
         ({"logit_bias": {5: "1"}}, "logit_bias of token 5 is 1: choose a number"),
         ({"max_tokens": 2.5}, "max_tokens is 2.5: choose a whole number"),
         ({"max_tokens": "2"}, "max_tokens is '2': choose a whole number"),
@@ -154,9 +154,9 @@ def test_a_lent_cache_of_another_model_is_refused_and_stays_as_it_is(
     with pytest.raises(PromptCacheError, match=r"^prompt_cache is another model's: .* made it$"):
         PromptLookupDecoder(other, decoder.tokenizer).stream([4], prompt_cache=cache)
     mine = PromptLookupDecoder(model, decoder.tokenizer)
-    auto, both = AutoDecoder(model, decoder.tokenizer), make_prompt_cache(model) + cache
+    both = make_prompt_cache(model) + cache
     with pytest.raises(PromptCacheError, match="prompt_cache is another model's"):
-        stream_with_draft_model(auto, other, [4], 3, prompt_cache=both)
+        stream_generate(model, decoder.tokenizer, [4], 3, draft_model=other, prompt_cache=both)
     assert len(list(mine.stream([4], 3, prompt_cache=cache))) == 3
     assert [layer.offset for layer in cache] == [7, 7]
 

@@ -115,8 +115,8 @@ def test_a_call_of_a_tool_is_a_message_without_content() -> None:
         ([{"role": "pirate", "content": "Ahoy"}], "the chat template does not apply .*: pass"),
         ([{}], "message 1 must have a role"),
         ([5, HELLO], "the prompt must be a text, token ids or messages"),
-        (HELLO, "the prompt is a message by itself: pass a list"),
-        ([], "the prompt holds no token: .* or a message"),
+        (HELLO, "the prompt is a single message: pass a list"),
+        ([], "the prompt has no tokens: .* or a message"),
     ],
     ids=str,
 )
@@ -144,7 +144,7 @@ def test_arguments_of_the_template_have_names() -> None:
 
 @pytest.mark.parametrize("prompt", ["a text", [5]], ids=str)
 def test_arguments_of_the_template_need_messages(prompt: Any) -> None:
-    with pytest.raises(OptionError, match="chat_template_kwargs are for a prompt of messages"):
+    with pytest.raises(OptionError, match="chat_template_kwargs need a prompt of messages"):
         ids(prompt, enable_thinking=False)
 
 

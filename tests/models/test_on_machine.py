@@ -53,8 +53,8 @@ def test_how_weights_are_written(config: dict, types: dict, told: str, tmp_path:
 @pytest.mark.parametrize(
     ("config", "files", "told"),
     [
-        (None, ["a.gguf"], "GGUF format, which is llama.cpp's"),
-        ({"model_type": "llama"}, ["a.gguf"], "GGUF format, which is llama.cpp's"),
+        (None, ["a.gguf"], "GGUF format, as for llama.cpp"),
+        ({"model_type": "llama"}, ["a.gguf"], "GGUF format, as for llama.cpp"),
         (None, ["params.json", "consolidated.00.pth"], "mlxspec convert "),
         ({"model_type": "llama"}, ["pytorch_model.bin"], "PyTorch's weights; use"),
         ({"model_type": "llama"}, [], "no model*.safetensors"),

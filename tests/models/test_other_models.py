@@ -40,7 +40,7 @@ def test_a_name_of_ollama_s(name: str) -> None:
 def test_a_gguf_file_that_is_not_there(name: str) -> None:
     message = refused(name)
     assert "no such directory" in message
-    assert "GGUF format, which is llama.cpp's" in message
+    assert "GGUF format, as for llama.cpp" in message
     assert MLX_MODELS in message
 
 

@@ -66,9 +66,9 @@ def once_upon() -> str:
     return alone("Once upon", 4)
 
 
-def check_goes_on(server: Running) -> None:
+def check_goes_on(server: Running, **options: Any) -> None:
     """The next request is answered rightly."""
-    answer = post(server, TEXT, {"prompt": "Once upon", "max_tokens": 4})
+    answer = post(server, TEXT, {"prompt": "Once upon", "max_tokens": 4}, **options)
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["text"] == once_upon()
 
@@ -563,11 +563,13 @@ def test_who_reads_nothing_at_all_makes_room_in_the_end(stream: bool) -> None:
         if stream:
             path, body = TEXT, {**ENDLESS, "stream": True, "logprobs": 20}
         else:  # an answer that is larger than all buffers together
-            path, body = "/v1/tokenize", {"prompt": "a b " * 100_000}
+            path, body = "/v1/tokenize", {"prompt": "a b " * 60_000}
+            answer = post(server, path, body, headers={"Connection": "close"})
+            assert (answer.status_code, len(answer.content) > 400_000) == (200, True)
         client = RawClient(server, path, body, receives=1 << 12)
         if stream:
             until(lambda: server.worker.requests)
-        check_goes_on(server)
+        check_goes_on(server, headers={"Connection": "close"})
         until(lambda: not server.connections)
         until(lambda: not server.worker.requests)
         client.leave()

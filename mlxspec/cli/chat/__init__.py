@@ -540,7 +540,7 @@ class ChatConversation:
 
     @property
     def state(self) -> tuple[str, Messages]:
-        """The model and the messages, on which a retry depends besides sampling."""
+        """The model and the messages: what a retry depends on, apart from sampling."""
         return self.model.name, self.saved
 
     @property

@@ -147,7 +147,6 @@ def _message(error: urllib.error.HTTPError) -> str:
 
 # --- answers ---
 
-_RENAMED = {"temp": "temperature"}
 _NOT_SENT = {"min_tokens_to_keep", "logits_processors", "sampler", "xtc_special_tokens"}
 
 
@@ -235,7 +234,7 @@ class RemoteModel:
         ends, params = self._generation.ends, replace(self._generation.sampling, **sampling)
         body = {
             **{
-                _RENAMED.get(name, name): value
+                "temperature" if name == "temp" else name: value
                 for name, value in vars(params).items()
                 if name not in _NOT_SENT
             },

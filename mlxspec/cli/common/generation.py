@@ -116,7 +116,7 @@ class DraftingOptions:
     )
     window_size: str | None = _lookahead(
         "-W --window-size --WINDOW_SIZE W",
-        "Lookahead: columns of the window; auto replaces it by look-ups, as many as pay.  "
+        "Lookahead: columns of the window; auto uses look-ups instead, as many as pay.  "
         "[default: auto]",
     )
     ngram_size: int | None = _lookahead(
@@ -197,7 +197,7 @@ class DraftingOptions:
         memory: Memory | None,
         extra: Callable[[], Drafter] | None,
     ) -> Auto | PromptLookup | Lookahead:
-        """Make what a model's decoder drafts with.
+        """The kind of drafting for a model's decoder.
 
         Args:
             tokenizer: the model's tokenizer.
@@ -378,8 +378,8 @@ class Generation:
             more: other arguments of :meth:`mlxspec.Decoder.decode`.
 
         Returns:
-            the request, and a function that turns its responses, in order, into those to show. It
-            drops the space that a tokenizer may put before an answer in a chat.
+            the request, and a function to apply to each of its responses before showing it. The
+            function drops the space that a tokenizer may put before an answer in a chat.
 
         Raises:
             PromptError, OptionError: as for :meth:`mlxspec.Decoder.decode`.

@@ -142,7 +142,7 @@ def note_which_model(asked: str | None, prompt: str = DEMO_CAN) -> None:
     if answers == DEMO and (unnamed or is_beyond_demo(prompt)):
         note(
             f"{'no model is named, so ' * unnamed}the demo model answers: a toy that repeats, "
-            f"copies, edits and quotes what it is given, such as '{DEMO_CAN}'; for more try "
+            f"copies, edits and quotes text, such as '{DEMO_CAN}'; for more try "
             f"--model {SMALL_MODEL}"
         )
     elif default and Path(DIRECTORY).is_dir() and not _is_same(answers, DIRECTORY):
@@ -171,8 +171,8 @@ def _is_same(first: str, second: str) -> bool:
 
 # --- as options and arguments ---
 
-_NAMED = f"  [default: {MODEL_VARIABLE}, 'mlxspec config', or {DIRECTORY} here"
-DEFAULT, DEFAULT_OR_DEMO = f"{_NAMED}]", f"{_NAMED}; else demo]"
+DEFAULT = f"  [default: {MODEL_VARIABLE}, 'mlxspec config', or ./{DIRECTORY}]"
+DEFAULT_OR_DEMO = f"  [default: {MODEL_VARIABLE}, 'mlxspec config', ./{DIRECTORY}, or demo]"
 
 
 def model_option(group: str) -> Decorator:

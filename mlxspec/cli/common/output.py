@@ -75,7 +75,7 @@ def _look(in_color: bool) -> dict[str, Any]:
 
 
 def at_terminal() -> bool:
-    """Whether a terminal is there to ask the user."""
+    """Whether the command can ask the user at a terminal."""
     return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
 
 
