@@ -42,7 +42,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     if not sys.platform.startswith("linux"):
-        print("needs Linux: elsewhere anonymous memory of a process is not told apart")
+        print("needs Linux: other systems do not show a process's anonymous memory")
         return 1
 
     params = {"dim": 2048, "n_layers": options.layers, "n_heads": 16, "n_kv_heads": 8}

@@ -88,8 +88,10 @@ _SCENARIOS = {
 class Machine:
     """Simulates step times."""
 
-    def __init__(self, curve: CostCurve, scenario: Scenario) -> None:
-        self._curve, self._scenario = curve, scenario
+    def __init__(
+        self, curve: CostCurve, scenario: Scenario, plain_step: float = _PLAIN_STEP
+    ) -> None:
+        self._curve, self._scenario, self._plain_step = curve, scenario, plain_step
         self._chance, self._steps = random.Random(3), 0
 
     def step(self, rows: int, pipelined: bool, ahead: bool) -> tuple[float, float]:
@@ -100,18 +102,23 @@ class Machine:
         speed = self._scenario.slow if self._steps // _PHASE % 2 else 1.0
         self._steps += 1
         scatter = self._chance.lognormvariate(0, self._scenario.scatter)
-        return cost, _PLAIN_STEP * measured * speed * scatter
+        return cost, self._plain_step * measured * speed * scatter
 
 
 class Timed(Drafter):
     """Lets a planner learn from the machine's times.
 
+    Args:
+        planner: of the drafts.
+        machine: says how long steps take.
+        before: tokens of context in front of the prompt.
+
     Attributes:
         cost: of all steps so far, in plain steps.
     """
 
-    def __init__(self, planner: Planner, machine: Machine) -> None:
-        self._planner, self._machine = planner, machine
+    def __init__(self, planner: Planner, machine: Machine, before: int = 0) -> None:
+        self._planner, self._machine, self._before = planner, machine, before
         self.cost, self._pipelined, self._context = 0.0, False, 0
 
     @property
@@ -119,7 +126,7 @@ class Timed(Drafter):
         return self._planner.pipelined
 
     def begin(self, prompt: Sequence[int]) -> None:
-        self._context = len(prompt)
+        self._context = self._before + len(prompt)
         self._planner.begin(prompt)
 
     def propose(self, max_depth: int) -> DraftTree:
@@ -137,10 +144,14 @@ class Timed(Drafter):
         self._planner.end()
 
 
-def speed(
-    completions: Sequence[Completion], classes: bytes, machine: Machine, costs: Costs
-) -> float:
-    """The speed relative to plain decoding, the geometric mean over the categories."""
+def speeds(
+    completions: Sequence[Completion],
+    classes: bytes,
+    machine: Machine,
+    costs: Costs,
+    before: int = 0,
+) -> dict[str, float]:
+    """The speed relative to plain decoding, by category."""
     experience = Experience()
     totals: dict[str, list[float]] = {}
     for one in completions:
@@ -148,12 +159,12 @@ def speed(
         source = SuffixSource(token_classes=classes, experience=experience)
         branching = trees_pay(own.curve)
         planner = Planner(own, [source], branching=branching, experience=experience)
-        timed = Timed(planner, machine)
+        timed = Timed(planner, machine, before)
         replay(one.prompt, one.output, timed)
         total = totals.setdefault(one.category, [0.0, 0.0])
         total[0] += len(one.output)
         total[1] += timed.cost
-    return geometric_mean(tokens / cost for tokens, cost in totals.values())
+    return {category: tokens / cost for category, (tokens, cost) in totals.items()}
 
 
 def main(tokenizer: str, traces: Sequence[str]) -> None:
@@ -169,7 +180,9 @@ def main(tokenizer: str, traces: Sequence[str]) -> None:
             live = LiveCosts({1024: scenario.known(curve)})
             fixed = FixedCosts(curve, scenario.sync_overhead)
             learned, known = (
-                speed(completions, encoder.classes, Machine(curve, scenario), costs)
+                geometric_mean(
+                    speeds(completions, encoder.classes, Machine(curve, scenario), costs).values()
+                )
                 for costs in (live, fixed)
             )
             print(f" {100 * (learned / known - 1):+17.1f}%", end="", flush=True)

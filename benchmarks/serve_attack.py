@@ -126,12 +126,12 @@ class Siege:
     """The attack, over one server or several.
 
     Attributes:
-        seeds: that are left.
-        tells: show what is sent and said.
-        done: the requests that are over.
-        faults: what should not have happened, and how often; figures are N.
-        looks: at /health.
-        memory: MiB at the start, at most, and at the end, for each server.
+        seeds: the remaining seeds.
+        tells: whether to show requests and answers.
+        done: the finished requests.
+        faults: the faults and how often they occurred; figures are replaced by N.
+        looks: the answers of /health.
+        memory: per server, MiB at the start, at most, and at the end.
     """
 
     seeds: queue.SimpleQueue[int]
@@ -308,7 +308,7 @@ def faults_of(one: Attack, reply: Reply) -> Iterator[str]:
         try:
             json.loads(text, parse_constant=_no_json)
         except ValueError as error:
-            yield f"an answer that is no JSON: {error}"
+            yield f"an answer that is not JSON: {error}"
 
 
 def _no_json(name: str) -> None:

@@ -158,7 +158,7 @@ def main(repeats: int, model: str, directory: str) -> None:
             if any(output != outputs["plain"] for output in outputs.values()):
                 print(f"outputs differ at prompt {index} (a near tie, or a fault)")
     kinds = [*dict.fromkeys(kind for kind, _ in asked)]
-    for what, took in (("behind the prompt", times), ("with the prompt", whole)):
+    for what, took in (("without the prompt", times), ("with the prompt", whole)):
         medians = {way: [median(one) for one in took[way]] for way in ways}
         print(f"{what + ', against lookup':<46}{'mean':>6}{'least':>7}{'≥ 0.97':>8}")
         for way in ways:

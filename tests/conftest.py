@@ -111,6 +111,7 @@ def few_measured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     quick = mlxspec.engine.costs.QUICK
     few = replace(quick, rows=(2, 4, 8), rounds=2, steady_rounds=2, seconds=60.0)
     monkeypatch.setattr(mlxspec.engine.costs, "QUICK", few)
+    monkeypatch.setattr(mlxspec.engine.costs, "QUICK_LONG", few)
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from .common.options import ADAPTERS, ADAPTERS_HELP, NAME, check_least, command,
 from .common.output import ProgressBar, ReportOptions, output_console
 
 if TYPE_CHECKING:
-    from ..drafting.kept import CostCache, CostKey, KnownRange
+    from ..drafting.kept import CostCache, CostKey, KnownTimes
 _MOST_SEQUENCES = 64  # whose steps are shown
 _DIGEST = 8  # characters, enough to distinguish models of one kind and size
 
@@ -31,7 +31,13 @@ _measurement = partial(option, group="Measurement")
 @command("calibrate", short_help="Measure what steps of MODEL cost by their rows.")
 @model_argument(ABOUT + DEFAULT)
 @_measurement(ADAPTERS, ADAPTERS_HELP, type=NAME)
-@_measurement("--context N", "Measure behind N tokens of context.  [default: 256]", type=int)
+@_measurement(
+    "--context N",
+    "Measure behind N tokens of context; may be given several times.  [default: 64, 1000 and "
+    "8000, or as many as the model and the memory allow]",
+    type=int,
+    multiple=True,
+)
 @_measurement("--sequences N", "Measure steps that N sequences share.", default=1, type=int)
 @_measurement("--show", "Show what is known of MODEL, or else of all, and measure nothing.")
 @options_of(ReportOptions, "shows", "Output")
@@ -39,7 +45,7 @@ def calibrate_command(
     *,
     model: str | None,
     adapter_path: str | None,
-    context: int | None,
+    context: tuple[int, ...],
     sequences: int,
     show: bool,
     shows: ReportOptions,
@@ -49,20 +55,23 @@ def calibrate_command(
     \b
     Examples:
       mlxspec calibrate mlx-community/Mistral-7B-Instruct-v0.3-4bit
-      mlxspec calibrate demo --context 500 --html curve.html
+      mlxspec calibrate demo --context 100 --context 500 --html curve.html
       mlxspec calibrate demo --sequences 4
       mlxspec calibrate --show
 
     A draft of M - 1 tokens pays when its step emits more tokens than T(M)/T(1). The default
     decoder measures this by itself at first use, quickly, and corrects it all the time; this
-    command measures it carefully, best on an otherwise idle machine. If the times scatter too
-    much, nothing is kept, and the exit status is 1. The times are kept in the
-    user's cache directory, or in the one that MLXSPEC_CACHE_DIR names.
+    command measures it carefully, best on an otherwise idle machine. It does so behind short and
+    long contexts, since attention to a long context may cost wide drafts much more; between
+    those, times follow a straight line. On a GPU it also finds out whether wide
+    drafts are faster with their attention in several calls. If the times scatter too much,
+    nothing is kept, and the exit status is 1. The times are kept in the user's cache directory,
+    or in the one that MLXSPEC_CACHE_DIR names.
     """
     from ..drafting.kept import CostCache
 
     shows.check()
-    check_least(1, context=context, sequences=sequences)
+    check_least(1, context=min(context, default=1), sequences=sequences)
     if adapter_path is not None and model is None:
         raise OptionError("--adapter-path is given without its MODEL: name that, too")
     cache = CostCache()
@@ -73,7 +82,7 @@ def calibrate_command(
     bars = not output_console().options.ascii_only
     shows.show_tables(
         "mlxspec calibrate",
-        {"curves": curves} if show else curves[0],
+        {"curves": curves} if show else {**curves[0], "longer_contexts": curves[1:]},
         lambda: _parts(curves, plain, model, bars),
         lambda: _parts(curves, plain, model, bars=True),
     )
@@ -85,8 +94,8 @@ Curve = dict[str, Any]
 """What ``--json`` reports of a curve: machine, model and times by rows."""
 
 
-def _curve(key: CostKey, range_end: int, known: KnownRange, name: str) -> Curve:
-    """A curve for contexts shorter than ``range_end``.
+def _curve(key: CostKey, context: int, known: KnownTimes, name: str) -> Curve:
+    """The curve behind a context.
 
     Its times have by ``rows`` the ``seconds``, ``cost`` T(rows)/T(1), and the ``error``: half of
     the cost's relative 95 % interval.
@@ -98,9 +107,10 @@ def _curve(key: CostKey, range_end: int, known: KnownRange, name: str) -> Curve:
         "name": known.name or name or None,
         "machine": key.machine,
         "model": key.model,
-        "context_below": range_end,
+        "context": context,
         "source": known.source,
         "updated": known.updated,
+        "split_attention": known.split,
         "times": [
             {
                 "rows": time.rows,
@@ -115,61 +125,66 @@ def _curve(key: CostKey, range_end: int, known: KnownRange, name: str) -> Curve:
 
 
 def _measured(
-    cache: CostCache, name: str, adapter_path: str | None, context: int | None, sequences: int
+    cache: CostCache,
+    name: str,
+    adapter_path: str | None,
+    contexts: Sequence[int],
+    sequences: int,
 ) -> tuple[list[Curve], bool]:
     """Measure carefully, and keep it. An interrupt before the end leaves the cache as it was.
 
     Returns:
-        the curve, and whether the model verifies no drafts.
+        the curves, and whether the model verifies no drafts.
 
     Raises:
         MlxspecError: the times are noise; nothing is kept.
     """
-    from ..drafting.costs import context_range
     from ..drafting.measurement import CAREFUL, noise
     from ..engine.capability import Capability, chain_capability
-    from ..engine.costs import calibrate, cost_key, known_range
+    from ..engine.costs import calibrate, cost_key, known_times, measured_contexts
     from ..models.model import load
     from ..models.model_files import given_name
 
     model, _ = load(name, adapter_path=adapter_path)
-    with ProgressBar("Prefill") as prefill, ProgressBar("Measuring step times") as measuring:
-        times = calibrate(
-            model,
-            CAREFUL,
-            context=context,
-            sequences=sequences,
-            on_prefill=prefill,
-            on_progress=measuring,
-        )
-    if problem := noise(times):
-        raise MlxspecError(
-            f"{given_name(name)}: {problem}; nothing is kept, and what was known stays: close "
-            "other programs and measure again"
-        )
+    found = {}
+    short, *longer = measured_contexts(model)
+    wanted: list[int | None] = [*sorted(set(contexts))] or [None, *longer]
+    for context in wanted:
+        with ProgressBar("Prefill") as prefill, ProgressBar("Measuring step times") as measuring:
+            measured = calibrate(
+                model,
+                CAREFUL,
+                context=context,
+                sequences=sequences,
+                on_prefill=prefill,
+                on_progress=measuring,
+            )
+        if problem := noise(measured.times):
+            raise MlxspecError(
+                f"{given_name(name)}: {problem}; nothing is kept, and what was known stays: close "
+                "other programs and measure again"
+            )
+        found[context or short] = known_times(measured, CAREFUL, "careful", given_name(name))
     key = cost_key(model).of_sequences(sequences)
-    known = known_range(times, CAREFUL, "careful", given_name(name))
-    range_end = context_range(context or CAREFUL.context)
-    cache.update(key, {range_end: known})
-    kept = cache.read(key).get(range_end)
-    if kept and len(kept.times) > len(known.times):
-        note(
-            f"the step times of {len(kept.times)} numbers of rows that were known are kept, since "
-            f"this measurement has {len(known.times)}"
-        )
-    curve = _curve(key, range_end, known, given_name(name))
-    return [curve], chain_capability(model) is Capability.PLAIN
+    cache.update(key, found)
+    for context, known in cache.read(key).items():
+        if context in found and len(known.times) > len(found[context].times):
+            note(
+                f"the step times of {len(known.times)} numbers of rows that were known are kept, "
+                f"since this measurement has {len(found[context].times)}"
+            )
+    curves = [_curve(key, context, known, given_name(name)) for context, known in found.items()]
+    return curves, chain_capability(model) is Capability.PLAIN
 
 
 def _kept(
-    cache: CostCache, name: str | None, adapter_path: str | None, context: int | None
+    cache: CostCache, name: str | None, adapter_path: str | None, contexts: Sequence[int]
 ) -> tuple[list[Curve], bool]:
     """The curves in the cache: of one model on this machine, or all.
 
     Returns:
         the curves, and whether that model is known to verify no drafts.
     """
-    from ..drafting.costs import context_range
     from ..engine.capability import Capability, chain_capability
     from ..engine.costs import cost_key
     from ..models.model import load
@@ -186,10 +201,10 @@ def _kept(
         keys = [key.of_sequences(count) for count in range(1, _MOST_SEQUENCES + 1)]
         entries = [(key, cache.read(key)) for key in keys]
     curves = [
-        _curve(key, end, known, called)
-        for key, ranges in entries
-        for end, known in sorted(ranges.items())
-        if context is None or context_range(context) == end
+        _curve(key, context, known, called)
+        for key, times in entries
+        for context, known in sorted(times.items())
+        if not contexts or context in contexts
     ]
     return curves, plain
 
@@ -219,8 +234,10 @@ def _parts(
         measured = [machine.get("chip"), machine.get("device")]
         if machine.get("blas") not in (None, "own"):
             measured.append(machine["blas"])
-        measured += [f"MLX {machine.get('mlx')}", f"context below {curve['context_below']:,}"]
+        measured += [f"MLX {machine.get('mlx')}", f"behind {curve['context']:,} tokens"]
         measured += [curve["source"], curve["updated"][:10]]
+        if curve["split_attention"]:
+            measured.append("attention split")
         yield from (visible(", ".join(map(str, facts))) for facts in (about, measured))
         yield _table(times, bars=bars and len(times) > 1)
         if len(times) == 1:

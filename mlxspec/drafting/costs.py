@@ -1,7 +1,7 @@
 """The verify cost T(M)/T(1): what a step over M rows costs, in plain steps.
 
-A :class:`CostCurve` is known and fixed. A :class:`LiveCurve` is corrected by every step, and
-:class:`LiveCosts` holds one for each range of context lengths.
+A :class:`CostCurve` is known and fixed. :class:`LiveTimes` are times by rows and context length
+that every step corrects. :class:`LiveCosts` are the costs that follow for one generation.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import copy
 import math
 import threading
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from bisect import bisect
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Annotated, Self
 
 import numpy as np
@@ -117,10 +117,12 @@ _MACHINE_VARIANCE = 0.3**2  # a machine's speed may change between measurements
 _DRAFTED_VARIANCE = 0.14**2  # real drafts have to be proposed, and have other tokens than measured
 _OWN_SHARE = 0.5  # of the variance of a measured time; drafted steps have the rest in common
 _UNSEEN_VARIANCE = 0.11**2  # of a number of rows between two that were measured
+_GROWTH_VARIANCE = 0.3**2  # of what a longer context adds to a step's time
 # Of a change from step to step:
 _MACHINE_CHANGE = 0.008**2
 _DRAFTED_CHANGE = 0.002**2
 _ROWS_CHANGE = 0.002**2
+_GROWTH_CHANGE = 0.002**2
 # Of the noise of one step:
 _LEAST_NOISE, _FIRST_NOISE, _MOST_NOISE = 0.02**2, 0.07**2, 0.4**2
 
@@ -188,17 +190,19 @@ class _Rows:
     """What is known of one number of rows.
 
     Attributes:
-        value: logarithm of its cost relative to what drafted steps share.
+        times: seconds as measured, by context.
+        value: logarithm of what steps have shown these times to lack.
         variance: of ``value``.
         power: what the shared exponent is multiplied by.
         assumed: whether it was neither measured nor run.
-        in_curve: logarithm of its whole cost in the latest curve.
+        in_curve: logarithm of its whole correction in the latest curves.
         latest: error of its latest step; None before the first.
         off: how many of its latest steps in a row were far off.
     """
 
-    value: float
+    times: list[float]
     variance: float
+    value: float = 0.0
     power: float = 0.0
     assumed: bool = False
     in_curve: float = 0.0
@@ -206,43 +210,62 @@ class _Rows:
     off: int = 0
 
 
-class LiveCurve:
-    """T(rows) at about one context length, corrected by every step.
+class LiveTimes:
+    """T(rows, context): the time of a step, corrected by every step.
 
-    The logarithm of a step's time is modelled as a sum: the machine's speed now (the time of a
-    plain step), what drafted steps have in common, and what this number of rows adds. A Kalman
-    filter (Kalman 1960) corrects all of them by each step's time, the uncertain ones most. It
-    keeps the covariances of what steps share: where a drafted step takes longer than predicted,
-    the next plain steps show whether the machine or the costs have changed. So a hot or busy
-    machine changes the first and not the costs, which are ratios. What a number of rows adds has
-    a variance of its own, and its first step settles most of it.
+    Between two context lengths that were measured, and beyond the longest, a step's time is a
+    straight line: attention reads every position once more. Where only one length was measured,
+    all are taken to be alike.
 
-    Where wide steps were never measured, the curve begins with what rows usually cost: a power of
+    The logarithm of a step's time is modelled as a sum: the measured time, the machine's speed
+    now, what drafted steps have in common, what this number of rows adds, and what the part that
+    grows with the context adds. A Kalman filter (Kalman 1960) corrects all of them by each step's
+    time, the uncertain ones most. It keeps the covariances of what steps share: where a drafted
+    step takes longer than predicted, the next plain steps show whether the machine or the costs
+    have changed. So a hot or busy machine changes the first and not the costs, which are ratios.
+    What a number of rows adds has a variance of its own, and its first step settles most of it.
+
+    Where wide steps were never measured, rows begin with what they usually cost: a power of
     their number whose exponent is shared, too, so one real step corrects them all.
 
     A step that is far off is ignored, until several in a row with as many rows are. Where all
     others were, too, it is the machine that has changed.
 
     What looks expensive is not drafted, and would never be corrected. So drafts are planned with
-    the :attr:`hopeful` curve, and costs that no step has shown lately become uncertain.
+    the :meth:`hopeful` curve, and costs that no step has shown lately become uncertain.
 
     Args:
-        known: measured times in any order, one of them of a plain step. However noisy they are,
-            all that the curve says is finite.
+        known: per context length, measured times in any order, one of them of a plain step.
+            However noisy they are, all that the curves say is finite.
+
+    Attributes:
+        overhead: the sync overhead and its variance; see :func:`next_overhead`.
+        unsaved: steps since they were last saved.
     """
 
-    def __init__(self, known: Iterable[KnownTime]) -> None:
-        times = {time.rows: time.bounded for time in known if time.rows <= WIDEST}
-        self._usual = plain = times.pop(1)
-        # What steps share, and its covariances: the logarithm of T(1) now, what the costs of
-        # drafted steps have in common, and the usual exponent.
-        self._shared = np.array([math.log(plain.seconds), 0.0, _USUAL_EXPONENT])
-        drafted = _DRAFTED_VARIANCE + plain.uncertainty**2
-        self._covariance = np.diag([_MACHINE_VARIANCE, drafted, _EXPONENT_VARIANCE])
-        self._plain = _Rows(0.0, 0.0)
+    def __init__(self, known: Mapping[int, Iterable[KnownTime]]) -> None:
+        self._contexts = sorted(known)
+        measured = [
+            {time.rows: time.bounded for time in known[context] if time.rows <= WIDEST}
+            for context in self._contexts
+        ]
+        errors: dict[int, float] = {}
+        for times in reversed(measured):
+            errors |= {rows: time.uncertainty for rows, time in times.items()}
+        plain = errors.pop(1)
+        seconds = _completed([{r: t.seconds for r, t in times.items()} for times in measured])
+        # What steps share, and its covariances: logarithms of the machine's speed now, and of
+        # what drafted steps have in common; the usual exponent; the logarithm of what the growth
+        # with the context is multiplied by.
+        self._shared = np.array([0.0, 0.0, _USUAL_EXPONENT, 0.0])
+        drafted = _DRAFTED_VARIANCE + plain**2
+        self._covariance = np.diag(
+            [_MACHINE_VARIANCE, drafted, _EXPONENT_VARIANCE, _GROWTH_VARIANCE]
+        )
+        self._plain = _Rows([times[1] for times in seconds], 0.0)
         self._rows = {
-            rows: _Rows(math.log(time.seconds / plain.seconds), _OWN_SHARE * time.uncertainty**2)
-            for rows, time in sorted(times.items())
+            rows: _Rows([times[rows] for times in seconds], _OWN_SHARE * error**2)
+            for rows, error in sorted(errors.items())
         }
         self._measured = max(self._rows, default=1)
         if self._measured < _WIDE:
@@ -252,33 +275,28 @@ class LiveCurve:
         self._steps_since_doubt, self._widest_since_doubt, self._reach = 0, 1, _FIRST_REACH
         self._doubt, self._beyond = 0.0, WIDEST  # variance of the costs of more rows than these
         # Where plain steps scattered so much that T(1) is hardly known, others will scatter, too.
-        self._noise = min(max(_FIRST_NOISE, plain.uncertainty**2), _MOST_NOISE)
+        self._noise = min(max(_FIRST_NOISE, plain**2), _MOST_NOISE)
         self._off = 0  # how many of the latest steps in a row were far off
         self.overhead = FIRST_OVERHEAD
-        self._stale = False
-        self._rebuild()
+        self.unsaved = 0
+        self._curves: dict[int, tuple[CostCurve, CostCurve]] = {}
+        self._forget_curves()
 
-    @property
-    def curve(self) -> CostCurve:
+    def curve(self, context: int) -> CostCurve:
         """T(rows)/T(1) up to ``WIDEST`` rows; the same object until a cost has changed."""
-        if self._stale:
-            self._rebuild()
-        return self._curve
+        return self._both(context)[0]
 
-    @property
-    def hopeful(self) -> CostCurve:
-        """The least that steps plausibly cost: below :attr:`curve` where it is uncertain.
+    def hopeful(self, context: int) -> CostCurve:
+        """The least that steps plausibly cost: below :meth:`curve` where it is uncertain.
 
         There is hope for few rows, and for up to twice as many as have run lately.
         """
-        if self._stale:
-            self._rebuild()
-        return self._hopeful
+        return self._both(context)[1]
 
     @property
     def slowdown(self) -> float:
         """Time of a plain step now against the measured one; above 1 on a hot or busy machine."""
-        return math.exp(self._shared[0]) / self._usual.seconds
+        return math.exp(self._shared[0])
 
     @property
     def stddev(self) -> float:
@@ -293,25 +311,26 @@ class LiveCurve:
         """Relative standard deviation of a step's time."""
         return math.sqrt(self._noise)
 
-    def seconds(self, rows: int) -> float:
-        """The wall time that a step over ``rows`` rows would take now."""
-        return math.exp(self._shared[0]) * self.curve(rows)
+    def seconds(self, rows: int, context: int) -> float:
+        """The wall time that a step would take now."""
+        return self.slowdown * self._time(self._plain, context)[0] * self.curve(context)(rows)
 
-    def record(self, rows: int, seconds: float) -> None:
+    def record(self, rows: int, context: int, seconds: float) -> None:
         """Learn from a step over ``rows`` rows, 1 being a pipelined plain step."""
         if not 1 <= rows <= WIDEST or not STEP_SECONDS[0] <= seconds <= STEP_SECONDS[1]:
             return
         own = self._plain if rows == 1 else self._rows.get(rows)
         if own is None:
             own = self._rows[rows] = self._unseen(rows)
-            own.in_curve = self._log_cost(own)
+            own.in_curve = self._correction(own)
+        time, growth = self._time(own, context)
         if rows == 1:
-            parts, change = _MACHINE, _PLAIN_STEP_CHANGE
+            parts, change = np.array([1.0, 0.0, 0.0, growth]), _PLAIN_STEP_CHANGE
         else:
-            parts = np.array([1.0, 1.0, own.power])
-            change = _DRAFTED_STEP_CHANGE
+            parts, change = np.array([1.0, 1.0, own.power, growth]), _DRAFTED_STEP_CHANGE
             own.variance += _ROWS_CHANGE
-        error = math.log(seconds) - float(parts @ self._shared) - own.value
+        expected = math.log(time) + float(parts[:3] @ self._shared[:3]) + own.value
+        error = math.log(seconds) - expected
         covariance = self._covariance + change
         doubt = self._doubt if rows > self._beyond else 0.0
         # Rounding may leave a little less than nothing of what is known well.
@@ -346,17 +365,19 @@ class LiveCurve:
                 if other_rows > self._beyond:
                     other.value += doubt * gain
             self._doubt -= doubt**2 / variance
-        _, drafted, exponent = (self._shared - self._in_curve).tolist()
-        self._stale = (
-            self._stale
-            or doubt > 0
-            or abs(self._log_cost(own) - own.in_curve) > _NOTICEABLE
+        _, drafted, exponent, of_growth = (self._shared - self._in_curves).tolist()
+        if (
+            doubt > 0
+            or abs(self._correction(own) - own.in_curve) > _NOTICEABLE
             or abs(drafted) > _NOTICEABLE
             or abs(exponent) * _LOG_WIDEST > _NOTICEABLE
-        )
+            or abs(of_growth) > _NOTICEABLE
+        ):
+            self._forget_curves()
 
     def ran(self, rows: int) -> None:
         """Count a step, recorded or not: costs of wider ones become doubtful."""
+        self.unsaved += 1
         self._widest_since_doubt = max(self._widest_since_doubt, rows)
         self._steps_since_doubt += 1
         if self._steps_since_doubt < _STEPS_PER_DOUBT:
@@ -365,52 +386,73 @@ class LiveCurve:
         self._beyond = self._widest_since_doubt
         self._reach = max(_FIRST_REACH, 2 * self._widest_since_doubt)
         self._steps_since_doubt, self._widest_since_doubt = 0, 1
-        self._stale = True
+        self._forget_curves()
 
-    def reopen(self) -> None:
-        """Expect the machine's speed to have changed: no step was measured for some time."""
-        covariance = self._covariance.copy()
-        covariance[0, 0] = max(covariance[0, 0], _MACHINE_VARIANCE)
-        self._covariance = covariance
-
-    def known(self, stddev: float = 0.0, *, assumed: bool = True) -> list[KnownTime]:
-        """What is now known, as times at the machine's usual speed.
+    def known(self, stddev: float = 0.0, *, assumed: bool = True) -> dict[int, list[KnownTime]]:
+        """What is now known, per measured context length, as times at the machine's usual speed.
 
         Args:
-            stddev: relative uncertainty to add, for use at another context length.
+            stddev: relative uncertainty to add, for use with another number of sequences.
             assumed: whether costs that were neither measured nor run are included.
         """
         exponent = max(self._covariance[2, 2], 0.0)
-        times = [KnownTime(1, self._usual.seconds, math.hypot(self.stddev, stddev))]
-        for rows, own in sorted(self._rows.items()):
-            if assumed or not own.assumed:
-                cost = math.exp(self._log_cost(own))
-                variance = own.variance + exponent * own.power**2
-                uncertainty = math.sqrt(variance + stddev**2)
-                times.append(KnownTime(rows, self._usual.seconds * cost, uncertainty))
-        return times
+        found = {}
+        for context in self._contexts:
+            plain = self._time(self._plain, context)[0]
+            times = [KnownTime(1, plain, math.hypot(self.stddev, stddev))]
+            for rows, own in sorted(self._rows.items()):
+                if assumed or not own.assumed:
+                    seconds = self._time(own, context)[0] * math.exp(self._correction(own))
+                    variance = own.variance + exponent * own.power**2 + stddev**2
+                    times.append(KnownTime(rows, seconds, math.sqrt(variance)))
+            found[context] = times
+        return found
 
-    def _log_cost(self, own: _Rows) -> float:
+    def _time(self, own: _Rows, context: int) -> tuple[float, float]:
+        """A measured time at a context length, and which share of it the context adds.
+
+        Measured contexts are those that the growth was corrected for.
+        """
+        first = own.times[0]
+        if len(own.times) == 1 or context <= self._contexts[0]:
+            return first, 0.0
+        end = min(bisect(self._contexts, context), len(self._contexts) - 1)
+        start, stop = self._contexts[end - 1], self._contexts[end]
+        low, high = own.times[end - 1], own.times[end]
+        grown = low + (high - low) * (context - start) / (stop - start) - first
+        grown *= math.exp(self._shared[3])
+        return first + grown, grown / (first + grown)
+
+    def _correction(self, own: _Rows) -> float:
+        """The logarithm of what drafted steps of as many rows take more than measured."""
         return float(self._shared[1] + own.value + self._shared[2] * own.power)
 
-    def _rebuild(self) -> None:
-        """Make the curves of what is known now."""
-        points, hopeful = [(1, 1.0)], [(1, 1.0)]
-        for rows, own in sorted(self._rows.items()):
-            own.in_curve = self._log_cost(own)
-            points.append((rows, math.exp(own.in_curve)))
-            hopeful.append((rows, math.exp(own.in_curve - self._hope(rows, own))))
-        self._curve = _extended(points)
-        self._hopeful = self._curve if hopeful == points else _extended(hopeful)
-        self._in_curve = self._shared
-        self._plain.in_curve = self._log_cost(self._plain)  # so that it shows no change
-        self._stale = False
+    def _forget_curves(self) -> None:
+        self._curves.clear()
+        self._in_curves = self._shared
+        for own in (self._plain, *self._rows.values()):
+            own.in_curve = self._correction(own)
 
-    def _hope(self, rows: int, own: _Rows) -> float:
+    def _both(self, context: int) -> tuple[CostCurve, CostCurve]:
+        """The curve of a context length, and the hopeful one."""
+        if context not in self._curves:
+            plain, of_plain = self._time(self._plain, context)
+            points, hopeful = [(1, 1.0)], [(1, 1.0)]
+            for rows, own in sorted(self._rows.items()):
+                time, growth = self._time(own, context)
+                cost = time / plain * math.exp(own.in_curve)
+                points.append((rows, cost))
+                hope = self._hope(rows, own, growth - of_plain)
+                hopeful.append((rows, cost * math.exp(-hope)))
+            curve = _extended(points)
+            self._curves[context] = curve, curve if hopeful == points else _extended(hopeful)
+        return self._curves[context]
+
+    def _hope(self, rows: int, own: _Rows, growth: float) -> float:
         """By how much the logarithm of a cost may plausibly be too high."""
         if rows > self._reach:
             return 0.0
-        parts = np.array([0.0, 1.0, own.power])
+        parts = np.array([0.0, 1.0, own.power, growth])
         variance = own.variance + (self._doubt if rows > self._beyond else 0.0)
         variance += float(parts @ self._covariance @ parts)
         return _HOPE * max(math.sqrt(max(variance, 0.0)) - _USUAL_ERROR, 0.0)
@@ -419,11 +461,17 @@ class LiveCurve:
         """What is expected of a number of rows that has not run."""
         if rows > self._measured and self._measured < _WIDE:
             last = self._rows.get(self._measured, self._plain)
-            power = math.log(rows / self._measured)
-            return _Rows(last.value, last.variance + _UNSEEN_VARIANCE, power, assumed=True)
-        value = math.log(self.curve(rows)) - float(self._shared[1])
+            variance, power = last.variance + _UNSEEN_VARIANCE, math.log(rows / self._measured)
+            return _Rows(last.times, variance, last.value, power, assumed=True)
+        # As the curves say it, without what is shared.
+        times = []
+        for context in self._contexts:
+            plain, _ = self._time(self._plain, context)
+            times.append(plain * self.curve(context)(rows) / math.exp(self._shared[1]))
+        grown = math.exp(self._shared[3])
+        times = [times[0] + max(0.0, time - times[0]) / grown for time in times]
         variance = max((own.variance for own in self._rows.values()), default=0.0)
-        return _Rows(value, variance + _UNSEEN_VARIANCE)
+        return _Rows(times, variance + _UNSEEN_VARIANCE)
 
     def _learn_noise(self, difference: float) -> None:
         """Learn from the difference between two steps of as many rows; their cost cancels out."""
@@ -433,9 +481,33 @@ class LiveCurve:
 
 
 # What the logarithm of a plain step's time is made of, and what changes where it changes alone.
-_MACHINE, _PLAIN_ALONE = np.array([1.0, 0.0, 0.0]), np.array([1.0, -1.0, 0.0])
-_PLAIN_STEP_CHANGE = np.diag([_MACHINE_CHANGE, 0.0, 0.0])
-_DRAFTED_STEP_CHANGE = np.diag([_MACHINE_CHANGE, _DRAFTED_CHANGE, 0.0])
+_MACHINE, _PLAIN_ALONE = np.array([1.0, 0.0, 0.0, 0.0]), np.array([1.0, -1.0, 0.0, 0.0])
+_PLAIN_STEP_CHANGE = np.diag([_MACHINE_CHANGE, 0.0, 0.0, 0.0])
+_DRAFTED_STEP_CHANGE = np.diag([_MACHINE_CHANGE, _DRAFTED_CHANGE, 0.0, _GROWTH_CHANGE])
+
+
+def _completed(measured: list[dict[int, float]]) -> list[dict[int, float]]:
+    """Times by rows, per context length, the shortest first: all with the same rows, none falling.
+
+    A time that was not measured at one length follows from the next one, and from how much the
+    times of other rows differ between the two.
+    """
+    times, last = [*measured], len(measured) - 1
+    backwards, forwards = range(last - 1, -1, -1), range(1, last + 1)
+    for own, other in [*((n, n + 1) for n in backwards), *((n, n - 1) for n in forwards)]:
+        rows = sorted(times[own].keys() & times[other].keys())
+        differences = [times[own][row] - times[other][row] for row in rows]
+        slope = np.diff([0.0, *differences])[-1] / np.diff([0, *rows])[-1]  # beyond the last
+        found = {
+            row: seconds + float(np.interp(row, rows, differences) + slope * max(0, row - rows[-1]))
+            for row, seconds in times[other].items()
+        }
+        times[own] = {row: max(seconds, STEP_SECONDS[0]) for row, seconds in found.items()} | times[
+            own
+        ]
+    for shorter, longer in pairwise(times):
+        longer |= {row: max(seconds, shorter[row]) for row, seconds in longer.items()}
+    return times
 
 
 def _extended(points: list[tuple[int, float]]) -> CostCurve:
@@ -475,37 +547,20 @@ def next_overhead(now: tuple[float, float], surplus: float, noise: float) -> tup
     return mean + gain * error, variance * (1 - gain)
 
 
-_SHORTEST_RANGE = 1024
-_RANGE_FACTOR = 4
 _PLAIN_STEPS_PER_LESSON = 8  # in a row; learning from each would slow them down
+_LEAST_CONTEXT_STEP = 64  # positions
 _MOST_STDDEV = 0.04  # that drafted steps' costs have in common, before plain steps are wanted
 _OTHER_SEQUENCES = 0.15  # of a cost that was measured with another number of sequences
-_OTHER_CONTEXT = 0.15  # relative uncertainty of a cost that was measured in another range
-
-
-def context_range(context: int) -> int:
-    """The end of the range that a context length falls in: 1024, 4096, 16384, and so on.
-
-    The longer the context, the more time a step takes to read the KV cache. Within a factor of
-    four that changes the curve by less than the steps correct at once, so one curve serves each
-    range.
-    """
-    end = _SHORTEST_RANGE
-    while context >= end:
-        end *= _RANGE_FACTOR
-    return end
 
 
 class LiveCosts:
-    """T(rows) at the current context length, corrected by every step.
+    """T(rows)/T(1) at the current context length, corrected by every step.
 
-    An unmeasured range of context lengths starts with what is known of the nearest
-    one. Generations that run at the same time have each their own :meth:`for_generation`, and
-    learn together.
+    Generations that run at the same time have each their own :meth:`for_generation`, and learn
+    together.
 
     Args:
-        known: per range, by its end as :func:`context_range` returns it, the measured times; at
-            least one range.
+        known: measured times, as :class:`LiveTimes` takes them.
 
     Attributes:
         predicted: what the generation's steps should have taken so far, in plain steps; one
@@ -514,10 +569,9 @@ class LiveCosts:
 
     def __init__(self, known: Mapping[int, Iterable[KnownTime]]) -> None:
         self._lock = threading.RLock()
-        self._curves = {end: LiveCurve(times) for end, times in known.items()}
-        self._unsaved: Counter[int] = Counter()  # steps by range
+        self._live = LiveTimes(known)
         self._joint: dict[int, LiveCosts] = {}
-        self._enter(min(self._curves))
+        self._context = 0
         self._begin_run()
 
     def for_generation(self) -> Self:
@@ -530,18 +584,14 @@ class LiveCosts:
         """What joint steps of ``count`` sequences cost, learned from them alone.
 
         One row there is a plain step of all sequences, each further row one of a draft. Until
-        such steps have run, they are taken to cost what as many rows of one sequence do, and to
-        wait as long for a token.
+        such steps have run, they are taken to cost what as many rows of one sequence do, but for
+        attention, which each sequence has to its own context; and to wait as long for a token.
         """
         with self._lock:
             if count not in self._joint:
-                known = {
-                    end: _beside(curve.known(stddev=_OTHER_SEQUENCES), count)
-                    for end, curve in self._curves.items()
-                }
+                known = _beside(self._live.known(stddev=_OTHER_SEQUENCES), count)
                 self._joint[count] = self._begun_with(known, count)
-                for curve in self._joint[count]._curves.values():
-                    curve.overhead = self._live.overhead
+                self._joint[count]._live.overhead = self._live.overhead
             return self._joint[count].for_generation()
 
     def _begun_with(self, known: Mapping[int, list[KnownTime]], count: int) -> LiveCosts:
@@ -562,30 +612,30 @@ class LiveCosts:
     @property
     def unsaved_steps(self) -> int:
         """Steps recorded since the last :meth:`changes`."""
-        with self._lock:
-            return sum(self._unsaved.values())
+        return self._live.unsaved
 
     def move_to(self, context: int) -> None:
         """Set the context's length in positions; cheap enough for every step."""
-        if not self._start <= context < self._end:
-            self._enter(context_range(context))
+        # In steps of 3 to 6 %, so that the curves change now and then only.
+        step = max(_LEAST_CONTEXT_STEP, 1 << max(context.bit_length() - 5, 0))
+        self._context = context // step * step
 
     @property
     def curve(self) -> CostCurve:
         """T(rows)/T(1) as known so far; the same object until a cost has changed noticeably."""
         with self._lock:
-            return self._live.curve
+            return self._live.curve(self._context)
 
     @property
     def hopeful(self) -> CostCurve:
-        """What drafts are planned with; see :attr:`LiveCurve.hopeful`."""
+        """What drafts are planned with; see :meth:`LiveTimes.hopeful`."""
         with self._lock:
-            return self._live.hopeful
+            return self._live.hopeful(self._context)
 
     def seconds(self, rows: int) -> float:
         """The wall time that a step over ``rows`` rows would take now."""
         with self._lock:
-            return self._live.seconds(rows)
+            return self._live.seconds(rows, self._context)
 
     @property
     def slowdown(self) -> float:
@@ -622,7 +672,6 @@ class LiveCosts:
             self.predicted += self.curve(rows)
             self._record(rows, seconds, pipelined)
             self._live.ran(rows)
-            self._unsaved[self._end] += 1
 
     def _record(self, rows: int, seconds: float, pipelined: bool) -> None:
         before, self._last_pipelined = self._last_pipelined, seconds if pipelined else None
@@ -644,43 +693,36 @@ class LiveCosts:
                 return
         else:
             self._plain_steps = 0
-        self._live.record(rows, seconds)
+        self._live.record(rows, self._context, seconds)
 
     def changes(self) -> dict[int, list[KnownTime]]:
-        """What was measured or learned, of the ranges in which steps ran since the last call."""
+        """What was measured or learned, by context length; empty if no step has run since."""
         with self._lock:
-            changed = {end: self._curves[end].known(assumed=False) for end in sorted(self._unsaved)}
-            self._unsaved.clear()
+            changed = self._live.known(assumed=False) if self._live.unsaved else {}
+            self._live.unsaved = 0
             return changed
 
-    def _enter(self, end: int) -> None:
-        with self._lock:
-            if end not in self._curves:
-                nearest = min(self._curves, key=lambda other: abs(math.log(other / end)))
-                self._curves[end] = LiveCurve(
-                    self._curves[nearest].known(stddev=_OTHER_CONTEXT, assumed=False)
-                )
-                self._curves[end].overhead = self._curves[nearest].overhead
-            self._live = self._curves[end]
-            self._live.reopen()
-        self._plain_steps = 0
-        self._end = end
-        self._start = end // _RANGE_FACTOR if end > _SHORTEST_RANGE else 0
 
+def _beside(known: Mapping[int, Sequence[KnownTime]], count: int) -> dict[int, list[KnownTime]]:
+    """Convert times of one sequence to times of ``count``, whose plain step has that many rows.
 
-def _beside(times: Iterable[KnownTime], count: int) -> list[KnownTime]:
-    """Convert times of one sequence to times of ``count``, whose plain step has that many rows."""
-    times = list(times)
-    curve = CostCurve([(time.rows, time.seconds / times[0].seconds) for time in times])
-    rows = [count, *(time.rows for time in times if time.rows > count), count + WIDEST - 1]
-
-    def uncertainty(own: int) -> float:
-        return max(time.uncertainty for time in times if time.rows <= own)
-
-    return [
-        KnownTime(own - count + 1, times[0].seconds * curve(own), uncertainty(own))
-        for own in sorted(set(rows))
-    ]
+    Each sequence attends to its own context: what a longer one adds is ``count`` times what it
+    adds for its share of the rows.
+    """
+    shortest = known[min(known)]
+    plain, rows = shortest[0].seconds, [time.rows for time in shortest]
+    curve = CostCurve([(time.rows, time.seconds / plain) for time in shortest])
+    widths = sorted({count, *(own for own in rows if own > count), count + WIDEST - 1})
+    converted = {}
+    for context, times in known.items():
+        growth = [time.seconds - first.seconds for time, first in zip(times, shortest, strict=True)]
+        added = count * np.interp(np.array(widths) / count, rows, growth)
+        errors = [max(time.uncertainty for time in times if time.rows <= own) for own in widths]
+        converted[context] = [
+            KnownTime(own - count + 1, plain * curve(own) + float(more), error)
+            for own, more, error in zip(widths, added, errors, strict=True)
+        ]
+    return converted
 
 
 Costs = FixedCosts | LiveCosts

@@ -23,14 +23,14 @@ from pydantic import AfterValidator, Field, TypeAdapter
 from ..errors import MlxspecError, OptionError
 from ..files import replaced
 from .acceptance import MOST_SEEN, TOKEN_FEATURES, Corrections
-from .costs import MOST_UNCERTAINTY, STEP_SECONDS, WIDEST, KnownTime, context_range
+from .costs import MOST_UNCERTAINTY, STEP_SECONDS, WIDEST, KnownTime
 from .measurement import COST_PER_ROW, is_whole
 
 _log = logging.getLogger(__name__)
 
 ENVIRONMENT_VARIABLE = "MLXSPEC_CACHE_DIR"
 
-_STEP_TIMES = {"format": "mlxspec step times", "version": 1}
+_STEP_TIMES = {"format": "mlxspec step times", "version": 2}
 _EXPERIENCE = {"format": "mlxspec experience", "version": 1}
 _MAX_BYTES = 1 << 20
 _UNUSABLE = (OSError, ValueError, RecursionError)
@@ -141,44 +141,49 @@ class CostKey:
 
 
 @dataclass(frozen=True)
-class KnownRange:
-    """What is known at the context lengths of one range.
+class KnownTimes:
+    """What is known at one context length.
 
     Attributes:
         times: T(rows), fewest rows first.
         source: "quick" or "careful" for a measurement, "steps" if learned from decoding alone.
         updated: when this was last measured or corrected, in UTC, in ISO 8601.
         name: what the user called the model; empty if unknown.
+        split: whether wide drafts were faster with their attention split; see
+            :func:`mlxspec.engine.patches.split_attention`. None if that was not measured.
     """
 
     times: tuple[KnownTime, ...]
     source: Source
     updated: Annotated[str, AfterValidator(_iso)]
     name: str = ""
+    split: bool | None = None
 
     @classmethod
-    def now(cls, times: list[KnownTime], source: Source, name: str = "") -> KnownRange:
+    def now(
+        cls, times: list[KnownTime], source: Source, name: str = "", split: bool | None = None
+    ) -> KnownTimes:
         """What has just been measured or learned."""
         updated = datetime.now(UTC).isoformat(timespec="seconds")
-        return cls(tuple(times), source, updated, name)
+        return cls(tuple(times), source, updated, name, split)
 
     @property
     def rank(self) -> tuple[bool, bool, int, int]:
-        """How well the range is known, for comparison."""
+        """How well the times are known, for comparison."""
         times = self.times
         return is_whole(times), len(times) > 1, get_args(Source).index(self.source), len(times)
 
 
-Ranges = dict[int, KnownRange]
-"""By the end of the range; see :func:`mlxspec.drafting.costs.context_range`."""
+TimesByContext = dict[int, KnownTimes]
+"""By the length of the context."""
 
 
 class CostCache:
     """Keeps step times from run to run, in one file per machine and model.
 
-    Where several processes write at the same time, the last one's corrections of a range stay. A
-    file that is damaged or of another version is ignored with a warning, and its times are
-    measured again.
+    Where several processes write at the same time, the last one's corrections of a context length
+    stay. A file that is damaged or of another version is ignored with a warning, and its times
+    are measured again.
 
     Args:
         directory: where the files are; by default ``step_times`` in :func:`cache_directory`.
@@ -190,69 +195,64 @@ class CostCache:
     def __init__(self, directory: Path | None = None) -> None:
         self.directory = directory or cache_directory() / "step_times"
 
-    def read(self, key: CostKey) -> Ranges:
+    def read(self, key: CostKey) -> TimesByContext:
         """What is kept for a key; empty where there is nothing, or nothing of use."""
         path = self.directory / key.file_name
-        return _usable("step times", path, lambda path: _ranges_of(path, key)) or {}
+        return _usable("step times", path, lambda path: _times_of(path, key)) or {}
 
-    def entries(self) -> list[tuple[CostKey, Ranges]]:
+    def entries(self) -> list[tuple[CostKey, TimesByContext]]:
         """Everything that is kept, for all machines and models."""
         paths = sorted(self.directory.glob("*.json"))
         found = [_usable("step times", path, _read_times) for path in paths]
         return [entry for entry in found if entry]
 
-    def update(self, key: CostKey, ranges: Mapping[int, KnownRange]) -> None:
-        """Replace these ranges where they are plausible, and leave the others as they are.
+    def update(self, key: CostKey, found: Mapping[int, KnownTimes]) -> None:
+        """Replace the times of these context lengths, and leave the others as they are.
 
-        A range that is better known stays, too. A careful measurement is better than a quick one,
-        unless it lacks rows that show what drafts cost; of two of a kind, the one with more
-        numbers of rows is better. A change of MLX, the model or the machine gives another key.
+        Implausible times are ignored, and times that are better known stay. A careful measurement
+        is better than a quick one, unless it lacks rows that show what drafts cost; of two of a
+        kind, the one with more numbers of rows is better. A change of MLX, the model or the
+        machine gives another key.
         """
         path = self.directory / key.file_name
-        kept: Ranges = {}
+        kept: TimesByContext = {}
         with suppress(*_UNUSABLE):
-            kept = _ranges_of(path, key)
-        for end, known in ranges.items():
+            kept = _times_of(path, key)
+        for context, known in found.items():
             with suppress(ValueError):
                 _check(known.times)
-                if end not in kept:
-                    kept[end] = known
-                elif kept[end].rank <= known.rank:
-                    kept[end] = replace(known, name=known.name or kept[end].name)
-        known_ranges = {end: asdict(known) for end, known in sorted(kept.items())}
-        _write_json("step times", path, {**_STEP_TIMES, **asdict(key), "ranges": known_ranges})
+                before = kept.get(context, known)
+                if before.rank <= known.rank:
+                    split = before.split if known.split is None else known.split
+                    kept[context] = replace(known, name=known.name or before.name, split=split)
+        contexts = {context: asdict(known) for context, known in sorted(kept.items())}
+        _write_json("step times", path, {**_STEP_TIMES, **asdict(key), "contexts": contexts})
 
 
-def _ranges_of(path: Path, key: CostKey) -> Ranges:
-    """The ranges in the file of a key; raises as :func:`_read_json`."""
-    found, ranges = _read_times(path)
+def _times_of(path: Path, key: CostKey) -> TimesByContext:
+    """The times in the file of a key; raises as :func:`_read_json`."""
+    found, times = _read_times(path)
     if found != key:
         raise ValueError("for another machine or model")
-    return ranges
+    return times
 
 
-def _read_times(path: Path) -> tuple[CostKey, Ranges]:
+def _read_times(path: Path) -> tuple[CostKey, TimesByContext]:
     """The content of a file, with all checked that decoding relies on; raises as `_read_json`."""
     content = _read_json(path, _STEP_TIMES)
     machine, model = (_IDENTITY.validate_python(content.get(of)) for of in ("machine", "model"))
     if isinstance(model.get("parameters"), str):
         raise ValueError("the number of parameters is a string")
-    ranges = _RANGES.validate_python(content.get("ranges"))
-    for known in ranges.values():
+    times = _CONTEXTS.validate_python(content.get("contexts"))
+    for known in times.values():
         _check(known.times)
-    return CostKey(machine, model), ranges
-
-
-def _range_end(end: int) -> int:
-    if context_range(end - 1) != end:
-        raise ValueError("a range of context lengths has another end")
-    return end
+    return CostKey(machine, model), times
 
 
 _IDENTITY = TypeAdapter[Identity](
     dict[str, Annotated[int | float, Field(ge=0, le=_MOST)] | str | None]
 )
-_RANGES = TypeAdapter(dict[Annotated[int, AfterValidator(_range_end)], KnownRange])
+_CONTEXTS = TypeAdapter(dict[Annotated[int, Field(ge=0, le=_MOST)], KnownTimes])
 
 
 def _check(times: tuple[KnownTime, ...]) -> None:

@@ -155,11 +155,16 @@ def check_quantization(model: nn.Module, options: CacheOptions) -> None:
 
 
 def chain_capability(model: nn.Module) -> Capability:
-    """What the model verifies of unbranched drafts, found by a few forwards."""
+    """What the model verifies of unbranched drafts, found once by a few forwards."""
+    if (known := getattr(model, "chain_capability", None)) is not None:
+        return known
     capability = capability_with(make_prompt_cache(model), Capability.CHAIN)
     if capability is Capability.TAPE and not _verifies_chains(model, capability):
         capability = Capability.REPLAY
-    return capability if _verifies_chains(model, capability) else Capability.PLAIN
+    if not _verifies_chains(model, capability):
+        capability = Capability.PLAIN
+    model.chain_capability = capability
+    return capability
 
 
 def _verifies_chains(model: nn.Module, capability: Capability) -> bool:

@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import json
 import logging
+import math
 import os
 import random
 import sys
@@ -13,21 +14,30 @@ import time
 from collections import abc
 from contextlib import suppress
 from dataclasses import asdict, is_dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generation_stream, wired_limit
+from mlx_lm.models.cache import (
+    ArraysCache,
+    ChunkedKVCache,
+    KVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
 from mlx_lm.utils import get_total_parameters
 
-from ..drafting.costs import KnownTime, LiveCosts, context_range
+from ..drafting.costs import KnownTime, LiveCosts
 from ..drafting.drafter import Drafter, DraftTree, VerifiedStep
-from ..drafting.kept import CostCache, CostKey, KnownRange, Ranges, Source
+from ..drafting.kept import CostCache, CostKey, KnownTimes, Source, TimesByContext
 from ..drafting.measurement import (
     QUICK,
+    QUICK_LONG,
     MeasurementPlan,
     ShareDone,
     is_whole,
@@ -35,10 +45,12 @@ from ..drafting.measurement import (
     noise,
 )
 from ..errors import OptionError
+from .caches import drop_unseen, parts
 from .capability import chain_capability, joint_mode
 from .joint import JointMode
-from .model_sizes import context_length
+from .model_sizes import cache_kinds, context_length
 from .params import SamplingParams
+from .patches import split_attention, split_from
 from .sampling import Chooser
 from .step import Batch, Sequence, step
 from .target import Capability, Progress, Target, target_for, vocabulary_size
@@ -167,6 +179,40 @@ def _gpu_memory() -> int:
 # --- measuring ---
 
 _UNENDING = 1 << 30  # tokens
+_CONTEXTS = 64, 1000, 8000  # tokens in front of the steps that are measured
+_LEAST_LONG = 500  # tokens; attention to fewer is a small part of a step
+_SHARE_OF_MEMORY = 1 / 16  # of all there is, that the caches of a measurement may take
+
+
+def measured_contexts(model: nn.Module) -> list[int]:
+    """The context lengths behind which step times are measured: 64, 1000 and 8000 tokens.
+
+    Where the model or the memory does not allow 8000, it is a half of that, a quarter, and so on.
+    It is 64 alone where that is below 500, and where only a prompt can fill the caches.
+    """
+    short, middle, long = _CONTEXTS
+    kinds = cache_kinds(model)
+    position = sum(kind.count * (kind.bytes_per_position or 0) for kind in kinds)
+    in_memory = int(whole_memory() * _SHARE_OF_MEMORY) // max(position, 1)
+    most = min((context_length(model) or _UNENDING) // 2, in_memory)
+    while long > most:
+        long //= 2
+    if long < _LEAST_LONG or not _can_be_filled(model):
+        return [short]
+    return [short, *[middle] * (long > middle), long]
+
+
+class Measured(NamedTuple):
+    """What :func:`calibrate` has measured.
+
+    Attributes:
+        times: one entry per number of rows, fewest first. A model that cannot verify drafts has
+            one.
+        split: whether wide drafts are faster with their attention split; None if not measured.
+    """
+
+    times: list[KnownTime]
+    split: bool | None
 
 
 def calibrate(
@@ -177,8 +223,10 @@ def calibrate(
     sequences: int = 1,
     on_prefill: Progress | None = None,
     on_progress: ShareDone | None = None,
-) -> list[KnownTime]:
+) -> Measured:
     """Measure how long plain and drafted steps of a model take.
+
+    From then on the model's attention is split, or not, as was faster here.
 
     Args:
         model: an mlx-lm model.
@@ -190,9 +238,6 @@ def calibrate(
             plain step of all, and each further row is one of a draft.
         on_prefill: called with context tokens done and context tokens in all.
         on_progress: called with the share of the steps that is done, 0 to 1.
-
-    Returns:
-        one entry per number of rows, fewest first. A model that cannot verify drafts has one.
 
     Raises:
         OptionError: ``context`` is below 1, or too long for the model; ``sequences`` is below 1,
@@ -219,9 +264,43 @@ def calibrate(
     with wired_limit(model, [generation_stream]):
         steps = ModelSteps(model, context, on_prefill, sequences, mode)
         # The context grows by one token per step, and the widest step must fit at its end.
-        room = min(steps.target.max_rows, window - context - plan.tokens)
+        room = max(1, min(steps.target.max_rows, window - context - plan.tokens))
+        split = None
+        if context >= _LEAST_LONG and room >= _SPLIT_ROWS and sequences == 1:
+            split = steps.splits_attention(started + plan.seconds / 2)
         run = steps.plain, steps.drafted
-        return measure(*run, plan, max(1, room), started, time.perf_counter, on_progress)
+        return Measured(measure(*run, plan, room, started, time.perf_counter, on_progress), split)
+
+
+_SPLIT_ROWS = 12  # wider than any fused attention, and narrow enough to be fast
+_SPLIT_GAIN = 0.95  # of the whole attention's time; less gain may be noise
+_SPLIT_TRIES = 3  # the first one of each kind also compiles kernels
+
+_SEED = 16  # tokens that run as a prompt before the caches are filled up
+_FILLABLE = KVCache, RotatingKVCache, ChunkedKVCache, ArraysCache
+
+
+def _can_be_filled(model: nn.Module) -> bool:
+    """Whether :func:`_fill` knows all of a model's caches."""
+    caches = parts(make_prompt_cache(model))
+    return not hasattr(model, "leader") and all(type(cache) in _FILLABLE for cache in caches)
+
+
+def _fill(target: Target, length: int) -> None:
+    """Fill the caches up to a length with what they hold, again and again.
+
+    Attention takes as long whatever the keys are; running a prompt of that length would take far
+    longer.
+    """
+    missing = length - target.length
+    for cache in parts(target.cache):
+        if not isinstance(cache, ArraysCache):
+            held = cache.keys[..., : target.length, :], cache.values[..., : target.length, :]
+            taken = mx.arange(missing) % held[0].shape[2]
+            cache.update_and_fetch(*(array[..., taken, :] for array in held))
+    drop_unseen(target.cache)
+    target.prefilled(missing)
+    mx.eval(target.arrays)
 
 
 class ModelSteps:
@@ -249,27 +328,57 @@ class ModelSteps:
         sequences: int = 1,
         mode: JointMode = JointMode.ALONE,
     ) -> None:
+        self._model = model
         self._batch = Batch(model, mode)
         self._drafters: list[_RandomChains] = []
         self._sequences: list[Sequence] = []
+        seed = min(context - 1, _SEED) if _can_be_filled(model) else context - 1
         for _ in range(sequences):
             # It verifies chains, if the model does.
             target = target_for(model, chain_capability(model), vocabulary_size(model))
             drafter = _RandomChains(target.vocab_size)
+            with mx.stream(generation_stream):
+                target.prefill(drafter.tokens(seed), on_prefill)
+                if context - 1 > seed:
+                    _fill(target, context - 1)
             sequence = Sequence(
                 target,
-                drafter.tokens(context),
+                drafter.tokens(1),
                 drafter,
                 Chooser(SamplingParams()),
                 max_tokens=_UNENDING,
                 ends=lambda token: False,
             )
-            sequence.begin(on_prefill)
+            sequence.begin()
             step(sequence)
             self._batch.join(sequence)
             self._drafters.append(drafter)
             self._sequences.append(sequence)
         self.target: Target = self._sequences[0].target
+
+    def splits_attention(self, end: float) -> bool | None:
+        """Whether wide drafts are faster with their attention split; the model keeps the faster.
+
+        Returns:
+            None if there was no time to find out, and on a CPU, which has no fused attention to
+            stay within. The model stays as it is.
+        """
+        before = split_from(self._model)
+        times: dict[int | None, list[float]] = {None: [], 0: []}
+        try:
+            while len(times[0]) < _SPLIT_TRIES and mx.default_device().type == mx.gpu:
+                for least, seconds in times.items():
+                    split_attention(self._model, least)
+                    seconds.append(self.drafted(_SPLIT_ROWS))
+                if time.perf_counter() > end:
+                    break
+        finally:
+            split_attention(self._model, before)
+        if len(times[0]) < 2:
+            return None
+        pays = min(times[0][1:]) < _SPLIT_GAIN * min(times[None][1:])
+        split_attention(self._model, 0 if pays else None)
+        return pays
 
     def plain(self, tokens: int) -> list[float]:
         """Seconds of each of ``tokens`` pipelined plain steps."""
@@ -363,32 +472,62 @@ def costs_for(
     """
     cache = cache or CostCache()
     key = cost_key(model)
-    ranges = {
-        end: known for end, known in cache.read(key).items() if _is_enough(known.times, model)
-    }
-    if ranges:
+    found = cache.read(key)
+    if any(_is_enough(known.times, model) for known in found.values()):
         _log.info("step times are known from %s", cache.directory / key.file_name)
-        return KeptCosts(cache, key, ranges)
-    started = time.perf_counter()
-    times = calibrate(model, QUICK, on_progress=on_progress)
-    seconds = time.perf_counter() - started
-    _log.info("measured step times in %.1f s: %s", seconds, _in_words(times))
-    end, known = context_range(QUICK.context), known_range(times, QUICK, "quick")
-    problem = noise(times)
-    if problem is None and not _is_enough(known.times, model):
-        problem = "there was no time for steps over 2, 4 and 8 rows"
-    if problem is None:
-        cache.update(key, {end: known})
     else:
-        plain = replace(known.times[0], uncertainty=_BUSY)
-        known = KnownRange.now([plain], "steps")
-        _log.warning(
-            "step times were measured while the machine was busy, or it is slow for this model "
-            "(%s): drafts begin with usual costs, which real steps correct; the next start "
-            "measures again",
-            problem,
+        found = _first_measurement(model, on_progress or (lambda share: None))
+        if found[QUICK.context].source == "quick":
+            cache.update(key, found)
+    split_attention(model, _split_from(found))
+    return KeptCosts(cache, key, found)
+
+
+def _first_measurement(model: nn.Module, on_progress: ShareDone) -> TimesByContext:
+    """Step times by context length; a plain step's alone where the measurement shows too little."""
+    started = time.perf_counter()
+    found: TimesByContext = {}
+    short, *longer = measured_contexts(model)
+    contexts = [short, *longer[-1:]]
+
+    def part_done(done: float, share: float) -> None:
+        on_progress(done + share / len(contexts))
+
+    for plan, context in zip((QUICK, QUICK_LONG), contexts, strict=False):
+        done = len(found) / len(contexts)
+        left = QUICK.seconds + QUICK_LONG.seconds - (time.perf_counter() - started)
+        times, _ = measured = calibrate(
+            model,
+            replace(plan, seconds=max(plan.seconds, left)) if found else plan,
+            context=context if found else None,
+            on_progress=partial(part_done, done),
         )
-    return KeptCosts(cache, key, {end: known})
+        _log.info("measured step times behind %d tokens: %s", context, _in_words(times))
+        problem = noise(times)
+        if problem is None and not (len(times) > 1 if found else _is_enough(times, model)):
+            problem = "there was no time for steps over 2, 4 and 8 rows"
+        if problem is None:
+            found[context] = known_times(measured, plan, "quick")
+        elif not found:
+            _log.warning(
+                "step times were measured while the machine was busy, or it is slow for this model "
+                "(%s): drafts begin with usual costs, which real steps correct; the next start "
+                "measures again",
+                problem,
+            )
+            plain = replace(times[0], uncertainty=_BUSY)
+            return {context: KnownTimes.now([plain], "steps")}
+    _log.info("measured step times in %.1f s", time.perf_counter() - started)
+    mx.clear_cache()
+    return found
+
+
+def _split_from(found: TimesByContext) -> int | None:
+    """The context length from which attention is split: between those that were measured."""
+    measured_whole = (context for context, known in found.items() if known.split is False)
+    whole = max(measured_whole, default=_CONTEXTS[0])
+    split = [context for context, known in found.items() if known.split and context > whole]
+    return math.isqrt(whole * min(split)) if split else None
 
 
 _SHORTEST_CONTEXT = 64  # tokens; no more steps than fit there can be measured
@@ -407,11 +546,12 @@ def _in_words(times: list[KnownTime]) -> str:
     return ", ".join(f"T({time.rows}) {1000 * time.seconds:.1f} ms" for time in times)
 
 
-def known_range(
-    times: list[KnownTime], plan: MeasurementPlan, source: Source, name: str = ""
-) -> KnownRange:
+def known_times(
+    measured: Measured, plan: MeasurementPlan, source: Source, name: str = ""
+) -> KnownTimes:
     """A measurement as the cache keeps it; ``name`` is what the user calls the model."""
-    return KnownRange.now([time.at_best(plan.least_uncertainty) for time in times], source, name)
+    times = [time.at_best(plan.least_uncertainty) for time in measured.times]
+    return KnownTimes.now(times, source, name, measured.split)
 
 
 class KeptCosts(LiveCosts):
@@ -420,7 +560,7 @@ class KeptCosts(LiveCosts):
     Args:
         cache: where they are kept.
         key: from :func:`cost_key`.
-        ranges: what is known so far, at least one range.
+        found: what is known so far, of at least one context length.
         clock: returns the time in seconds.
     """
 
@@ -428,20 +568,20 @@ class KeptCosts(LiveCosts):
         self,
         cache: CostCache,
         key: CostKey,
-        ranges: Ranges,
+        found: TimesByContext,
         clock: abc.Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__({end: known.times for end, known in ranges.items()})
+        super().__init__({context: known.times for context, known in found.items()})
         self._cache = cache
         self._key = key
-        self._sources = {end: known.source for end, known in ranges.items()}
+        self._sources = {context: known.source for context, known in found.items()}
         self._clock = clock
         self._next_save = clock()
 
     def _begun_with(self, known: abc.Mapping[int, list[KnownTime]], count: int) -> LiveCosts:
         """What an earlier process has learned of steps of ``count`` sequences comes first."""
         key = self._key.of_sequences(count)
-        begun = {end: KnownRange.now(times, "steps") for end, times in known.items()}
+        begun = {context: KnownTimes.now(times, "steps") for context, times in known.items()}
         return KeptCosts(self._cache, key, self._cache.read(key) or begun, self._clock)
 
     def end(self) -> None:
@@ -450,9 +590,8 @@ class KeptCosts(LiveCosts):
         if self.unsaved_steps < _STEPS_WORTH_SAVING or self._clock() < self._next_save:
             return
         self._next_save = self._clock() + _SECONDS_BETWEEN_SAVES
-        self._cache.update(
-            self._key, {end: self._range(end, times) for end, times in self.changes().items()}
-        )
-
-    def _range(self, end: int, times: list[KnownTime]) -> KnownRange:
-        return KnownRange.now(times, self._sources.get(end, "steps"))
+        changes = {
+            context: KnownTimes.now(times, self._sources[context])
+            for context, times in self.changes().items()
+        }
+        self._cache.update(self._key, changes)

@@ -6,7 +6,8 @@ functions are wrapped for them:
 
 - ``__call__`` of RoPE modules, to rotate each row by a position of its own;
 - ``scaled_dot_product_attention`` in the modules that define layers, to call ``keys.attend`` if
-  the keys have such a method (:class:`~mlxspec.engine.joint.JointCache`);
+  the keys have such a method (:class:`~mlxspec.engine.joint.JointCache`), and to split the rows of
+  wide drafts (:func:`split_attention`);
 - ``__call__`` of the modules that take a cache, in models with recurrent states, to call
   ``run_block`` of an argument that defines it (:class:`~mlxspec.engine.joint.JointStates`);
 - the convolutions and recurrences of such models, to record their calls on a
@@ -45,7 +46,13 @@ _positions: ContextVar[mx.array | None] = ContextVar("positions", default=None)
 _tape: ContextVar[Tape | None] = ContextVar("tape", default=None)
 """Of the forward that is being run, if its calls are to be noted."""
 
+_split_from: ContextVar[int | None] = ContextVar("split_from", default=None)
+"""From how many keys on the attention of the forward that is being run is split."""
+
 _ATTENTION = "scaled_dot_product_attention"
+_FUSED_ROWS = 8  # of a head's queries
+_FUSED_QUERIES = 32  # of all heads that share one head of keys
+_FUSED_SIZES = (64, 96, 128, 256)  # of a head
 
 _installed: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 _wrappers: set[Function] = set()
@@ -76,7 +83,27 @@ def forward_at(
     context = copy_context()
     context.run(_positions.set, positions)
     context.run(_tape.set, tape)
+    context.run(_split_from.set, split_from(model))
     return context.run(model, tokens, cache=caches)
+
+
+def split_attention(model: nn.Module, least_keys: int | None) -> None:
+    """Let the forwards of drafts split attention, from a number of keys on; None for never.
+
+    MLX's fused attention for few rows ends at 8 rows, and at 32 queries of the heads that share
+    their keys (mlx 0.32, ``scaled_dot_product_attention.cpp``). Wider drafts leave it, and behind
+    a long context take several times as long (mlx#3826). Split into calls that stay inside, they
+    give the same but for rounding. Whether that is faster is measured:
+    :func:`mlxspec.engine.costs.calibrate`.
+    """
+    if least_keys is not None:
+        install(model)
+    model.attention_is_split_from = least_keys
+
+
+def split_from(model: Callable[..., mx.array]) -> int | None:
+    """From how many keys on a model's attention is split; None if it never is."""
+    return getattr(model, "attention_is_split_from", None)
 
 
 def install(model: nn.Module) -> None:
@@ -151,12 +178,52 @@ def _rotating(rope: Function) -> Function:
 
 def _attending(attention: Function) -> Function:
     def attend(queries: mx.array, keys: Any, *args: Any, **kwargs: Any) -> mx.array:
-        """Attention, computed by the keys if they do that themselves."""
+        """Attention, computed by the keys if they do that themselves, split if it is to be."""
+        least_keys = _split_from.get()
+        own = attention if least_keys is None else functools.partial(_split, attention, least_keys)
         if _positions.get() is None or not hasattr(keys, "attend"):
-            return attention(queries, keys, *args, **kwargs)
-        return keys.attend(attention, queries, *args, **kwargs)
+            return own(queries, keys, *args, **kwargs)
+        return keys.attend(own, queries, *args, **kwargs)
 
     return attend
+
+
+def _split(
+    attention: Function,
+    least_keys: int,
+    queries: mx.array,
+    keys: Any,
+    values: Any,
+    cache: Any,
+    scale: float,
+    mask: mx.array | str | None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Attention in calls of as many rows as the fused kernel takes.
+
+    Quantised keys, which are three arrays, are left whole: no fused kernel reads them.
+
+    Args:
+        queries: (batch, heads, rows, head_dim).
+        keys, values: (batch, key heads, entries, head_dim); the last rows' own are the last.
+        mask: (…, rows, entries), "causal", or None if all rows see all entries.
+    """
+    own = functools.partial(attention, cache=cache, scale=scale, sinks=sinks)
+    rows, entries = queries.shape[2], keys.shape[2] if isinstance(keys, mx.array) else 0
+    fused = queries.shape[-1] in _FUSED_SIZES and entries >= max(least_keys, 1)
+    width = min(_FUSED_ROWS, _FUSED_QUERIES * keys.shape[1] // queries.shape[1]) if fused else rows
+    if not 0 < width < rows:
+        return own(queries, keys, values, mask=mask)
+    outputs = []
+    for start in range(0, rows, width):
+        end = min(start + width, rows)
+        of_rows = mask[..., start:end, :] if isinstance(mask, mx.array) else mask
+        # A causal row sees the entries to its own; an array says what it sees.
+        seen = entries - rows + end if isinstance(mask, str) else entries
+        outputs.append(
+            own(queries[:, :, start:end], keys[:, :, :seen], values[:, :, :seen], mask=of_rows)
+        )
+    return mx.concatenate(outputs, axis=2)
 
 
 def _running(block: Function) -> Function:

@@ -39,7 +39,7 @@ from .caches import (
     parts,
 )
 from .params import CacheOptions
-from .patches import forward_at, install
+from .patches import forward_at, install, split_from
 from .tape import Tape
 
 _AFTER_MARK = 16  # tokens of a prompt; what opens an answer in chat templates is shorter
@@ -542,7 +542,11 @@ class Target(ContextCache):
                 self.tape.assign(cache.cache, [cache], len(rows))
             return logits[0, len(self.pending) :]
         if tree.is_chain:
-            return self.model(rows[None], cache=self.cache)[0, len(self.pending) :]
+            if len(rows) == 1 or split_from(self.model) is None:
+                logits = self.model(rows[None], cache=self.cache)
+            else:
+                logits = forward_at(self.model, rows[None], self.cache, None)
+            return logits[0, len(self.pending) :]
         masked = TreeRows(tree)
         install(self.model)
         with masked_for(masked, self.trimmable):

@@ -153,7 +153,7 @@ class Engine:
         """Do what :meth:`turn` does; yield after each response except a request's last."""
         hold_at_exit()
         while request := self._next():
-            self._running.append(request)  # first, so that an interrupt finds it in one place
+            self._running.append(request)  # first, so that an interrupt does not lose it
             self._waiting.remove(request)
             try:
                 self.start(request)
@@ -200,7 +200,7 @@ class Engine:
                 return
 
     def _move_to_end(self, request: Request) -> None:
-        self._running.append(request)  # first, so that an interrupt finds it in one place
+        self._running.append(request)  # first, so that an interrupt does not lose it
         self._running.remove(request)
 
     def _short_prompts(self, prefilling: list[Request]) -> dict[Request, Sequence]:

@@ -110,9 +110,9 @@ class CacheLease:
 
 
 MARKS = 2
-"""Prefills to which a cache that cannot be cut can be rewound; each stores its state again."""
+"""Prefills to which a cache that cannot be cut can be rewound; each takes a copy of its state."""
 UNDOABLE = 2
-"""Forwards of a generation that can be undone; each stores the states that cannot be cut again."""
+"""Forwards of a generation that can be undone; each takes a copy of states that cannot be cut."""
 
 _TRIMMABLE = {Capability.TREE, Capability.CHAIN}
 
@@ -140,8 +140,8 @@ class Session:
 
     As with mlx-lm, the contents of a quantised cache depend on the conversation's turns: a single
     prefill would start to quantise at another position. Turns also matter to models for which
-    ``mlxspec inspect`` says that chunks matter, and with ``max_kv_size``. There, the rows of a
-    later turn see the first positions, which the cache keeps; mlx-lm's mask hides them.
+    ``mlxspec inspect`` says that chunks matter. With ``max_kv_size`` they matter because the rows
+    of a later turn see the first positions, which the cache keeps and mlx-lm's mask hides.
 
     Args:
         cache: mlx-lm's caches to begin with, from :func:`mlxspec.load_prompt_cache`; the session
@@ -203,7 +203,7 @@ class Session:
         """A new session that begins with a copy of the first tokens.
 
         Args:
-            length: a result of :meth:`reach`, at least 1. This may be called where that may.
+            length: a result of :meth:`reach`, at least 1. The same limits apply to this call.
             room: the number of tokens for which the copy allocates memory.
         """
         with mx.stream(generation_stream):

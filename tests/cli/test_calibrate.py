@@ -17,6 +17,7 @@ from mlxspec.cli.common.output import ProgressBar
 from mlxspec.drafting.costs import KnownTime
 from mlxspec.engine import capability, costs
 from mlxspec.engine.capability import Capability
+from mlxspec.engine.costs import Measured
 
 TIMES = [
     KnownTime(1, 0.025, 0.01 / 1.96, 60),
@@ -45,9 +46,10 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
         contexts.append(context)
         on_prefill(3, 3)
         on_progress(1.0)
-        return TIMES
+        return Measured(TIMES, None)
 
     monkeypatch.setattr(costs, "calibrate", calibrate)
+    monkeypatch.setattr(costs, "measured_contexts", lambda model: [64])
     return contexts
 
 
@@ -86,14 +88,14 @@ def test_what_was_measured_is_shown_without_measuring(
     endless: Path, measurements: list[int | None]
 ):
     assert calibrate(endless).exit_code == 0
-    assert calibrate(endless, "--context", 3000).exit_code == 0
+    assert calibrate(endless, "--context", 3000, "--context", 200).exit_code == 0
     for arguments in (["--show"], [endless, "--show"]):
         shown = calibrate(*arguments).stdout
-        assert shown.count("ms/row") == 2
-        assert "context below 1,024, careful" in shown
-        assert "context below 4,096, careful" in shown
-    assert "1,024" not in calibrate("--show", "--context", 2000).stdout
-    assert measurements == [None, 3000]
+        assert shown.count("ms/row") == 3
+        for context in ("64", "200", "3,000"):
+            assert f"behind {context} tokens, careful" in shown
+    assert "3,000" not in calibrate("--show", "--context", 200).stdout
+    assert measurements == [None, 200, 3000]
 
 
 def test_steps_of_several_sequences_are_kept_beside_the_others(
@@ -120,7 +122,8 @@ def test_json_is_one_object(endless: Path, measurements: list[int | None]):
     result = calibrate(endless, "--json")
     assert result.stdout.count("\n") == 1
     report = json.loads(result.stdout)
-    assert report["context_below"] == 1024
+    assert report["context"] == 64
+    assert report.pop("longer_contexts") == []
     assert report["source"] == "careful"
     assert report["model"]["type"] == "llama"
     assert report["machine"]["mlx"]
@@ -136,12 +139,24 @@ def test_json_is_one_object(endless: Path, measurements: list[int | None]):
     assert kept == report
 
 
+def test_longer_contexts_are_measured_and_shown_too(
+    endless: Path, measurements: list[int | None], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(costs, "measured_contexts", lambda model: [64, 1000, 8000])
+    report = json.loads(calibrate(endless, "--json").stdout)
+    assert measurements == [None, 1000, 8000]
+    longer = report.pop("longer_contexts")
+    assert [curve["context"] for curve in (report, *longer)] == [64, 1000, 8000]
+    assert report["split_attention"] is None
+    assert json.loads(calibrate("--show", "--json").stdout)["curves"] == [report, *longer]
+
+
 def test_noise_is_not_kept_and_what_was_known_stays(
     endless: Path, measurements: list[int | None], monkeypatch: pytest.MonkeyPatch
 ):
     calibrate(endless)
     before = calibrate("--show").stdout
-    monkeypatch.setattr(costs, "calibrate", lambda *_, **__: NOISE)
+    monkeypatch.setattr(costs, "calibrate", lambda *_, **__: Measured(NOISE, None))
     result = calibrate(endless, "--json")
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.startswith(f"Error: {endless.name}: the times scatter too much: half of")
@@ -169,7 +184,7 @@ def test_a_measurement_of_plain_steps_alone_replaces_no_better_one(
     endless: Path, measurements: list[int | None], monkeypatch: pytest.MonkeyPatch
 ):
     calibrate(endless)
-    monkeypatch.setattr(costs, "calibrate", lambda *_, **__: TIMES[:1])
+    monkeypatch.setattr(costs, "calibrate", lambda *_, **__: Measured(TIMES[:1], None))
     result = calibrate(endless)
     assert result.exit_code == 0
     assert "verifies no drafts" not in result.stdout
@@ -223,7 +238,7 @@ def test_a_spoiled_cache_file_is_one_note(
 def test_a_model_without_drafts_has_a_table_and_no_bars(
     endless: Path, measurements: list[int | None], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(costs, "calibrate", lambda *_, **__: TIMES[:1])
+    monkeypatch.setattr(costs, "calibrate", lambda *_, **__: Measured(TIMES[:1], None))
     assert "verifies no drafts" not in calibrate(endless).stdout  # a window without room for them
     monkeypatch.setattr(capability, "chain_capability", lambda model: Capability.PLAIN)
     result = calibrate(endless)

@@ -16,16 +16,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlxspec.drafting.costs import KnownTime, LiveCosts
-from mlxspec.drafting.kept import CostCache, CostKey, KnownRange
+from mlxspec.drafting.costs import WIDEST, KnownTime, LiveCosts
+from mlxspec.drafting.kept import CostCache, CostKey, KnownTimes
 from mlxspec.errors import OptionError
 from tests.support.examples import examples
 from tests.support.hostile import harmless, json_values, mutated
 
 KEY = CostKey({"chip": "M4", "mlx": "0.32.4"}, {"type": "llama", "digest": "a1"})
 TIMES = (KnownTime(1, 0.025, 0.02), KnownTime(4, 0.036, 0.03), KnownTime(32, 0.13, 0.05))
-KNOWN = KnownRange(TIMES, "careful", "2026-01-31T10:00:00+00:00")
-TOP_LEVEL = ("format", "version", "machine", "model", "ranges", "times", "source", "updated")
+KNOWN = KnownTimes(TIMES, "careful", "2026-01-31T10:00:00+00:00")
+TOP_LEVEL = ("format", "version", "machine", "model", "contexts", "times", "source", "updated")
 OF_A_TIME = ("rows", "seconds", "uncertainty")
 
 
@@ -47,10 +47,10 @@ def spoiled(**changes: object) -> str:
         known[name] = changes.pop(name)
     content = {
         "format": "mlxspec step times",
-        "version": 1,
+        "version": 2,
         "machine": KEY.machine,
         "model": KEY.model,
-        "ranges": {"1024": known},
+        "contexts": {"1024": known},
         **changes,
     }
     return json.dumps(content)
@@ -65,11 +65,19 @@ def test_what_was_kept_is_read_again(cache: CostCache):
     cache.update(KEY, {1024: KNOWN})
     assert CostCache(cache.directory).read(KEY) == {1024: KNOWN}
     assert cache.entries() == [(KEY, {1024: KNOWN})]
+    widest = replace(KNOWN, times=(*TIMES, KnownTime(WIDEST, 0.3, 0.05)))
+    cache.update(KEY, {4096: widest})
+    assert cache.read(KEY)[4096] == widest
+
+
+def test_steps_of_several_sequences_are_kept_beside_those_of_one() -> None:
+    assert KEY.of_sequences(1) == KEY
+    assert KEY.of_sequences(2).file_name != KEY.file_name
 
 
 def test_an_update_leaves_other_ranges_and_other_models_alone(cache: CostCache):
     other = CostKey(KEY.machine, {"type": "llama", "digest": "b2"})
-    newer = KnownRange(TIMES[:1], "steps", "2026-02-01T10:00:00+00:00")
+    newer = KnownTimes(TIMES[:1], "steps", "2026-02-01T10:00:00+00:00")
     cache.update(KEY, {1024: KNOWN})
     cache.update(other, {1024: newer})
     cache.update(KEY, {4096: newer})
@@ -93,7 +101,7 @@ def test_the_better_measurement_stays(
     cache: CostCache, kept: tuple[str, int], new: tuple[str, int], stays: str
 ):
     for source, count in (kept, new):
-        known = KnownRange(TIMES[:count], source, "2026-02-01T10:00:00+00:00")
+        known = KnownTimes(TIMES[:count], source, "2026-02-01T10:00:00+00:00")
         cache.update(KEY, {1024: known})
     assert cache.read(KEY)[1024].source == stays
 
@@ -101,18 +109,18 @@ def test_the_better_measurement_stays(
 def test_what_tells_the_cost_of_drafts_stays_before_all_else(cache: CostCache):
     whole = tuple(KnownTime(rows, 0.02, 0.1) for rows in (1, 2, 4, 8))
     later = "2026-02-01T10:00:00+00:00"
-    cache.update(KEY, {1024: KnownRange(whole[:3], "careful", later)})
-    cache.update(KEY, {1024: KnownRange(whole, "quick", later)})
-    cache.update(KEY, {1024: KnownRange(whole[:3], "careful", later)})
+    cache.update(KEY, {1024: KnownTimes(whole[:3], "careful", later)})
+    cache.update(KEY, {1024: KnownTimes(whole, "quick", later)})
+    cache.update(KEY, {1024: KnownTimes(whole[:3], "careful", later)})
     assert cache.read(KEY)[1024].source == "quick"
 
 
 def test_among_equals_the_last_one_stays_unless_it_knows_fewer_rows(cache: CostCache):
     later = "2026-02-01T10:00:00+00:00"
     cache.update(KEY, {1024: KNOWN})
-    cache.update(KEY, {1024: KnownRange(TIMES[:2], "careful", later)})
+    cache.update(KEY, {1024: KnownTimes(TIMES[:2], "careful", later)})
     assert cache.read(KEY) == {1024: KNOWN}
-    cache.update(KEY, {1024: KnownRange(TIMES, "careful", later)})
+    cache.update(KEY, {1024: KnownTimes(TIMES, "careful", later)})
     assert cache.read(KEY)[1024].updated == later
 
 
@@ -142,15 +150,15 @@ def test_the_file_is_the_user_s_own_and_nothing_else_stays(cache: CostCache):
         "\x00\x01",
         spoiled()[:-20],
         spoiled(format="something else"),
-        spoiled(version=2),
+        spoiled(version=3),
         spoiled(machine=None),
         spoiled(model={"digest": ["a1"]}),
         spoiled(model={"type": "llama", "digest": "another"}),
-        spoiled(ranges=[]),
-        spoiled(ranges={"1024": None}),
-        spoiled(ranges={"1000": {"times": plain()}}),
-        spoiled(ranges={"-1": {"times": plain()}}),
-        spoiled(ranges={"9" * 30: {"times": plain()}}),
+        spoiled(contexts=[]),
+        spoiled(contexts={"1024": None}),
+        spoiled(contexts={"1000": {"times": plain()}}),
+        spoiled(contexts={"-1": {"times": plain()}}),
+        spoiled(contexts={"9" * 30: {"times": plain()}}),
         spoiled(times=[]),
         spoiled(times=[None]),
         spoiled(times=plain(rows=2)),
@@ -230,7 +238,7 @@ def test_times_that_make_no_sense_are_found_or_harmless(
     usable_or_ignored(cache)
 
 
-def kept_in(cache: CostCache) -> list[KnownRange]:
+def kept_in(cache: CostCache) -> list[KnownTimes]:
     return [known for _, ranges in cache.entries() for known in ranges.values()]
 
 
@@ -262,7 +270,7 @@ def test_values_that_nobody_expects_are_found_or_harmless(
 
 def test_implausible_times_are_not_written(cache: CostCache):
     cache.update(KEY, {1024: KNOWN})
-    absurd = KnownRange((*TIMES[:1], KnownTime(4, 900.0, 0.1)), "steps", KNOWN.updated)
+    absurd = KnownTimes((*TIMES[:1], KnownTime(4, 900.0, 0.1)), "steps", KNOWN.updated)
     cache.update(KEY, {1024: absurd})
     assert cache.read(KEY) == {1024: KNOWN}
 
@@ -279,7 +287,7 @@ def test_a_number_of_parameters_that_is_none_is_no_entry(
 
 def test_fewer_numbers_of_rows_do_not_replace_more(cache: CostCache):
     cache.update(KEY, {1024: KNOWN})
-    cache.update(KEY, {1024: KnownRange(TIMES[:1], "careful", KNOWN.updated)})
+    cache.update(KEY, {1024: KnownTimes(TIMES[:1], "careful", KNOWN.updated)})
     assert cache.read(KEY) == {1024: KNOWN}
 
 

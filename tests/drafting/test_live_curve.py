@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxspec.drafting.chips import known_chip
-from mlxspec.drafting.costs import WIDEST, CostCurve, KnownTime, LiveCurve
+from mlxspec.drafting.costs import WIDEST, CostCurve, KnownTime, LiveTimes
 from tests.support.interrupts import functions_of, interrupted_anywhere
 
 M4 = known_chip("M4 Pro").curve
@@ -19,17 +19,18 @@ FLAT = known_chip("CPU fp32 OpenBLAS").curve
 LINEAR = known_chip("linear").curve
 MIXED = (1, 1, 1, 2, 4, 5, 8, 16)
 PLAIN_SECONDS = 0.025
+CONTEXT = 64
 
 
 def measured(
     truth: CostCurve, rows: Sequence[int] = (1, 2, 4, 8, 16, 32), uncertainty: float = 0.1
-) -> LiveCurve:
+) -> LiveTimes:
     """The curve after a measurement that was right."""
-    return LiveCurve(KnownTime(r, PLAIN_SECONDS * truth(r), uncertainty) for r in rows)
+    return LiveTimes({CONTEXT: [KnownTime(r, PLAIN_SECONDS * truth(r), uncertainty) for r in rows]})
 
 
 def run(
-    live: LiveCurve,
+    live: LiveTimes,
     truth: CostCurve,
     steps: int,
     *,
@@ -46,15 +47,17 @@ def run(
         seconds = PLAIN_SECONDS * truth(width) * speed(step) * generator.lognormvariate(0, noise)
         if generator.random() < spikes:
             seconds *= generator.uniform(2, 20)
-        live.record(width, seconds)
-        errors.append(max(abs(math.log(live.curve(r) / truth(r))) for r in rows))
+        live.record(width, CONTEXT, seconds)
+        errors.append(max(abs(math.log(live.curve(CONTEXT)(r) / truth(r))) for r in rows))
     return errors
 
 
 def test_a_measured_curve_is_believed_before_the_first_step():
     live = measured(M4)
-    assert [live.curve(rows) for rows in (1, 2, 4, 8)] == pytest.approx([1, 1.03, 1.47, 2.69])
-    assert live.seconds(8) == pytest.approx(0.025 * 2.69)
+    assert [live.curve(CONTEXT)(rows) for rows in (1, 2, 4, 8)] == pytest.approx(
+        [1, 1.03, 1.47, 2.69]
+    )
+    assert live.seconds(8, CONTEXT) == pytest.approx(0.025 * 2.69)
     assert live.slowdown == pytest.approx(1)
 
 
@@ -67,7 +70,7 @@ def test_a_hot_machine_is_noticed_and_leaves_the_costs_alone():
     live = measured(M4)
     errors = run(live, M4, 600, speed=lambda step: 2.0 if step >= 500 else 1.0)
     assert live.slowdown == pytest.approx(2.0, rel=0.1)
-    assert live.seconds(8) == pytest.approx(2 * 0.025 * 2.69, rel=0.1)
+    assert live.seconds(8, CONTEXT) == pytest.approx(2 * 0.025 * 2.69, rel=0.1)
     assert max(errors[500:]) < 0.06
 
 
@@ -100,21 +103,21 @@ def test_a_busy_machine_that_comes_and_goes_leaves_the_costs_alone():
 
 @pytest.mark.parametrize("change", [0.5, 1.4])
 def test_plain_steps_that_change_alone_are_told_from_the_machine(change: float):
-    live = LiveCurve([KnownTime(1, PLAIN_SECONDS, 0.03)])
+    live = LiveTimes({CONTEXT: [KnownTime(1, PLAIN_SECONDS, 0.03)]})
     generator = random.Random(1)
 
     def rounds(number: int, plain: float) -> None:
         for _ in range(number):
             for rows in [4] * 24 + [1] * 4:
                 cost = 1.5 if rows == 4 else plain
-                live.record(rows, PLAIN_SECONDS * cost * generator.lognormvariate(0, 0.02))
+                live.record(rows, CONTEXT, PLAIN_SECONDS * cost * generator.lognormvariate(0, 0.02))
 
     rounds(20, plain=1)
-    assert live.curve(4) == pytest.approx(1.5, rel=0.03)
+    assert live.curve(CONTEXT)(4) == pytest.approx(1.5, rel=0.03)
     rounds(20, plain=change)
-    assert live.curve(4) == pytest.approx(1.5 / change, rel=0.03)
-    live.record(6, PLAIN_SECONDS * 2)  # as many rows as no step had before
-    assert 1.5 / change <= live.curve(6) < 3 / change
+    assert live.curve(CONTEXT)(4) == pytest.approx(1.5 / change, rel=0.03)
+    live.record(6, CONTEXT, PLAIN_SECONDS * 2)  # as many rows as no step had before
+    assert 1.5 / change <= live.curve(CONTEXT)(6) < 3 / change
 
 
 def test_a_burst_of_another_program_s_work_leaves_the_costs_alone():
@@ -123,17 +126,17 @@ def test_a_burst_of_another_program_s_work_leaves_the_costs_alone():
     # Its threads are in the way of wide steps alone, while some narrow ones run between.
     for _ in range(6):
         for rows in (1, 8, 1):
-            live.record(rows, PLAIN_SECONDS * M4(rows) * (5 if rows == 8 else 1))
-    assert live.curve(8) == pytest.approx(M4(8), rel=0.1)
+            live.record(rows, CONTEXT, PLAIN_SECONDS * M4(rows) * (5 if rows == 8 else 1))
+    assert live.curve(CONTEXT)(8) == pytest.approx(M4(8), rel=0.1)
 
 
 def test_one_outlier_changes_nothing():
     live = measured(M4)
     run(live, M4, 100)
-    before = [live.curve(rows) for rows in range(1, WIDEST)]
+    before = [live.curve(CONTEXT)(rows) for rows in range(1, WIDEST)]
     for rows in MIXED:
-        live.record(rows, 5.0)
-    assert [live.curve(rows) for rows in range(1, WIDEST)] == before
+        live.record(rows, CONTEXT, 5.0)
+    assert [live.curve(CONTEXT)(rows) for rows in range(1, WIDEST)] == before
     assert live.slowdown == pytest.approx(1, rel=0.05)
 
 
@@ -154,20 +157,20 @@ def test_a_wrong_curve_becomes_right_where_steps_run(believed: CostCurve, truth:
 def test_a_wrong_time_of_plain_steps_is_corrected_for_rows_that_never_run():
     known = [KnownTime(1, PLAIN_SECONDS / 1.5, 0.2)]  # all costs look 1.5 times too high
     known += [KnownTime(r, PLAIN_SECONDS * M4(r), 0.05) for r in (4, 8, 16)]
-    live = LiveCurve(known)
-    assert live.curve(16) == pytest.approx(1.5 * M4(16))
+    live = LiveTimes({CONTEXT: known})
+    assert live.curve(CONTEXT)(16) == pytest.approx(1.5 * M4(16))
     run(live, M4, 300, rows=(1, 1, 4))
-    assert live.curve(4) == pytest.approx(M4(4), rel=0.05)
-    assert live.curve(16) < 1.3 * M4(16)
+    assert live.curve(CONTEXT)(4) == pytest.approx(M4(4), rel=0.05)
+    assert live.curve(CONTEXT)(16) < 1.3 * M4(16)
 
 
 def test_a_number_of_rows_between_measured_ones_is_learned_from_its_first_steps():
     stairs = CostCurve([(1, 1), (8, 2), (9, 4), (16, 4)])
     live = measured(stairs, rows=(1, 8, 16))
-    assert live.curve(10) == pytest.approx(2.5)
+    assert live.curve(CONTEXT)(10) == pytest.approx(2.5)
     run(live, stairs, 30, rows=(1, 10))
-    assert live.curve(10) == pytest.approx(4, rel=0.1)
-    assert live.curve(12) == pytest.approx(4, rel=0.1)
+    assert live.curve(CONTEXT)(10) == pytest.approx(4, rel=0.1)
+    assert live.curve(CONTEXT)(12) == pytest.approx(4, rel=0.1)
 
 
 def test_a_stair_that_was_not_measured_hardly_changes_what_was():
@@ -175,108 +178,118 @@ def test_a_stair_that_was_not_measured_hardly_changes_what_was():
     live = measured(truth, rows=(1, 2, 3, 4, 6, 8, 12, 16, 32))
     run(live, truth, 60, rows=(1, 9))
     for rows in (9, 12, 16):
-        assert live.curve(rows) == pytest.approx(truth(rows), rel=0.1)
+        assert live.curve(CONTEXT)(rows) == pytest.approx(truth(rows), rel=0.1)
 
 
 def test_costs_never_fall_with_the_rows():
-    live = LiveCurve([KnownTime(r, s, 0.02) for r, s in ((1, 1.0), (12, 3.0), (16, 2.7))])
-    assert live.curve(16) == live.curve(12) == pytest.approx(3.0)
+    live = LiveTimes(
+        {CONTEXT: [KnownTime(r, s, 0.02) for r, s in ((1, 1.0), (12, 3.0), (16, 2.7))]}
+    )
+    assert live.curve(CONTEXT)(16) == live.curve(CONTEXT)(12) == pytest.approx(3.0)
 
 
 def test_beyond_the_widest_measured_step_rows_cost_what_the_measured_ones_do_on_average():
-    live = LiveCurve([KnownTime(1, 0.02, 0.02), KnownTime(32, 0.08, 0.02)])
-    assert live.curve.widest == WIDEST
-    assert live.curve(64) == pytest.approx(8)
+    live = LiveTimes({CONTEXT: [KnownTime(1, 0.02, 0.02), KnownTime(32, 0.08, 0.02)]})
+    assert live.curve(CONTEXT).widest == WIDEST
+    assert live.curve(CONTEXT)(64) == pytest.approx(8)
 
 
 def test_without_drafted_steps_rows_cost_what_they_usually_do():
-    curve = LiveCurve([KnownTime(1, 0.02, 0.02)]).curve
+    curve = LiveTimes({CONTEXT: [KnownTime(1, 0.02, 0.02)]}).curve(CONTEXT)
     assert [curve(rows) for rows in (1, 4, 16)] == pytest.approx([1, 2, 4])
-    curve = LiveCurve([KnownTime(1, 0.02, 0.02), KnownTime(2, 0.022, 0.02)]).curve
+    curve = LiveTimes({CONTEXT: [KnownTime(1, 0.02, 0.02), KnownTime(2, 0.022, 0.02)]}).curve(
+        CONTEXT
+    )
     assert [curve(rows) for rows in (2, 8, 32)] == pytest.approx([1.1, 2.2, 4.4])
 
 
 @pytest.mark.parametrize("truth", [FLAT, M4, LINEAR])
 def test_a_few_steps_correct_usual_costs_for_all_rows(truth: CostCurve):
-    live = LiveCurve([KnownTime(1, PLAIN_SECONDS, 0.02)])
+    live = LiveTimes({CONTEXT: [KnownTime(1, PLAIN_SECONDS, 0.02)]})
     run(live, truth, 24, rows=(1, 1, 4, 7))
     for rows in (4, 7, 8):
-        assert live.curve(rows) == pytest.approx(truth(rows), rel=0.15)
+        assert live.curve(CONTEXT)(rows) == pytest.approx(truth(rows), rel=0.15)
     for rows in (2, 16):  # as far as a power of the rows can tell
-        assert live.curve(rows) == pytest.approx(truth(rows), rel=0.45)
+        assert live.curve(CONTEXT)(rows) == pytest.approx(truth(rows), rel=0.45)
 
 
 def test_what_was_assumed_and_did_not_run_is_not_known():
-    live = LiveCurve([KnownTime(1, PLAIN_SECONDS, 0.02)])
-    live.record(4, PLAIN_SECONDS * 1.3)
-    assert [time.rows for time in live.known(assumed=False)] == [1, 4]
+    live = LiveTimes({CONTEXT: [KnownTime(1, PLAIN_SECONDS, 0.02)]})
+    live.record(4, CONTEXT, PLAIN_SECONDS * 1.3)
+    assert [time.rows for time in live.known(assumed=False)[CONTEXT]] == [1, 4]
 
 
 def test_where_costs_are_known_there_is_nothing_to_hope_for():
     live = measured(M4)
     run(live, M4, 100)
-    assert live.hopeful is live.curve
+    assert live.hopeful(CONTEXT) is live.curve(CONTEXT)
 
 
 def test_costs_of_rows_that_never_run_become_doubtful_until_a_step_tells():
     live = measured(LINEAR, uncertainty=0.05)
-    believed = [live.curve(rows) for rows in range(1, WIDEST + 1)]
+    believed = [live.curve(CONTEXT)(rows) for rows in range(1, WIDEST + 1)]
     for _ in range(300):
-        live.record(1, PLAIN_SECONDS)
+        live.record(1, CONTEXT, PLAIN_SECONDS)
         live.ran(1)
-    assert [live.curve(rows) for rows in range(1, WIDEST + 1)] == believed
-    assert live.hopeful(2) < 1.2
-    assert live.hopeful(4) < 2
-    assert live.hopeful(8) == live.curve(8)  # wide drafts wait until small ones have paid
+    assert [live.curve(CONTEXT)(rows) for rows in range(1, WIDEST + 1)] == believed
+    assert live.hopeful(CONTEXT)(2) < 1.2
+    assert live.hopeful(CONTEXT)(4) < 2
+    assert live.hopeful(CONTEXT)(8) == live.curve(CONTEXT)(
+        8
+    )  # wide drafts wait until small ones have paid
     assert live.stddev < 0.2  # no plain steps are missing: the first drafted one tells
-    live.record(2, 2 * PLAIN_SECONDS)
-    assert live.hopeful(2) == pytest.approx(live.curve(2)) == pytest.approx(2, rel=0.1)
+    live.record(2, CONTEXT, 2 * PLAIN_SECONDS)
+    assert (
+        live.hopeful(CONTEXT)(2)
+        == pytest.approx(live.curve(CONTEXT)(2))
+        == pytest.approx(2, rel=0.1)
+    )
 
 
 def test_hope_reaches_twice_as_far_as_drafts_have_run():
     live = measured(LINEAR, uncertainty=0.05)
     for _ in range(300):
-        live.record(4, 4 * PLAIN_SECONDS)
+        live.record(4, CONTEXT, 4 * PLAIN_SECONDS)
         live.ran(4)
-    assert live.hopeful(4) == pytest.approx(live.curve(4))
-    assert live.hopeful(8) < 0.6 * live.curve(8)
-    assert live.hopeful(16) == live.curve(16)
+    assert live.hopeful(CONTEXT)(4) == pytest.approx(live.curve(CONTEXT)(4))
+    assert live.hopeful(CONTEXT)(8) < 0.6 * live.curve(CONTEXT)(8)
+    assert live.hopeful(CONTEXT)(16) == live.curve(CONTEXT)(16)
 
 
 def test_the_curve_is_the_same_object_until_a_cost_changes():
     live = measured(M4)
     run(live, M4, 200, noise=0)
-    curve = live.curve
+    curve = live.curve(CONTEXT)
     run(live, M4, 20, noise=0)
-    assert live.curve is curve
+    assert live.curve(CONTEXT) is curve
     run(live, LINEAR, 50, noise=0)
-    assert live.curve is not curve
+    assert live.curve(CONTEXT) is not curve
 
 
 def test_what_is_known_is_in_times_of_the_cool_machine_and_starts_the_next_run():
     live = measured(LINEAR)
     run(live, M4, 300, speed=lambda step: 1.8)
-    known = live.known()
+    known = live.known()[CONTEXT]
     assert [time.rows for time in known] == sorted({*MIXED, 32})
     assert known[0].seconds == pytest.approx(PLAIN_SECONDS)
-    again = LiveCurve(known)
-    assert again.curve(8) == pytest.approx(M4(8), rel=0.05)
+    again = LiveTimes({CONTEXT: known})
+    assert again.curve(CONTEXT)(8) == pytest.approx(M4(8), rel=0.05)
     assert again.slowdown == pytest.approx(1)
 
 
 @pytest.mark.slow
 def test_an_interrupt_anywhere_in_a_lesson_leaves_a_curve_that_goes_on_learning():
-    def knowing() -> LiveCurve:
+    def knowing() -> LiveTimes:
         live = measured(LINEAR, rows=(1, 4))
         run(live, LINEAR, 10, rows=(1, 4))
         return live
 
-    def learn(live: LiveCurve) -> None:
+    def learn(live: LiveTimes) -> None:
         for rows in (4, 7, 1, 3, 7):
-            live.record(rows, PLAIN_SECONDS * M4(rows))
-            live.curve  # noqa: B018
+            live.record(rows, CONTEXT, PLAIN_SECONDS * M4(rows))
+            live.curve(CONTEXT)
 
-    for live in interrupted_anywhere(functions_of(LiveCurve), knowing, learn):
+    for live in interrupted_anywhere(functions_of(LiveTimes), knowing, learn):
         errors = run(live, M4, 300, rows=(1, 3, 4, 5, 7))
         assert errors[-1] < 0.1
 
@@ -291,10 +304,10 @@ step = st.tuples(
 def test_whatever_is_recorded_the_curve_is_a_curve(steps: list[tuple[int, float]]):
     live = measured(M4)
     for rows, seconds in steps:
-        live.record(rows, seconds)
-    costs = [live.curve(rows) for rows in range(1, WIDEST + 1)]
+        live.record(rows, CONTEXT, seconds)
+    costs = [live.curve(CONTEXT)(rows) for rows in range(1, WIDEST + 1)]
     assert costs == sorted(costs)
     assert costs[0] == 1
     assert all(map(math.isfinite, costs))
-    assert 0 < live.seconds(4) < math.inf
-    assert all(0 <= time.uncertainty < math.inf for time in live.known())
+    assert 0 < live.seconds(4, CONTEXT) < math.inf
+    assert all(0 <= time.uncertainty < math.inf for time in live.known()[CONTEXT])

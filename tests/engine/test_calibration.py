@@ -70,7 +70,7 @@ def test_the_context_grows_no_further_than_the_plan_says(llama: nn.Module):
 def test_a_calibration_gives_every_number_of_rows_its_time(llama: nn.Module):
     shares: list[float] = []
     prefill: list[tuple[int, int]] = []
-    times = calibrate(
+    times, _ = calibrate(
         llama,
         SMALL,
         on_prefill=lambda done, total: prefill.append((done, total)),
@@ -93,7 +93,7 @@ def test_a_shared_step_has_a_row_of_each_sequence_and_the_drafts_between_them(ll
 
     model = Watched(llama.args)
     plan = replace(SMALL, rows=(2, 16))
-    times = calibrate(model, plan, sequences=3)
+    times, _ = calibrate(model, plan, sequences=3)
     assert [time.rows for time in times] == [1, 2, 16]
     # The plain steps of all, and 1 and 15 rows of drafts beside them.
     assert {3, 4, 18} <= set(rows)
@@ -128,18 +128,18 @@ def test_where_accepted_tokens_run_again_a_step_is_measured_with_them(
 
 def test_state_that_cannot_be_cut_bounds_the_rows_to_16():
     plan = replace(SMALL, rows=(2, 16, 24))
-    times = calibrate(ARCHITECTURES["mamba"].model(), plan)
+    times, _ = calibrate(ARCHITECTURES["mamba"].model(), plan)
     assert [time.rows for time in times] == [1, 2, 16]
 
 
 def test_a_model_that_verifies_no_drafts_has_plain_steps_only(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(costs, "chain_capability", lambda model: Capability.PLAIN)
-    assert [time.rows for time in calibrate(random_model("llama"), SMALL)] == [1]
+    assert [time.rows for time in calibrate(random_model("llama"), SMALL).times] == [1]
 
 
 def test_a_sliding_window_bounds_neither_rows_nor_context():
     model = random_model("gemma3_text", **{**SLIDING_GEMMA_3, "sliding_window": 12})
-    assert [time.rows for time in calibrate(model, SMALL, context=30)] == [1, 2, 4, 16]
+    assert [time.rows for time in calibrate(model, SMALL, context=30).times] == [1, 2, 4, 16]
 
 
 def test_a_short_context_is_not_outgrown(monkeypatch: pytest.MonkeyPatch):
@@ -174,7 +174,7 @@ def test_a_careful_calibration_measures_as_wide_as_a_short_context_allows(
 
     monkeypatch.setattr(costs.Target, "forward", watching)
     model = random_model("llama", max_position_embeddings=window)
-    times = calibrate(model, replace(CAREFUL, seconds=1e9))
+    times, _ = calibrate(model, replace(CAREFUL, seconds=1e9))
     assert times[-1].rows == widest
     assert longest <= window
 

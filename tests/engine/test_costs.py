@@ -14,9 +14,18 @@ import mlx.nn as nn
 import pytest
 
 from mlxspec.drafting.costs import KnownTime
-from mlxspec.drafting.kept import CostCache, KnownRange
+from mlxspec.drafting.kept import CostCache, KnownTimes
 from mlxspec.engine import costs as measured_costs
-from mlxspec.engine.costs import KeptCosts, cost_key, costs_for, machine_identity, model_identity
+from mlxspec.engine.costs import (
+    KeptCosts,
+    Measured,
+    cost_key,
+    costs_for,
+    machine_identity,
+    measured_contexts,
+    model_identity,
+)
+from mlxspec.engine.patches import split_attention, split_from
 from mlxspec.engine.target import Capability
 from tests.support.openblas import needs_openblas
 from tests.support.random_models import random_model
@@ -43,13 +52,13 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     """The models that are measured from now on, each with the result TIMES."""
     measured: list[nn.Module] = []
 
-    def calibrate(model, plan, *, on_progress=None):
+    def calibrate(model, plan, *, context, on_progress):
         measured.append(model)
-        if on_progress:
-            on_progress(1.0)
-        return TIMES
+        on_progress(1.0)
+        return Measured(TIMES, None)
 
     monkeypatch.setattr(measured_costs, "calibrate", calibrate)
+    monkeypatch.setattr(measured_costs, "measured_contexts", lambda model: [64])
     return measured
 
 
@@ -69,22 +78,22 @@ def test_a_busy_measurement_is_told_not_kept_and_made_again(
     times: list[KnownTime],
     reason: str,
 ):
-    monkeypatch.setattr(measured_costs, "calibrate", lambda *_, **__: times)
+    monkeypatch.setattr(measured_costs, "calibrate", lambda *_, **__: Measured(times, None))
     costs = costs_for(llama, cache=cache)
     assert costs.curve(2) == pytest.approx(2**0.5)  # what rows usually cost
     (line,) = caplog.messages
     assert re.match(f"step times were measured while the machine was busy.*{reason}", line)
     assert cache.read(cost_key(llama)) == {}
-    monkeypatch.setattr(measured_costs, "calibrate", lambda *_, **__: TIMES)
+    monkeypatch.setattr(measured_costs, "calibrate", lambda *_, **__: Measured(TIMES, None))
     assert costs_for(llama, cache=cache).curve(8) == pytest.approx(2.0)
     assert len(caplog.messages) == 1
-    assert 1024 in cache.read(cost_key(llama))
+    assert list(cache.read(cost_key(llama))) == [64, 8000]
 
 
 def test_after_a_busy_measurement_real_steps_tell(
     llama: nn.Module, cache: CostCache, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(measured_costs, "calibrate", lambda *_, **__: BUSY)
+    monkeypatch.setattr(measured_costs, "calibrate", lambda *_, **__: Measured(BUSY, None))
     costs = costs_for(llama, cache=cache)
     for _ in range(20):
         for rows in (1, 1, 2, 5, 9):
@@ -103,7 +112,7 @@ def test_kept_times_of_plain_steps_alone_count_where_the_model_verifies_no_draft
     measurements: list[nn.Module],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    cache.update(cost_key(llama), {1024: KnownRange.now([KnownTime(1, 0.02, 0.1)], "quick")})
+    cache.update(cost_key(llama), {1024: KnownTimes.now([KnownTime(1, 0.02, 0.1)], "quick")})
     monkeypatch.setattr(measured_costs, "chain_capability", lambda model: Capability.PLAIN)
     costs_for(llama, cache=cache)
     assert measurements == []
@@ -195,7 +204,7 @@ def test_what_shared_steps_have_taught_is_kept_for_each_number_of_sequences(
 
 def test_saving_waits_until_it_is_worth_it(llama: nn.Module, cache: CostCache):
     key, clock = cost_key(llama), Clock()
-    known = KnownRange.now([KnownTime(1, 0.02, 0.1), KnownTime(8, 0.04, 0.1)], "careful")
+    known = KnownTimes.now([KnownTime(1, 0.02, 0.1), KnownTime(8, 0.04, 0.1)], "careful")
     costs = KeptCosts(cache, key, {1024: known}, clock)
 
     def kept_cost() -> float:
@@ -216,15 +225,70 @@ def test_saving_waits_until_it_is_worth_it(llama: nn.Module, cache: CostCache):
     assert kept_cost() == pytest.approx(4.0, rel=0.05)
 
 
-def test_a_range_that_only_steps_have_seen_says_so(llama: nn.Module, cache: CostCache):
-    known = KnownRange.now([KnownTime(1, 0.02, 0.1), KnownTime(8, 0.04, 0.1)], "careful")
-    costs = KeptCosts(cache, cost_key(llama), {1024: known})
-    costs.move_to(2000)
+def test_a_short_and_a_long_context_are_measured_and_kept(
+    llama: nn.Module, cache: CostCache, monkeypatch: pytest.MonkeyPatch
+):
+    contexts: list[int | None] = []
+    shares: list[float] = []
+
+    def calibrate(model, plan, *, context, on_progress):
+        contexts.append(context)
+        on_progress(1.0)
+        long = context is not None
+        return Measured([TIMES[0], TIMES[-1]] if long else TIMES, split=long)
+
+    monkeypatch.setattr(measured_costs, "calibrate", calibrate)
+    costs_for(llama, cache=cache, on_progress=shares.append)
+    assert contexts == [None, 8000]
+    assert shares == [0.5, 1.0]
+    kept = cache.read(cost_key(llama))
+    assert {context: known.split for context, known in kept.items()} == {64: False, 8000: True}
+    assert split_from(llama) == 715  # √(64 · 8000)
+    split_attention(llama, None)
+    costs = costs_for(llama, cache=cache)
+    assert split_from(llama) == 715
     learn(costs)
     costs.end()
-    assert {end: known.source for end, known in cache.read(cost_key(llama)).items()} == {
-        4096: "steps"
-    }
+    assert cache.read(cost_key(llama))[8000].split is True
+    split_attention(llama, None)
+
+
+@pytest.mark.parametrize(
+    ("split", "expected"),
+    [
+        ({64: None, 8000: None}, None),
+        ({64: None, 8000: False}, None),
+        ({64: None, 8000: True}, 715),
+        ({1000: False, 8000: True}, 2828),
+        ({1000: True, 8000: True}, 252),
+        ({1000: True, 8000: False}, None),
+    ],
+)
+def test_attention_is_split_from_between_the_contexts_that_were_measured(
+    llama: nn.Module, cache: CostCache, split: dict[int, bool | None], expected: int | None
+):
+    known = {context: KnownTimes.now(TIMES, "quick", split=own) for context, own in split.items()}
+    cache.update(cost_key(llama), known)
+    costs_for(llama, cache=cache)
+    assert split_from(llama) == expected
+    split_attention(llama, None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "gib", "contexts"),
+    [
+        ({}, 64, [64, 1000, 8000]),
+        ({"max_position_embeddings": 4096}, 64, [64, 1000, 2000]),
+        ({"max_position_embeddings": 1024}, 64, [64, 500]),
+        ({"max_position_embeddings": 999}, 64, [64]),
+        ({}, 256 * 16 * 3000 / 2**30, [64, 1000, 2000]),  # 256 bytes a position
+    ],
+)
+def test_contexts_fit_the_model_and_the_memory(
+    settings: dict[str, int], gib: float, contexts: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(measured_costs, "whole_memory", lambda: int(gib * 2**30))
+    assert measured_contexts(random_model("llama", **settings)) == contexts
 
 
 _PRINT_BLAS = """

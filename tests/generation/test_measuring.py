@@ -11,7 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 import mlxspec
 from mlxspec.compat.generation import stream_generate
 from mlxspec.drafting.costs import KnownTime
-from mlxspec.drafting.kept import CostCache, CostKey, KnownRange
+from mlxspec.drafting.kept import CostCache, CostKey, KnownTimes
 from mlxspec.engine.costs import KeptCosts
 from mlxspec.engine.target import Capability
 from mlxspec.errors import MlxspecError
@@ -97,7 +97,7 @@ def test_a_draft_model_s_generation_is_refused_before_anything_is_measured(
 def test_what_a_lent_cache_holds_counts_for_the_costs(loaded: tuple) -> None:
     decoder = mlxspec.AutoDecoder(*loaded)
     times = [KnownTime(1, 0.01, 0.001), KnownTime(16, 0.02, 0.001)]
-    decoder.costs = KeptCosts(CostCache(), CostKey({}, {}), {1024: KnownRange.now(times, "test")})
+    decoder.costs = KeptCosts(CostCache(), CostKey({}, {}), {1024: KnownTimes.now(times, "test")})
     moves: list[int] = []
     decoder.costs.move_to = moves.append
     cache = make_prompt_cache(decoder.model)

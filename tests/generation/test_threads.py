@@ -9,7 +9,7 @@ import pytest
 
 import mlxspec
 from mlxspec.drafting.costs import KnownTime
-from mlxspec.drafting.kept import CostCache, CostKey, KnownRange
+from mlxspec.drafting.kept import CostCache, CostKey, KnownTimes
 from mlxspec.engine.costs import KeptCosts
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import endless_tokenizer, stand_in_decoder
@@ -36,7 +36,7 @@ def new_decoder(kind: type, directory: Path) -> mlxspec.Decoder:
     """With costs that allow drafts and learn from each step."""
     decoder = stand_in_decoder(kind)
     curve = {1: 0.001, 16: 0.0012, 64: 0.008}
-    known = KnownRange.now([KnownTime(*time, 0.05) for time in curve.items()], "quick")
+    known = KnownTimes.now([KnownTime(*time, 0.05) for time in curve.items()], "quick")
     decoder.costs = KeptCosts(CostCache(directory), CostKey({}, {}), {1024: known})
     return decoder
 

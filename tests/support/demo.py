@@ -11,7 +11,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec import Decoder
 from mlxspec.drafting.costs import KnownTime
-from mlxspec.drafting.kept import CostCache, CostKey, KnownRange
+from mlxspec.drafting.kept import CostCache, CostKey, KnownTimes
 from mlxspec.engine.costs import KeptCosts, costs_for
 from tests.support.examples import LONG
 from tests.support.llamas import repetitive_llama
@@ -79,12 +79,12 @@ class GivenCosts(KeptCosts):
         pass
 
     def _begun_with(self, known: Mapping[int, list[KnownTime]], count: int) -> GivenCosts:
-        ranges = {end: KnownRange.now(times, "test") for end, times in known.items()}
+        ranges = {end: KnownTimes.now(times, "test") for end, times in known.items()}
         return GivenCosts(self._cache, self._key, ranges)
 
 
 def given_costs(curve: dict[int, float]) -> GivenCosts:
     """Costs of so many rows, relative to those of one row."""
     times = [KnownTime(rows, 0.01 * cost, 0.001) for rows, cost in curve.items()]
-    ranges = {1024: KnownRange.now(times, "test")}
+    ranges = {1024: KnownTimes.now(times, "test")}
     return GivenCosts(CostCache(Path("nowhere")), CostKey({}, {}), ranges)
