@@ -9,9 +9,9 @@ as measured, the error, and the error that is left once 40 steps of each kind ha
 
 The second form replays recorded outputs on a made-up chip whose attention leaves its fast kernel
 beyond 8 rows, so that 12 rows take 2.3 times as long as 8 behind 16,000 tokens (mlx#3826). Every
-other output gets that many in front. Each figure is the speed against plain decoding, by category: with
-a curve that was measured behind 64 tokens and stays so, with one that steps correct, and with
-times at two context lengths.
+other output gets that many in front. Each figure is the speed against plain decoding, by category:
+with a curve that was measured behind 64 tokens and stays so, with one that steps correct, with
+times at two context lengths, and with the chip's own costs.
 """
 
 from __future__ import annotations
