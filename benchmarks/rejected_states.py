@@ -10,7 +10,7 @@ of rows that ran through the model per kept token.
 
 The second form decodes the demo's grounded prompts with this model. What a random model writes
 soon repeats itself, and hardly ever what stands in the prompt, so there are drafts of both kinds.
-The table has the speed relative to plain decoding by prompt: medians of turns.
+The table has the speed relative to plain decoding by prompt: the fastest turn of each.
 """
 
 from __future__ import annotations
