@@ -1,10 +1,10 @@
-"""``mlxspec bench`` on the demo model with each BLAS that MLX's CPU back end can run on.
+"""``mlxspec bench`` on the demo model with each BLAS of MLX's CPU back end.
 
     python benchmarks/side_by_side.py [any option of mlxspec bench]
 
-On Linux's CPU back end everything runs twice, in processes of their own: with the BLAS of MLX's
-wheel, where a forward over M rows costs M times one, and with OpenBLAS, where it is nearly flat.
-Below the tables stand the geometric means over the grounded prompts and over the free ones.
+On Linux's CPU back end everything runs twice, in separate processes: with the BLAS of MLX's wheel,
+where a forward over M rows costs M times as much as over one, and with OpenBLAS, where the cost is
+nearly flat. Geometric means over the grounded prompts and over the free ones follow the tables.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KINDS = {
 
 
 def measure(openblas: bool) -> dict:
-    """Run the bench in a process of its own."""
+    """Run the bench in a separate process."""
     process = subprocess.run(
         [*COMMAND, "bench", "demo", "--json", *sys.argv[1:]],
         env={**os.environ, "MLXSPEC_OPENBLAS": str(int(openblas))},

@@ -232,6 +232,15 @@ def test_trees_are_never_deeper_than_max_depth(
         drafter.end()
 
 
+def test_the_window_is_drafted_as_soon_as_it_fits() -> None:
+    drafter = LookaheadDrafter(3, 3, 3)
+    drafter.begin([1, 2, 3, 4])
+    deepest = max(drafter.propose(100).depths)
+    assert drafter.window_rows()
+    assert max(drafter.propose(deepest).depths) == deepest
+    assert max(drafter.propose(deepest - 1).depths) < deepest
+
+
 @pytest.mark.parametrize("cut", [DraftTree.first_chain, lambda tree: tree.pruned(2, 99)])
 def test_a_tree_that_was_cut_does_no_harm(cut) -> None:
     drafter = LookaheadDrafter(5, 4, 3)
