@@ -12,6 +12,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import base
 from mlx_lm.models.base import create_causal_mask
 
+from mlxspec.drafting.costs import WIDEST
 from mlxspec.drafting.drafter import DraftTree
 from mlxspec.engine import costs, patches
 from mlxspec.engine.capability import examine, finite, joint_mode
@@ -181,6 +182,20 @@ def test_short_contexts_prompts_and_quantised_keys_are_left_whole(narrow: list[i
     assert max(narrow) == len(LONG_PROMPT)
     split_attention(model, None)
     assert rows_of_a_draft(30) == 9
+
+
+def test_prompts_that_share_a_forward_are_left_whole(narrow: list[int]) -> None:
+    model = ARCHITECTURES["llama3"].model()
+    split_attention(model, 0)
+    joint = Joint(model, joint_mode(model))
+    prompts = []
+    for count in (WIDEST + 1, 2 * WIDEST):
+        target = new_target(model)
+        target.prefill(LONG_PROMPT)
+        prompts.append((target, [token % 50 for token in range(count)]))
+    narrow.clear()
+    joint.prefill(prompts)
+    assert set(narrow) == {WIDEST + 1, 2 * WIDEST}
 
 
 @pytest.mark.parametrize(
