@@ -13,6 +13,7 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from statistics import geometric_mean
 
@@ -88,21 +89,21 @@ _SCENARIOS = {
 class Machine:
     """Simulates step times."""
 
-    def __init__(
-        self, curve: CostCurve, scenario: Scenario, plain_step: float = _PLAIN_STEP
-    ) -> None:
-        self._curve, self._scenario, self._plain_step = curve, scenario, plain_step
+    plain_step = _PLAIN_STEP
+
+    def __init__(self, curve: CostCurve, scenario: Scenario) -> None:
+        self.curve, self._scenario = curve, scenario
         self._chance, self._steps = random.Random(3), 0
 
-    def step(self, rows: int, pipelined: bool, ahead: bool) -> tuple[float, float]:
+    def step(self, rows: int, pipelined: bool, ahead: bool, context: int) -> tuple[float, float]:
         """A step's cost in plain steps, and the seconds that a clock measures."""
         waits = rows == 1 and not pipelined
-        cost = self._curve(rows) + (self._scenario.sync_overhead if waits else 0.0)
+        cost = self.curve(rows) + (self._scenario.sync_overhead if waits else 0.0)
         measured = cost + _OVERLAP * (ahead - pipelined)
         speed = self._scenario.slow if self._steps // _PHASE % 2 else 1.0
         self._steps += 1
         scatter = self._chance.lognormvariate(0, self._scenario.scatter)
-        return cost, self._plain_step * measured * speed * scatter
+        return cost, self.plain_step * measured * speed * scatter
 
 
 class Timed(Drafter):
@@ -134,7 +135,7 @@ class Timed(Drafter):
 
     def observe(self, step: VerifiedStep) -> None:
         pipelined, self._pipelined = self._pipelined, step.ahead
-        cost, seconds = self._machine.step(step.rows, pipelined, step.ahead)
+        cost, seconds = self._machine.step(step.rows, pipelined, step.ahead, self._context)
         self.cost += cost
         self._context += len(step.tokens)
         timed = replace(step, seconds=seconds, pipelined=pipelined, context=self._context)
@@ -149,17 +150,20 @@ def speeds(
     classes: bytes,
     machine: Machine,
     costs: Costs,
-    before: int = 0,
+    before: Sequence[int] = (0,),
 ) -> dict[str, float]:
-    """The speed relative to plain decoding, by category."""
+    """The speed relative to plain decoding, by category.
+
+    The outputs have so many tokens in front of their prompts, in turn.
+    """
     experience = Experience()
     totals: dict[str, list[float]] = {}
-    for one in completions:
+    for one, in_front in zip(completions, cycle(before), strict=False):
         own = costs.for_generation() if isinstance(costs, LiveCosts) else costs
         source = SuffixSource(token_classes=classes, experience=experience)
         branching = trees_pay(own.curve)
         planner = Planner(own, [source], branching=branching, experience=experience)
-        timed = Timed(planner, machine, before)
+        timed = Timed(planner, machine, in_front)
         replay(one.prompt, one.output, timed)
         total = totals.setdefault(one.category, [0.0, 0.0])
         total[0] += len(one.output)

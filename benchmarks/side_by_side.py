@@ -16,7 +16,7 @@ import sys
 from statistics import geometric_mean
 
 from mlxspec.bench.measure import ratio_name
-from mlxspec.cli.bench import page_parts
+from mlxspec.cli.bench import bench_tables
 from mlxspec.cli.common.output import print_tables
 
 COMMAND = [sys.executable, "-c", "from mlxspec.cli.main import main; main()"]
@@ -55,7 +55,7 @@ def main() -> None:
     for title, openblas in blas.items() if sys.platform == "linux" else [("", True)]:
         report = measure(openblas)
         print(f"\n{title}\n")
-        print_tables(page_parts(report))
+        print_tables(bench_tables(report))
         print(means(report))
 
 

@@ -26,7 +26,7 @@ import pytest
 
 import mlxspec
 from tests.support import command_line
-from tests.support.demo import FLAT, given_costs
+from tests.support.demo import FLAT, given_costs, keep_costs
 
 ROOT = Path(mlxspec.__file__).parent.parent
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
@@ -264,6 +264,7 @@ ADVICE = (
 @pytest.fixture
 def shell(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Runs a line of a shell, in which ``mlxspec`` is the one that is tested."""
+    keep_costs()
     programs = directory / "bin"
     programs.mkdir()
     (programs / "stand_in.py").write_text(STAND_IN)

@@ -136,7 +136,9 @@ def bench_command(
 
     report = _report(model, asked, backends, sampling, questions, include_text)
     wrong = list(what_differs(report))
-    shows.show_tables("mlxspec bench", report, lambda: _tables(report), lambda: page_parts(report))
+    shows.show_tables(
+        "mlxspec bench", report, lambda: bench_tables(report), lambda: page_parts(report)
+    )
     _exit(report, wrong)
 
 
@@ -226,7 +228,7 @@ def page_parts(report: Report) -> Iterator[RenderableType]:
     """The tables of a report, bars of the speeds, the settings, and texts if it has any."""
     from ..bench.measure import SLOW, ratio_name, what_differs
 
-    yield from _tables(report)
+    yield from bench_tables(report)
     yield from (Text(shown(line), "red") for line in what_differs(report))
     for title, entry in {"all": report, **report["categories"]}.items():
         speeds = {name: of[ratio_name(report)] for name, of in entry["decoders"].items()}
@@ -262,7 +264,7 @@ def _heading(report: Report) -> Iterator[RenderableType]:
         yield shown(machine["mlx_settings"])
 
 
-def _tables(report: Report) -> Iterator[RenderableType]:
+def bench_tables(report: Report) -> Iterator[RenderableType]:
     from ..bench.measure import exactness, ratio_name, verdict
 
     yield from _heading(report)

@@ -265,11 +265,11 @@ def _parts(
 
 def _table(points: Sequence[dict[str, float]], bars: bool) -> Table:
     """Rows, milliseconds and costs, the costs as bars, too."""
-    table = Table(box=SIMPLE, pad_edge=False, padding=(0, 0, 0, 1), expand=bars)
+    table = Table(box=SIMPLE, pad_edge=False, padding=(0, 0, 0, 1))
     for heading in ("rows", "ms", "T(M)/T(1)", "ms/row", "±"):
         table.add_column(heading, justify="right", no_wrap=True)
     if bars:
-        table.add_column(ratio=1, max_width=_WIDEST_BAR)
+        table.add_column(max_width=_WIDEST_BAR)
     highest = max(point["cost"] for point in points)
     for point in points:
         bar = [Bar(highest, 0, point["cost"], color="blue")] if bars else []

@@ -131,10 +131,10 @@ def test_a_help_that_cannot_be_written_is_one_line() -> None:
     assert done.stderr.count(b"\n") == 1
 
 
-def test_a_table_for_a_reader_that_is_gone_ends_well() -> None:
+def test_a_table_for_a_reader_that_is_gone_ends_well(endless: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-c", START, "inspect", "demo"]
+    command = [sys.executable, "-c", START, "inspect", str(endless)]
     done = subprocess.run(command, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE)
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, b"")

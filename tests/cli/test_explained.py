@@ -88,6 +88,7 @@ def test_the_level_now_is_what_the_model_says_after_each_column(
             assert now[column] == mx.argmax(logits).item()
 
 
+@pytest.mark.slow
 def test_the_window_grows_by_a_level_a_step_until_it_is_full(
     steps: list[tuple[list[int], RecordedStep]],
 ) -> None:

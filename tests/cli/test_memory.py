@@ -34,7 +34,7 @@ from mlxspec.models.tokenizer import load_tokenizer_of
 from mlxspec.terminal import TokenPrinter
 from tests.cli.test_serve import serving
 from tests.support.at_terminal import at_terminal
-from tests.support.demo import FLAT, demo, given_costs, stand_in_decoder
+from tests.support.demo import FLAT, demo, given_costs, keep_costs, stand_in_decoder
 from tests.support.tokenizers import FIRST
 
 ROOT = Path(mlxspec.__file__).parents[1]
@@ -695,6 +695,7 @@ def test_two_processes_learn_at_once_and_one_of_them_is_told_to_forget(endless: 
 @pytest.mark.slow
 def test_a_server_keeps_answers_and_drafts_from_them_after_a_restart():
     memory("on")
+    keep_costs()
     body = {"model": "demo", "prompt": "The history of the", "max_tokens": 40}
     texts = []
     for _ in range(2):
@@ -710,6 +711,7 @@ def test_a_server_keeps_answers_and_drafts_from_them_after_a_restart():
 @pytest.mark.parametrize("keys", ["one", "one\none", "one\ntwo"], ids=repr)
 def test_a_server_with_several_keys_keeps_no_answers(keys: str, tmp_path: Path):
     memory("on")
+    keep_costs()
     file = tmp_path / "keys"
     file.write_text(keys)
     with serving("--model", "demo", "--api-key-file", file) as server:

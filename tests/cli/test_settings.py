@@ -35,7 +35,6 @@ def merged(name: str, text: str, **wanted: Any) -> str:
     return SettingsFile(Path(name), wanted or OURS).merged(text)
 
 
-@settings(max_examples=examples(60))
 @given(document=DOCUMENTS, others=st.dictionaries(st.sampled_from("abc"), VALUES, max_size=3))
 def test_merging_json_keeps_all_else(document: dict[str, Any], others: dict[str, Any]) -> None:
     whole = {**document, "servers": others}

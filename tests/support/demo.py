@@ -12,7 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlxspec import Decoder
 from mlxspec.drafting.costs import KnownTime
 from mlxspec.drafting.kept import CostCache, CostKey, KnownTimes
-from mlxspec.engine.costs import KeptCosts
+from mlxspec.engine.costs import KeptCosts, costs_for
 from tests.support.examples import LONG
 from tests.support.llamas import repetitive_llama
 
@@ -62,6 +62,11 @@ def _decoder_like(other: Decoder, kind: type[AnyDecoder], **options: object) -> 
     decoder = kind(other.model, other.tokenizer, **options)
     decoder.capability, decoder.chain_capability = other.capability, other.chain_capability
     return decoder
+
+
+def keep_costs() -> None:
+    """Measure what steps of the bundled model cost, or processes that load it would do so."""
+    costs_for(demo().model)
 
 
 class GivenCosts(KeptCosts):

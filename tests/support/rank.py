@@ -36,8 +36,6 @@ ARCHITECTURE_PROMPT = [5, 9, 3, 5, 9]
 
 _load_shard = distributed.load_shard
 
-_load_shard = distributed.load_shard
-
 PROMPT = [1, *range(300, 320), *range(300, 306)]
 
 
