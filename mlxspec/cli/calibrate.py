@@ -154,13 +154,13 @@ def _measured(
     from ..models.model_files import given_name
 
     model, _ = load(name, adapter_path=adapter_path)
-    for context in contexts:
-        check_context(model, CAREFUL, context)
+    for asked in contexts:
+        check_context(model, CAREFUL, asked)
     # Steps that several sequences share are measured as they run.
     split_attention(model, split_length(cache.read(cost_key(model))))
     found = {}
     short, *longer = measured_contexts(model, sequences)
-    wanted: list[int | None] = sorted(set(contexts)) or [None, *longer]
+    wanted: list[int | None] = [*sorted(set(contexts))] or [None, *longer]
     for context in wanted:
         with ProgressBar("Prefill") as prefill, ProgressBar("Measuring step times") as measuring:
             measured = calibrate(
