@@ -208,7 +208,7 @@ def _split(
     Args:
         queries: (batch, heads, rows, head_dim).
         keys, values: (batch, key heads, entries, head_dim); the last rows' own are the last.
-        mask: (…, rows, entries), "causal", or None if all rows see all entries.
+        mask: (…, rows or 1, entries), "causal", or None if all rows see all entries.
     """
     own = functools.partial(attention, cache=cache, scale=scale, sinks=sinks)
     rows, entries = queries.shape[2], keys.shape[2] if isinstance(keys, mx.array) else 0
@@ -216,6 +216,8 @@ def _split(
     width = min(_FUSED_ROWS, _FUSED_QUERIES * keys.shape[1] // queries.shape[1]) if fused else rows
     if not 0 < width < rows:
         return own(queries, keys, values, mask=mask)
+    if isinstance(mask, mx.array):  # some have one row for all
+        mask = mx.broadcast_to(mask, (*mask.shape[:-2], rows, mask.shape[-1]))
     outputs = []
     for start in range(0, rows, width):
         end = min(start + width, rows)

@@ -50,7 +50,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     cached=st.integers(0, 40),
     kv_heads=st.sampled_from([1, 2, 8]),
     size=st.sampled_from([64, 128]),
-    masked=st.sampled_from(["causal", "array", "none"]),
+    masked=st.sampled_from(["causal", "array", "one row", "none"]),
     with_sinks=st.booleans(),
     least_keys=st.sampled_from([0, 30]),
     seed=st.integers(0, 100),
@@ -72,6 +72,7 @@ def test_any_split_is_the_whole(
     mask = {
         "causal": "causal",
         "array": create_causal_mask(rows, cached, window_size=7),
+        "one row": mx.arange(entries)[None] % 3 != 1,
         "none": None,
     }[masked]
     sinks = mx.random.normal((8,)) if with_sinks else None
