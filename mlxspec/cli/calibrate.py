@@ -141,13 +141,25 @@ def _measured(
     """
     from ..drafting.measurement import CAREFUL, noise
     from ..engine.capability import Capability, chain_capability
-    from ..engine.costs import calibrate, cost_key, known_times, measured_contexts
+    from ..engine.costs import (
+        calibrate,
+        check_context,
+        cost_key,
+        known_times,
+        measured_contexts,
+        split_length,
+    )
+    from ..engine.patches import split_attention
     from ..models.model import load
     from ..models.model_files import given_name
 
     model, _ = load(name, adapter_path=adapter_path)
+    for asked in contexts:
+        check_context(model, CAREFUL, asked)
+    # Steps that several sequences share are measured as they run.
+    split_attention(model, split_length(cache.read(cost_key(model))))
     found = {}
-    short, *longer = measured_contexts(model)
+    short, *longer = measured_contexts(model, sequences)
     wanted: list[int | None] = [*sorted(set(contexts))] or [None, *longer]
     for context in wanted:
         with ProgressBar("Prefill") as prefill, ProgressBar("Measuring step times") as measuring:

@@ -409,10 +409,7 @@ class LiveTimes:
         return found
 
     def _time(self, own: _Rows, context: int) -> tuple[float, float]:
-        """A measured time at a context length, and which share of it the context adds.
-
-        Measured contexts are those that the growth was corrected for.
-        """
+        """The time at a context length, its growth corrected, and the growth's share of it."""
         first = own.times[0]
         if len(own.times) == 1 or context <= self._contexts[0]:
             return first, 0.0

@@ -184,15 +184,19 @@ _LEAST_LONG = 500  # tokens; attention to fewer is a small part of a step
 _SHARE_OF_MEMORY = 1 / 16  # of all there is, that the caches of a measurement may take
 
 
-def measured_contexts(model: nn.Module) -> list[int]:
+def measured_contexts(model: nn.Module, sequences: int = 1) -> list[int]:
     """The context lengths behind which step times are measured: 64, 1000 and 8000 tokens.
 
     Where the model or the memory does not allow 8000, it is a half of that, a quarter, and so on.
     It is 64 alone where that is below 500, and where only a prompt can fill the caches.
+
+    Args:
+        model: an mlx-lm model.
+        sequences: how many share each step, every one with a context of that length.
     """
     short, middle, long = _CONTEXTS
     kinds = cache_kinds(model)
-    position = sum(kind.count * (kind.bytes_per_position or 0) for kind in kinds)
+    position = sequences * sum(kind.count * (kind.bytes_per_position or 0) for kind in kinds)
     in_memory = int(whole_memory() * _SHARE_OF_MEMORY) // max(position, 1)
     most = min((context_length(model) or _UNENDING) // 2, in_memory)
     while long > most:
@@ -213,6 +217,17 @@ class Measured(NamedTuple):
 
     times: list[KnownTime]
     split: bool | None
+
+
+def check_context(model: nn.Module, plan: MeasurementPlan, context: int) -> None:
+    """Raise OptionError unless steps can be measured behind so many tokens."""
+    longest = (context_length(model) or _UNENDING) - plan.within(0).room
+    if not 1 <= context <= longest:
+        raise OptionError(
+            f"a context of {context} tokens: choose 1 to {longest} for this model"
+            if longest > 0
+            else "the model's context is too short for a measurement"
+        )
 
 
 def calibrate(
@@ -251,15 +266,10 @@ def calibrate(
         )
     started = time.perf_counter()
     window = context_length(model) or _UNENDING
-    longest = window - plan.within(0).room
     if context is None:
         context = max(1, min(plan.context, window - plan.within(window - 1).room))
-    elif not 1 <= context <= longest:
-        raise OptionError(
-            f"a context of {context} tokens: choose 1 to {longest} for this model"
-            if longest > 0
-            else "the model's context is too short for a measurement"
-        )
+    else:
+        check_context(model, plan, context)
     plan = plan.within(window - context)
     with wired_limit(model, [generation_stream]):
         steps = ModelSteps(model, context, on_prefill, sequences, mode)
@@ -479,7 +489,7 @@ def costs_for(
         found = _first_measurement(model, on_progress or (lambda share: None))
         if found[QUICK.context].source == "quick":
             cache.update(key, found)
-    split_attention(model, _split_from(found))
+    split_attention(model, split_length(found))
     return KeptCosts(cache, key, found)
 
 
@@ -522,7 +532,7 @@ def _first_measurement(model: nn.Module, on_progress: ShareDone) -> TimesByConte
     return found
 
 
-def _split_from(found: TimesByContext) -> int | None:
+def split_length(found: TimesByContext) -> int | None:
     """The context length from which attention is split: between those that were measured."""
     measured_whole = (context for context, known in found.items() if known.split is False)
     whole = max(measured_whole, default=_CONTEXTS[0])

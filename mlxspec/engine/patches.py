@@ -36,6 +36,7 @@ import mlx.nn as nn
 from mlx_lm.models import base
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
+from ..drafting.costs import WIDEST
 from .tape import RECURRENCES, Convolution, Tape
 
 Function = Callable[..., Any]
@@ -201,19 +202,22 @@ def _split(
 ) -> mx.array:
     """Attention in calls of as many rows as the fused kernel takes.
 
-    Quantised keys, which are three arrays, are left whole: no fused kernel reads them.
+    Quantised keys, which are three arrays, are left whole: no fused kernel reads them. So are
+    more rows than any draft has: those of prompts that share a forward.
 
     Args:
         queries: (batch, heads, rows, head_dim).
         keys, values: (batch, key heads, entries, head_dim); the last rows' own are the last.
-        mask: (…, rows, entries), "causal", or None if all rows see all entries.
+        mask: (…, rows or 1, entries), "causal", or None if all rows see all entries.
     """
     own = functools.partial(attention, cache=cache, scale=scale, sinks=sinks)
     rows, entries = queries.shape[2], keys.shape[2] if isinstance(keys, mx.array) else 0
-    fused = queries.shape[-1] in _FUSED_SIZES and entries >= max(least_keys, 1)
+    fused = queries.shape[-1] in _FUSED_SIZES and entries >= max(least_keys, 1) and rows <= WIDEST
     width = min(_FUSED_ROWS, _FUSED_QUERIES * keys.shape[1] // queries.shape[1]) if fused else rows
     if not 0 < width < rows:
         return own(queries, keys, values, mask=mask)
+    if isinstance(mask, mx.array):  # some have one row for all
+        mask = mx.broadcast_to(mask, (*mask.shape[:-2], rows, mask.shape[-1]))
     outputs = []
     for start in range(0, rows, width):
         end = min(start + width, rows)

@@ -18,6 +18,7 @@ from mlxspec.drafting.costs import KnownTime
 from mlxspec.engine import capability, costs
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.costs import Measured
+from mlxspec.engine.patches import split_from
 
 TIMES = [
     KnownTime(1, 0.025, 0.01 / 1.96, 60),
@@ -49,7 +50,7 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
         return Measured(TIMES, None)
 
     monkeypatch.setattr(costs, "calibrate", calibrate)
-    monkeypatch.setattr(costs, "measured_contexts", lambda model: [64])
+    monkeypatch.setattr(costs, "measured_contexts", lambda model, sequences=1: [64])
     return contexts
 
 
@@ -142,13 +143,38 @@ def test_json_is_one_object(endless: Path, measurements: list[int | None]):
 def test_longer_contexts_are_measured_and_shown_too(
     endless: Path, measurements: list[int | None], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(costs, "measured_contexts", lambda model: [64, 1000, 8000])
+    monkeypatch.setattr(costs, "measured_contexts", lambda model, sequences=1: [64, 1000, 8000])
     report = json.loads(calibrate(endless, "--json").stdout)
     assert measurements == [None, 1000, 8000]
     longer = report.pop("longer_contexts")
     assert [curve["context"] for curve in (report, *longer)] == [64, 1000, 8000]
     assert report["split_attention"] is None
     assert json.loads(calibrate("--show", "--json").stdout)["curves"] == [report, *longer]
+
+
+def test_a_context_that_is_too_long_is_found_before_anything_is_measured(
+    endless: Path, measurements: list[int | None], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(costs, "context_length", lambda model: 4096)
+    result = calibrate(endless, "--context", 100, "--context", 5000)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Error: a context of 5000 tokens: choose 1 to ")
+    assert measurements == []
+
+
+def test_attention_is_measured_as_it_runs(
+    endless: Path, measurements: list[int | None], monkeypatch: pytest.MonkeyPatch
+):
+    split: list[int | None] = []
+
+    def measured(model, plan, **options):
+        split.append(split_from(model))
+        return Measured(TIMES, True)
+
+    monkeypatch.setattr(costs, "calibrate", measured)
+    assert calibrate(endless, "--context", 8000).exit_code == 0
+    assert calibrate(endless, "--context", 8000, "--sequences", 4).exit_code == 0
+    assert split == [None, 715]
 
 
 def test_noise_is_not_kept_and_what_was_known_stays(

@@ -291,6 +291,14 @@ def test_contexts_fit_the_model_and_the_memory(
     assert measured_contexts(random_model("llama", **settings)) == contexts
 
 
+def test_several_sequences_share_the_memory(monkeypatch: pytest.MonkeyPatch):
+    model = random_model("llama")
+    monkeypatch.setattr(measured_costs, "whole_memory", lambda: 256 * 16 * 8000)
+    assert measured_contexts(model) == [64, 1000, 8000]
+    assert measured_contexts(model, sequences=4) == [64, 1000, 2000]
+    assert measured_contexts(model, sequences=64) == [64]
+
+
 _PRINT_BLAS = """
 import mlxspec
 from mlxspec.engine.costs import global_blas

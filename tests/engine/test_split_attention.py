@@ -12,6 +12,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import base
 from mlx_lm.models.base import create_causal_mask
 
+from mlxspec.drafting.costs import WIDEST
 from mlxspec.drafting.drafter import DraftTree
 from mlxspec.engine import costs, patches
 from mlxspec.engine.capability import examine, finite, joint_mode
@@ -49,7 +50,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     cached=st.integers(0, 40),
     kv_heads=st.sampled_from([1, 2, 8]),
     size=st.sampled_from([64, 128]),
-    masked=st.sampled_from(["causal", "array", "none"]),
+    masked=st.sampled_from(["causal", "array", "one row", "none"]),
     with_sinks=st.booleans(),
     least_keys=st.sampled_from([0, 30]),
     seed=st.integers(0, 100),
@@ -71,6 +72,7 @@ def test_any_split_is_the_whole(
     mask = {
         "causal": "causal",
         "array": create_causal_mask(rows, cached, window_size=7),
+        "one row": mx.arange(entries)[None] % 3 != 1,
         "none": None,
     }[masked]
     sinks = mx.random.normal((8,)) if with_sinks else None
@@ -181,6 +183,20 @@ def test_short_contexts_prompts_and_quantised_keys_are_left_whole(narrow: list[i
     assert max(narrow) == len(LONG_PROMPT)
     split_attention(model, None)
     assert rows_of_a_draft(30) == 9
+
+
+def test_prompts_that_share_a_forward_are_left_whole(narrow: list[int]) -> None:
+    model = ARCHITECTURES["llama3"].model()
+    split_attention(model, 0)
+    joint = Joint(model, joint_mode(model))
+    prompts = []
+    for count in (WIDEST + 1, 2 * WIDEST):
+        target = new_target(model)
+        target.prefill(LONG_PROMPT)
+        prompts.append((target, [token % 50 for token in range(count)]))
+    narrow.clear()
+    joint.prefill(prompts)
+    assert set(narrow) == {WIDEST + 1, 2 * WIDEST}
 
 
 @pytest.mark.parametrize(
