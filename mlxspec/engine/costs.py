@@ -486,39 +486,50 @@ def costs_for(
     if any(_is_enough(known.times, model) for known in found.values()):
         _log.info("step times are known from %s", cache.directory / key.file_name)
     else:
-        found = _first_measurement(model, on_progress or (lambda share: None))
-        if found[QUICK.context].source == "quick":
-            cache.update(key, found)
+        found = {}
+    # A long context may have found no time before, or the machine busy.
+    if not found or (len(found) == 1 and chain_capability(model) is not Capability.PLAIN):
+        missing = _measured(model, bool(found), on_progress or (lambda share: None))
+        found = found | missing
+        if any(known.source == "quick" for known in missing.values()):
+            cache.update(key, missing)
     split_attention(model, split_length(found))
     return KeptCosts(cache, key, found)
 
 
-def _first_measurement(model: nn.Module, on_progress: ShareDone) -> TimesByContext:
-    """Step times by context length; a plain step's alone where the measurement shows too little."""
+def _measured(model: nn.Module, only_long: bool, on_progress: ShareDone) -> TimesByContext:
+    """Step times by context length; only a plain step's where the measurement shows too little.
+
+    Args:
+        model: an mlx-lm model.
+        only_long: whether the times behind a short context are known.
+        on_progress: called with the share done, 0 to 1.
+    """
     started = time.perf_counter()
     found: TimesByContext = {}
     short, *longer = measured_contexts(model)
-    contexts = [short, *longer[-1:]]
+    wanted = [] if only_long else [(QUICK, short)]
+    wanted += [(QUICK_LONG, context) for context in longer[-1:]]
 
     def part_done(done: float, share: float) -> None:
-        on_progress(done + share / len(contexts))
+        on_progress(done + share / len(wanted))
 
-    for plan, context in zip((QUICK, QUICK_LONG), contexts, strict=False):
-        done = len(found) / len(contexts)
+    for number, (plan, context) in enumerate(wanted):
+        is_long = context > short
         left = QUICK.seconds + QUICK_LONG.seconds - (time.perf_counter() - started)
         times, _ = measured = calibrate(
             model,
             replace(plan, seconds=max(plan.seconds, left)) if found else plan,
-            context=context if found else None,
-            on_progress=partial(part_done, done),
+            context=context if is_long else None,
+            on_progress=partial(part_done, number / len(wanted)),
         )
         _log.info("measured step times behind %d tokens: %s", context, _in_words(times))
         problem = noise(times)
-        if problem is None and not (len(times) > 1 if found else _is_enough(times, model)):
+        if problem is None and not (len(times) > 1 if is_long else _is_enough(times, model)):
             problem = "there was no time for steps over 2, 4 and 8 rows"
         if problem is None:
             found[context] = known_times(measured, plan, "quick")
-        elif not found:
+        elif not is_long:
             _log.warning(
                 "step times were measured while the machine was busy, or it is slow for this model "
                 "(%s): drafts begin with usual costs, which real steps correct; the next start "

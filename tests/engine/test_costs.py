@@ -93,6 +93,7 @@ def test_a_busy_measurement_is_told_not_kept_and_made_again(
 def test_after_a_busy_measurement_real_steps_tell(
     llama: nn.Module, cache: CostCache, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(measured_costs, "measured_contexts", lambda model: [64])
     monkeypatch.setattr(measured_costs, "calibrate", lambda *_, **__: Measured(BUSY, None))
     costs = costs_for(llama, cache=cache)
     for _ in range(20):
@@ -251,6 +252,26 @@ def test_a_short_and_a_long_context_are_measured_and_kept(
     costs.end()
     assert cache.read(cost_key(llama))[8000].split is True
     split_attention(llama, None)
+
+
+def test_a_long_context_that_could_not_be_measured_is_measured_at_the_next_start(
+    llama: nn.Module, cache: CostCache, monkeypatch: pytest.MonkeyPatch
+):
+    contexts: list[int | None] = []
+    found = {None: TIMES, 8000: TIMES[:1]}
+
+    def calibrate(model, plan, *, context, on_progress):
+        contexts.append(context)
+        return Measured(found[context], None)
+
+    monkeypatch.setattr(measured_costs, "calibrate", calibrate)
+    costs_for(llama, cache=cache)
+    assert list(cache.read(cost_key(llama))) == [64]
+    found[8000] = TIMES
+    for _ in range(2):
+        costs_for(llama, cache=cache)
+    assert list(cache.read(cost_key(llama))) == [64, 8000]
+    assert contexts == [None, 8000, 8000]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import base
 from mlx_lm.models.base import create_causal_mask
 
-from mlxspec.drafting.costs import WIDEST
 from mlxspec.drafting.drafter import DraftTree
 from mlxspec.engine import costs, patches
 from mlxspec.engine.capability import examine, finite, joint_mode
@@ -46,7 +45,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @given(
-    rows=st.integers(1, 20),
+    rows=st.integers(1, 16),
     cached=st.integers(0, 40),
     kv_heads=st.sampled_from([1, 2, 8]),
     size=st.sampled_from([64, 128]),
@@ -190,13 +189,13 @@ def test_prompts_that_share_a_forward_are_left_whole(narrow: list[int]) -> None:
     split_attention(model, 0)
     joint = Joint(model, joint_mode(model))
     prompts = []
-    for count in (WIDEST + 1, 2 * WIDEST):
+    for count in (patches._MOST_SPLIT_ROWS + 1, 2 * patches._MOST_SPLIT_ROWS):
         target = new_target(model)
         target.prefill(LONG_PROMPT)
         prompts.append((target, [token % 50 for token in range(count)]))
     narrow.clear()
     joint.prefill(prompts)
-    assert set(narrow) == {WIDEST + 1, 2 * WIDEST}
+    assert set(narrow) == {patches._MOST_SPLIT_ROWS + 1, 2 * patches._MOST_SPLIT_ROWS}
 
 
 @pytest.mark.parametrize(
