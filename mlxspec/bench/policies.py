@@ -164,9 +164,10 @@ def suffix_decoding(
 def _matches(
     text: Sequence[int], positions: list[int], factor: float, max_depth: int
 ) -> list[tuple[list[int], int]]:
-    """The different sets of occurrences, shortest match first, and their longest drafts.
+    """The distinct sets of places where a suffix of the text occurs, shortest suffix first.
 
-    Match lengths with the same occurrences differ in their longest draft alone.
+    Each has the length of its longest draft. Suffixes that occur at the same places differ only in
+    that length, so the greatest is kept.
     """
     end = len(text)
     matches: list[tuple[list[int], int]] = []

@@ -143,10 +143,12 @@ def _category(record: dict[str, Any], default: str, from_spec_bench: bool) -> st
 
 
 def _parse_prompts(text: str, source: str) -> list[BenchPrompt]:
-    form = 'write an object with "prompt", "messages" or "turns" per line'
+    form = 'write one object per line, with "prompt", "messages" or "turns"'
     prompts = parse_json_lines(text, source, _from_record, form)
     if not prompts:
-        raise PromptError(f'{source} is empty: write {{"prompt": "..."}} lines into it')
+        raise PromptError(
+            f'{source} is empty: write one object per line, such as {{"prompt": "..."}}'
+        )
     return prompts
 
 

@@ -87,11 +87,11 @@ def replay_jointly(
     concurrency: int,
     on_progress: Callable[[], None] = lambda: None,
 ) -> Replayed:
-    """Let outputs that are known be drafted in joint steps.
+    """Replay recorded outputs in joint steps, ``concurrency`` at a time.
 
-    When one ends, the next of the list takes its place, so fewer run only at the end. As in
-    :func:`mlxspec.engine.step.joint_step`, all go on pipelined together or none; a sequence that
-    joins these takes their plain step with them. Prompts take no time.
+    When one ends, the next takes its place. As in :func:`mlxspec.engine.step.joint_step`, either
+    all sequences are pipelined or none; one that joins pipelined sequences takes part in their
+    next plain step. Prompts take no time.
 
     Args:
         completions: the recorded outputs.

@@ -143,7 +143,7 @@ def bench_command(
 
 
 def _exit(report: Report, wrong: list[str]) -> None:
-    """Print errors and exit with status 1, or exit as after Ctrl-C; return if all is well."""
+    """Print errors and exit with status 1, or as after Ctrl-C if interrupted; else return."""
     for line in wrong:
         click.echo(f"Error: {shown(line)}", err=True)
     if wrong:

@@ -81,9 +81,9 @@ _key = argument("key", f"One of {KNOWN}.", shell_complete=_complete_key)
 )
 @click.pass_context
 def config_command(ctx: click.Context) -> None:
-    """Show or change settings of all commands: the default model, aliases, and more.
+    """Show or change your settings: the default model, aliases, and more.
 
-    Without a subcommand, show all settings and the file that has them.
+    Without a subcommand, show all settings and the path of their file.
     """
     if ctx.invoked_subcommand is None:
         with reported():

@@ -1,4 +1,4 @@
-"""``mlxspec memory``, and the memories of other commands."""
+"""``mlxspec memory``, and the memory that other commands draft from."""
 
 from __future__ import annotations
 
@@ -314,7 +314,9 @@ def forget_command(
     first, last = _when("--since", since), _when("--before", before)
     choice = (first, last, matching) != (None, None, None)
     if everything and choice:
-        raise OptionError("--all and other choices are given together: leave out --all or the rest")
+        raise OptionError(
+            "--all excludes --since, --before and --matching: leave out --all, or the others"
+        )
     if not everything and not choice:
         raise OptionError("choose what to forget: give --since, --before, --matching or --all")
     if first is not None and last is not None and first >= last:

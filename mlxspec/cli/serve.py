@@ -139,7 +139,9 @@ class ServeOptions:
         if not self.stall > 0:
             raise OptionError(f"--stall is {self.stall:g}: give a number of seconds above 0")
         if not 0 <= self.grace < math.inf:
-            raise OptionError(f"--grace is {self.grace:g}: give a number of seconds, 0 for none")
+            raise OptionError(
+                f"--grace is {self.grace:g}: give a finite number of seconds, 0 or more"
+            )
         if self.port > _MOST_PORT:
             raise OptionError(f"--port is {self.port}: give at most {_MOST_PORT}")
         if self.adapter_path is not None and models > 1:

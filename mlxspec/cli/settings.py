@@ -131,8 +131,8 @@ def config_path() -> Path:
         return Path(chosen).expanduser() / "config.toml"
     except RuntimeError:
         raise OptionError(
-            f"{ENVIRONMENT_VARIABLE} is {chosen!r}: that user's home directory is unknown; name "
-            "another directory"
+            f"{ENVIRONMENT_VARIABLE} is {chosen!r}, but that user has no known home directory; "
+            "name another directory"
         ) from None
 
 

@@ -153,7 +153,7 @@ def _write(
             if number:
                 note(f"{counted(number, thing)} skipped: {reason}")
     if store.n_tokens >= limit - 1:
-        note(f"the store is full: --max-tokens {limit} is reached; the rest was left out")
+        note(f"the store has reached --max-tokens {limit}; the remaining texts were left out")
     return store, counted(counts["files"], "file"), f"in {time.perf_counter() - started:.1f} s"
 
 

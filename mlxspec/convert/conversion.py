@@ -125,7 +125,8 @@ def _quantization(
             raise ValueError("a group needs at least one weight")
         mx.quantize(mx.zeros((32, 32 * (group_size or 32))), **quantization)
     except (OverflowError, TypeError, ValueError) as error:
-        asked = f"--q-mode {mode} --q-bits {bits} --q-group-size {group_size}"
+        given = {"--q-mode": mode, "--q-bits": bits, "--q-group-size": group_size}
+        asked = " ".join(f"{name} {value}" for name, value in given.items() if value is not None)
         raise OptionError(f"{asked}: not supported by MLX ({one_line(error)})") from None
     return quantization
 

@@ -25,7 +25,9 @@ def open_hugging_face(path_or_repo: str | Path, revision: str | None = None) -> 
         LoadError: no directory or repository has this name, or the download fails.
     """
     if revision is not None and local_path(path_or_repo).is_dir():
-        raise ConversionError(f"{path_or_repo}: a directory has no --revision; leave it out")
+        raise ConversionError(
+            f"--revision cannot be used with a directory ({path_or_repo}): leave it out"
+        )
     return find_directory(path_or_repo, revision)
 
 

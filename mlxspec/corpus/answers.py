@@ -194,9 +194,9 @@ class KeptAnswers:
         self._run(_EVICT, self._tokenizer, most)
 
     def forget(self, rows: Iterable[int]) -> None:
-        """Delete answers and the index files that contain them, so no file keeps their text.
+        """Delete answers and the index files that contain them, so that no file keeps their text.
 
-        Other processes drop them when they add an answer.
+        Another process drops them when it next adds an answer.
 
         Raises:
             StoreError: they cannot be deleted, or another process keeps the database busy.

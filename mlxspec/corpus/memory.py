@@ -596,7 +596,7 @@ class Segment(SuffixArray):
         return int(self.rows[min(text, len(self.rows) - 1)])
 
     def only(self, stays: np.ndarray) -> Segment:
-        """A segment in memory of the answers that stay; ``stays`` is (texts,) of bool."""
+        """The answers that stay, as a segment held in memory; ``stays`` has one bool per text."""
         lengths = np.diff(self.ends, prepend=0)
         gone = np.repeat(~stays, lengths)
         order = self.order[~gone[self.order]]

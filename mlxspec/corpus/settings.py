@@ -76,7 +76,7 @@ def data_directory() -> Path:
     """The directory of all data kept between runs, by default the user's data directory.
 
     Raises:
-        OptionError: :data:`ENVIRONMENT_VARIABLE` names an impossible directory.
+        OptionError: :data:`ENVIRONMENT_VARIABLE` begins with ``~`` and an unknown user name.
     """
     if chosen := os.environ.get(ENVIRONMENT_VARIABLE):
         return _expanded(ENVIRONMENT_VARIABLE, chosen)
@@ -88,7 +88,7 @@ def _expanded(variable: str, directory: str) -> Path:
         return Path(directory).expanduser()
     except RuntimeError:
         raise OptionError(
-            f"{variable} is {directory!r}: that user's home directory is not known; "
+            f"{variable} is {directory!r}, but that user has no known home directory; "
             "name another directory"
         ) from None
 

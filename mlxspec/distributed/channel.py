@@ -60,7 +60,8 @@ def _own_addresses() -> list[str]:
     """The addresses of rank 0, the fastest network first.
 
     ``mlx.launch`` gives the ring back end a file with every rank's addresses, and JACCL one
-    address. In a ring of cables not every host has a cable to rank 0, so its host name is last.
+    address. In a ring of cables, not every host is connected to rank 0, so rank 0's host
+    name comes last.
     """
     file = os.environ.get("MLX_HOSTFILE")
     if file:

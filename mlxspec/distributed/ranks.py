@@ -110,7 +110,7 @@ def share(token: mx.array | None) -> mx.array:
 
 
 def wait_for_all() -> None:
-    """Wait for every rank, on the CPU: a GPU would give up before a slow disk is done."""
+    """Wait for every rank, on the CPU: a GPU would time out while a rank reads a slow disk."""
     mx.eval(mx.distributed.all_sum(mx.array(1.0), stream=mx.cpu))
 
 

@@ -277,7 +277,8 @@ class AcceptanceModel:
         return estimate
 
     def _form_of(self, found: Sequence[Continuation], rank: int) -> tuple[_Weights, int, int]:
-        """The weights of a continuation, its form, and the gap to the next one."""
+        """The weights of a continuation, its form (unanimous, divided or lower-ranked), and by how
+        many tokens its match is longer than the next one's."""
         if rank > 0:
             return self._lower_ranked, _LOWER_RANKED, _NO_GAP
         if len(found) > 1:

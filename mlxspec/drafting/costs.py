@@ -701,10 +701,10 @@ class LiveCosts:
 
 
 def _beside(known: Mapping[int, Sequence[KnownTime]], count: int) -> dict[int, list[KnownTime]]:
-    """Convert times of one sequence to times of ``count``, whose plain step has that many rows.
+    """Convert times of one sequence to those of ``count``, whose plain step has ``count`` rows.
 
-    Each sequence attends to its own context: what a longer one adds is ``count`` times what it
-    adds for its share of the rows.
+    Each sequence attends to its own context. So a longer context adds ``count`` times what it adds
+    to one sequence with 1/``count`` of the rows.
     """
     shortest = known[min(known)]
     plain, rows = shortest[0].seconds, [time.rows for time in shortest]

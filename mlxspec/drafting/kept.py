@@ -51,7 +51,7 @@ def cache_directory() -> Path:
         return Path(chosen).expanduser()
     except RuntimeError:
         raise OptionError(
-            f"{ENVIRONMENT_VARIABLE} is {chosen!r}: that user's home directory is not known; "
+            f"{ENVIRONMENT_VARIABLE} is {chosen!r}, but that user has no known home directory; "
             "name another directory"
         ) from None
 

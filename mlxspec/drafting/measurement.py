@@ -48,9 +48,9 @@ class MeasurementPlan:
         return self.tokens + max(self.rows, default=1)
 
     def within(self, room: int) -> MeasurementPlan:
-        """The same plan in fewer rounds and, if that is not enough, without the widest steps.
+        """The plan, cut to fit into ``room`` positions: fewer rounds, then without widest steps.
 
-        At least one round of plain steps is left, which may need more than ``room``.
+        One round of plain steps always remains, even if it does not fit.
         """
         fitted = self
         while fitted.room > room and fitted.rounds > 1:

@@ -59,8 +59,8 @@ class Vocabulary:
         characters = {*map(chr, range(32, 127))} - {b.decode("latin-1") for b in self._texts}
         if characters:
             raise OptionError(
-                f"constraint: the tokenizer has no token for {min(characters)!r} alone, which "
-                "every constraint requires; use a model with another tokenizer"
+                f"constraint: the tokenizer has no token for {min(characters)!r} alone, and "
+                "constraints need one for every ASCII character; use a model with another tokenizer"
             )
         self._encode = _encoder(tokenizer)
         self.tokens = llguidance.LLTokenizer(
@@ -192,7 +192,7 @@ class Grammar:
 
 
 class _Compiled(NamedTuple):
-    """A phase, and a matcher at its beginning, if it has a constraint."""
+    """A phase, with a matcher in its initial state if the phase has a constraint."""
 
     phase: Phase
     matcher: llguidance.LLMatcher | None

@@ -264,7 +264,7 @@ def _of_layer(
     in_slots: SlotRows | None,
     tape: Tape | None,
 ) -> Any:
-    """Make the stand-in for one layer's caches; takes the arguments of JointCache."""
+    """Make the stand-in for one layer's caches, from the arguments of :class:`JointCache`."""
     if isinstance(members[0], CacheList):
         lists = zip(*(member.caches for member in members), strict=True)
         return CacheList(*(_of_layer(each, spans, mode, in_slots, tape) for each in lists))

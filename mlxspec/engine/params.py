@@ -204,8 +204,8 @@ class CacheOptions:
     """
 
     kv_bits: int | None = _option(None, "N", "Quantise the KV cache to N bits.")
-    kv_group_size: int = _option(64, "N", "Values that share a scale.")
-    quantized_kv_start: int = _option(5000, "N", "Quantise once N positions are cached.")
+    kv_group_size: int = _option(64, "N", "Quantise in groups of N values, which share a scale.")
+    quantized_kv_start: int = _option(5000, "N", "Start to quantise once N positions are cached.")
     max_kv_size: int | None = _option(
         None,
         "N",

@@ -478,7 +478,7 @@ _threads: weakref.WeakSet[EngineThread] = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """End the threads before the interpreter does: MLX must not be stopped halfway."""
+    """Stop the threads before the interpreter exits, so that MLX is not interrupted halfway."""
     for thread in list(_threads):
         thread.stop()
 

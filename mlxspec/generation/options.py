@@ -219,7 +219,7 @@ def sampling_from(options: Mapping[str, Any], vocab_size: int) -> SamplingParams
         for token in getattr(params, name) or ():
             if not _is_token(token, vocab_size):
                 raise OptionError(
-                    f"{name} holds the id {token!r}: pass ids from 0 to {vocab_size - 1}"
+                    f"{name} contains the token id {token!r}: pass ids from 0 to {vocab_size - 1}"
                 )
     return params
 

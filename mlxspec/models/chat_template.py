@@ -84,7 +84,7 @@ def apply_template(
         cause = "it does not end, or takes too much memory"
     except Exception as error:  # a template can raise anything
         cause = str(error) or type(error).__name__
-    raise PromptError(f"the chat template does not apply ({cause})")
+    raise PromptError(f"the chat template failed ({cause})")
 
 
 _NOT_A_PROMPT = {
@@ -122,9 +122,7 @@ def conversation_ids(
     if not isinstance(how, Mapping):
         raise OptionError("chat_template_kwargs must be a dict of names and values")
     if wrong := sorted(_NOT_A_PROMPT & how.keys()):
-        raise OptionError(
-            f"chat_template_kwargs has {wrong[0]}, which is not for prompts: leave it out"
-        )
+        raise OptionError(f"chat_template_kwargs must not set {wrong[0]}: leave it out")
     turn = {"add_generation_prompt": True}
     if messages[-1]["role"] == "assistant":
         if not messages[-1].get("content"):

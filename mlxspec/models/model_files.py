@@ -322,7 +322,7 @@ def check_safetensors(path: Path) -> dict[str, tuple[str, int]]:
 
 
 def check_layers(settings: object, tensors: int) -> None:
-    """Refuse settings with more layers than tensors, since mlx-lm would build every layer.
+    """Refuse settings with more layers than tensors: mlx-lm would build all before it notices.
 
     Args:
         settings: the settings of ``config.json``, or a part of them.

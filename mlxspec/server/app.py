@@ -372,8 +372,8 @@ class Endpoints:
         if body.prediction:
             if not served.predicts:
                 raise ApiError(
-                    f"prediction: {served.name} is served with --decoder, which does not draft "
-                    "from predictions; leave it out, or serve the model without --decoder",
+                    f"prediction: {served.name} is served with a --decoder that does not draft "
+                    "from predictions; leave prediction out, or serve it without --decoder",
                     param="prediction",
                 )
             expected = await self._ids(served, body.prediction, "prediction")

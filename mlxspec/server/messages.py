@@ -239,7 +239,7 @@ def _messages(asked: MessagesBody) -> list[dict[str, Any]]:
 
 
 def _messages_of(turn: _Turn, path: str) -> list[dict[str, Any]]:
-    """Convert one of Anthropic's messages into chat messages, with lists of texts."""
+    """Convert one of Anthropic's messages into chat messages whose contents are lists."""
     places = [(block, f"{path}[{index}]") for index, block in enumerate(turn.content)]
     if turn.role == "assistant":
         return [_answer(places)]

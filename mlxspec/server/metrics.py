@@ -132,7 +132,7 @@ class Metrics:
             self._accepted.labels(source).inc(count)
 
     def add_forward(self, seconds: float, rows: int, sequences: int) -> None:
-        """Record a step of all sequences."""
+        """Record one forward: its time, its rows, and how many sequences shared it."""
         self._between.observe(seconds)
         self._rows.observe(rows)
         self._together.observe(sequences)

@@ -292,7 +292,7 @@ class PrefixCache:
         return self._chunks_matter(len(prompt) - 1, self._caches)
 
     def _quantized_alike(self, entry: _Entry, length: int) -> bool:
-        """Whether an entry's first ``length`` tokens are quantised as in any other prompt."""
+        """Whether the cache of an entry's first tokens is quantised as any prompt's would be."""
         return min(entry.n_prompt - 1, length) >= self._options.quantized_at
 
     def _continues(self, entry: _Entry, common: int) -> bool:

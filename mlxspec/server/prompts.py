@@ -131,8 +131,8 @@ def check_length(text: str, param: str, tokenizer: TokenizerWrapper, longest: in
         count += len(_ids(text[start : start + longest], tokenizer))
         if count > 2 * longest:
             raise ApiError(
-                f"the prompt is too long: {param} has {len(text):,} characters, more than the "
-                f"model's context of {longest:,} tokens can hold: shorten it",
+                f"the prompt is too long: the {len(text):,} characters of {param} do not fit into "
+                f"the model's context of {longest:,} tokens; shorten it",
                 param=param,
                 code="context_length_exceeded",
             )
@@ -145,7 +145,7 @@ def _templated(
     for name in request.template_kwargs:
         if name in own:
             raise ApiError(
-                f"chat_template_kwargs has {name}, which the server sets: leave it out.",
+                f"chat_template_kwargs sets {name}, which only the server may set: leave it out.",
                 param=f"chat_template_kwargs.{name}",
             )
     messages = list(request.messages)
@@ -227,7 +227,8 @@ def _plain_chat(
     """
     if request.tools:
         raise ApiError(
-            "Without a chat template this model takes no tools: leave tools out.", param="tools"
+            "This model has no chat template, so it cannot use tools: leave tools out.",
+            param="tools",
         )
     lines = []
     for message in request.messages:

@@ -284,7 +284,7 @@ class EventStream:
             self.close()
 
     def stop(self, finished: Callable[[int], bool]) -> None:
-        """End the generations of finished choices, as if the model had ended them."""
+        """End each generation whose choice, by its index, is finished, as if the model had."""
         for request in self.requests:
             if request.state in (State.DECODE, State.PAUSED) and finished(request.index):
                 self.worker.end(request)
@@ -319,7 +319,7 @@ class ModelQueue(Engine):
         self._metrics = worker.metrics
 
     def warm_up(self) -> None:
-        """Find out what drafts the model verifies and what steps cost, before any request."""
+        """Before any request, find out which drafts the model verifies and what steps cost."""
         decoder = self._served.decoder
         make_drafter = partial(self._served.make_drafter, (), self._served.owner)
         decoder.remembers = False  # these outputs are no user's

@@ -469,7 +469,7 @@ def test_what_is_forgotten_is_not_drafted_from():
     [
         ((), "choose what to forget: give --since, --before, --matching or --all"),
         (("--yes",), "choose what to forget: give --since, --before, --matching or --all"),
-        (("--all", "--since", "2h"), "--all and other choices are given together: leave out"),
+        (("--all", "--since", "2h"), "--all excludes --since, --before and --matching: leave out"),
         (("--since", "2y"), "--since is '2y': write it as 30m, 2h, 3d, 2026-11-23 or"),
         (("--before", "9" * 30 + "w"), "--before is '99"),
         (("--before", ""), "--before is '': write it as"),

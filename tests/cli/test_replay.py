@@ -49,7 +49,7 @@ def test_a_page_does_not_take_the_place_of_what_is_read(traces: Path) -> None:
     before = traces.read_bytes()
     result = replay(traces, "--tokenizer", TOKENIZER, "--html", traces, "--force")
     assert result.exit_code == 1
-    assert "is read by this command" in str(result.exception) + result.output
+    assert "would overwrite a file that this command reads" in str(result.exception) + result.output
     assert traces.read_bytes() == before
 
 

@@ -98,7 +98,7 @@ def test_a_full_store_says_so(tmp_path: Path, texts: Path):
     output = tmp_path / "out.store"
     result = run("build", texts, "--model", "demo", "-o", output, "--max-tokens", 5)
     assert result.exit_code == 0
-    assert "Note: the store is full: --max-tokens 5 is reached" in result.stderr
+    assert "Note: the store has reached --max-tokens 5;" in result.stderr
     assert open_store(output).n_tokens == 5
 
 

@@ -215,7 +215,7 @@ def test_a_template_that_refuses_them_is_one_line(endless: Path, tmp_path: Path)
     result = run(generate_command, "a", "--model", model, "--system-prompt", "b")
     assert result.exit_code == 1
     assert result.stderr == (
-        "Error: the chat template does not apply (no): use --raw, or leave out the options of the "
+        "Error: the chat template failed (no): use --raw, or leave out the options of the "
         "chat template\n"
     )
 

@@ -229,5 +229,5 @@ def test_what_is_neither_directory_nor_repository_is_named(tmp_path: Path, name:
 
 
 def test_a_directory_has_no_revision(tmp_path: Path):
-    with pytest.raises(MlxspecError, match="a directory has no --revision"):
+    with pytest.raises(MlxspecError, match="--revision cannot be used with a directory"):
         convert(hf_path=tmp_path, revision="main", mlx_path=tmp_path / "out")

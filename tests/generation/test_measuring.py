@@ -62,7 +62,7 @@ def test_for_a_model_that_cannot_verify_drafts_nothing_is_measured(
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"temp": -1}, "temp is -1"),
         ({"sampling": mlxspec.SamplingParams(top_k=5), "top_p": 3.0}, "top_p is 3.0"),
-        ({"logit_bias": {4096: 1.0}}, "logit_bias holds the id 4096"),
+        ({"logit_bias": {4096: 1.0}}, "logit_bias contains the token id 4096"),
         ({"stop": ""}, "stop holds an empty string"),
         ({"stop": ["end", ""]}, "stop holds an empty string"),
         ({"stop": None}, "stop is None: pass a string"),

@@ -301,7 +301,10 @@ class ReportOptions:
         for name, value in given.items():
             read = value if isinstance(value, tuple) else (value,)
             if name != "html" and any(_same_file(self.html, path) for path in read):
-                raise OptionError(f"--html {self.html}: is read by this command; name another file")
+                raise OptionError(
+                    f"--html {self.html} would overwrite a file that this command reads; name "
+                    "another"
+                )
 
     def show_tables(
         self,

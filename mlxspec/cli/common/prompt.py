@@ -61,7 +61,7 @@ def _template_arguments(value: Any) -> Mapping[str, Any]:
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        raise click.BadParameter(f"{value!r} is not a JSON object: write it as {_EXAMPLE}")
+        raise click.BadParameter(f"{value!r} is not a JSON object: write, for example, {_EXAMPLE}")
 
     hush_transformers()
     from ...models.chat_template import reserved_arguments
