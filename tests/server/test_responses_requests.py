@@ -25,7 +25,7 @@ from tests.support.examples import examples
 from tests.support.hostile import json_values
 
 ITEMS: TypeAdapter[Any] = TypeAdapter(ResponseItem)
-KEPT = {"id": "msg_kept", "type": "message", "role": "user", "status": "completed"}
+KEPT: dict[str, Any] = {"id": "msg_kept", "type": "message", "role": "user", "status": "completed"}
 KEPT |= {"content": [{"type": "input_text", "text": "Before"}]}
 STORE = ResponseStore()
 STORE.put("", StoredResponse({"id": "resp_1", "output": []}, (KEPT,)))
