@@ -14,7 +14,7 @@ import mlxspec
 from mlxspec.drafting.costs import KnownTime
 from mlxspec.drafting.kept import CostCache
 from mlxspec.engine import costs
-from mlxspec.engine.costs import costs_for
+from mlxspec.engine.costs import Measured, costs_for
 from tests.support.demo import stand_in_decoder
 from tests.support.llamas import repetitive_llama
 
@@ -28,15 +28,17 @@ def test_models_costs_and_capabilities_are_logged(
 ) -> None:
     caplog.set_level(logging.INFO, "mlxspec")
     times = [KnownTime(rows, seconds, 0.02 / 1.96, 9) for rows, seconds in MEASURED]
-    monkeypatch.setattr(costs, "calibrate", lambda *_, **__: times)
+    monkeypatch.setattr(costs, "calibrate", lambda *_, **__: Measured(times, None))
     tokenizer = mlxspec.load("demo")[1]
     for _ in range(2):
         costs_for(repetitive_llama(), cache=CostCache(tmp_path))
     decoder = mlxspec.Decoder(repetitive_llama(), tokenizer)
     _ = decoder.capability, decoder.joint_mode
-    loaded, measured, known, verifies, shares = caplog.messages
+    loaded, *measured, known, verifies, shares = caplog.messages
     assert re.fullmatch(r"loaded demo from .*demo_model in \d+\.\d s", loaded)
-    assert re.fullmatch(r"measured .* in \d+\.\d s: T\(1\) 20\.0 ms, .*, T\(8\) 40\.0 ms", measured)
+    times_in_words = r"after \d+\.\d s: T\(1\) 20\.0 ms, .*, T\(8\) 40\.0 ms"
+    for context, line in zip((64, 8000), measured, strict=True):
+        assert re.fullmatch(rf"measured .* behind {context} tokens, {times_in_words}", line)
     assert re.fullmatch(rf"step times are known from {re.escape(str(tmp_path))}/\S*\.json", known)
     assert verifies.startswith("what the model verifies: tree (branching steps equal")
     assert shares == "how several sequences share forwards: joint"

@@ -523,7 +523,11 @@ def _measured(model: nn.Module, only_long: bool, on_progress: ShareDone) -> Time
             context=context if is_long else None,
             on_progress=partial(part_done, number / len(wanted)),
         )
-        _log.info("measured step times behind %d tokens: %s", context, _in_words(times))
+        seconds = time.perf_counter() - started
+        _log.info(
+            "measured step times behind %d tokens, after %.1f s: %s",
+            *(context, seconds, _in_words(times)),
+        )
         problem = noise(times)
         if problem is None and not (len(times) > 1 if is_long else _is_enough(times, model)):
             problem = "there was no time for steps over 2, 4 and 8 rows"
@@ -538,7 +542,6 @@ def _measured(model: nn.Module, only_long: bool, on_progress: ShareDone) -> Time
             )
             plain = replace(times[0], uncertainty=_BUSY)
             return {context: KnownTimes.now([plain], "steps")}
-    _log.info("measured step times in %.1f s", time.perf_counter() - started)
     mx.clear_cache()
     return found
 

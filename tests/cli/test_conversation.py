@@ -141,7 +141,7 @@ def test_a_message_longer_than_the_context_is_refused_and_forgotten(
 ) -> None:
     conversation = conversation_with(decoder)
     first = ask(conversation, QUESTIONS[0])
-    with pytest.raises(PromptError, match="the model's context 1024"):
+    with pytest.raises(PromptError, match="the model's context is 1024"):
         ask(conversation, "word " * 2000)
     assert first == ask(conversation, QUESTIONS[0])
 

@@ -235,7 +235,7 @@ def test_a_prediction_is_refused_where_no_draft_comes_from_it() -> None:
     memory, cache = CacheMemory(decoder.model, limit=1 << 32), PrefixCache(decoder.model, 1 << 28)
     with (
         running_server(ServedModel("small", decoder, cache, memory)) as server,
-        pytest.raises(openai.BadRequestError, match="leave it out") as refused,
+        pytest.raises(openai.BadRequestError, match="leave prediction out") as refused,
     ):
         chat(server.client(), prediction={"type": "content", "content": "Yes"})
     assert refused.value.param == "prediction"
