@@ -59,14 +59,14 @@ def calibrate_command(
       mlxspec calibrate demo --sequences 4
       mlxspec calibrate --show
 
-    A draft of M - 1 tokens pays when its step emits more tokens than T(M)/T(1). The default
-    decoder measures this by itself at first use, quickly, and corrects it all the time; this
-    command measures it carefully, best on an otherwise idle machine. It does so behind short and
-    long contexts, since attention to a long context may cost wide drafts much more; between
-    those, times follow a straight line. On a GPU it also finds out whether wide
-    drafts are faster with their attention in several calls. If the times scatter too much,
-    nothing is kept, and the exit status is 1. The times are kept in the user's cache directory,
-    or in the one that MLXSPEC_CACHE_DIR names.
+    A draft of M - 1 tokens pays if its step emits more tokens than T(M)/T(1). The default
+    decoder measures this quickly at first use and corrects it with every step. This command
+    measures it carefully, best on an otherwise idle machine. It measures behind short and long
+    contexts, since attention to a long context can make wide drafts much more expensive. Between
+    these lengths times follow a straight line. On a GPU it also finds out whether wide drafts
+    are faster with their attention split. If the times scatter too much, nothing is kept, and
+    the exit status is 1. The times are kept in the user's cache directory, or in the directory
+    that MLXSPEC_CACHE_DIR names.
     """
     from ..drafting.kept import CostCache
 
@@ -156,7 +156,7 @@ def _measured(
     model, _ = load(name, adapter_path=adapter_path)
     for asked in contexts:
         check_context(model, CAREFUL, asked)
-    # Steps that several sequences share are measured as they run.
+    # Shared steps are measured with their attention split as it will be.
     split_attention(model, split_length(cache.read(cost_key(model))))
     found = {}
     short, *longer = measured_contexts(model, sequences)

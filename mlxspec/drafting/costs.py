@@ -213,9 +213,9 @@ class _Rows:
 class LiveTimes:
     """T(rows, context): the time of a step, corrected by every step.
 
-    Between two context lengths that were measured, and beyond the longest, a step's time is a
-    straight line: attention reads every position once more. Where only one length was measured,
-    all are taken to be alike.
+    A step's time grows with the context in a straight line, since attention reads every position
+    of it. The line goes through the times that were measured at the two nearest lengths. If only
+    one length was measured, the context is taken to make no difference.
 
     The logarithm of a step's time is modelled as a sum: the measured time, the machine's speed
     now, what drafted steps have in common, what this number of rows adds, and what the part that
@@ -421,7 +421,7 @@ class LiveTimes:
         return first + grown, grown / (first + grown)
 
     def _correction(self, own: _Rows) -> float:
-        """The logarithm of what drafted steps of as many rows take more than measured."""
+        """The logarithm of the factor by which drafted steps of these rows exceed the measured."""
         return float(self._shared[1] + own.value + self._shared[2] * own.power)
 
     def _forget_curves(self) -> None:
@@ -460,7 +460,7 @@ class LiveTimes:
             last = self._rows.get(self._measured, self._plain)
             variance, power = last.variance + _UNSEEN_VARIANCE, math.log(rows / self._measured)
             return _Rows(last.times, variance, last.value, power, assumed=True)
-        # As the curves say it, without what is shared.
+        # The curves' times, without the corrections that all rows share.
         times = []
         for context in self._contexts:
             plain, _ = self._time(self._plain, context)
@@ -484,10 +484,11 @@ _DRAFTED_STEP_CHANGE = np.diag([_MACHINE_CHANGE, _DRAFTED_CHANGE, 0.0, _GROWTH_C
 
 
 def _completed(measured: list[dict[int, float]]) -> list[dict[int, float]]:
-    """Times by rows, per context length, the shortest first: all with the same rows, none falling.
+    """Complete the times by rows, one dict for each context length, the shortest first.
 
-    A time that was not measured at one length follows from the next one, and from how much the
-    times of other rows differ between the two.
+    Afterwards all lengths have the same rows, and no time falls as the context grows. A time that
+    was not measured at one length follows from the time at the next length, and from the
+    difference that other rows have between the two.
     """
     times, last = [*measured], len(measured) - 1
     backwards, forwards = range(last - 1, -1, -1), range(1, last + 1)
@@ -499,9 +500,8 @@ def _completed(measured: list[dict[int, float]]) -> list[dict[int, float]]:
             row: seconds + float(np.interp(row, rows, differences) + slope * max(0, row - rows[-1]))
             for row, seconds in times[other].items()
         }
-        times[own] = {row: max(seconds, STEP_SECONDS[0]) for row, seconds in found.items()} | times[
-            own
-        ]
+        found = {row: max(seconds, STEP_SECONDS[0]) for row, seconds in found.items()}
+        times[own] = found | times[own]
     for shorter, longer in pairwise(times):
         longer |= {row: max(seconds, shorter[row]) for row, seconds in longer.items()}
     return times
@@ -581,8 +581,9 @@ class LiveCosts:
         """What joint steps of ``count`` sequences cost, learned from them alone.
 
         One row there is a plain step of all sequences, each further row one of a draft. Until
-        such steps have run, they are taken to cost what as many rows of one sequence do, but for
-        attention, which each sequence has to its own context; and to wait as long for a token.
+        such steps have run, they are taken to cost as much as the same number of rows of one
+        sequence, except for attention: each sequence attends to its own context. The wait for a
+        token is taken to be the same.
         """
         with self._lock:
             if count not in self._joint:
@@ -613,7 +614,7 @@ class LiveCosts:
 
     def move_to(self, context: int) -> None:
         """Set the context's length in positions; cheap enough for every step."""
-        # In steps of 3 to 6 %, so that the curves change now and then only.
+        # In steps of 3 to 6 %, so that new curves are seldom needed.
         step = max(_LEAST_CONTEXT_STEP, 1 << max(context.bit_length() - 5, 0))
         self._context = context // step * step
 

@@ -179,7 +179,7 @@ def _gpu_memory() -> int:
 # --- measuring ---
 
 _UNENDING = 1 << 30  # tokens
-_CONTEXTS = 64, 1000, 8000  # tokens in front of the steps that are measured
+_LONG_CONTEXTS = 1000, 8000  # tokens in front of the steps that are measured
 _LEAST_LONG = 500  # tokens; attention to fewer is a small part of a step
 _SHARE_OF_MEMORY = 1 / 16  # of all there is, that the caches of a measurement may take
 
@@ -187,21 +187,23 @@ _SHARE_OF_MEMORY = 1 / 16  # of all there is, that the caches of a measurement m
 def measured_contexts(model: nn.Module, sequences: int = 1) -> list[int]:
     """The context lengths behind which step times are measured: 64, 1000 and 8000 tokens.
 
-    Where the model or the memory does not allow 8000, it is a half of that, a quarter, and so on.
-    It is 64 alone where that is below 500, and where only a prompt can fill the caches.
+    If the model or the memory does not allow 8000, it is halved until they do. If that is below
+    500, or if only a prompt can fill the caches, steps are measured behind 64 tokens alone.
 
     Args:
         model: an mlx-lm model.
         sequences: how many share each step, every one with a context of that length.
     """
-    short, middle, long = _CONTEXTS
+    short, (middle, long) = QUICK.context, _LONG_CONTEXTS
+    if not _can_be_filled(model):
+        return [short]
     kinds = cache_kinds(model)
     position = sequences * sum(kind.count * (kind.bytes_per_position or 0) for kind in kinds)
     in_memory = int(whole_memory() * _SHARE_OF_MEMORY) // max(position, 1)
     most = min((context_length(model) or _UNENDING) // 2, in_memory)
     while long > most:
         long //= 2
-    if long < _LEAST_LONG or not _can_be_filled(model):
+    if long < _LEAST_LONG:
         return [short]
     return [short, *[middle] * (long > middle), long]
 
@@ -241,7 +243,8 @@ def calibrate(
 ) -> Measured:
     """Measure how long plain and drafted steps of a model take.
 
-    From then on the model's attention is split, or not, as was faster here.
+    Afterwards the model's attention is split if that was faster here; see
+    :func:`mlxspec.engine.patches.split_attention`.
 
     Args:
         model: an mlx-lm model.
@@ -297,10 +300,9 @@ def _can_be_filled(model: nn.Module) -> bool:
 
 
 def _fill(target: Target, length: int) -> None:
-    """Fill the caches up to a length with what they hold, again and again.
+    """Fill the caches up to a length with copies of what they hold.
 
-    Attention takes as long whatever the keys are; running a prompt of that length would take far
-    longer.
+    The time of attention does not depend on the keys, and a prompt of that length would take long.
     """
     missing = length - target.length
     for cache in parts(target.cache):
@@ -370,8 +372,8 @@ class ModelSteps:
         """Whether wide drafts are faster with their attention split; the model keeps the faster.
 
         Returns:
-            None if there was no time to find out, and on a CPU, which has no fused attention to
-            stay within. The model stays as it is.
+            None if there was no time to find out. So it is on a CPU, which has no fused attention.
+            The model is then left as it is.
         """
         before = split_from(self._model)
         times: dict[int | None, list[float]] = {None: [], 0: []}
@@ -487,7 +489,7 @@ def costs_for(
         _log.info("step times are known from %s", cache.directory / key.file_name)
     else:
         found = {}
-    # A long context may have found no time before, or the machine busy.
+    # An earlier process may have had no time for the long context, or a busy machine.
     if not found or (len(found) == 1 and chain_capability(model) is not Capability.PLAIN):
         missing = _measured(model, bool(found), on_progress or (lambda share: None))
         found = found | missing
@@ -498,7 +500,9 @@ def costs_for(
 
 
 def _measured(model: nn.Module, only_long: bool, on_progress: ShareDone) -> TimesByContext:
-    """Step times by context length; only a plain step's where the measurement shows too little.
+    """Measure step times quickly, by context length.
+
+    If the machine is too busy or too slow to measure drafts, it is a plain step's time alone.
 
     Args:
         model: an mlx-lm model.
@@ -517,17 +521,15 @@ def _measured(model: nn.Module, only_long: bool, on_progress: ShareDone) -> Time
     for number, (plan, context) in enumerate(wanted):
         is_long = context > short
         left = QUICK.seconds + QUICK_LONG.seconds - (time.perf_counter() - started)
-        times, _ = measured = calibrate(
+        measured = calibrate(
             model,
             replace(plan, seconds=max(plan.seconds, left)) if found else plan,
             context=context if is_long else None,
             on_progress=partial(part_done, number / len(wanted)),
         )
-        seconds = time.perf_counter() - started
-        _log.info(
-            "measured step times behind %d tokens, after %.1f s: %s",
-            *(context, seconds, _in_words(times)),
-        )
+        times, seconds = measured.times, time.perf_counter() - started
+        about = context, seconds, _in_words(times)
+        _log.info("measured step times behind %d tokens, after %.1f s: %s", *about)
         problem = noise(times)
         if problem is None and not (len(times) > 1 if is_long else _is_enough(times, model)):
             problem = "there was no time for steps over 2, 4 and 8 rows"
@@ -549,17 +551,14 @@ def _measured(model: nn.Module, only_long: bool, on_progress: ShareDone) -> Time
 def split_length(found: TimesByContext) -> int | None:
     """The context length from which attention is split: between those that were measured."""
     measured_whole = (context for context, known in found.items() if known.split is False)
-    whole = max(measured_whole, default=_CONTEXTS[0])
+    whole = max(measured_whole, default=QUICK.context)
     split = [context for context, known in found.items() if known.split and context > whole]
     return math.isqrt(whole * min(split)) if split else None
 
 
-_SHORTEST_CONTEXT = 64  # tokens; no more steps than fit there can be measured
-
-
 def _is_enough(times: abc.Sequence[KnownTime], model: nn.Module) -> bool:
     """Whether times show what drafts cost, or as much as the model has room for."""
-    if (context_length(model) or _SHORTEST_CONTEXT) < _SHORTEST_CONTEXT:
+    if (context_length(model) or _UNENDING) < QUICK.context:
         return True
     if len(times) == 1:
         return chain_capability(model) is Capability.PLAIN

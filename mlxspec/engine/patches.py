@@ -203,7 +203,7 @@ def _split(
     """Attention in calls of as many rows as the fused kernel takes.
 
     Quantised keys, which are three arrays, are left whole: no fused kernel reads them. So are
-    more rows than any draft has: those of prompts that share a forward.
+    more than 16 rows, such as those of prompts that share a forward.
 
     Args:
         queries: (batch, heads, rows, head_dim).
