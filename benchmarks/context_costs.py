@@ -27,16 +27,18 @@ from statistics import geometric_mean, median
 import mlxspec  # noqa: F401  (before mlx.core, for OpenBLAS)
 
 # isort: split
-import mlx.core as mx
 import numpy as np
 from learned_costs import Machine, Scenario, speeds
-from mlx_lm.models.llama import Model, ModelArgs
 
 from mlxspec.bench.prompts import load_trace_tokenizer, read_completions
 from mlxspec.drafting.costs import CostCurve, Costs, FixedCosts, KnownTime, LiveCosts
 from mlxspec.drafting.kept import CostCache
 from mlxspec.drafting.measurement import QUICK
 from mlxspec.engine.costs import ModelSteps, cost_key, costs_for
+
+sys.path.append(str(Path(__file__).parents[1]))  # where the tests are
+
+from tests.support.random_models import random_model
 
 _ROWS = (4, 8, 16)
 _CONTEXTS = (256, 4000, 16_000)
@@ -50,28 +52,17 @@ _ATTENTION = {1: 0.5, 8: 0.6, 9: 3.0, 12: 3.3, 16: 3.6, 32: 5.0}
 _PLAIN_STEP = 0.02  # seconds
 
 
-def model() -> Model:
-    """Random weights; what it computes does not matter."""
-    mx.random.seed(0)
-    sizes = {
-        "model_type": "llama",
-        "hidden_size": 512,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-6,
-        "vocab_size": 8192,
-        "max_position_embeddings": 32_768,
-    }
-    found = Model(ModelArgs.from_dict(sizes))
-    mx.eval(found.parameters())
-    return found
-
-
 def predict() -> None:
     """Print predicted and measured costs."""
-    target = model()
+    target = random_model(
+        "llama",
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        head_dim=64,
+        vocab_size=8192,
+    )
     with tempfile.TemporaryDirectory() as directory:
         cache = CostCache(Path(directory))
         fresh, corrected = (costs_for(target, cache=cache) for _ in range(2))

@@ -18,17 +18,22 @@ from __future__ import annotations
 import random
 import sys
 import time
+from pathlib import Path
 from statistics import median
 
 import mlxspec  # before mlx.core, for OpenBLAS
 
 # isort: split
 import mlx.core as mx
-from mlx_lm.models.qwen3_5 import Model, ModelArgs
+import mlx.nn as nn
 
 from mlxspec.bench.prompts import bundled_prompts
 from mlxspec.drafting.drafter import DraftTree
 from mlxspec.engine.target import Capability, Target, vocabulary_size
+
+sys.path.append(str(Path(__file__).parents[1]))  # where the tests are
+
+from tests.support.random_models import random_model
 
 _ROWS = 8
 _CONTEXT = 256
@@ -36,9 +41,8 @@ _KEPT = (1, 2, 4, 7, 8)
 _TOKENS = 160
 
 
-def hybrid() -> Model:
+def hybrid() -> nn.Module:
     """A model with random weights; its output does not matter."""
-    mx.random.seed(0)
     text = {
         "model_type": "qwen3_5_text",
         "hidden_size": 768,
@@ -58,9 +62,7 @@ def hybrid() -> Model:
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.25},
     }
-    model = Model(ModelArgs.from_dict({"model_type": "qwen3_5", "text_config": text}))
-    mx.eval(model.parameters())
-    return model
+    return random_model("qwen3_5", text_config=text)
 
 
 def step(target: Target, rows: int, kept: int) -> int:
