@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from .drafter import Drafter, DraftTree, Limits, TreeBuilder, VerifiedStep
 
@@ -34,6 +34,10 @@ class CombinedDrafter(Drafter):
     def pipelined(self) -> bool:  # type: ignore[override]
         """Whether neither drafter expects a draft soon."""
         return self.first.pipelined and self.second.pipelined
+
+    def attach(self, target: Any, perturb: Callable[..., Any]) -> None:
+        self.first.attach(target, perturb)
+        self.second.attach(target, perturb)
 
     def begin(self, prompt: Sequence[int]) -> None:
         self.first.begin(list(prompt))

@@ -101,7 +101,11 @@ class FixedCosts:
     def move_to(self, context: int) -> None:
         """Nothing to do: they hold for all contexts."""
 
-    def record(self, rows: int, seconds: float, pipelined: bool) -> None:
+    def seconds(self, rows: int) -> float:
+        """The time of a step, in plain steps, since no clock was read."""
+        return self.curve(rows)
+
+    def record(self, rows: int, seconds: float, pipelined: bool, head: float = 0.0) -> None:
         """Nothing to do: they stay as they are."""
 
     def end(self) -> None:
@@ -654,7 +658,7 @@ class LiveCosts:
         """
         return self._live.stddev > _MOST_STDDEV
 
-    def record(self, rows: int, seconds: float, pipelined: bool) -> None:
+    def record(self, rows: int, seconds: float, pipelined: bool, head: float = 0.0) -> None:
         """Learn from a step.
 
         Plain steps show T(1) only in the middle of a pipeline. The first and the last one show
@@ -665,9 +669,10 @@ class LiveCosts:
             seconds: its wall time; of a pipelined one of a single sequence, what it would be
                 without drafter.
             pipelined: whether its forward had been dispatched during the step before.
+            head: what a trained head took before it, in plain steps; not part of ``seconds``.
         """
         with self._lock:
-            self.predicted += self.curve(rows)
+            self.predicted += self.curve(rows) + head
             self._record(rows, seconds, pipelined)
             self._live.ran(rows)
 

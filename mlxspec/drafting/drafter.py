@@ -6,7 +6,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from operator import index
@@ -334,6 +334,17 @@ class Drafter:
     """Whether the next forward may be dispatched before this one's token is read, if nothing is
     proposed. The next proposal then waits for one plain step. It is read after every proposal, so
     it may be a property."""
+
+    def attach(self, target: Any, perturb: Callable[..., Any]) -> None:
+        """Learn what will verify the drafts; called before :meth:`begin`.
+
+        Only drafters that run a model need this: with the noise that will choose the output's
+        tokens, they guess more of them.
+
+        Args:
+            target: the sequence's :class:`mlxspec.engine.target.Target`.
+            perturb: :meth:`mlxspec.engine.sampling.Chooser.perturb`.
+        """
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a generation whose context is ``prompt`` (at least one token id)."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .combined import Guide, guided, united
 from .costs import CostCurve, Costs
 from .drafter import Drafter, DraftTree, Limits, VerifiedStep
+from .heads import HeadSource
 from .kept import Experience
 from .policy import (
     Policy,
@@ -21,6 +23,7 @@ from .policy import (
     expected_shortfall,
     expected_tokens,
     gains_of,
+    price_of_time,
     replayed_costs,
 )
 from .sources import DrafterSource
@@ -31,6 +34,9 @@ _log = logging.getLogger(__name__)
 # The running gain starts with the gain of a chain whose tokens each have a p_accept of 60 %
 # (notes/planner.md, "Constants").
 _FIRST_DRAFT = [0.6**depth for depth in range(1, 9)]
+
+_STEPS_PER_OUTLOOK = 16  # plain steps; what a head would gain changes slowly while it does not run
+_UNSURE = 0.5  # a head is tried only if nothing else is as likely as this
 
 
 class Plan(NamedTuple):
@@ -44,6 +50,8 @@ class Plan(NamedTuple):
             nothing is drafted.
         joint: the costs of steps of several sequences; None for a step of the sequence alone.
         charge: the part of a joint step's time that the sequence's guard pays, in plain steps.
+        head: what trained heads have taken before the step, in plain steps.
+        head_seconds: the same by the clock.
         fault: the error raised while planning.
     """
 
@@ -53,6 +61,8 @@ class Plan(NamedTuple):
     pipelined: bool = True
     joint: Costs | None = None
     charge: float = 1.0
+    head: float = 0.0
+    head_seconds: float = 0.0
     fault: Exception | None = None
 
 
@@ -84,9 +94,11 @@ class Planner(Drafter):
         policy: the current generation's.
         failed: whether planning has failed in the current generation.
         guide: knows what a constrained output allows; None without a constraint.
+        head: drafts where nothing else is likely enough; None without a trained head.
     """
 
     guide: Guide | None = None
+    head: HeadSource | None = None
 
     def __init__(
         self,
@@ -112,6 +124,8 @@ class Planner(Drafter):
         self.failed = False
         self._begun: list[Drafter] = []
         self._plan = NO_PLAN
+        self._steps = 0
+        self._gain_of_head = 0.0
         self.policy = Policy()
         try:
             self.costs.move_to(len(prompt))
@@ -121,8 +135,18 @@ class Planner(Drafter):
             for source in self._sources:
                 source.begin(prompt)
                 self._begun.append(source)
+            for head in self._heads:
+                head.begin(prompt)
         except Exception as error:
             self._fails(error)
+
+    def attach(self, target: Any, perturb: Callable[..., Any]) -> None:
+        for source in (*self._sources, *self._heads):
+            source.attach(target, perturb)
+
+    @property
+    def _heads(self) -> list[HeadSource]:
+        return [self.head] if self.head else []
 
     def search(self, curve: CostCurve, limits: Limits) -> DraftTree | None:
         """Candidates to follow the current token, the likeliest first; None if not searched for.
@@ -134,8 +158,20 @@ class Planner(Drafter):
         forced = self.guide is not None and bool(self.guide.forced())
         if not forced and self.policy.skips_search(curve):
             return None
-        tree = united([source.search(limits) for source in self._sources], limits)
+        return self._united([source.search(limits) for source in self._sources], limits)
+
+    def with_head(self, text: DraftTree | None, head: DraftTree, limits: Limits) -> DraftTree:
+        """The candidates of a search, and those of the trained head."""
+        return self._united([text or DraftTree.chain(self._last), head], limits)
+
+    def _united(self, trees: Sequence[DraftTree], limits: Limits) -> DraftTree:
+        tree = united(trees, limits)
         return guided(tree, self.guide, limits) if self.guide else tree
+
+    @property
+    def head_time(self) -> float:
+        """What trained heads have taken before the last step, in plain steps."""
+        return self._plan.head
 
     def propose(self, max_depth: int) -> DraftTree:
         try:
@@ -184,11 +220,31 @@ class Planner(Drafter):
             candidates: for the current token; None if there was no search.
             costs: ``costs[rows]`` is the cost of a step with that many rows.
         """
+        gain = max(self.policy.gain, self._outlook(costs) if self.head else 0.0)
         branch = candidates.first_chain().p_reached if candidates else ()
         if len(branch) < 2:
-            return self.policy.gain
+            return gain
         then = [probability / branch[0] for probability in branch[1:]]
-        return max(self.policy.gain, branch[0] * self._gain_of_chain(then, costs))
+        return max(gain, branch[0] * self._gain_of_chain(then, costs))
+
+    def _outlook(self, costs: Sequence[float]) -> float:
+        """The allowed gain of a draft by the head alone, computed every few steps."""
+        assert self.head
+        if self._steps % _STEPS_PER_OUTLOOK == 0 or self._plan.head:
+            times, plain = self.head.experience.times, self.costs.seconds(1)
+            p_reached = self.head.outlook(len(costs) - 2).p_reached
+            expected = expected_tokens(p_reached)
+            price = price_of_time(expected, costs, self.policy.rate)
+            gain, depth = max(
+                (expected[depth] - 1 - price * (costs[depth + 1] - 1 + time_of_head), depth)
+                for depth in range(1, len(expected))
+                for time_of_head in [times.seconds(depth) / plain]
+            )
+            cost = costs[depth + 1] + times.seconds(depth) / plain
+            shortfall = expected_shortfall(cost, p_reached[:depth])
+            allowed = shortfall <= allowed_shortfall([self.policy.bank], gain)
+            self._gain_of_head = gain if allowed else 0.0
+        return self._gain_of_head
 
     def _gain_of_chain(self, p_reached: Sequence[float], costs: Sequence[float]) -> float:
         """The allowed gain of a chain whose first 1, 2, … tokens have these probabilities."""
@@ -203,6 +259,7 @@ class Planner(Drafter):
     def observe(self, step: VerifiedStep) -> None:
         pending, self._pending = self._pending, step.pending
         self._last = step.tokens[-1]
+        self._steps += 1
         if not self.failed:
             try:
                 self._learn(step, pending)
@@ -219,13 +276,15 @@ class Planner(Drafter):
         plan, costs, charge = self._plan, self._plan.joint or self.costs, None
         # A step that is planned alone may share a forward that was dispatched before.
         if not plan.joint and step.sequences == 1:
-            self.costs.record(step.rows, step.seconds - spent, step.pipelined)
+            seconds = step.seconds - spent - plan.head_seconds
+            self.costs.record(step.rows, seconds, step.pipelined, plan.head)
         if plan.joint:
             drafted = step.rows - step.sequences
             cost = costs.hopeful(1 + drafted)
-            charge = plan.charge if drafted else 1.0
+            charge = plan.charge if drafted or not plan.n_draft else 1.0
         else:  # as corrected by this step, since the plan's costs were optimistic
             cost = costs.curve(pending + len(step.tree))
+        cost += plan.head
         self.policy.settle(
             step,
             cost,
@@ -235,7 +294,7 @@ class Planner(Drafter):
             doubtful=costs.hopeful is not costs.curve,
             charge=charge,
         )
-        for source in self._sources:
+        for source in (*self._sources, *self._heads):
             source.observe(step)
 
     def end(self) -> None:
@@ -311,19 +370,19 @@ def plan_drafts(
     Returns:
         a plan per planner; its ``fault`` is the exception of its drafters, if any.
     """
-    step = _Step(planners, costs, sequences, rows_taken)
-    plans = step.search(max_depths)
-    gain, n_draft = step.choose(patient or sequences == 1)
+    step = _Step(planners, costs, sequences, rows_taken, patient or sequences == 1)
+    plans = step.run_heads(step.search(max_depths))
+    gain, n_draft = step.choose()
     pipelined = n_draft == 0 and step.is_pipelined(plans)
     shares = step.shares(n_draft)
     parts = [shares[index] / n_draft if n_draft else 0.0 for index in range(len(plans))]
     return [
         plan._replace(
             n_draft=shares[index],
-            gain=part * gain,
+            gain=part * gain - plan.head,
             pipelined=pipelined,
             joint=costs if sequences > 1 else None,
-            charge=1 + part * step.more_time(n_draft),
+            charge=plan.charge + part * step.more_time(n_draft),
         )
         for index, (plan, part) in enumerate(zip(plans, parts, strict=True))
     ]
@@ -333,9 +392,15 @@ class _Step:
     """A step to plan drafts for; takes the arguments of :func:`plan_drafts`."""
 
     def __init__(
-        self, planners: Sequence[Planner], costs: Costs, sequences: int, rows_taken: int
+        self,
+        planners: Sequence[Planner],
+        costs: Costs,
+        sequences: int,
+        rows_taken: int,
+        patient: bool,
     ) -> None:
         self._planners, self._costs, self._sequences = planners, costs, sequences
+        self._patient = patient
         self._policies = [planner.policy for planner in planners]
         self._curve = costs.hopeful
         self._taken = min(rows_taken, self._curve.widest - 1)
@@ -351,6 +416,7 @@ class _Step:
             plans with candidates, but without a draft yet.
         """
         curve, plans = self._curve, list[Plan]()
+        self._limits: list[Limits] = []
         least_p, costs = curve.cheapest_rows, curve.table
         for planner, weight, max_depth in zip(
             self._planners, self._weights, max_depths, strict=True
@@ -359,20 +425,27 @@ class _Step:
                 scale = self._sequences / weight
                 least_p, costs = [scale * cost for cost in curve.cheapest_rows], []
             limits = Limits(max_depth, self._max_nodes, planner.branching, least_p, costs)
+            self._limits.append(limits)
             try:
                 plans.append(Plan(planner.search(curve, limits)))
             except Exception as error:  # the others continue
                 plans.append(Plan(fault=error))
+        self._arrange([plan.candidates for plan in plans])
+        return plans
+
+    def _arrange(self, candidates: Sequence[DraftTree | None]) -> None:
+        """Sort the candidates of all sequences."""
+        curve = self._curve
         self._drafting = {
-            index: plan.candidates
-            for index, plan in enumerate(plans)
-            if plan.candidates and not self._policies[index].probes
+            index: tree
+            for index, tree in enumerate(candidates)
+            if tree and not self._policies[index].probes
         }
         # The best first; a node comes after its parent.
         order = sorted(
             (-p * self._weights[index], index)
-            for index, candidates in self._drafting.items()
-            for p in candidates.p_reached
+            for index, tree in self._drafting.items()
+            for p in tree.p_reached
         )[: self._max_nodes]
         self._owners = [index for _, index in order]
         self._expected = expected_tokens([-p for p, _ in order], self._sequences)
@@ -380,7 +453,74 @@ class _Step:
             self._table = replayed_costs(self._expected, curve.table, self._taken)
         else:
             self._table = [0.0, *curve.table[1 + self._taken :]]
+
+    def run_heads(self, plans: list[Plan]) -> list[Plan]:
+        """Let trained heads draft, if that should gain more than it costs.
+
+        Returns:
+            the plans, with the heads' candidates and what the heads have taken.
+        """
+        if any(policy.ahead for policy in self._policies):
+            return plans  # the next token is not known, and a draft would wait
+        heads = {
+            index: planner.head
+            for index, (planner, plan) in enumerate(zip(self._planners, plans, strict=True))
+            if planner.head and not plan.fault and planner.head.ready
+            if self._limits[index].max_depth > 0 and not self._policies[index].probes
+        }
+        depth = self._depth_of_heads(plans, heads) if heads else 0
+        if not depth:
+            return plans
+        members = [*heads.values()]
+        times, started = members[0].experience.times, time.perf_counter()
+        drafts = members[0].run(members, depth)
+        seconds = time.perf_counter() - started
+        times.record(depth, len(members), seconds)
+        taken = self._time_of_heads(depth, members)
+        plans = [plan._replace(head=taken, head_seconds=seconds) for plan in plans]
+        for (index, head), draft in zip(heads.items(), drafts, strict=True):
+            planner, plan = self._planners[index], plans[index]
+            tree = head.drafted(*draft)
+            plans[index] = plan._replace(
+                candidates=planner.with_head(plan.candidates, tree, self._limits[index]),
+                charge=1 + self._sequences * taken / len(members),
+            )
+        self._arrange([plan.candidates for plan in plans])
         return plans
+
+    def _time_of_heads(self, depth: int, heads: Sequence[HeadSource]) -> float:
+        """What a draft of several heads takes, in plain steps."""
+        seconds = heads[0].experience.times.seconds(depth, len(heads))
+        return seconds / self._costs.seconds(1)
+
+    def _depth_of_heads(self, plans: Sequence[Plan], heads: Mapping[int, HeadSource]) -> int:
+        """How deep heads should draft, by what they have shown; 0 if they should not run."""
+        members, texts = [*heads.values()], [plan.candidates for plan in plans]
+        left = {index: 1 - _first_p(texts[index]) for index in heads}
+        deepest = max(self._limits[index].max_depth for index in heads)
+        most = min(deepest, self._max_nodes, len(members[0].p_accept))
+        outlooks = {index: head.outlook(most) for index, head in heads.items()}
+        trial = any(head.trials and left[index] > _UNSURE for index, head in heads.items())
+        # Where text is sure, nothing more is computed.
+        hope = sum(left[index] * sum(tree.p_reached) for index, tree in outlooks.items())
+        if hope <= self._time_of_heads(1, members):
+            return int(trial)
+        (best, _), found = self.choose(), 0
+        for depth in range(1, most + 1):
+            merged = list(texts)
+            for index, tree in outlooks.items():
+                chain = tree.first(depth)
+                merged[index] = self._planners[index].with_head(
+                    texts[index], chain, self._limits[index]
+                )
+            self._arrange(merged)
+            gain, _ = self.choose(self._time_of_heads(depth, members))
+            if gain > best:
+                best, found = gain, depth
+            elif found:
+                break
+        self._arrange(texts)
+        return found or int(trial)
 
     def shares(self, n_draft: int) -> Counter[int]:
         """How many of the first ``n_draft`` nodes each planner owns."""
@@ -390,21 +530,25 @@ class _Step:
         """The time that ``n_draft`` nodes add to a plain step, over all sequences together."""
         return self._sequences * (self._table[n_draft + 1] / self._table[1] - 1)
 
-    def choose(self, patient: bool) -> tuple[float, int]:
-        """The greatest allowed gain, in tokens, and its number of nodes."""
+    def choose(self, head: float = 0.0) -> tuple[float, int]:
+        """The greatest allowed gain, in tokens, and its number of nodes.
+
+        Args:
+            head: what heads would have to take for it first, in plain steps.
+        """
         policies = self._policies
         rate = sum(one.rate * weight for one, weight in zip(policies, self._weights, strict=True))
         rate += self._sequences - len(policies)
         # A sequence that has just joined does not know whether a forward was dispatched.
-        restart = self._costs.sync_overhead * any(policy.ahead for policy in policies)
+        restart = head + self._costs.sync_overhead * any(policy.ahead for policy in policies)
         banks = [policy.bank for policy in policies]
 
         def allows(gain: float, n_draft: int) -> bool:
-            shares, more = self.shares(n_draft), self.more_time(n_draft)
+            shares, more = self.shares(n_draft), self.more_time(n_draft) + self._sequences * head
             drafts = [self._drafting[index].p_by_depth(own) for index, own in shares.items()]
             if expected_shortfall(1 + more, *drafts) > allowed_shortfall(banks, gain):
                 return False
-            return patient or self._is_endured(more / self._sequences, shares)
+            return self._patient or self._is_endured(more / self._sequences, shares)
 
         return best_allowed(gains_of(self._expected, self._table, rate, restart), allows)
 
@@ -426,6 +570,9 @@ class _Step:
         most = self._sequences * self._costs.sync_overhead
         if sum(policy.gain for policy in self._policies) > most:
             return False
+        for planner, plan in zip(self._planners, plans, strict=True):
+            if planner.head and planner.head.trials and _first_p(plan.candidates) < _UNSURE:
+                return False
         # A drafting sequence pays for the time that its rows cost all sequences.
         table = [0.0, *(1 + self.more_time(n) for n in range(len(self._table) - 1))]
         gains = (
@@ -433,6 +580,14 @@ class _Step:
             for planner, plan in zip(self._planners, plans, strict=True)
         )
         return sum(gains) <= most
+
+
+def _first_p(candidates: DraftTree | None) -> float:
+    """The probability that one of the candidates for the next token is right."""
+    if candidates is None:
+        return 0.0
+    nodes = zip(candidates.parents[1:], candidates.p_reached, strict=True)
+    return sum(p for parent, p in nodes if parent == 0)
 
 
 def log_fault(error: Exception) -> None:

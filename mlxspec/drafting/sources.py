@@ -7,9 +7,10 @@ import sys
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..errors import OptionError
 from .combined import view
@@ -205,6 +206,9 @@ class DrafterSource(Drafter):
         # By rank among siblings and depth.
         self._p_accept: defaultdict[tuple[int, int], float] = defaultdict(lambda: _FIRST_P_ACCEPT)
 
+    def attach(self, target: Any, perturb: Callable[..., Any]) -> None:
+        self._drafter.attach(target, perturb)
+
     def begin(self, prompt: Sequence[int]) -> None:
         self._last = prompt[-1]
         self._tree: DraftTree | None = None
@@ -302,6 +306,9 @@ class RecordingDrafter(Drafter):
     @property
     def pipelined(self) -> bool:  # type: ignore[override]  # the drafter's
         return self._drafter.pipelined
+
+    def attach(self, target: Any, perturb: Callable[..., Any]) -> None:
+        self._drafter.attach(target, perturb)
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._drafter.begin(prompt)

@@ -101,8 +101,10 @@ class Joint:
         """
         positions = [target.length + n for target, tokens in prompts for n in range(len(tokens))]
         rows = [mx.array(list(tokens)) for _, tokens in prompts]
-        self.logits(rows, positions, [target.cache for target, _ in prompts])
-        for target, tokens in prompts:
+        _, spans = self.logits(rows, positions, [target.cache for target, _ in prompts])
+        for (target, tokens), own, span in zip(prompts, rows, spans, strict=True):
+            if target.head:
+                target.head.note(own, span)
             target.prefilled(len(tokens))
 
     def forward(self, members: Sequence[JointRows]) -> tuple[mx.array, list[slice]]:
@@ -138,6 +140,9 @@ class Joint:
             target: slice(span.start + len(target.pending), span.stop)
             for (target, *_), span in zip(ordered, spans, strict=True)
         }
+        for target, tokens, _ in members:
+            if target.head:
+                target.head.note(tokens, own[target])
         return logits, [own[target] for target, *_ in members]
 
     def logits(

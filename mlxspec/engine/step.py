@@ -141,6 +141,7 @@ class Sequence:
 
     def open_drafter(self) -> None:
         """Pass the prompt to the drafter, before anything runs."""
+        self.drafter.attach(self.target, self.chooser.perturb)
         self.drafter.begin(list(self.prompt))
         self._open = True
 
@@ -480,6 +481,7 @@ def dispatch(
     mx.async_eval(
         [forwards[sequence].arrays for sequence in chosen],
         held_arrays(cache for target, *_ in rows.values() for cache in parts(target.cache)),
+        [target.head.noted for target, *_ in rows.values() if target.head],
     )
     for sequence in chosen:
         if ahead:
@@ -604,8 +606,9 @@ class Batch:
         together = [step for step in steps if step.sequences == len(sequences)]
         if costs and len(together) == len(sequences):
             rows = 1 + together[0].rows - len(sequences)
-            seconds, pipelined = time.perf_counter() - started, together[0].pipelined
-            self._planned(partial(costs.record, rows, seconds, pipelined))
+            plan = next(iter(plans.values()), NO_PLAN)
+            seconds = time.perf_counter() - started - plan.head_seconds
+            self._planned(partial(costs.record, rows, seconds, together[0].pipelined, plan.head))
         return outcomes
 
     def cost(self, sequence: Sequence, step: VerifiedStep) -> float | None:
@@ -622,7 +625,8 @@ class Batch:
             return None
         own, count = planner.costs, step.sequences
         rows = 1 + step.rows - count
-        return self._planned(lambda: (own if count == 1 else self._costs_for(count)).curve(rows))
+        costs = own if count == 1 else self._costs_for(count)
+        return self._planned(lambda: costs.curve(rows) + planner.head_time)
 
     def _costs_for(self, count: int) -> LiveCosts:
         """The costs of joint steps of ``count`` sequences."""

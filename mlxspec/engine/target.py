@@ -11,7 +11,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -41,6 +41,9 @@ from .caches import (
 from .params import CacheOptions
 from .patches import forward_at, install, split_from
 from .tape import Tape
+
+if TYPE_CHECKING:
+    from .heads import HeadCache
 
 _AFTER_MARK = 16  # tokens of a prompt; what opens an answer in chat templates is shorter
 
@@ -73,10 +76,12 @@ class ContextCache:
         mark_at: a length at which the next prefill makes a mark, too; 0 for none.
         chunks_from: the length from which mlx-lm would have counted its chunks.
         tape: of the last forward; None if its calls were not noted.
+        head: the caches of the model's trained head, which follow these; None without a head.
     """
 
     cache: list[Any]
     trimmable: list[Any]
+    head: HeadCache | None = None
 
     def __init__(
         self,
@@ -118,7 +123,8 @@ class ContextCache:
     def kept_arrays(self) -> list[mx.array]:
         """The arrays of the caches, and of the saved states that they can return to."""
         states = [each.arrays for each in (*self._marks, *self._checkpoints)]
-        return [*self.arrays, *(array for arrays in states for array in arrays)]
+        of_head = self.head.arrays if self.head else []
+        return [*self.arrays, *of_head, *(array for arrays in states for array in arrays)]
 
     @property
     def quantized(self) -> bool:
@@ -127,6 +133,8 @@ class ContextCache:
 
     def prefilled(self, tokens: int) -> None:
         """Count prompt tokens that a forward of several sequences has put into the caches."""
+        if self.head:
+            self.head.keep(self.length, range(tokens))
         self.length += tokens
         self._change_for_steps()
 
@@ -189,6 +197,8 @@ class ContextCache:
                 pending = (*self.pending, *(self._tree.tokens[row] for row in rows))
             else:
                 cut(self.trimmable, self.length + len(rows))
+        if self.head:
+            self.head.keep(self.length, rows)
         # All at once and last: at any interrupt, the length says what is committed.
         length = self.length + len(rows)
         self.pending, self.length, self._unfinished = pending, length, False
@@ -231,6 +241,8 @@ class ContextCache:
         else:
             self.length = length
         cut(self.trimmable, self.length - len(self.pending))
+        if self.head:
+            self.head.cut(self.length)
         self._forget_marks_behind()
 
     def rewind(self, length: int) -> None:
@@ -255,6 +267,8 @@ class ContextCache:
                 raise
             self._checkpoints.clear()
             self._return_to(self._marks[-1])
+            if self.head:
+                self.head.cut(self.length)
 
     def reach(self, length: int) -> int:
         """The most positions up to ``length`` that :meth:`copied` takes; 0 for none.
@@ -422,6 +436,9 @@ class Target(ContextCache):
         self.model = model
         self.capability = capability
         self.vocab_size = vocab_size
+        trained = getattr(model, "trained_head", None)
+        if trained:
+            self.head = trained.new_cache(self.length)
 
     @property
     def max_rows(self) -> int:
@@ -508,11 +525,21 @@ class Target(ContextCache):
         plain = all(type(cache) in (KVCache, TreeKVCache) for cache in parts(self.cache))
         return plain and not self._quantizes_later and self.capability is not Capability.PLAIN
 
-    def _prefill_chunk(self, tokens: Sequence[int], ends: bool = True) -> None:
-        """Run tokens of a prompt; ``ends`` says whether they are its last ones."""
+    def _prefill_chunk(self, tokens: Sequence[int], ends: bool = True, again: bool = False) -> None:
+        """Run tokens of a prompt.
+
+        Args:
+            tokens: the prompt's next ones.
+            ends: whether they are its last ones.
+            again: whether they have run before, so that the head knows them.
+        """
         before, length = Snapshot(self._untrimmable), self.length + len(tokens)
+        rows = mx.array(list(tokens))
         try:
-            self.model(mx.array(list(tokens))[None], cache=self.cache)
+            self.model(rows[None], cache=self.cache)
+            if self.head and not again:
+                self.head.note(rows, slice(None))
+                self.head.keep(self.length, range(len(tokens)))
             self.length = length
         except BaseException:  # an interrupt in the middle of the layers
             before.restore()
@@ -535,6 +562,13 @@ class Target(ContextCache):
             lazy logits, (rows, vocabulary).
         """
         rows = self.begin_forward(tokens, tree)
+        logits = self._forward(rows, tree)
+        if self.head:
+            self.head.note(tokens, slice(len(self.pending), None))
+        return logits
+
+    def _forward(self, rows: mx.array, tree: DraftTree) -> mx.array:
+        """Run all rows of a forward; returns the logits of the tree's."""
         if self.capability is Capability.TAPE and len(tree) > 1:
             self.tape = Tape()
             logits = forward_at(self.model, rows[None], self.cache, None, self.tape)
@@ -558,7 +592,7 @@ class Target(ContextCache):
         self.pending, self.length = (), self.length - len(tokens)
         self._checkpoints.clear()
         if tokens:
-            self._prefill_chunk(tokens)
+            self._prefill_chunk(tokens, again=True)
 
 
 Result = TypeVar("Result")

@@ -173,7 +173,9 @@ class Auto(Drafting):
         if self.lookahead and not self.lookahead.plans:
             fallbacks.append(self.lookahead.new())
         branching = trees_pay(decoder.costs.curve)
-        return _planned(decoder, sources, experience, fallbacks, branching=branching)
+        return _planned(
+            *(decoder, sources, experience, fallbacks), branching=branching, with_head=True
+        )
 
 
 def drafter_maker(drafter: Drafter | Callable[[], Drafter]) -> Callable[[], Drafter]:
@@ -198,8 +200,10 @@ def _planned(
     fallbacks: Sequence[Drafter] = (),
     *,
     branching: bool = True,
+    with_head: bool = False,
 ) -> Drafter:
     """A planner over ``sources``, combined with ``fallbacks``, which draft without a plan."""
+    from ..engine.heads import HeadDrafts
     from ..engine.target import Capability
 
     costs: Costs = FixedCosts(decoder.costs.curve, decoder.costs.sync_overhead)
@@ -213,6 +217,9 @@ def _planned(
         replays=decoder.chain_capability is Capability.REPLAY,
         experience=experience,
     )
+    trained = getattr(decoder.model, "trained_head", None)
+    if with_head and trained:
+        planner.head = HeadDrafts(trained)
     return reduce(CombinedDrafter, fallbacks, cast(Drafter, planner))
 
 

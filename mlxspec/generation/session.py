@@ -25,6 +25,7 @@ from ..engine.caches import (
 )
 from ..engine.capability import capability_with
 from ..engine.draft_model import DraftModelDrafter
+from ..engine.heads import HeadCache
 from ..engine.params import CacheOptions
 from ..engine.prompt_cache import Loan, as_mlx_lms
 from ..engine.prompt_cache_file import (
@@ -147,14 +148,21 @@ class Session:
         cache: mlx-lm's caches to begin with, from :func:`mlxspec.load_prompt_cache`; the session
             does not change them.
         tokens: the tokens that they hold.
+        head: what a trained head knows of them, if it does.
     """
 
-    def __init__(self, cache: Sequence[Any] = (), tokens: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        cache: Sequence[Any] = (),
+        tokens: Sequence[int] = (),
+        head: HeadCache | None = None,
+    ) -> None:
         self.index = ContextIndex()
         """The drafter's index of the conversation."""
         self.mark_at = 0
         """A length to which the cache can be rewound after the next prompt."""
         self._first_cache: Sequence[Any] = copy.deepcopy(cache)  # MLX copies on write
+        self._first_head = head
         self._tokens = list(tokens)
         self._target: Target | None = None
         self._lent: tuple[Target, list[int]] | None = None
@@ -210,12 +218,14 @@ class Session:
             if self._first_cache:
                 layers = [for_steps(layer) for layer in self._first_cache]
                 copies = [first_positions(layer, length, room) for layer in layers]
-                return Session(copies, self._tokens[:length])
+                head = self._first_head and self._first_head.copied(length, room)
+                return Session(copies, self._tokens[:length], head)
             target, tokens = self._lent or (self._target, self._tokens)
             assert target is not None
             if not self._lent and length == len(tokens):
                 target.flush_pending()
-            return Session(target.copied(length, room), tokens[:length])
+            head = target.head and target.head.copied(length, room)
+            return Session(target.copied(length, room), tokens[:length], head)
 
     @property
     def length(self) -> int:
@@ -232,6 +242,7 @@ class Session:
     def nbytes(self) -> int:
         """The bytes of MLX arrays that the session keeps between two generations."""
         held = self._target.kept_arrays if self._target else held_arrays(parts(self._first_cache))
+        held = [*held, *(self._first_head.arrays if self._first_head else ())]
         return sum(array.nbytes for array in {id(array): array for array in held}.values())
 
     def save(
@@ -295,7 +306,10 @@ class Session:
         tokens, self._tokens = self._tokens, []
         if self._first_cache:
             lent, self._first_cache = list(self._first_cache), ()
+            head, self._first_head = self._first_head, None
             target = new(capability_with(lent, capability), cache=lent)
+            if head and target.head and head.trained is target.head.trained:
+                target.head = head
             target.prefill([])  # its caches can be cut from now on
             target.length, target.chunks_from = len(tokens), 0
             target.mark()

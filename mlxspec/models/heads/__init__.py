@@ -1,8 +1,8 @@
 """Trained heads: small modules that draft from the target's hidden states.
 
 Every kind of head is a :class:`Head`. A :class:`ChainHead` drafts one token after the other
-(:mod:`.chains`), a :class:`BlockHead` drafts several at once (:mod:`.blocks`). :mod:`.loading` finds and
-loads them.
+(:mod:`.chains`), a :class:`BlockHead` drafts several at once (:mod:`.blocks`). :mod:`.loading`
+finds and loads them.
 
 In formulas, t is a token, h a hidden state of the target and i a position. A head has one entry
 per *pair* (t[i + 1], h[i]), from which it predicts t[i + 2].

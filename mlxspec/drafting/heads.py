@@ -1,0 +1,160 @@
+"""What a planner knows of a trained head: how likely its drafts are right, and what they cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+from .acceptance import Corrections, probability
+from .drafter import DraftTree, VerifiedStep
+
+HEAD = "head"
+"""The origin of its drafts."""
+
+# Where these come from: notes/planner.md, "Trained heads".
+_FIRST_P_ACCEPT = 0.7  # of each token, if those before are right
+_RATE, _RATE_OF_ALL = 0.1, 0.02  # of the averages of one generation, and of all
+_LEAST, _MOST = 0.02, 0.98
+_TRIAL = 64  # tokens after which a head that does not pay is tried again
+_CONFIDENCES = 8  # classes of confidence
+_TIME_RATE = 0.2  # weight of the newest time, as a power
+_MOST_SURPRISE = 4.0  # factor by which one time may differ from what was expected
+
+
+class HeadTimes:
+    """The seconds that drafts of a head take, by their depth and the sequences that share them.
+
+    Args:
+        first: the seconds of a draft of one token for one sequence.
+        further: the seconds that each further token adds.
+    """
+
+    def __init__(self, first: float, further: float) -> None:
+        self._scale = {1: 1.0}
+        self._first, self._further = first, further
+
+    def seconds(self, depth: int, sequences: int = 1) -> float:
+        """The expected time of a draft, for all sequences together."""
+        fewer = max(count for count in self._scale if count <= sequences)
+        return self._scale[fewer] * (self._first + (depth - 1) * self._further)
+
+    def record(self, depth: int, sequences: int, seconds: float) -> None:
+        """Learn from a draft."""
+        surprise = seconds / self.seconds(depth, sequences)
+        surprise = min(max(surprise, 1 / _MOST_SURPRISE), _MOST_SURPRISE)
+        fewer = max(count for count in self._scale if count <= sequences)
+        self._scale[sequences] = self._scale[fewer] * surprise**_TIME_RATE
+
+
+class HeadExperience:
+    """What all generations with a head have shown.
+
+    Args:
+        most: the most tokens that the head drafts at once.
+        times: what its drafts take.
+
+    Attributes:
+        p_accept: by depth, how often a token is right if those before are.
+        corrections: of the logits of its own confidence.
+    """
+
+    def __init__(self, most: int, times: HeadTimes) -> None:
+        self.times = times
+        self.p_accept = [_FIRST_P_ACCEPT] * most
+        self.corrections = Corrections()
+
+
+class HeadSource:
+    """The drafts of a head for one generation.
+
+    A planner runs the head only where it expects to gain by it, for several sequences at once.
+    A subclass runs it.
+
+    Args:
+        experience: of all generations, which this one adds to.
+
+    Attributes:
+        p_accept: by depth, how often its token is right if those before are.
+        last: the current token.
+    """
+
+    def __init__(self, experience: HeadExperience) -> None:
+        self.experience = experience
+        self.p_accept = list(experience.p_accept)
+        self._idle = 0  # tokens since it has run
+        self._draft: DraftTree | None = None
+        self._logits: list[tuple[float, tuple[int, int]]] = []
+
+    def attach(self, target: Any, perturb: Callable[..., Any]) -> None:
+        """As :meth:`mlxspec.Drafter.attach`."""
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Start a generation whose context is ``prompt``."""
+        self.last = prompt[-1]
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can draft after the current token."""
+        return True
+
+    @classmethod
+    def run(cls, heads: Sequence[Self], depth: int) -> list[tuple[list[int], list[float]]]:
+        """Draft ``depth`` tokens after each current token.
+
+        Returns:
+            per head, the tokens, and the confidence in each if those before are right, 0 to 1.
+        """
+        raise NotImplementedError
+
+    @property
+    def trials(self) -> bool:
+        """Whether to run it only to see whether its drafts have become better."""
+        return self._idle >= _TRIAL
+
+    def outlook(self, depth: int) -> DraftTree:
+        """What a draft would be like: a chain of unknown tokens, with ``p_reached``."""
+        p_reached, right = [], 1.0
+        for p_accept in self.p_accept[:depth]:
+            right *= p_accept
+            p_reached.append(right)
+        return self._chain(range(-2, -2 - len(p_reached), -1), p_reached)
+
+    def drafted(self, tokens: Sequence[int], confidences: Sequence[float]) -> DraftTree:
+        """The tree of a draft, with ``p_reached`` by its confidences and what others have shown.
+
+        Args:
+            tokens, confidences: from :meth:`run`.
+        """
+        self._idle, self._logits = 0, []
+        p_reached, right = [], 1.0
+        for depth, confidence in enumerate(confidences):
+            bounded = min(max(confidence, _LEAST), _MOST)
+            logit = math.log(bounded / (1 - bounded))
+            features = depth, 64 + min(int(_CONFIDENCES * confidence), _CONFIDENCES - 1)
+            self._logits.append((logit, features))
+            right *= probability(logit + self.experience.corrections.logit(features))
+            p_reached.append(right)
+        self._draft = self._chain(tokens, p_reached)
+        return self._draft
+
+    def observe(self, step: VerifiedStep) -> None:
+        """Learn from a step, whether it has verified the draft or not."""
+        self._idle += len(step.tokens)
+        self.last = step.tokens[-1]
+        if self._draft is None:
+            return
+        for node, right in self._draft.judged(step.tokens):
+            depth = node - 1
+            for p_accept, rate in (
+                (self.p_accept, _RATE),
+                (self.experience.p_accept, _RATE_OF_ALL),
+            ):
+                p_accept[depth] += rate * (right - p_accept[depth])
+            logit, features = self._logits[depth]
+            self.experience.corrections.learn(features, logit, right)
+        self._draft = None
+
+    def _chain(self, tokens: Sequence[int], p_reached: Sequence[float]) -> DraftTree:
+        parents, origins = tuple(range(-1, len(tokens))), (HEAD,) * len(tokens)
+        return DraftTree((self.last, *tokens), parents, tuple(p_reached), origins)
