@@ -80,7 +80,7 @@ class Decoder(LoadedModel):
             model, tokenizer = load(model)
         elif tokenizer is None:
             raise OptionError("tokenizer is None: pass the loaded model's tokenizer with it")
-        super().__init__(model, tokenizer, on_measuring)
+        super().__init__(self.drafting.model_to_run(model), tokenizer, on_measuring)
 
     @property
     def plans(self) -> bool:

@@ -25,7 +25,10 @@ from ..errors import OptionError
 if TYPE_CHECKING:
     from typing import Self
 
+    import mlx.nn as nn
+
     from ..corpus.store import Store
+    from ..models.heads import Head
     from .loaded import LoadedModel
     from .session import Session
 
@@ -58,6 +61,10 @@ class Drafting:
     def apart(self, memory_tokens: int) -> Self:
         """The same, with an empty memory of ``memory_tokens`` in place of its memory, if any."""
         return self
+
+    def model_to_run(self, model: nn.Module) -> nn.Module:
+        """The model to run in place of a decoder's, whose weights it shares."""
+        return model
 
 
 @dataclass(frozen=True)
@@ -135,6 +142,7 @@ class Auto(Drafting):
         extra: makes a further drafter for each generation.
         lookahead: drafts too. If it has a ``first`` drafter, it replaces all other sources.
         prediction: token ids that the output is expected to follow.
+        head: a trained head for the decoder's model, which drafts where no text is likely.
     """
 
     memory: Memory | None = None
@@ -142,7 +150,13 @@ class Auto(Drafting):
     extra: Callable[[], Drafter] | None = None
     lookahead: Lookahead | None = None
     prediction: Sequence[int] = ()
+    head: Head | None = None
     plans = True
+
+    def model_to_run(self, model: nn.Module) -> nn.Module:
+        from ..engine.heads import TrainedHead
+
+        return TrainedHead(self.head, model).model if self.head else model
 
     def apart(self, memory_tokens: int) -> Self:
         return replace(self, memory=Memory(memory_tokens)) if self.memory else self
@@ -173,9 +187,7 @@ class Auto(Drafting):
         if self.lookahead and not self.lookahead.plans:
             fallbacks.append(self.lookahead.new())
         branching = trees_pay(decoder.costs.curve)
-        return _planned(
-            *(decoder, sources, experience, fallbacks), branching=branching, with_head=True
-        )
+        return _planned(decoder, sources, experience, fallbacks, branching=branching)
 
 
 def drafter_maker(drafter: Drafter | Callable[[], Drafter]) -> Callable[[], Drafter]:
@@ -200,7 +212,6 @@ def _planned(
     fallbacks: Sequence[Drafter] = (),
     *,
     branching: bool = True,
-    with_head: bool = False,
 ) -> Drafter:
     """A planner over ``sources``, combined with ``fallbacks``, which draft without a plan."""
     from ..engine.heads import HeadDrafts
@@ -218,7 +229,7 @@ def _planned(
         experience=experience,
     )
     trained = getattr(decoder.model, "trained_head", None)
-    if with_head and trained:
+    if trained and not isinstance(costs, FixedCosts):
         planner.head = HeadDrafts(trained)
     return reduce(CombinedDrafter, fallbacks, cast(Drafter, planner))
 

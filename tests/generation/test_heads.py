@@ -1,0 +1,129 @@
+"""With a trained head the output stays that of plain decoding, however good its drafts are."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+import mlxspec
+from mlxspec.drafting.heads import HeadExperience, HeadTimes
+from mlxspec.engine.heads import Member, TrainedHead
+from mlxspec.engine.sampling import SamplingParams
+from mlxspec.generation.drafting import Auto
+from mlxspec.generation.engine import Engine
+from mlxspec.models.heads import Head
+from mlxspec.models.heads.chains import Eagle3
+from tests.support.architectures import ARCHITECTURES
+from tests.support.demo import FLAT, endless_tokenizer, given_costs
+from tests.support.engines import submit
+from tests.support.examples import LONG
+from tests.support.harness import assert_same_output
+from tests.support.random_models import COMMON
+
+TOKENS = 40
+TEMPERATURES = (0.0, 0.7, 1.3)
+RIGHT = {"random": None, "trained": 0.8, "lying": 0.0}
+"""How often each token of a draft is right if those before are; None leaves the head alone."""
+
+
+def eagle3(model: nn.Module) -> Head:
+    aux = {"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}
+    return Eagle3({**COMMON, **aux, "draft_vocab_size": 32, "num_hidden_layers": 1}, COMMON)
+
+
+KINDS: dict[str, tuple[str, Callable[[nn.Module], Head]]] = {"EAGLE-3": ("llama3", eagle3)}
+
+
+@cache
+def target(kind: str) -> nn.Module:
+    return ARCHITECTURES[KINDS[kind][0]].model()
+
+
+class Instructed(TrainedHead):
+    """A head that runs as any other, but drafts what it is told.
+
+    Args:
+        kind: of the head.
+        right: as in ``RIGHT``.
+    """
+
+    def __init__(self, kind: str, right: float | None) -> None:
+        mx.random.seed(3)
+        super().__init__(KINDS[kind][1](target(kind)), target(kind))
+        self.right, self.random = right, random.Random(4)
+        self.contexts: list[list[int]] = []
+        self.drafted = 0
+        # As if it had drafted well and taken no time, so that it always runs.
+        self.experience = HeadExperience(self.head.most, HeadTimes(1e-6, 1e-6))
+
+    def draft(self, members: Sequence[Member], depth: int) -> list[tuple[list[int], list[float]]]:
+        self.experience.p_accept = [0.95] * self.head.most
+        drafts = super().draft(members, depth)
+        self.drafted += len(drafts)
+        if self.right is None:
+            return [(tokens, [0.9] * depth) for tokens, _ in drafts]
+        return [(self.told(member, depth), [0.9] * depth) for member in members]
+
+    def told(self, member: Member, depth: int) -> list[int]:
+        start = member.target.length + 1
+        known = (own for own in self.contexts if own[start - 1 : start] == [member.last])
+        true = next(known, [])[start : start + depth]
+        true += [0] * (depth - len(true))
+        assert self.right is not None
+        return [t if self.random.random() < self.right else (t + 1) % 64 for t in true]
+
+
+@pytest.fixture(params=list(KINDS))
+def kind(request: pytest.FixtureRequest) -> Iterator[str]:
+    return request.param
+
+
+def prompts(count: int, length: int = 12) -> list[list[int]]:
+    source = random.Random(5)
+    return [[source.randrange(64) for _ in range(length + n)] for n in range(count)]
+
+
+def decoder_of(trained: TrainedHead) -> mlxspec.Decoder:
+    decoder = mlxspec.Decoder(trained.model, endless_tokenizer(), Auto())
+    decoder.costs = given_costs(FLAT)
+    return decoder
+
+
+def assert_same(kind: str, right: float | None, temp: float, count: int, texts: bool) -> None:
+    trained = Instructed(kind, right)
+    plain = mlxspec.Decoder(target(kind), endless_tokenizer())
+    options = {"temp": temp, "seed": 7}
+    own = [prompt * 3 if texts else prompt for prompt in prompts(count)]
+    expected = [[r.token for r in plain.stream(prompt, TOKENS, **options)] for prompt in own]
+    trained.contexts = [a + b for a, b in zip(own, expected, strict=True)]
+    engine = Engine(decoder_of(trained), stall=float("inf"))
+    found: list[list[mlxspec.GenerationResponse]] = [[] for _ in own]
+    for prompt, responses in zip(own, found, strict=True):
+        submit(engine, prompt, responses.append, TOKENS, **options)
+    engine.run()
+    for prompt, before, responses in zip(own, expected, found, strict=True):
+        tokens = [response.token for response in responses]
+        params = SamplingParams(temp=temp, seed=7)
+        assert_same_output(target(kind), prompt, before, tokens, params)
+    assert trained.drafted > 0
+    if right:
+        accepted = sum(responses[-1].stats.accepted for responses in found)
+        assert accepted > TOKENS * count / 4
+
+
+@pytest.mark.parametrize("temp", TEMPERATURES)
+@pytest.mark.parametrize("right", RIGHT)
+def test_one_sequence(kind: str, right: str, temp: float) -> None:
+    assert_same(kind, RIGHT[right], temp, 1, texts=False)
+
+
+@pytest.mark.parametrize("count", [2, 3, 8] if LONG else [3])
+@pytest.mark.parametrize("right", RIGHT)
+def test_joint_steps_with_text(kind: str, right: str, count: int) -> None:
+    for temp in TEMPERATURES:
+        assert_same(kind, RIGHT[right], temp, count, texts=True)
