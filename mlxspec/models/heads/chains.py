@@ -7,13 +7,16 @@ compared with those of mlx-vlm 0.7.10, vLLM and transformers.
 
 from __future__ import annotations
 
+import copy
+import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import llama
+from mlx_lm.models import gemma4_text, llama, qwen3_5
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
@@ -37,7 +40,7 @@ class Eagle3(ChainHead):
 
     def __init__(self, config: Config, target_config: Config) -> None:
         super().__init__()
-        layer = config.get("transformer_layer_config", config)  # that of speculators is nested
+        layer = config.get("transformer_layer_config") or config  # that of speculators is nested
         target = _text(target_config)
         sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
         _require(layer, *sizes)
@@ -167,9 +170,225 @@ def _layers_read(config: Config, target_layers: int) -> tuple[int, ...]:
     return layers
 
 
+class QwenMTP(ChainHead):
+    """The multi-token prediction of Qwen 3 Next, 3.5, 3.6 and 3.8, dense and with experts.
+
+    One of the target's layers with full attention, which sees the token's embedding and the
+    feature, both normed. Its output, after a norm, goes to the target's output layer and is fed
+    back.
+
+    Raises:
+        LoadError: the configuration is incomplete, not supported, or of another target.
+    """
+
+    def __init__(self, config: Config, target_config: Config) -> None:
+        super().__init__()
+        text = _text(config)
+        sizes = ["hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads"]
+        if text.get("num_experts"):
+            sizes += ["num_experts_per_tok", "moe_intermediate_size"]
+            sizes += ["shared_expert_intermediate_size"]
+        else:
+            sizes += ["intermediate_size"]
+        _require(text, *sizes)
+        for name in ("hidden_size", "vocab_size"):
+            _match(name, text[name], _text(target_config))
+        if _mtp_layers(text) != 1:
+            raise LoadError(
+                f"the head has {_mtp_layers(text)} layers; only MTP heads of one layer work"
+            )
+        # Qwen 3 Next has no rope_parameters, mlx-lm's class has them by default. It also changes
+        # those that it is given.
+        args = qwen3_5.TextModelArgs.from_dict(
+            {
+                "rope_parameters": None,
+                **copy.deepcopy(text),
+                "num_hidden_layers": 1,
+                "full_attention_interval": 1,
+            }
+        )
+        self.width = args.hidden_size
+        self.pre_fc_norm_embedding = nn.RMSNorm(self.width, eps=args.rms_norm_eps)
+        self.pre_fc_norm_hidden = nn.RMSNorm(self.width, eps=args.rms_norm_eps)
+        self.fc = nn.Linear(2 * self.width, self.width, bias=False)
+        # The name of the parameters; as an attribute it has the layers of the target.
+        self["layers"] = [qwen3_5.DecoderLayer(args, layer_idx=0)]
+        self.norm = nn.RMSNorm(self.width, eps=args.rms_norm_eps)
+
+    def make_cache(self) -> list[Any]:
+        return [KVCache()]
+
+    def __call__(
+        self, tokens: mx.array, features: mx.array, cache: Sequence[Any]
+    ) -> tuple[mx.array, mx.array]:
+        embedded = self.pre_fc_norm_embedding(self.embed(tokens))
+        x = self.fc(mx.concatenate([embedded, self.pre_fc_norm_hidden(features)], axis=-1))
+        x = self["layers"][0](x, create_attention_mask(x, cache[0]), cache[0])
+        hidden = self.norm(x)
+        return hidden, hidden
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        return self._target["output"](hidden)
+
+    @staticmethod
+    def sanitize(weights: Weights) -> Weights:
+        """Name a checkpoint's tensors as the head's parameters, with norms as MLX has them.
+
+        Names may begin with ``mtp.``; experts may be one by one, or fused as ``gate_up_proj``.
+        Norms centred at zero get 1 added (:func:`norms_centred_at_zero`).
+        """
+        centred = set(norms_centred_at_zero(weights))
+        kept: Weights = {}
+        experts: defaultdict[str, dict[int, mx.array]] = defaultdict(dict)
+        for full_name, weight in weights.items():
+            name = full_name.rpartition("mtp.")[2]
+            if match := re.fullmatch(r"(.*\.)experts\.(\d+)\.(.*)", name):
+                experts[f"{match[1]}switch_mlp.{match[3]}"][int(match[2])] = weight
+            elif name.endswith(".experts.gate_up_proj"):
+                base = name.removesuffix("experts.gate_up_proj") + "switch_mlp."
+                gate, up = mx.split(weight, 2, axis=-2)
+                kept |= {f"{base}gate_proj.weight": gate, f"{base}up_proj.weight": up}
+            elif name.endswith(".experts.down_proj"):
+                kept[name.replace(".experts.", ".switch_mlp.") + ".weight"] = weight
+            else:
+                kept[name] = weight + 1.0 if full_name in centred else weight
+        for name, of_each in experts.items():
+            if sorted(of_each) != list(range(len(of_each))):
+                raise LoadError(f"the head lacks experts of {name}; download the head again")
+            kept[name] = mx.stack([of_each[index] for index in range(len(of_each))])
+        return kept
+
+
+def norms_centred_at_zero(weights: Weights) -> list[str]:
+    """Names of the norms of Qwen's MTP whose weights are to be added to 1.
+
+    Original checkpoints have all norms so, converted ones none or some. Each tensor decides by
+    itself: those whose mean is closer to 0 than to 1.
+    """
+    return [
+        name
+        for name, weight in weights.items()
+        if "norm" in name and weight.ndim == 1 and (weight.mean() < 0.5).item()
+    ]
+
+
+def _mtp_layers(text: Config) -> int:
+    return text.get("mtp_num_hidden_layers") or text.get("num_nextn_predict_layers") or 1
+
+
+class Gemma4Assistant(ChainHead):
+    """The assistant of Gemma 4.
+
+    Its layers have no keys and values: they attend to those of the target's last layer with full
+    attention and of its last one with a sliding window. ``cache`` has these two views, in this
+    order. Each has ``offset``, the position of the query, which stays the same along a chain, and
+    ``keys_and_values()``, which returns what the query may see, both of shape (1, heads, entries,
+    head_dim).
+
+    Raises:
+        LoadError: the configuration is incomplete, not supported, or of another target.
+    """
+
+    def __init__(self, config: Config, target_config: Config) -> None:
+        super().__init__()
+        text, target = _text(config), _text(target_config)
+        _require(config, "backbone_hidden_size")
+        sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        _require(text, *sizes, "vocab_size")
+        if not config.get("tie_word_embeddings", True):
+            raise LoadError("the head has an output layer of its own; only tied ones work")
+        args = gemma4_text.ModelArgs.from_dict(
+            {
+                **text,
+                "num_kv_shared_layers": text["num_hidden_layers"],
+                "hidden_size_per_layer_input": 0,
+            }
+        )
+        targets = vars(gemma4_text.ModelArgs.from_dict(target))
+        _match("hidden_size", config["backbone_hidden_size"], targets)
+        for name in ("vocab_size", "head_dim", "global_head_dim"):
+            _match(name, getattr(args, name), targets)
+        self.width = config["backbone_hidden_size"]
+        self.pre_projection = nn.Linear(2 * self.width, args.hidden_size, bias=False)
+        self.post_projection = nn.Linear(args.hidden_size, self.width, bias=False)
+        self.model = _Gemma4Layers(args)
+        if config.get("use_ordered_embeddings"):
+            _require(config, "num_centroids", "centroid_intermediate_top_k")
+            self.masked_embedding = _MaskedEmbedding(args, config)
+
+    def bind(
+        self, embed: Callable[[mx.array], mx.array], output: Callable[[mx.array], mx.array]
+    ) -> None:
+        super().bind(embed, output)
+        if "masked_embedding" in self:
+            ids = self.masked_embedding.token_ordering
+            _check_ids("token_ordering", ids, len(ids))
+
+    def make_cache(self) -> list[Any]:
+        return []
+
+    def __call__(
+        self, tokens: mx.array, features: mx.array, cache: Sequence[Any]
+    ) -> tuple[mx.array, mx.array]:
+        x = self.pre_projection(mx.concatenate([self.embed(tokens), features], axis=-1))
+        views = [(view.keys_and_values(), view.offset) for view in cache]
+        for layer in self.model.layers:
+            shared, offset = views[layer.self_attn.is_sliding]
+            x, _, _ = layer(x, shared_kv=shared, offset=offset)
+        hidden = self.model.norm(x)
+        return self.post_projection(hidden), hidden
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        embedding = self.model.embed_tokens
+        if "masked_embedding" not in self:
+            return embedding.as_linear(hidden)
+        return self.masked_embedding(hidden, embedding)
+
+    @staticmethod
+    def sanitize(weights: Weights) -> Weights:
+        """Drop the output layer, which is the embedding; ids as MLX indexes with them."""
+        kept = {name: each for name, each in weights.items() if name != "lm_head.weight"}
+        if (ordering := kept.get("masked_embedding.token_ordering")) is not None:
+            kept["masked_embedding.token_ordering"] = ordering.astype(mx.int32)
+        return kept
+
+
+class _Gemma4Layers(nn.Module):
+    def __init__(self, args: gemma4_text.ModelArgs) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(args.vocab_size, args.hidden_size)
+        self.layers = [gemma4_text.DecoderLayer(args, i) for i in range(args.num_hidden_layers)]
+        self.norm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
+
+
+class _MaskedEmbedding(nn.Module):
+    """Scores the tokens of the likeliest clusters only."""
+
+    def __init__(self, args: gemma4_text.ModelArgs, config: Config) -> None:
+        super().__init__()
+        clusters, most = config["num_centroids"], config["centroid_intermediate_top_k"]
+        if args.vocab_size % clusters or most > clusters:
+            raise LoadError(
+                f"the head's config.json has {clusters} num_centroids for a vocabulary of "
+                f"{args.vocab_size}, and {most} centroid_intermediate_top_k; download it again"
+            )
+        self.centroids = nn.Linear(args.hidden_size, clusters, bias=False)
+        self.token_ordering = mx.zeros(args.vocab_size, dtype=mx.int32)
+        self.freeze(keys="token_ordering", recurse=False)
+        self._most = most
+
+    def __call__(self, hidden: mx.array, embedding: nn.Embedding) -> mx.array:
+        best = mx.argpartition(self.centroids(hidden), kth=-self._most, axis=-1)
+        clusters = self.token_ordering.reshape(len(self.centroids.weight), -1)
+        tokens = clusters[best[..., -self._most :]].flatten(-2)
+        logits = (embedding(tokens) @ hidden[..., None]).squeeze(-1)
+        everywhere = mx.full((*hidden.shape[:-1], self.token_ordering.size), -mx.inf, logits.dtype)
+        return mx.put_along_axis(everywhere, tokens, logits, axis=-1)
+
+
 def _text(config: Config) -> Config:
     """The part of a configuration that describes text."""
-    return config.get("text_config", config)
+    return config.get("text_config") or config
 
 
 def _rope(config: Config) -> Config:
@@ -199,7 +418,7 @@ def _match(name: str, expected: int, target: Config) -> None:
 
 def _check_ids(name: str, ids: mx.array, vocabulary: int) -> None:
     """Refuse ids outside the vocabulary: MLX would write or read outside an array."""
-    if ids.min().item() < 0 or ids.max().item() >= vocabulary:
+    if mx.any((ids < 0) | (ids >= vocabulary)).item():
         raise LoadError(
             f"the head's {name} names tokens outside the vocabulary of {vocabulary}; "
             "download the head again"
