@@ -61,7 +61,7 @@ class TrainedHead:
         if body is None:
             raise LoadError("the model's hidden states cannot be read: leave the head out")
         self.head = head
-        self._hidden = HiddenStates(model, body, head.layers)
+        self._hidden = HiddenStates(model, body, head.reads)
         self.model = self._hidden.model
         self.model.trained_head = self
         head.bind(_embedding(model), lambda states: logits_of(model, body, states))
@@ -372,11 +372,11 @@ class _Keys:
         size: the number of the latest positions that are seen.
 
     Attributes:
-        offset: the position of the row: that of the last row that has run, all along a draft.
+        offset: the position of the row: that of the current token, all along a draft.
     """
 
     def __init__(self, cache: Any, size: int) -> None:
-        self.offset = cache.offset - 1
+        self.offset = cache.offset
         end = cache.index(cache.offset)
         seen = cache.place, ..., slice(max(0, end - size), end), slice(None)
         self._held = cache.keys[seen], cache.values[seen]

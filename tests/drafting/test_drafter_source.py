@@ -50,7 +50,7 @@ def test_the_time_that_a_drafter_takes_is_no_cost_of_rows(
             return super().propose(max_depth)
 
     class Recorded(FixedCosts):
-        def record(self, rows: int, seconds: float, pipelined: bool) -> None:
+        def record(self, rows: int, seconds: float, pipelined: bool, head: float = 0.0) -> None:
             recorded.append(seconds)
 
     recorded: list[float] = []

@@ -186,7 +186,7 @@ def test_a_dflash_of_deepspec_has_no_markov_head() -> None:
 
 def test_what_heads_read_and_how_much_they_draft() -> None:
     _, head = dflash(TARGET, block_size=16)
-    assert (head.layers, head.most, head.width) == ((0, 1), 15, 32)
+    assert (head.reads, head.most, head.width) == ((0, 1), 15, 32)
     assert dspark(TARGET, block_size=7)[1].most == 7
     assert dspark(TARGET, block_size=8, dspark_bonus_anchor=True)[1].most == 7
 
@@ -194,7 +194,7 @@ def test_what_heads_read_and_how_much_they_draft() -> None:
 def test_the_text_part_of_a_target() -> None:
     config, head = dflash(TARGET)
     nested = DFlash(config, {"hidden_size": 1, "text_config": vars(TARGET.args)})
-    assert nested.layers == head.layers
+    assert nested.reads == head.reads
 
 
 @HEADS

@@ -102,7 +102,7 @@ def generation_of(head: ChainHead, states: mx.array, from_scratch: bool = False)
         return fed, head.logits(hidden)
 
     def verified(tokens: mx.array, states: mx.array) -> tuple[mx.array, mx.array]:
-        of_layers = mx.split(states[0], max(len(head.layers), 1), axis=-1)
+        of_layers = mx.split(states[0], max(len(head.reads), 1), axis=-1)
         return chained(tokens, head.features(states[0], of_layers)[None])
 
     def trim(entries: int) -> None:
@@ -188,10 +188,10 @@ def test_eagle_3_reads_the_layers_that_its_configuration_names() -> None:
     """vLLM's ids are those that states enter, SGLang's those that they come from."""
     flat = EAGLE_3["sglang"]
     ids = "eagle_aux_hidden_state_layer_ids"
-    assert Eagle3(flat, TARGET).layers == (1, 3, 4)
-    assert Eagle3({**flat, ids: [1, 8]}, TARGET).layers == (0, 7)
-    assert Eagle3({**flat, "eagle_config": {ids: [1, 3, 4]}}, TARGET).layers == (1, 3, 4)
-    assert Eagle3(flat, {"text_config": TARGET}).layers == (1, 3, 4)
+    assert Eagle3(flat, TARGET).reads == (1, 3, 4)
+    assert Eagle3({**flat, ids: [1, 8]}, TARGET).reads == (0, 7)
+    assert Eagle3({**flat, "eagle_config": {ids: [1, 3, 4]}}, TARGET).reads == (1, 3, 4)
+    assert Eagle3(flat, {"text_config": TARGET}).reads == (1, 3, 4)
 
 
 @pytest.mark.parametrize("name", ["hidden_size", "intermediate_size", "vocab_size"])

@@ -72,7 +72,7 @@ def keep_costs() -> None:
 class GivenCosts(KeptCosts):
     """Costs that no step corrects and no file keeps, nor those of joint steps."""
 
-    def record(self, rows: int, seconds: float, pipelined: bool) -> None:
+    def record(self, rows: int, seconds: float, pipelined: bool, head: float = 0.0) -> None:
         pass
 
     def end(self) -> None:

@@ -21,15 +21,19 @@ class Head(nn.Module):
     """A head; :meth:`bind` attaches it to its target.
 
     Attributes:
-        layers: the target's layers whose outputs it reads; layer i's output enters layer i + 1.
+        reads: the target's layers whose outputs it reads; layer i's output enters layer i + 1.
             Empty if it reads the states after the final norm.
         most: the most tokens that it drafts at once.
         width: of its features.
     """
 
-    layers: tuple[int, ...] = ()
+    reads: tuple[int, ...]
     most: int = 8
     width: int
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = ()
 
     def bind(
         self, embed: Callable[[mx.array], mx.array], output: Callable[[mx.array], mx.array]
@@ -52,7 +56,7 @@ class Head(nn.Module):
 
         Args:
             final: the states after the final norm, (rows, width of the target).
-            of_layers: those behind each of ``layers``, (rows, width of the target) each.
+            of_layers: those behind each of ``reads``, (rows, width of the target) each.
 
         Returns:
             (rows, ``width``).

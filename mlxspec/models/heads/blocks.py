@@ -64,11 +64,9 @@ class DFlash(BlockHead):
         # If the checkpoint does not say it, slots of sliding layers do not see later ones.
         causal = settings.get("is_causal", settings.get("causal"))
         self._causal = {kind: kind if causal is None else bool(causal) for kind in (False, True)}
-        # Checkpoints call the head's own layers ``layers``, too. They are the module's item of that
-        # name, which names its parameters; its attribute is that of every head.
-        self["layers"] = _layers(settings)
-        object.__setattr__(self, "layers", tuple(settings["target_layer_ids"]))
-        self.fc = nn.Linear(len(self.layers) * self.width, self.width, bias=False)
+        self.layers = _layers(settings)
+        self.reads = tuple(settings["target_layer_ids"])
+        self.fc = nn.Linear(len(self.reads) * self.width, self.width, bias=False)
         self.hidden_norm = nn.RMSNorm(self.width, settings["rms_norm_eps"])
         self.norm = nn.RMSNorm(self.width, settings["rms_norm_eps"])
 
@@ -110,7 +108,7 @@ class DFlash(BlockHead):
         Those of sliding layers keep all entries, too: a rotating cache cannot be cut back, since
         it no longer has the older entries that the window then reaches.
         """
-        return [KVCache() for _ in self["layers"]]
+        return [KVCache() for _ in self.layers]
 
     def see(self, features: mx.array, cache: Sequence[Any]) -> None:
         self._append([features], [cache])
@@ -129,7 +127,7 @@ class DFlash(BlockHead):
             sliding: [self._view(sliding, cache[0].offset, x.shape[1]) for cache in caches]
             for sliding in set(self._is_sliding)
         }
-        for i, (layer, sliding) in enumerate(zip(self["layers"], self._is_sliding, strict=True)):
+        for i, (layer, sliding) in enumerate(zip(self.layers, self._is_sliding, strict=True)):
             of_layer = [cache[i] for cache in caches]
             attention = layer.self_attn
             x = x + _attend(attention, layer.input_layernorm(x), of_layer, views[sliding])
@@ -145,7 +143,7 @@ class DFlash(BlockHead):
         if not ends[-1]:
             return
         joined = mx.concatenate(list(features), axis=1)
-        for i, layer in enumerate(self["layers"]):
+        for i, layer in enumerate(self.layers):
             keys, values = _keys_and_values(layer.self_attn, joined)
             for s, cache in enumerate(caches):
                 rows = slice(ends[s], ends[s + 1])

@@ -58,9 +58,8 @@ class Eagle3(ChainHead):
             }
         )
         self.width = args.hidden_size
-        # Past nn.Module, which takes a tuple for parameters.
-        object.__setattr__(self, "layers", _layers_read(config, target["num_hidden_layers"]))
-        inputs = len(self.layers) * self.width
+        self.reads = _layers_read(config, target["num_hidden_layers"])
+        inputs = len(self.reads) * self.width
         if config.get("norm_before_fc"):
             self.input_norm = nn.RMSNorm(inputs, eps=args.rms_norm_eps)
         self.fc = nn.Linear(inputs, self.width, bias=False)
@@ -211,8 +210,7 @@ class QwenMTP(ChainHead):
         self.pre_fc_norm_embedding = nn.RMSNorm(self.width, eps=args.rms_norm_eps)
         self.pre_fc_norm_hidden = nn.RMSNorm(self.width, eps=args.rms_norm_eps)
         self.fc = nn.Linear(2 * self.width, self.width, bias=False)
-        # The name of the parameters; as an attribute it has the layers of the target.
-        self["layers"] = [qwen3_5.DecoderLayer(args, layer_idx=0)]
+        self.layers = [qwen3_5.DecoderLayer(args, layer_idx=0)]
         self.norm = nn.RMSNorm(self.width, eps=args.rms_norm_eps)
 
     def make_cache(self) -> list[Any]:
@@ -223,7 +221,7 @@ class QwenMTP(ChainHead):
     ) -> tuple[mx.array, mx.array]:
         embedded = self.pre_fc_norm_embedding(self.embed(tokens))
         x = self.fc(mx.concatenate([embedded, self.pre_fc_norm_hidden(features)], axis=-1))
-        x = self["layers"][0](x, create_attention_mask(x, cache[0]), cache[0])
+        x = self.layers[0](x, create_attention_mask(x, cache[0]), cache[0])
         hidden = self.norm(x)
         return hidden, hidden
 
