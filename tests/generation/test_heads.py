@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
@@ -16,14 +16,12 @@ from mlxspec.engine.heads import Member, TrainedHead
 from mlxspec.engine.sampling import SamplingParams
 from mlxspec.generation.drafting import Auto
 from mlxspec.generation.engine import Engine
-from mlxspec.models.heads import Head
-from mlxspec.models.heads.chains import Eagle3
+from tests.support import heads
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import FLAT, endless_tokenizer, given_costs
 from tests.support.engines import submit
 from tests.support.examples import LONG
 from tests.support.harness import assert_same_output
-from tests.support.random_models import COMMON
 
 TOKENS = 40
 TEMPERATURES = (0.0, 0.7, 1.3)
@@ -31,12 +29,15 @@ RIGHT = {"random": None, "trained": 0.8, "lying": 0.0}
 """How often each token of a draft is right if those before are; None leaves the head alone."""
 
 
-def eagle3(model: nn.Module) -> Head:
-    aux = {"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}
-    return Eagle3({**COMMON, **aux, "draft_vocab_size": 32, "num_hidden_layers": 1}, COMMON)
-
-
-KINDS: dict[str, tuple[str, Callable[[nn.Module], Head]]] = {"EAGLE-3": ("llama3", eagle3)}
+# Per kind, its target and what makes a random head for it.
+KINDS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "EAGLE-3": ("llama3", heads.eagle3),
+    "MTP": ("qwen3_5", heads.qwen_mtp),
+    "MTP of experts": ("qwen3_next", heads.qwen_mtp),
+    "Gemma's assistant": ("gemma4", heads.gemma4_assistant),
+    "DFlash": ("qwen3", heads.dflash),
+    "DSpark": ("qwen3", heads.dspark),
+}
 
 
 @cache
@@ -53,8 +54,8 @@ class Instructed(TrainedHead):
     """
 
     def __init__(self, kind: str, right: float | None) -> None:
-        mx.random.seed(3)
-        super().__init__(KINDS[kind][1](target(kind)), target(kind))
+        _, head = KINDS[kind][1](target(kind))
+        super().__init__(head, target(kind))
         self.right, self.random = right, random.Random(4)
         self.contexts: list[list[int]] = []
         self.drafted = 0

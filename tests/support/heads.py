@@ -9,6 +9,61 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 from mlxspec.models.heads.blocks import DFlash, DSpark
+from mlxspec.models.heads.chains import Eagle3, Gemma4Assistant, QwenMTP
+
+# --- heads that draft chains ---
+
+
+def eagle3(target: nn.Module, **settings: object) -> tuple[dict[str, Any], Eagle3]:
+    """An EAGLE-3 with half the target's vocabulary, and its config.json; see :func:`dflash`."""
+    own = {"num_hidden_layers": 1, "eagle_aux_hidden_state_layer_ids": [1, 1, 2]}
+    config = {**_as_target(target), **own, "draft_vocab_size": 32, **settings}
+    return config, _random(Eagle3, config, target)
+
+
+def qwen_mtp(target: nn.Module, **settings: object) -> tuple[dict[str, Any], QwenMTP]:
+    """The MTP of a Qwen, and its config.json; see :func:`dflash`."""
+    config = _config(target)
+    text = {**config.get("text_config", config), "mtp_num_hidden_layers": 1, **settings}
+    config = {"model_type": "qwen3_5_mtp", "text_config": text}
+    return config, _random(QwenMTP, config, target)
+
+
+def gemma4_assistant(
+    target: nn.Module, **settings: object
+) -> tuple[dict[str, Any], Gemma4Assistant]:
+    """The assistant of a Gemma 4, and its config.json; see :func:`dflash`."""
+    of_target = _config(target)
+    of_target = of_target.get("text_config", of_target)
+    names = ("num_key_value_heads", "head_dim", "global_head_dim", "vocab_size", "sliding_window")
+    text = {
+        **{name: of_target[name] for name in names},
+        "model_type": "gemma4_text",
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 3,
+        "num_kv_shared_layers": 3,
+        "num_attention_heads": 4,
+        "rms_norm_eps": 1e-6,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
+        "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
+        "use_double_wide_mlp": False,
+    }
+    config = {
+        "model_type": "gemma4_assistant",
+        "backbone_hidden_size": of_target["hidden_size"],
+        "num_centroids": 8,
+        "centroid_intermediate_top_k": 3,
+        "use_ordered_embeddings": True,
+        "text_config": text,
+        **settings,
+    }
+    head = _random(Gemma4Assistant, config, target)
+    if "masked_embedding" in head:
+        head.masked_embedding.token_ordering = mx.random.permutation(of_target["vocab_size"])
+    return config, head
+
 
 # --- heads that draft blocks ---
 
@@ -61,7 +116,8 @@ def _random(head_class: Any, config: dict[str, Any], target: nn.Module) -> Any:
     head = head_class(config, _config(target))
     head.update(
         tree_map(
-            lambda w: w + 0.2 * mx.random.normal(w.shape) if w.ndim == 1 else w, head.parameters()
+            lambda w: w + 0.2 * mx.random.normal(w.shape) if w.shape[1:] == () else w,
+            {name: part for name, part in head.parameters().items() if name != "d2t"},
         )
     )
     mx.eval(head.parameters())
