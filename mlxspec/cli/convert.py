@@ -26,7 +26,12 @@ _result = partial(option, group="Result")
 )
 @_checkpoint("--hf-path DIR_OR_REPO", "MODEL, as a Hugging Face checkpoint.", type=NAME)
 @_checkpoint("--revision REV", "Branch, tag or commit of a Hub repository.")
-@_result("--mlx-path DIR", "The directory to write.", type=NAME, default="mlx_model")
+@_checkpoint("--head", "Convert only the trained head that MODEL is or carries.")
+@_result(
+    "--mlx-path DIR",
+    "The directory to write.  [default: mlx_model; mlx_head with --head]",
+    type=NAME,
+)
 @_result("-q --quantize", "Quantise the weights, to 4 bits by default.")
 @_result("--q-bits N", "Bits of a quantised weight.", type=int)
 @_result("--q-group-size N", "How many weights share a scale.", type=int)
@@ -34,12 +39,13 @@ _result = partial(option, group="Result")
 @_result("--dtype float16|bfloat16|float32", "Float type.  [default: the checkpoint's 16-bit type]")
 @_result("--force", "Replace an existing model at --mlx-path.")
 def convert_command(model: str | None, **options: Any) -> None:
-    """Convert a model's weights and tokenizer for MLX.
+    """Convert a model's weights and tokenizer for MLX, or its trained head.
 
     \b
     Examples:
       mlxspec convert mistralai/Mistral-7B-Instruct-v0.3 --mlx-path mistral
       mlxspec convert mistral-7B-v0.3 -q
+      mlxspec convert --head Qwen/Qwen3.5-4B -q --mlx-path qwen-head
 
     A directory with params.json or consolidated.* is read as an original of Mistral or Llama,
     anything else as a Hugging Face checkpoint. "python convert.py" is the same command.
@@ -48,14 +54,18 @@ def convert_command(model: str | None, **options: Any) -> None:
 
     if model is not None:
         _take(model, options)
+    options["mlx_path"] = options["mlx_path"] or ("mlx_head" if options["head"] else "mlx_model")
     with ProgressBar("Converting", DownloadColumn(), TimeRemainingColumn()) as on_progress:
         result = convert(**options, on_progress=on_progress)
     started_as_script = click.get_current_context().parent is None
     generate = "python decoder.py" if started_as_script else "mlxspec generate"
+    written = shlex.quote(str(result.path))
+    takes = f"--model {written}" if result.head is None else f"--model MODEL --head {written}"
     say(
         f"Wrote {result.path}: {result.nbytes / 1e6:,.1f} MB, "
         f"{result.bits_per_weight:.2f} bits per weight. "
-        f'Next: {generate} --model {shlex.quote(str(result.path))} --prompt "..."'
+        + (f"{result.head}. " if result.head else "")
+        + f'Next: {generate} {takes} --prompt "..."'
     )
 
 

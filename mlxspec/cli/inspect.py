@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
 
+from ..errors import OptionError
 from ..terminal import one_line, visible
 from .common.model_choice import ABOUT, DEFAULT, model_argument, needed_model
 from .common.options import ADAPTERS, ADAPTERS_HELP, NAME, command, option
@@ -17,6 +19,10 @@ from .common.output import output_console, size_in_words, write_json
 if TYPE_CHECKING:
     import mlx.nn as nn
 
+    from ..models.heads.loading import HeadFiles
+
+Row = tuple[str, str | Text]
+
 _DRAFTS = {
     "tree": "trees: several continuations are verified in one forward",
     "chain": "chains: one continuation is verified in one forward",
@@ -24,6 +30,7 @@ _DRAFTS = {
     "replay": "chains; after a rejection the accepted tokens run again with the next step",
     "plain": "none: the model decodes token by token",
 }
+_SIZES = {"hidden_size": "features", "vocab_size": "tokens", "num_hidden_layers": "layers"}
 
 
 @command("inspect", short_help="Show what MODEL is, and which drafts it verifies.")
@@ -32,6 +39,9 @@ _DRAFTS = {
 @option("--json", "Write one JSON object.", "as_json", group="Output")
 def inspect_command(model: str | None, adapter_path: str | None, as_json: bool) -> None:
     """Show what MODEL is, and which drafts it verifies: trees, chains, or none.
+
+    It says whether MODEL carries a trained head. If MODEL is a trained head itself, it shows the
+    kind of the head, and which target it needs.
 
     \b
     Examples:
@@ -44,16 +54,54 @@ def inspect_command(model: str | None, adapter_path: str | None, as_json: bool) 
     tests how several sequences can share a forward, in which each must get the same result as
     alone, and whether the result of a prompt depends on its chunks.
     """
+    from ..models.heads.loading import find_head, head_directory, is_head, own_head
     from ..models.model import load
+    from ..models.model_files import find_directory, read_config
 
     model = needed_model(model)
-    report = _report(load(model, adapter_path=adapter_path)[0])
+    directory = find_directory(model, None, weights=())
+    if is_head(read_config(directory)):
+        if adapter_path is not None:
+            raise OptionError(f"--adapter-path {adapter_path}: a trained head takes no adapters")
+        report = _head_report(find_head(head_directory(model)))
+        rows = _head_rows(report)
+    else:
+        report = _report(load(model, adapter_path=adapter_path)[0])
+        own = own_head(directory)
+        report["head"] = None if own is None else _where(own, directory)
+        rows = _rows(report)
     if as_json:
         write_json(report, indent=2)
         return
     console = output_console()
     console.print(Text(one_line(model), style="bold"))
-    console.print(_table(report))
+    console.print(_table(rows))
+
+
+def _where(found: HeadFiles, directory: Path) -> dict[str, Any]:
+    """A head's kind, its files in the model's folder, and the size of its tensors."""
+    from ..models.heads.loading import NAMES
+
+    files = [path.relative_to(directory).as_posix() for path in found.files]
+    return {"kind": NAMES[found.kind], "files": files, "bytes": found.nbytes}
+
+
+def _head_report(found: HeadFiles) -> dict[str, Any]:
+    """Examine a head. ``bits_per_weight`` is the average in its files, including scales."""
+    from mlx_lm.utils import compute_bits_per_weight, get_total_parameters
+
+    from ..models.heads.loading import load_lazily
+
+    head, _ = load_lazily(found)
+    return {
+        "head": _where(found, found.directory),
+        "parameters": get_total_parameters(head),
+        "bits_per_weight": round(compute_bits_per_weight(head), 2),
+        "quantisation": _quantised_layers(head),
+        "most": head.most,
+        "reads": len(head.layers),  # which ones may depend on the target
+        "target": {"families": list(found.families), **found.needs},
+    }
 
 
 def _report(model: nn.Module) -> dict[str, Any]:
@@ -103,17 +151,22 @@ def _quantised_layers(model: nn.Module) -> list[dict[str, int]]:
     ]
 
 
-def _table(report: dict[str, Any]) -> Table:
+def _quantisation(report: dict[str, Any]) -> str:
     quantised = [
         f"{kind['layers']} layers with {kind['bits']} bits in groups of {kind['group_size']}"
         for kind in report["quantisation"]
     ]
+    return ", ".join(quantised) or "none"
+
+
+def _rows(report: dict[str, Any]) -> list[Row]:
     context = report["context"]
     size = f"{report['parameters'] / 1e6:,.1f} M, {report['bits_per_weight']} bits each in memory"
-    rows: list[tuple[str, str | Text]] = [
+    head = report["head"]
+    rows: list[Row] = [
         ("architecture", f"{visible(report['type'])}, {report['layers']} layers"),
         ("parameters", size),
-        ("quantisation", ", ".join(quantised) or "none"),
+        ("quantisation", _quantisation(report)),
         ("vocabulary", f"{report['vocabulary']:,} tokens"),
         ("context", f"{context:,} tokens" if context else "no limit in config.json"),
         *(("" if row else "cache", _holds(kind)) for row, kind in enumerate(report["caches"])),
@@ -121,10 +174,31 @@ def _table(report: dict[str, Any]) -> Table:
         ("why", report["reason"]),
         ("sequences", f"{report['joint']}: {report['joint_reason']}"),
         ("prompts", _chunks(report["chunk_end"], report["chunk_reason"])),
+        ("head", f"{head['kind']}, {size_in_words(head['bytes'])}" if head else "none"),
     ]
     if report["blas"]:  # on Linux's CPU back end it decides what rows cost
         own = "from MLX's wheel, with which each row costs a plain step"
         rows.append(("BLAS", own if report["blas"] == "own" else report["blas"]))
+    return rows
+
+
+def _head_rows(report: dict[str, Any]) -> list[Row]:
+    head, target, reads = report["head"], report["target"], report["reads"]
+    size = f"{report['parameters'] / 1e6:,.1f} M, {report['bits_per_weight']} bits each"
+    needs = [
+        " or ".join(target["families"]) or "any architecture",
+        *(f"{target[name]:,} {words}" for name, words in _SIZES.items() if name in target),
+    ]
+    return [
+        ("head", Text(f"{head['kind']}, drafts up to {report['most']} tokens", style="bold")),
+        ("parameters", size),
+        ("quantisation", _quantisation(report)),
+        ("reads", f"the outputs of {reads} layers" if reads else "the states after the final norm"),
+        ("target", ", ".join(needs)),
+    ]
+
+
+def _table(rows: list[Row]) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()

@@ -15,6 +15,7 @@ import mlx.nn as nn
 from ..errors import ConversionError, OptionError
 from ..files import new_directory, recover_directory
 from ..models.model_files import check_name, check_readable, one_line
+from .head import load_head_alone, open_head
 from .hugging_face import copy_tokenizer, load_hugging_face, open_hugging_face
 from .model_writer import MAX_SHARD_BYTES, Progress, Quantization, prepare, write_weights
 from .original import load_original, write_original_tokenizer
@@ -24,11 +25,19 @@ _DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32
 
 @dataclass(frozen=True)
 class Conversion:
-    """A converted model: its directory, the bytes of its weights, and its number of parameters."""
+    """What was converted.
+
+    Attributes:
+        path: its directory.
+        nbytes: the bytes of its weights.
+        parameters: their number.
+        head: for a trained head, its kind and what was done to its norms.
+    """
 
     path: Path
     nbytes: int
     parameters: int
+    head: str | None = None
 
     @property
     def bits_per_weight(self) -> float:
@@ -48,6 +57,7 @@ def convert(
     dtype: str | None = None,
     force: bool = False,
     revision: str | None = None,
+    head: bool = False,
     on_progress: Progress = lambda done, total: None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Conversion:
@@ -64,6 +74,7 @@ def convert(
             float16 if it has none.
         force: replace an existing model at ``mlx_path``.
         revision: branch, tag or commit of a repository on the Hub.
+        head: convert only the trained head that ``hf_path`` is or carries.
         on_progress: called with the bytes converted so far and their total.
         max_shard_bytes: the most bytes of a safetensors file.
 
@@ -73,16 +84,21 @@ def convert(
         LoadError: the checkpoint cannot be found or read, or a name is not UTF-8.
     """
     quantization = _quantization(quantize, q_mode, q_bits, q_group_size)
-    _check_options(torch_path, hf_path, dtype, revision)
+    _check_options(torch_path, hf_path, dtype, revision, head)
     target = Path(mlx_path)
     check_name(target)
     with output_directory(target, force=force) as directory:
-        source = Path(torch_path or "") if hf_path is None else open_hugging_face(hf_path, revision)
+        opened = open_head if head else open_hugging_face
+        source = Path(torch_path or "") if hf_path is None else opened(hf_path, revision)
         check_outside(source, target)
         check_readable(source)
         try:
             with TemporaryDirectory(dir=directory) as scratch:
-                model, config = _load(source, hf_path is None, directory, Path(scratch))
+                told = None
+                if head:
+                    model, config, told = load_head_alone(source)
+                else:
+                    model, config = _load(source, hf_path is None, directory, Path(scratch))
                 own = _DTYPES[dtype] if dtype else None
                 model, config = prepare(model, config, own, quantization)
                 sizes = write_weights(directory, model, on_progress, max_shard_bytes)
@@ -94,7 +110,7 @@ def convert(
         # mlx-lm's save_config would add a key.
         text = json.dumps(dict(sorted(config.items())), indent=4)
         (directory / "config.json").write_text(text + "\n", encoding="utf-8")
-    return Conversion(target, *sizes)
+    return Conversion(target, *sizes, told)
 
 
 def _load(
@@ -136,9 +152,12 @@ def _check_options(
     hf_path: str | Path | None,
     dtype: str | None,
     revision: str | None,
+    head: bool,
 ) -> None:
     if (torch_path is None) == (hf_path is None):
         raise OptionError("name one checkpoint: MODEL, --torch-path or --hf-path")
+    if head and torch_path is not None:
+        raise OptionError(f"--head: no original checkpoint has one ({torch_path}); use --hf-path")
     if dtype is not None and dtype not in _DTYPES:
         raise OptionError(f"--dtype {dtype}: unknown; choose from {', '.join(_DTYPES)}")
     if revision is not None and hf_path is None:

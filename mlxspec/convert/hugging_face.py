@@ -24,11 +24,16 @@ def open_hugging_face(path_or_repo: str | Path, revision: str | None = None) -> 
         ConversionError: ``revision`` is given for a directory.
         LoadError: no directory or repository has this name, or the download fails.
     """
+    check_revision(path_or_repo, revision)
+    return find_directory(path_or_repo, revision)
+
+
+def check_revision(path_or_repo: str | Path, revision: str | None) -> None:
+    """Raise ConversionError if ``revision`` is given for a directory."""
     if revision is not None and local_path(path_or_repo).is_dir():
         raise ConversionError(
             f"--revision cannot be used with a directory ({path_or_repo}): leave it out"
         )
-    return find_directory(path_or_repo, revision)
 
 
 def load_hugging_face(directory: Path) -> tuple[nn.Module, dict[str, Any]]:

@@ -111,10 +111,9 @@ def load(
     model, config = load_lazily(directory, read_config(directory), model_config)
     if adapters is not None:
         model = _with_adapters(model, adapters)
-    if mx.default_device().type == mx.cpu:
-        model.apply(lambda p: p.astype(mx.float32) if p.dtype in _HALF_PRECISION else p)
+    widen(model)
     if not lazy:
-        _evaluate(model, directory)
+        evaluate(model, directory)
 
     from .tokenizer import load_tokenizer
 
@@ -149,7 +148,7 @@ def load_lazily(
     except SystemExit as error:  # from mlx-lm's OLMo 1, which prints the package's name
         raise LoadError(f"{directory}: the model needs a package that is not installed") from error
     except Exception as error:  # whatever a wrong configuration or file makes mlx-lm raise
-        raise LoadError(f"{directory}: {_reason(error)}") from error
+        raise LoadError(f"{directory}: {reason(error)}") from error
     return model, config
 
 
@@ -160,8 +159,8 @@ def _try(model: nn.Module) -> None:
     model(mx.array([[0]]), cache=make_prompt_cache(model))
 
 
-def _reason(error: Exception) -> str:
-    """Why mlx-lm does not load a model, in one line."""
+def reason(error: Exception) -> str:
+    """Why mlx-lm's or a head's class does not load a model, in one line."""
     text = one_line(error)
     if missing := re.search(r"missing \d+ required positional arguments?: (.*)", text):
         return f"config.json lacks {missing[1]}"
@@ -206,7 +205,13 @@ def _with_adapters(model: nn.Module, directory: Path) -> nn.Module:
     return model
 
 
-def _evaluate(model: nn.Module, directory: Path) -> None:
+def widen(model: nn.Module) -> None:
+    """Turn half precision into float32 on the CPU back end, which emulates half precision."""
+    if mx.default_device().type == mx.cpu:
+        model.apply(lambda p: p.astype(mx.float32) if p.dtype in _HALF_PRECISION else p)
+
+
+def evaluate(model: nn.Module, directory: Path) -> None:
     """Read the weights one after another, so that memory never holds them all twice."""
     try:
         for _, parameter in tree_flatten(model.parameters()):

@@ -18,7 +18,10 @@ from ..errors import LoadError, printable
 
 # The files of a model and its tokenizer, without code and other formats.
 _TOKENIZER_AND_SETTINGS = ["*.json", "*.jsonl", "*.jinja", "*.txt", "tokenizer.model"]
-_WEIGHTS = "model*.safetensors"
+WEIGHTS = "model*.safetensors"
+BESIDE = ("mtp.safetensors", "mtp/*.safetensors", "assistant/*.safetensors", "head/*.safetensors")
+"""Where a model's trained head may stand, if it is not among the model's own weights."""
+
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_URL = re.compile(
     r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/"
@@ -28,7 +31,7 @@ _HUB_URL = re.compile(
 )
 _COUNTS_LAYERS = re.compile(r"(^|_)(n|num)_(\w+_)?layers?$")  # but not vocab_size_per_layer_input
 _MOST_DIMENSIONS, _LARGEST_SIZE = 32, 2**31 - 1  # of an MLX array
-_MOST_LAYERS = 1000  # of a model with fewer tensors than layers
+MOST_LAYERS = 1000  # of a model with fewer tensors than layers
 
 
 # --- find the files ---
@@ -37,13 +40,15 @@ DEMO = "demo"
 DEMO_DIRECTORY = Path(__file__).resolve().parents[1] / "demo_model"
 
 
-def find_directory(path_or_repo: str | Path, revision: str | None, *, weights: bool = True) -> Path:
+def find_directory(
+    path_or_repo: str | Path, revision: str | None, *, weights: Collection[str] = (WEIGHTS, *BESIDE)
+) -> Path:
     """The directory with a model's files, downloaded if needed.
 
     Args:
         path_or_repo: as for :func:`mlxspec.load`.
         revision: branch, tag or commit of a repository.
-        weights: False leaves the weights out of a download.
+        weights: patterns of the files with weights to download.
 
     Raises:
         LoadError: no directory or repository has this name, or the download fails.
@@ -91,21 +96,24 @@ def is_downloaded(repository: str) -> bool:
     """Whether a repository's settings and weights seem to be on this machine."""
     from huggingface_hub import snapshot_download
 
-    patterns = [*_TOKENIZER_AND_SETTINGS, _WEIGHTS]
+    patterns = [*_TOKENIZER_AND_SETTINGS, WEIGHTS]
     try:
         found = snapshot_download(repository, allow_patterns=patterns, local_files_only=True)
     except (OSError, ValueError):  # including the Hub's errors
         return False
-    return any(Path(found).glob(_WEIGHTS)) and (Path(found) / "config.json").is_file()
+    return any(Path(found).glob(WEIGHTS)) and (Path(found) / "config.json").is_file()
 
 
-def download(repository: str, revision: str | None = None, *, weights: bool = True) -> Path:
+def download(
+    repository: str, revision: str | None = None, *, weights: Collection[str] = (WEIGHTS, *BESIDE)
+) -> Path:
     """Download a repository's missing model files, with a progress bar; returns the local copy.
 
     Args:
         repository: ``owner/name``.
         revision: branch, tag or commit; the main branch by default.
-        weights: False downloads the settings and the tokenizer only.
+        weights: patterns of the files with weights; without any, only the settings and the
+            tokenizer are downloaded.
 
     Raises:
         LoadError: the repository or revision does not exist, has no weights for MLX, or requires a
@@ -113,7 +121,7 @@ def download(repository: str, revision: str | None = None, *, weights: bool = Tr
     """
     from huggingface_hub import list_repo_files, snapshot_download
 
-    patterns = [*_TOKENIZER_AND_SETTINGS, *([_WEIGHTS] if weights else [])]
+    patterns = [*_TOKENIZER_AND_SETTINGS, *weights]
     try:
         found = Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the HTTP library differs between versions of huggingface-hub
@@ -124,7 +132,7 @@ def download(repository: str, revision: str | None = None, *, weights: bool = Tr
         if "gguf" in repository.lower():
             problem += f"; by its name, it is {_USE_MLX}"
         raise LoadError(f"{repository}: {problem}") from error
-    if weights and not any(found.glob(_WEIGHTS)):
+    if weights and not any(file for pattern in weights for file in found.glob(pattern)):
         try:
             files = list_repo_files(repository, revision=revision)
             problem = instead_of_files(files) or "no weights; name another repository"
@@ -261,21 +269,30 @@ def check_weights(directory: Path) -> list[tuple[str, int]]:
     Raises:
         LoadError: a file is missing, truncated or damaged.
     """
-    paths = sorted(directory.glob(_WEIGHTS))
+    paths = sorted(directory.glob(WEIGHTS))
     if not paths:
-        raise LoadError(f"{directory}: no {_WEIGHTS}; {_remedy(directory)}")
+        raise LoadError(f"{directory}: no {WEIGHTS}; {_remedy(directory)}")
+    for name in sorted(set(read_weight_map(directory).values())):
+        if not (directory / name).is_file():
+            raise LoadError(f"{directory}: the weights file {name} is missing; fetch it again")
+    return [tensor for path in paths for tensor in check_weights_file(path).values()]
+
+
+def read_weight_map(directory: Path) -> dict[str, str]:
+    """The file of each tensor by the index of a model's weights; empty if there is no index.
+
+    Raises:
+        LoadError: the index is damaged.
+    """
     index = directory / "model.safetensors.index.json"
     listed = read_json_object(index).get("weight_map", {}) if index.is_file() else {}
     if not isinstance(listed, dict) or not all(isinstance(v, str) for v in listed.values()):
         raise LoadError(f"{index}: weight_map must map tensors to file names; fetch it again")
-    for name in sorted(set(listed.values())):
-        if not (directory / name).is_file():
-            raise LoadError(f"{directory}: the weights file {name} is missing; fetch it again")
-    return [tensor for path in paths for tensor in check_weights_file(path)]
+    return listed
 
 
-def check_weights_file(path: Path) -> list[tuple[str, int]]:
-    """As :func:`check_weights`, for one safetensors file."""
+def check_weights_file(path: Path) -> dict[str, tuple[str, int]]:
+    """As :func:`check_weights`, for one safetensors file; returns these by the tensors' names."""
     import mlx.core as mx
     from safetensors import SafetensorError
 
@@ -286,7 +303,7 @@ def check_weights_file(path: Path) -> list[tuple[str, int]]:
         raise LoadError(f"{path}: cannot be read ({error.strerror or error})") from error
     except (SafetensorError, RuntimeError, ValueError) as error:
         raise LoadError(f"{path}: truncated or damaged; fetch or convert it again") from error
-    return list(tensors.values())
+    return tensors
 
 
 def _remedy(directory: Path) -> str:
@@ -335,7 +352,7 @@ def check_layers(settings: object, tensors: int) -> None:
         return
     for key, value in settings.items():
         counts = _COUNTS_LAYERS.search(str(key))
-        if counts and isinstance(value, int) and value > max(_MOST_LAYERS, tensors):
+        if counts and isinstance(value, int) and value > max(MOST_LAYERS, tensors):
             raise ValueError(f"{key} is {value}, but the weights have {tensors} tensors")
         check_layers(value, tensors)
 

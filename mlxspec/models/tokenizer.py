@@ -45,7 +45,7 @@ def load_tokenizer_of(source: str | Path) -> Any:
     path = local_path(source)
     if path.name in ("tokenizer.json", "tokenizer.model") and path.is_file():
         source = path.parent
-    directory = find_directory(source, None, weights=False)
+    directory = find_directory(source, None, weights=())
     check_readable(directory)
     return load_tokenizer(directory, None)
 

@@ -3,13 +3,36 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 
+import mlx.nn as nn
 import pytest
 from click.testing import CliRunner, Result
 
 from mlxspec.cli.main import main
 from mlxspec.models import model as loading
+from mlxspec.models import model_files
 from tests.support.architectures import ARCHITECTURES
+from tests.support.head_files import (
+    original,
+    random_weights,
+    write,
+    write_head,
+    write_target,
+)
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[nn.Module], None]:
+    """Makes a model be what any name stands for."""
+
+    def give(model: nn.Module) -> None:
+        write(tmp_path, {}, {})
+        monkeypatch.setattr(model_files, "find_directory", lambda *_, **__: tmp_path)
+        monkeypatch.setattr(loading, "load", lambda *_, **__: (model, None))
+
+    return give
 
 
 def inspect(*arguments: str) -> Result:
@@ -57,10 +80,9 @@ def test_the_demo_model_verifies_trees() -> None:
     ],
 )
 def test_the_screen_says_what_a_model_caches_and_verifies(
-    name: str, lines: list[str], monkeypatch: pytest.MonkeyPatch
+    name: str, lines: list[str], given: Callable[[nn.Module], None]
 ) -> None:
-    model = ARCHITECTURES[name].model()
-    monkeypatch.setattr(loading, "load", lambda *_, **__: (model, None))
+    given(ARCHITECTURES[name].model())
     result = inspect("some/model")
     assert result.exit_code == 0, result.stderr
     assert result.stdout.startswith("some/model\n")
@@ -69,16 +91,72 @@ def test_the_screen_says_what_a_model_caches_and_verifies(
     assert len(result.stdout.splitlines()) < 20
 
 
-def test_a_quantised_models_layers_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    import mlx.nn as nn
-
+def test_a_quantised_models_layers_are_counted(given: Callable[[nn.Module], None]) -> None:
     model = ARCHITECTURES["llama3"].model()
     nn.quantize(model, 32, 4)
-    monkeypatch.setattr(loading, "load", lambda *_, **__: (model, None))
+    given(model)
     report = json.loads(inspect("x", "--json").stdout)
     (kind,) = report["quantisation"]
     assert (kind["bits"], kind["group_size"]) == (4, 32)
     assert kind["layers"] > 7
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        (
+            "Gemma 4 assistant",
+            ["states after the final norm", "gemma4, 32 features, 64 tokens"],
+        ),
+        ("Qwen MTP", ["states after the final norm", "qwen3_5 or qwen3_next, 32 features"]),
+        ("EAGLE-3", ["drafts up to 8 tokens", "the outputs of 3 layers", "any architecture, 32"]),
+        ("DFlash", ["drafts up to 3 tokens", "the outputs of 2 layers", "64 tokens, 8 layers"]),
+        ("DSpark", ["drafts up to 4 tokens", "quantisation  none"]),
+    ],
+)
+def test_a_head_shows_its_kind_and_the_target_it_needs(
+    tmp_path: Path, name: str, lines: list[str]
+) -> None:
+    directory = str(write_head(tmp_path, name))
+    result = inspect(directory)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith(f"{directory}\nhead          {name}, ")
+    for line in lines:
+        assert line in result.stdout
+    assert "takes no adapters" in inspect(directory, "--adapter-path", "x").stderr
+    report = json.loads(inspect(directory, "--json").stdout)
+    assert report["head"]["kind"] == name
+    assert report["head"]["files"] == ["model.safetensors"]
+    assert report["target"]["hidden_size"] == 32
+    assert report["target"]["vocab_size"] == 64
+    assert report["parameters"] == pytest.approx(report["head"]["bytes"] / 4, rel=0.02)
+
+
+def test_a_model_shows_the_head_that_it_carries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ARCHITECTURES["llama3"].model()
+    monkeypatch.setattr(loading, "load", lambda *_, **__: (model, None))
+    write_target(tmp_path, {})
+    assert "head          none" in inspect(str(tmp_path)).stdout
+    assert json.loads(inspect(str(tmp_path), "--json").stdout)["head"] is None
+    weights = random_weights("Qwen MTP")
+    size = sum(array.nbytes for array in weights.values())
+    write_target(tmp_path, original(weights))
+    assert f"head          Qwen MTP, {size / 1e3:.1f} kB" in inspect(str(tmp_path)).stdout
+    report = json.loads(inspect(str(tmp_path), "--json").stdout)
+    assert report["head"] == {"kind": "Qwen MTP", "files": ["model.safetensors"], "bytes": size}
+    write_target(tmp_path, {})
+    write_head(tmp_path / "head", "EAGLE-3")
+    report = json.loads(inspect(str(tmp_path), "--json").stdout)
+    assert report["head"]["files"] == ["head/model.safetensors"]
+
+
+def test_a_head_of_an_unknown_kind_is_one_line(tmp_path: Path) -> None:
+    result = inspect(str(write(tmp_path, {"model_type": "glm4_moe_lite_mtp"}, {})))
+    assert result.exit_code == 1
+    assert result.stderr.count("\n") == 1
+    assert "glm4_moe_lite_mtp; supported are" in result.stderr
 
 
 def test_a_model_that_is_not_there_is_one_line() -> None:

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from mlxspec.cli.convert import convert_command
 from mlxspec.cli.main import main
 from mlxspec.convert import conversion
-from tests.support import original
+from tests.support import head_files, original
 
 SCRIPT = Path(__file__).resolve().parents[2] / "convert.py"
 
@@ -40,6 +40,27 @@ def test_as_a_subcommand_it_names_the_next_subcommand(tmp_path: Path, checkpoint
     assert result.exit_code == 0, result.stderr
     out = shlex.quote(str(tmp_path / "out"))
     assert f"Next: mlxspec generate --model {out} " in result.stdout
+
+
+def test_a_head_is_told_with_its_norms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    weights = head_files.original(head_files.random_weights("Qwen MTP"))
+    head_files.write_target(tmp_path / "source", weights)
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(main, ["convert", "--head", "source", "-q", "--q-group-size", "32"])
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith("Wrote mlx_head: 0.0 MB, 5.")
+    assert " bits per weight. Qwen MTP, norms: 7 centred at zero, 1.0 added. " in result.stdout
+    assert "Next: mlxspec generate --model MODEL --head mlx_head --prompt" in result.stdout
+
+
+def test_a_head_of_no_known_kind_is_one_line_and_leaves_nothing(tmp_path: Path):
+    head_files.write(tmp_path / "source", {"model_type": "glm4_moe_lite_mtp"}, {})
+    arguments = ["--head", str(tmp_path / "source"), "--mlx-path", str(tmp_path / "out" / "head")]
+    result = CliRunner().invoke(main, ["convert", *arguments])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.count("\n") == 1
+    assert "glm4_moe_lite_mtp; supported are Gemma 4's assistants" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_an_error_is_one_line_and_status_1(tmp_path: Path):

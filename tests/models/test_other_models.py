@@ -86,7 +86,7 @@ def test_the_page_of_a_repository_stands_for_it(
 ) -> None:
     asked: list[tuple[str, str | None]] = []
 
-    def download(name: str, revision: str | None = None, *, weights: bool = True) -> Path:
+    def download(name: str, revision: str | None = None, *, weights: object = ()) -> Path:
         asked.append((name, revision))
         raise LoadError(name)
 

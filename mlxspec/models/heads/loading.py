@@ -1,0 +1,333 @@
+"""Finds trained heads, beside their target or in folders of their own, and loads them.
+
+Only headers are read to find a head. The names in ``config.json`` are those of the checkpoints, as
+transformers, speculators, SGLang and mlx-vlm write them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ...errors import LoadError, printable
+from ..model import evaluate, reason, widen
+from ..model_files import (
+    BESIDE,
+    MOST_LAYERS,
+    WEIGHTS,
+    check_layers,
+    check_readable,
+    check_weights_file,
+    find_directory,
+    instead_of_files,
+    local_path,
+    read_config,
+    read_weight_map,
+)
+from . import Head
+from .blocks import DFlash, DSpark
+from .chains import Eagle3, Gemma4Assistant, QwenMTP
+
+NAMES: dict[type[Head], str] = {
+    Gemma4Assistant: "Gemma 4 assistant",
+    QwenMTP: "Qwen MTP",
+    Eagle3: "EAGLE-3",
+    DFlash: "DFlash",
+    DSpark: "DSpark",
+}
+"""The kinds of heads, as messages name them."""
+
+_KINDS: dict[str, type[Head]] = {
+    "gemma4_assistant": Gemma4Assistant,
+    "gemma4_unified_assistant": Gemma4Assistant,
+    "qwen3_5_mtp": QwenMTP,
+    "eagle3": Eagle3,
+    "dflash": DFlash,
+    "dspark": DSpark,
+}
+_FAMILIES: dict[type[Head], tuple[str, ...]] = {
+    Gemma4Assistant: ("gemma4",),
+    QwenMTP: ("qwen3_5", "qwen3_next"),
+}
+
+CONVERTED = "mlxspec_converted"
+"""In ``config.json``: the tensors are the parameters. Norms must not be judged a second time."""
+
+_OWN = re.compile(r"(?:model\.|language_model\.)*mtp\.")  # before the names of a head's tensors
+_FOLDERS = ("mtp", "assistant", "head")  # of a head in its target's folder
+_SUPPORTED = (
+    "supported are Gemma 4's assistants, the MTP heads of Qwen 3 Next and 3.5 or later, EAGLE-3, "
+    "DFlash and DSpark"
+)
+
+
+@dataclass(frozen=True)
+class HeadFiles:
+    """A head's files.
+
+    Attributes:
+        directory: the folder with its ``config.json``, or that of the target that carries it.
+        kind: its class.
+        config: its settings, as in a ``config.json`` of its own.
+        files: the safetensors files with its tensors.
+        own: whether these are its target's files, with names that begin with ``mtp.``.
+    """
+
+    directory: Path
+    kind: type[Head]
+    config: dict[str, Any] = field(repr=False)
+    files: tuple[Path, ...]
+    own: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its tensors."""
+        sizes = (item for path in self.files for item in check_weights_file(path).items())
+        return sum(size for name, (_, size) in sizes if not self.own or _OWN.match(name))
+
+    @property
+    def families(self) -> tuple[str, ...]:
+        """How the model types of its targets begin; empty if it fits any type."""
+        return _FAMILIES.get(self.kind, ())
+
+    @property
+    def needs(self) -> dict[str, int]:
+        """What its target must have: ``hidden_size``, ``vocab_size`` and ``num_hidden_layers``.
+
+        Those that ``config.json`` leaves open are missing.
+        """
+        config = self.config
+        text = _part(config, "text_config") or _part(config, "transformer_layer_config") or config
+        blocks = _part(config, "dflash_config")
+        found = {
+            "hidden_size": config.get("backbone_hidden_size")
+            or config.get("target_hidden_size")
+            or text.get("hidden_size"),
+            "vocab_size": text.get("vocab_size"),
+            "num_hidden_layers": blocks.get("num_target_layers", config.get("num_target_layers")),
+        }
+        return {name: size for name, size in found.items() if type(size) is int}
+
+
+def is_head(config: dict[str, Any]) -> bool:
+    """Whether a ``config.json`` is that of a head, of whatever kind."""
+    return _named_kind(config) is not None
+
+
+def find_head(directory: Path) -> HeadFiles:
+    """The head in a folder: one of its own, or that of a model which carries it.
+
+    Raises:
+        LoadError: there is no head, none of a kind that is supported, or a file is damaged.
+    """
+    check_readable(directory)
+    config = read_config(directory)
+    if (name := _named_kind(config)) is None:
+        if (own := own_head(directory)) is not None:
+            return own
+        raise LoadError(f"{directory}: {_why_none(config)}")
+    if name not in _KINDS:
+        raise LoadError(f"{directory}: a head of the unknown kind {printable(name)}; {_SUPPORTED}")
+    files = tuple(sorted(directory.glob(WEIGHTS)))
+    if not files:
+        remedy = instead_of_files([path.name for path in directory.glob("*")])
+        raise LoadError(f"{directory}: no {WEIGHTS}; {remedy or 'fetch the whole head'}")
+    return HeadFiles(directory, _KINDS[name], config, files)
+
+
+def _why_none(config: dict[str, Any]) -> str:
+    """Why a folder with these settings has no head."""
+    if _belongs(QwenMTP, config):
+        return (
+            "it has no tensors of a head (mtp.*), as most converted models; name the original "
+            "model or a published head"
+        )
+    text = _text(config)
+    if text.get("num_nextn_predict_layers") or text.get("mtp_num_hidden_layers"):
+        return f"its head is that of {printable(config.get('model_type'))}; {_SUPPORTED}"
+    return f"neither a trained head nor a model that carries one; {_SUPPORTED}"
+
+
+def own_head(directory: Path) -> HeadFiles | None:
+    """The head that comes with a model, or None.
+
+    Its tensors have names with ``mtp.`` in the model's files, or stand in ``mtp.safetensors``
+    beside them; or it has a folder ``mtp``, ``assistant`` or ``head`` there.
+
+    Args:
+        directory: the model's folder.
+
+    Raises:
+        LoadError: a file is missing or damaged.
+    """
+    config = read_config(directory)
+    if _belongs(QwenMTP, config):
+        files = _files_with_head(directory) or [directory / "mtp.safetensors"]
+        if files[0].is_file():
+            return HeadFiles(directory, QwenMTP, _own_config(config), tuple(files), own=True)
+    for name in _FOLDERS:
+        if (directory / name / "config.json").is_file():
+            return find_head(directory / name)
+    return None
+
+
+def head_directory(path_or_repo: str | Path, revision: str | None = None) -> Path:
+    """The folder with a head's files; of a repository, only files with its tensors are downloaded.
+
+    Args:
+        path_or_repo: a head or a model that carries one, as for :func:`mlxspec.load`.
+        revision: branch, tag or commit of a repository.
+
+    Raises:
+        LoadError: no folder or repository has this name, or the download fails.
+    """
+    directory = find_directory(path_or_repo, revision, weights=())
+    if local_path(path_or_repo).is_dir():
+        return directory
+    names = read_weight_map(directory)
+    wanted: Collection[str] = (WEIGHTS,)
+    if names and _named_kind(read_config(directory)) is None:
+        wanted = {file for name, file in names.items() if _OWN.match(name)}
+    return find_directory(path_or_repo, revision, weights=(*wanted, *BESIDE))
+
+
+def load_head(path_or_repo: str | Path, target_config: dict[str, Any]) -> Head:
+    """Load a head for a target, without binding it.
+
+    On the CPU back end half-precision weights become float32, as those of models do.
+
+    Args:
+        path_or_repo: a folder or a Hub repository with a head, or with a model that carries one.
+        target_config: the target's settings, as in its ``config.json``.
+
+    Raises:
+        LoadError: there is no head, it does not belong to the target, or its files are damaged.
+    """
+    found = find_head(head_directory(path_or_repo))
+    if not _belongs(found.kind, target_config):
+        has = printable(target_config.get("model_type"))
+        raise LoadError(
+            f"{found.directory}: {NAMES[found.kind]}, a head for targets of another architecture "
+            f"than this one's, {has}; name a head that was trained for this target"
+        )
+    head, _ = load_lazily(found, target_config)
+    widen(head)
+    evaluate(head, found.directory)
+    return head
+
+
+def load_lazily(
+    found: HeadFiles, target_config: dict[str, Any] | None = None
+) -> tuple[Head, dict[str, mx.array]]:
+    """Load a head without evaluating its weights.
+
+    Args:
+        found: its files.
+        target_config: its target's settings; None for a target that has what the head needs.
+
+    Returns:
+        the head, and its tensors as they stand in the files, by their names without ``mtp.``.
+
+    Raises:
+        LoadError: a file is damaged, or the weights do not fit the settings.
+    """
+    from mlx_lm.utils import infer_quant_config
+
+    if target_config is None:
+        sizes = {"num_hidden_layers": MOST_LAYERS, **found.needs}
+        target_config = {**_text(found.config), **sizes}
+    count = sum(len(check_weights_file(path)) for path in found.files)
+    try:
+        check_layers(found.config, count)
+        tensors: dict[str, mx.array] = {}
+        for path in found.files:
+            tensors |= _tensors(path, own=found.own)
+        weights = tensors if found.config.get(CONVERTED) else found.kind.sanitize(tensors)
+        head = found.kind(found.config, target_config)
+
+        def quantised(path: str, module: nn.Module) -> bool | dict[str, Any]:
+            # What the files hold decides, since paths in config.json may be the target's.
+            if not hasattr(module, "to_quantized") or f"{path}.scales" not in weights:
+                return False
+            return infer_quant_config(path, module, weights)
+
+        nn.quantize(head, class_predicate=quantised)
+        head.eval()
+        head.load_weights(list(weights.items()))
+    except LoadError as error:
+        raise LoadError(f"{found.directory}: {error}") from error
+    except Exception as error:  # whatever a wrong configuration or file makes MLX raise
+        raise LoadError(f"{found.directory}: {reason(error)}") from error
+    return head, tensors
+
+
+def _tensors(path: Path, *, own: bool) -> dict[str, mx.array]:
+    """A head's unevaluated tensors in a file, by their names without ``mtp.``."""
+    loaded = mx.load(str(path))
+    assert isinstance(loaded, dict)
+    if not own or not any(map(_OWN.match, loaded)):
+        return loaded
+    return {_OWN.sub("", name, 1): loaded[name] for name in loaded if _OWN.match(name)}
+
+
+def _files_with_head(directory: Path) -> list[Path]:
+    """The files of a model that have a head's tensors."""
+    names = read_weight_map(directory)
+    listed = {directory / file for name, file in names.items() if _OWN.match(name)}
+    if missing := sorted(path for path in listed if not path.is_file()):
+        raise LoadError(f"{missing[0]}: is missing; fetch it again")
+    # An index may list what a conversion has dropped.
+    paths = sorted(listed) if names else sorted(directory.glob(WEIGHTS))
+    return [path for path in paths if any(map(_OWN.match, check_weights_file(path)))]
+
+
+def _own_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a head that comes with its target."""
+    own: dict[str, Any] = {"model_type": "qwen3_5_mtp", "text_config": _text(config)}
+    quantization = config.get("quantization")
+    if isinstance(quantization, dict):
+        own["quantization"] = {
+            _OWN.sub("", name, 1): value
+            for name, value in quantization.items()
+            if "." not in name or _OWN.match(name)
+        }
+    return own
+
+
+def _named_kind(config: dict[str, Any]) -> str | None:
+    """The kind of head that a ``config.json`` names, known or not; None if it is no head's."""
+    model_type = str(config.get("speculators_model_type") or config.get("model_type"))
+    architectures, blocks = config.get("architectures"), _part(config, "dflash_config")
+    named = " ".join(map(str, architectures)) if isinstance(architectures, list) else ""
+    if blocks or "DFlash" in named or "DSpark" in named:
+        if "DFlash2" in named or "Gemma4DSpark" in named:
+            return named
+        has_markov_head = config.get("markov_rank") or blocks.get("markov_rank")
+        usual = "dspark" if has_markov_head or "DSpark" in named else "dflash"
+        return str(blocks.get("projector_type") or usual)
+    if "eagle3" in named.lower() or "draft_vocab_size" in config:
+        return "eagle3"
+    is_head = model_type in _KINDS or "speculators_model_type" in config
+    return model_type if is_head or model_type.endswith(("_mtp", "_assistant")) else None
+
+
+def _belongs(kind: type[Head], target_config: dict[str, Any]) -> bool:
+    """Whether heads of this kind have targets of this architecture."""
+    types = (target_config.get("model_type"), _text(target_config).get("model_type"))
+    return kind not in _FAMILIES or any(str(one).startswith(_FAMILIES[kind]) for one in types)
+
+
+def _text(config: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a model's text part."""
+    return _part(config, "text_config") or config
+
+
+def _part(config: dict[str, Any], name: str) -> dict[str, Any]:
+    part = config.get(name)
+    return part if isinstance(part, dict) else {}

@@ -1,0 +1,151 @@
+"""``convert(head=True)``: heads taken out of checkpoints, and published ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from mlxspec.convert import conversion
+from mlxspec.convert.conversion import convert
+from mlxspec.errors import ConversionError, LoadError, MlxspecError, OptionError
+from mlxspec.models.heads.loading import load_head
+from tests.support.comparison import assert_same_bits, tensors
+from tests.support.head_files import (
+    HEADS,
+    QWEN_TARGET,
+    TARGET,
+    original,
+    random_weights,
+    write,
+    write_head,
+    write_target,
+)
+
+
+def converted(source: Path, target: Path, **options: object) -> conversion.Conversion:
+    return convert(hf_path=source, mlx_path=target, head=True, **options)
+
+
+def test_a_head_is_taken_out_of_a_checkpoint(tmp_path: Path) -> None:
+    weights = random_weights("Qwen MTP")
+    half = {name: array.astype(mx.bfloat16) for name, array in original(weights).items()}
+    source = write_target(tmp_path / "source", half)
+    result = converted(source, tmp_path / "head")
+    assert result.path == tmp_path / "head"
+    assert result.nbytes == 2 * result.parameters == 2 * sum(a.size for a in weights.values())
+    assert result.head == "Qwen MTP, norms: 7 centred at zero, 1.0 added"
+    expected = {
+        name: half[f"mtp.{name}"] + ("norm" in name and weights[name].ndim == 1) for name in weights
+    }
+    assert_same_bits(tensors(tmp_path / "head"), expected)
+    names = {path.name for path in (tmp_path / "head").iterdir()}
+    assert names == {"config.json", "model.safetensors", "model.safetensors.index.json"}
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert config["model_type"] == "qwen3_5_mtp"
+    assert config["text_config"] == QWEN_TARGET["text_config"]
+    load_head(tmp_path / "head", QWEN_TARGET)
+
+
+def test_the_head_of_a_checkpoint_is_mlx_vlm_s(tmp_path: Path) -> None:
+    split = pytest.importorskip(
+        "mlx_vlm.speculative.drafters.qwen3_5_mtp.split", reason="compares with mlx-vlm"
+    )
+    source = write_target(tmp_path / "source", original(random_weights("Qwen MTP")))
+    config, weights = split.Qwen3_5MTPSplitter().prepare(source)
+    converted(source, tmp_path / "head", dtype="float32")
+    assert_same_bits(tensors(tmp_path / "head"), weights)
+    written = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert {name: config[name] for name in ("model_type", "text_config")} == {
+        name: written[name] for name in ("model_type", "text_config")
+    }
+
+
+def test_each_norm_is_told_and_no_norm_is_judged_twice(tmp_path: Path) -> None:
+    """Norms far below zero look centred even when 1 is added."""
+    weights = original(random_weights("Qwen MTP"))
+    weights["mtp.norm.weight"] = mx.full(32, -0.9)
+    weights["mtp.pre_fc_norm_hidden.weight"] += 1.0
+    weights["mtp.layers.0.self_attn.q_norm.weight"] += 1.0
+    result = converted(write_target(tmp_path / "source", weights), tmp_path / "head")
+    assert result.head == "Qwen MTP, norms: 5 centred at zero, 1.0 added; 2 as they are"
+    head = load_head(tmp_path / "head", QWEN_TARGET)
+    assert mx.allclose(head.norm.weight, mx.array(0.1), atol=1e-3).item()
+    again = converted(tmp_path / "head", tmp_path / "again", dtype="float32")
+    assert again.head == "Qwen MTP"
+    assert mx.allclose(tensors(tmp_path / "again")["norm.weight"], mx.array(0.1), atol=1e-3).item()
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_every_kind_is_quantised_and_loaded(tmp_path: Path, name: str) -> None:
+    source = write_head(tmp_path / "source", name)
+    result = converted(source, tmp_path / "head", quantize=True, q_group_size=32)
+    assert 4 < result.bits_per_weight < 16
+    assert (result.head or "").startswith(name)
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert config["quantization"] == {"group_size": 32, "bits": 4, "mode": "affine"}
+    head = load_head(tmp_path / "head", HEADS[name][2])
+    assert type(head) is HEADS[name][0]
+    with pytest.raises(ConversionError, match="is quantised already; leave out -q"):
+        converted(tmp_path / "head", tmp_path / "again", quantize=True)
+
+
+def test_a_head_in_full_precision_of_a_quantised_model_can_be_quantised(tmp_path: Path) -> None:
+    quantised = {**QWEN_TARGET, "quantization": {"group_size": 64, "bits": 8}}
+    source = write(tmp_path / "source", quantised, original(random_weights("Qwen MTP")))
+    converted(source, tmp_path / "plain")
+    assert "quantization" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+    converted(source, tmp_path / "head", quantize=True, q_group_size=32, q_bits=3)
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert config["quantization"] == {"group_size": 32, "bits": 3, "mode": "affine"}
+
+
+def test_files_without_the_head_are_not_read(tmp_path: Path) -> None:
+    weights = original(random_weights("Qwen MTP"))
+    source = write(tmp_path / "source", QWEN_TARGET, weights, "model-2")
+    (source / "model-1.safetensors").write_bytes(b"damaged")
+    files = {**dict.fromkeys(weights, "model-2.safetensors"), "model.norm": "model-1.safetensors"}
+    index = source / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": files}))
+    converted(source, tmp_path / "head")
+
+
+def test_a_model_without_a_head_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
+    for config, words in (
+        (TARGET, "neither a trained head nor a model that carries one"),
+        (QWEN_TARGET, r"it has no tensors of a head \(mtp\.\*\), as most converted models"),
+        ({"model_type": "glm4_moe", "num_nextn_predict_layers": 1}, "that of glm4_moe; supported"),
+    ):
+        source = write(tmp_path / "source", config, {"model.layers.9.norm.weight": mx.ones(1)})
+        with pytest.raises(LoadError, match=words):
+            converted(source, tmp_path / "head")
+        assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_failure_leaves_the_old_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_head(tmp_path / "source", "EAGLE-3")
+    converted(source, tmp_path / "head")
+    before = (tmp_path / "head" / "model.safetensors").read_bytes()
+    with pytest.raises(ConversionError, match="add --force"):
+        converted(source, tmp_path / "head")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(conversion, "write_weights", full)
+    with pytest.raises(ConversionError, match="No space left"):
+        converted(source, tmp_path / "head", force=True)
+    assert (tmp_path / "head" / "model.safetensors").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["head", "source"]
+
+
+def test_options_that_do_not_go_with_a_head(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="--head"):
+        convert(torch_path=tmp_path, mlx_path=tmp_path / "head", head=True)
+    source = write_head(tmp_path / "source", "EAGLE-3")
+    with pytest.raises(MlxspecError, match="--revision"):
+        converted(source, tmp_path / "head", revision="main")
+    with pytest.raises(ConversionError, match="holds the checkpoint itself"):
+        converted(source, source, force=True)
