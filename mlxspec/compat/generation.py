@@ -132,7 +132,8 @@ def stream_generate(
         model, tokenizer: from :func:`mlxspec.load` or ``mlx_lm.load``.
         prompt: text, token ids, or messages, as for :meth:`mlxspec.Decoder.decode`.
         max_tokens: how many tokens to generate at most; -1 for no limit.
-        draft_model: a small model with the same tokenizer, to draft where no text repeats.
+        draft_model: a small model with the same tokenizer, to draft where no text repeats, with the
+            random numbers of the output.
         stream: ignored; everything runs on mlx-lm's ``generation_stream``.
         num_draft_tokens: the most tokens that ``draft_model`` drafts.
         prompt_progress_callback: called with the number of prompt tokens done, and their total.

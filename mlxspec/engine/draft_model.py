@@ -14,19 +14,22 @@ from ..drafting.drafter import Drafter, DraftTree, VerifiedStep
 from ..errors import OptionError
 from .capability import capability_with
 from .prompt_cache import Loan, lent_caches
+from .sampling import Perturb, draft_values
 from .target import Capability, Target, vocabulary_size
 
 _MOST_PADDING = 1024  # tokens by which output layers for one tokenizer may differ in size
 
 
 class DraftModelDrafter(Drafter):
-    """Drafts a chain of another model's most likely tokens.
+    """Drafts a chain of the tokens that another model would choose.
 
     (Leviathan, Kalman, Matias, "Fast Inference from Transformers via Speculative Decoding",
-    ICML 2023, arXiv 2211.17192. Here drafts are greedy, and the target accepts a token if it
-    would have chosen the same.) The draft model has its own KV cache, which is cut back when
-    drafts are rejected. As the second drafter of a :class:`mlxspec.CombinedDrafter` it drafts
-    only when the first has no draft.
+    ICML 2023, arXiv 2211.17192. Here the target accepts a token if it would have chosen the same.)
+    In a generation the draft model samples with the temperature, the filters and the random numbers
+    of the output, so most of its samples are the target's if the models are alike; see
+    :func:`mlxspec.engine.sampling.draft_values`. Without :meth:`attach` it takes the most likely
+    tokens. The draft model has its own KV cache, which is cut back when drafts are rejected. As the
+    second drafter of a :class:`mlxspec.CombinedDrafter` it drafts only when the first has no draft.
 
     Args:
         model: an mlx-lm model with the target's tokenizer.
@@ -54,12 +57,16 @@ class DraftModelDrafter(Drafter):
         # Nothing is tried: rows that differ cost a draft at most.
         self._capability = capability_with(make_prompt_cache(model), Capability.CHAIN)
         self._vocab_size = vocabulary_size(model)
+        self._attached: tuple[Target, Perturb] | None = None
         self.begun = False
         """Whether a generation has begun."""
         self.loan: Loan | None = None
         """The loan of ``prompt_cache``, which holds prompt and output after the generation."""
         if prompt_cache is not None:
             self.loan = Loan(lent_caches(prompt_cache, model), model)
+
+    def attach(self, target: Target, perturb: Perturb) -> None:
+        self._attached = target, perturb
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a generation: prefill the draft model."""
@@ -76,8 +83,8 @@ class DraftModelDrafter(Drafter):
         drafted: list[mx.array] = []
         if count > 0:
             rows = mx.array(self._unseen())
-            for _ in range(count):
-                rows = self._next_token(rows)
+            for place in range(count):
+                rows = self._next_token(rows, place)
                 drafted.append(rows)
         self._draft = cast(list[int], mx.concatenate(drafted).tolist()) if drafted else []
         return DraftTree.chain(self._context[-1], self._draft, "draft model")
@@ -93,6 +100,7 @@ class DraftModelDrafter(Drafter):
         self._cut(min(right, len(self._context) - 1))  # the last token runs in the next step
 
     def end(self) -> None:
+        self._attached = None  # frees the target's caches
         if self.loan:
             self.loan.pause(self._context)
 
@@ -116,15 +124,24 @@ class DraftModelDrafter(Drafter):
         with mx.stream(generation_stream):
             self._target.truncate(min(self._target.length, self._start + length))
 
-    def _next_token(self, tokens: mx.array) -> mx.array:
-        """Run tokens, (rows,), and return the most likely next one, (1,)."""
+    def _next_token(self, tokens: mx.array, place: int) -> mx.array:
+        """Run tokens, (rows,), and return the next one, (1,), the draft's at ``place``."""
         tree = DraftTree.chain(0, [0] * (len(tokens) - 1))  # only its size matters
         with mx.stream(generation_stream):
-            logits = self._target.forward(tokens, tree)
-            token = mx.argmax(logits[-1:], axis=-1)
+            values = self._target.forward(tokens, tree)[-1:]
+            if self._attached:
+                target, perturb = self._attached
+                values = draft_values(_resized(values, target.vocab_size), place, target, perturb)
+            token = mx.argmax(values, axis=-1)
         self._target.commit(range(len(tokens)))
         mx.async_eval(token)
         return token
+
+
+def _resized(logits: mx.array, size: int) -> mx.array:
+    """Logits of ``size`` tokens, as the noise depends on their number; padding is never chosen."""
+    missing = max(0, size - logits.shape[-1])
+    return mx.pad(logits[:, :size], [(0, 0), (0, missing)], constant_values=-mx.inf)
 
 
 def check_vocabularies(draft_model: nn.Module, vocab_size: int, tokenizer_size: int) -> None:

@@ -31,14 +31,13 @@ from .caches import (
 )
 from .joint import JointCache, JointMode
 from .patches import HiddenStates, find_body, forward_at, install, logits_of
+from .sampling import Perturb, draft_values
 
 if TYPE_CHECKING:
     from .target import Target
 
 _MOST_UNSEEN = 256  # rows that a head has not seen; more are kept only for a moment
 _TIMED_DRAFTS = 3
-
-Perturb = Callable[[mx.array, Sequence[int]], mx.array]
 
 
 class TrainedHead:
@@ -214,22 +213,16 @@ class Member(NamedTuple):
 def _choose(members: Sequence[Member], logits: mx.array, place: int) -> tuple[mx.array, mx.array]:
     """The tokens that the head would choose with each sequence's noise, and its confidences.
 
-    With the noise that will choose the target's token, both choose the same token with a
-    probability of at least (1 - d) / (1 + d), where d is the total variation of their distributions
-    (Daliri, Musco, Suresh, "Coupling without Communication and Drafter-Invariant Speculative
-    Decoding", 2024, arXiv 2408.07978).
-
     Args:
         members: the sequences.
         logits: (sequences, vocabulary).
         place: how many tokens have been drafted.
     """
-    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    own = []
-    for index, member in enumerate(members):
-        position = member.target.length + 1 + place  # the current token's is the target's length
-        own.append(member.perturb(logprobs[index : index + 1], [position]).astype(mx.float32))
-    values = mx.concatenate(own)
+    own = [
+        draft_values(logits[index : index + 1], place, member.target, member.perturb)
+        for index, member in enumerate(members)
+    ]
+    values = mx.concatenate([array.astype(mx.float32) for array in own])
     confidence = mx.exp(values.max(axis=-1) - mx.logsumexp(values, axis=-1))
     return mx.argmax(values, axis=-1), confidence
 

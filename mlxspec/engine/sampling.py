@@ -25,8 +25,12 @@ from .params import SamplingParams
 
 if TYPE_CHECKING:
     from .grammar import GrammarState
+    from .target import Target
 
 _LONGEST = 2**31 - 1  # tokens; MLX cannot index further back
+
+Perturb = Callable[[mx.array, Sequence[int]], mx.array]
+""":meth:`Chooser.perturb` of a generation's chooser."""
 
 
 class Chooser:
@@ -183,6 +187,28 @@ class Chooser:
         if 0 < params.top_k < size:
             logprobs = apply_top_k(logprobs, params.top_k)
         return logprobs
+
+
+def draft_values(logits: mx.array, place: int, target: Target, perturb: Perturb) -> mx.array:
+    """The values whose argmax is a draft's next token, with the output's noise at its position.
+
+    So a model that drafts and the target choose the same token with a probability of at least
+    (1 - d) / (1 + d), where d is the total variation of their distributions (Daliri, Musco, Suresh,
+    "Coupling without Communication and Drafter-Invariant Speculative Decoding", 2024, arXiv
+    2408.07978).
+
+    Args:
+        logits: of the model that drafts, for the target's vocabulary, (1, vocabulary).
+        place: how many tokens have been drafted.
+        target: the sequence's; no forward is dispatched ahead of the draft.
+        perturb: of the sequence's chooser.
+
+    Returns:
+        (1, vocabulary), lazy.
+    """
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    # The target has not run the current token, whose position is the target's length.
+    return perturb(logprobs, [target.length + 1 + place])
 
 
 def _first_kept(params: SamplingParams) -> int:
