@@ -16,6 +16,7 @@ import mlxspec
 from mlxspec import CombinedDrafter, DraftModelDrafter, PromptLookupDrafter, SamplingParams
 from mlxspec.compat.generation import decoder_of
 from mlxspec.drafting.drafter import DraftTree, NoDraft, VerifiedStep
+from mlxspec.engine.capability import Capability
 from mlxspec.errors import OptionError
 from tests.support.architectures import ARCHITECTURES
 from tests.support.drop_in import FREE, REPEAT, fields, stand_in_with_costs, stream_generate
@@ -96,6 +97,26 @@ def test_the_output_is_that_of_plain_decoding(
     assert_same_output(loaded[0], prompt, expected, actual, sampling)
 
 
+def tokens_per_step(
+    model: nn.Module,
+    drafter: DraftModelDrafter,
+    capability: Capability = Capability.TREE,
+    **sampling: Any,
+) -> float:
+    """Of a long output; one more than the drafter drafts if it is always right."""
+    params = SamplingParams(seed=3, **sampling)
+    outcome = run(model, PROMPT, drafter, max_tokens=80, params=params, capability=capability)
+    return len(outcome.tokens) / outcome.steps
+
+
+@pytest.mark.parametrize("sampling", [{"temp": 0.7, "top_p": 0.9}, {"temp": 1.3}], ids=str)
+def test_a_draft_model_that_is_the_target_samples_what_the_target_does(
+    sampling: dict[str, Any],
+) -> None:
+    model = llama("random")
+    assert tokens_per_step(model, DraftModelDrafter(model, 3), **sampling) > 3.9
+
+
 class Uncoupled(DraftModelDrafter):
     """Drafts the most likely tokens, whatever the output's random numbers are."""
 
@@ -103,57 +124,31 @@ class Uncoupled(DraftModelDrafter):
         pass
 
 
-def tokens_per_step(model: nn.Module, drafter: DraftModelDrafter, **sampling: Any) -> float:
-    """Of a long output; one more than the drafter drafts if it is always right."""
-    params = SamplingParams(seed=3, **sampling)
-    outcome = run(model, PROMPT, drafter, max_tokens=120, params=params, keeps_logprobs=False)
-    return len(outcome.tokens) / outcome.steps
-
-
-@pytest.mark.parametrize("name", ["llama3", "mamba2", "rwkv7"])
-@pytest.mark.parametrize("sampling", [{"temp": 0.7, "top_p": 0.9}, {"temp": 1.3}], ids=str)
-def test_a_draft_model_that_is_the_target_samples_what_the_target_does(
-    name: str, sampling: dict[str, Any]
-) -> None:
-    model = ARCHITECTURES[name].model()
-    assert tokens_per_step(model, DraftModelDrafter(model, 3), **sampling) > 3.9
-
-
-def test_at_temperature_1_a_similar_model_is_nearly_as_often_right_as_at_0() -> None:
-    model = llama("random")
+@pytest.mark.parametrize("name", ["llama3", "jamba"])
+def test_a_similar_model_is_right_more_often_with_the_output_s_random_numbers(name: str) -> None:
+    architecture = ARCHITECTURES[name]
+    model = architecture.model()
     similar = copy.deepcopy(model)
     mx.random.seed(4)
     similar.update(
         tree_map(lambda w: w + 0.03 * mx.std(w) * mx.random.normal(w.shape), similar.parameters())
     )
-    greedy, coupled, uncoupled = (
-        tokens_per_step(model, kind(similar, 3), temp=temp)
-        for kind, temp in (
-            (DraftModelDrafter, 0.0),
-            (DraftModelDrafter, 1.0),
-            (Uncoupled, 1.0),
-        )
+    # With other seeds the first is about 3.0, and the second 1.1.
+    coupled, uncoupled = (
+        tokens_per_step(model, kind(similar, 3), architecture.capability, temp=1.0)
+        for kind in (DraftModelDrafter, Uncoupled)
     )
-    print(greedy, coupled, uncoupled)
-    assert coupled > 0.75 * greedy
-    assert coupled > 1.3 * uncoupled
-
-
-def resized(model: nn.Module, size: int) -> nn.Module:
-    """A copy of a Llama with a larger or smaller vocabulary; new tokens are not unlikely."""
-    copied = copy.deepcopy(model)
-    for layer in (copied.model.embed_tokens, copied.lm_head):
-        weight = layer.weight
-        missing = max(0, size - len(weight))
-        layer.weight = mx.pad(weight[:size], [(0, missing), (0, 0)])
-    return copied
+    assert coupled > 1.8 * uncoupled
 
 
 @pytest.mark.parametrize("size", [500, 600])
 def test_the_noise_is_that_of_the_target_s_vocabulary(size: int) -> None:
     model = llama("random")
-    drafter = DraftModelDrafter(resized(model, size), 3)
-    assert tokens_per_step(model, drafter, temp=1.0) > 3.0
+    resized = copy.deepcopy(model)
+    for layer in (resized.model.embed_tokens, resized.lm_head):
+        missing = max(0, size - len(layer.weight))
+        layer.weight = mx.pad(layer.weight[:size], [(0, missing), (0, 0)])
+    assert tokens_per_step(model, DraftModelDrafter(resized, 3), temp=1.0) > 3
 
 
 def test_look_ups_go_first_and_it_drafts_where_they_have_none(loaded: tuple) -> None:
@@ -177,14 +172,15 @@ def test_draft_model_is_an_argument_as_with_mlx_lm(
     assert any(response.from_draft for response in actual)
 
 
-def test_mlx_lm_s_argument_samples_with_the_output_s_noise(loaded: tuple) -> None:
-    options: dict[str, Any] = {"max_tokens": 40, "temp": 1.0, "seed": 5}
-    expected = list(mlxspec.stream_generate(*loaded, FREE, **options))
+def test_the_argument_samples_with_the_output_s_random_numbers(loaded: tuple) -> None:
+    sampling: dict[str, Any] = {"max_tokens": 40, "temp": 1.0, "seed": 5}
+    expected = list(mlxspec.stream_generate(*loaded, FREE, **sampling))
     actual = list(
-        mlxspec.stream_generate(*loaded, FREE, draft_model=loaded[0], num_draft_tokens=3, **options)
+        mlxspec.stream_generate(
+            *loaded, FREE, draft_model=loaded[0], num_draft_tokens=3, **sampling
+        )
     )
     assert fields(actual) == fields(expected)
-    print(actual[-1].stats.steps, expected[-1].stats.steps)
     assert actual[-1].stats.steps < 15
 
 
