@@ -25,7 +25,9 @@ from ..drafting.kept import Experience
 from ..drafting.sources import parse_lookup_config
 from ..engine.model_sizes import context_length
 from ..errors import OptionError, StoreError
+from ..models.heads.loading import head_for
 from ..models.model import load
+from ..models.model_files import find_directory
 from ..terminal import TokenPrinter
 from .drafting import Auto, Drafting, Lookahead, PromptLookup, drafter_maker
 from .engine import EngineThread, responses
@@ -322,6 +324,8 @@ class AutoDecoder(Decoder):
         extra_drafter: a further drafter, used when it pays: a :class:`mlxspec.Drafter`, which
             serves one generation at a time, or a class or function that makes one for each
             generation. The decoder learns how often its tokens are right.
+        head: a directory or Hub repository with a trained head, which drafts where no text is
+            likely. By default, one that comes with the model is used; False uses none.
 
     Raises:
         LoadError, OptionError, DrafterError: as :class:`Decoder`.
@@ -341,9 +345,15 @@ class AutoDecoder(Decoder):
         memory: Memory | None = None,
         store: str | os.PathLike[str] | None = None,
         extra_drafter: Drafter | Callable[[], Drafter] | None = None,
+        head: str | Path | bool | None = None,
         on_measuring: Callable[[float], None] | None = None,
     ) -> None:
-        super().__init__(model, tokenizer, on_measuring=on_measuring)
+        directory = None
+        if isinstance(model, (str, Path)):
+            directory = find_directory(model, None)
+            model, tokenizer = load(directory)
+        drafting = replace(self.drafting, head=head_for(model, head, directory))
+        super().__init__(model, tokenizer, drafting, on_measuring=on_measuring)
         if memory is None:
             most = MAX_TOKENS if memory_tokens is None else memory_tokens
             memory = Memory(most) if most else None

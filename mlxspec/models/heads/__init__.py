@@ -20,6 +20,10 @@ import mlx.nn as nn
 class Head(nn.Module):
     """A head; :meth:`bind` attaches it to its target.
 
+    Args:
+        config: its ``config.json``.
+        target_config: its target's.
+
     Attributes:
         reads: the target's layers whose outputs it reads; layer i's output enters layer i + 1.
             Empty if it reads the states after the final norm.
@@ -31,7 +35,7 @@ class Head(nn.Module):
     most: int = 8
     width: int
 
-    def __init__(self) -> None:
+    def __init__(self, config: dict[str, Any], target_config: dict[str, Any]) -> None:
         super().__init__()
         self.reads = ()
 

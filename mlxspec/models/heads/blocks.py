@@ -41,7 +41,7 @@ class DFlash(BlockHead):
         "use_swa": False,
     }
 
-    def __init__(self, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> None:
+    def __init__(self, config: dict[str, Any], target_config: dict[str, Any]) -> None:
         """Make a head with random weights.
 
         Args:
@@ -52,7 +52,7 @@ class DFlash(BlockHead):
             LoadError: a setting is missing, wrong or not supported, or the head is for another
                 model.
         """
-        super().__init__()
+        super().__init__(config, target_config)
         target = target_config.get("text_config") or target_config
         settings = _settings(config)
         self._check(settings, target)
@@ -185,7 +185,7 @@ class DSpark(DFlash):
         "sample_from_anchor": True,
     }
 
-    def __init__(self, config: Mapping[str, Any], target_config: Mapping[str, Any]) -> None:
+    def __init__(self, config: dict[str, Any], target_config: dict[str, Any]) -> None:
         super().__init__(config, target_config)
         settings = _settings(config)
         self.most -= bool(settings.get("dspark_bonus_anchor"))  # block_size counts the last token

@@ -39,7 +39,7 @@ class Eagle3(ChainHead):
     """
 
     def __init__(self, config: Config, target_config: Config) -> None:
-        super().__init__()
+        super().__init__(config, target_config)
         layer = config.get("transformer_layer_config") or config  # that of speculators is nested
         target = _text(target_config)
         sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
@@ -181,7 +181,7 @@ class QwenMTP(ChainHead):
     """
 
     def __init__(self, config: Config, target_config: Config) -> None:
-        super().__init__()
+        super().__init__(config, target_config)
         text = _text(config)
         sizes = ["hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads"]
         if text.get("num_experts"):
@@ -288,7 +288,7 @@ class Gemma4Assistant(ChainHead):
     """
 
     def __init__(self, config: Config, target_config: Config) -> None:
-        super().__init__()
+        super().__init__(config, target_config)
         text, target = _text(config), _text(target_config)
         _require(config, "backbone_hidden_size")
         sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")

@@ -6,6 +6,7 @@ transformers, speculators, SGLang and mlx-vlm write them.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -33,6 +34,8 @@ from ..model_files import (
 from . import Head
 from .blocks import DFlash, DSpark
 from .chains import Eagle3, Gemma4Assistant, QwenMTP
+
+_log = logging.getLogger(__name__)
 
 NAMES: dict[type[Head], str] = {
     Gemma4Assistant: "Gemma 4 assistant",
@@ -197,6 +200,34 @@ def head_directory(path_or_repo: str | Path, revision: str | None = None) -> Pat
     return find_directory(path_or_repo, revision, weights=(*wanted, *BESIDE))
 
 
+def head_for(
+    model: nn.Module, head: str | Path | bool | None, directory: Path | None = None
+) -> Head | None:
+    """Load the head to use with a model; None for none.
+
+    Args:
+        model: the loaded model.
+        head: as for :func:`load_head`; None or True takes the one that comes with the model, if
+            there is one; False takes none.
+        directory: the model's, where its own head may be.
+
+    Raises:
+        LoadError: the head that is named cannot be used. One that comes with the model is left out,
+            with a warning.
+    """
+    config = dict(getattr(getattr(model, "args", None), "__dict__", {}))
+    if isinstance(head, str | Path):
+        return load_head(head, config)
+    if head is False or directory is None:
+        return None
+    try:
+        found = own_head(directory)
+        return _load(found, config) if found else None
+    except LoadError as error:
+        _log.warning("the head that comes with the model is left out: %s", error)
+        return None
+
+
 def load_head(path_or_repo: str | Path, target_config: dict[str, Any]) -> Head:
     """Load a head for a target, without binding it.
 
@@ -209,7 +240,10 @@ def load_head(path_or_repo: str | Path, target_config: dict[str, Any]) -> Head:
     Raises:
         LoadError: there is no head, it does not belong to the target, or its files are damaged.
     """
-    found = find_head(head_directory(path_or_repo))
+    return _load(find_head(head_directory(path_or_repo)), target_config)
+
+
+def _load(found: HeadFiles, target_config: dict[str, Any]) -> Head:
     if not _belongs(found.kind, target_config):
         has = printable(target_config.get("model_type"))
         raise LoadError(
