@@ -7,7 +7,9 @@ generation; they run the head for several sequences in one forward.
 
 from __future__ import annotations
 
+import hashlib
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
@@ -15,7 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 from mlx_lm.generate import generation_stream
+from mlx_lm.models.cache import KVCache
 
 from ..drafting.heads import HeadExperience, HeadSource, HeadTimes
 from ..errors import LoadError
@@ -25,7 +29,6 @@ from .caches import (
     TreeKVCache,
     WindowKVCache,
     cut,
-    first_positions,
     for_steps,
     held_arrays,
 )
@@ -77,6 +80,13 @@ class TrainedHead:
         return self.head.features(self._hidden.final[rows], of_layers)
 
     @cached_property
+    def identity(self) -> str:
+        """Its kind and a digest of its sizes, which fine-tuned heads share."""
+        sizes = [(name, array.shape) for name, array in tree_flatten(self.head.parameters())]
+        digest = hashlib.sha256(repr(sorted(sizes)).encode()).hexdigest()
+        return f"{type(self.head).__name__} {digest[:16]}"
+
+    @cached_property
     def experience(self) -> HeadExperience:
         """What generations have shown of the head; its time is measured first."""
         from .target import Capability, Target, vocabulary_size
@@ -119,7 +129,7 @@ class TrainedHead:
     def _chain(self, members: Sequence[Member], depth: int) -> Iterator[tuple[mx.array, mx.array]]:
         """The tokens of each depth, (sequences,), and their confidences."""
         head = cast(ChainHead, self.head)
-        rows = [member.cache.take(member.last) for member in members]
+        rows = [member.cache.to_see(member.last) for member in members]
         counts = [len(tokens) for tokens, _ in rows]
         caches = [member.cache.caches or _keys_of(member.target) for member in members]
         tokens, features = (mx.concatenate([*arrays]) for arrays in zip(*rows, strict=True))
@@ -132,18 +142,20 @@ class TrainedHead:
             if place + 1 < depth:
                 fed, hidden = self._run(tokens, fed[0], [1] * len(members), caches)
         for member in members:
-            member.cache.drop_drafted()
+            member.cache.has_seen()
 
     def _block(self, members: Sequence[Member], depth: int) -> Iterator[tuple[mx.array, mx.array]]:
         """As :meth:`_chain`, from one forward."""
         head = cast(BlockHead, self.head)
         tokens = mx.array([member.last for member in members])
-        features = [member.cache.take(member.last)[1][None] for member in members]
+        features = [member.cache.to_see(member.last)[1][None] for member in members]
         hidden = head(tokens, depth, features, [member.cache.caches for member in members])
         logits = head.logits(hidden)
         for place in range(depth):
             tokens, confidences = _choose(members, head.after(logits[:, place], tokens), place)
             yield tokens, confidences
+        for member in members:
+            member.cache.has_seen()
 
     def _run(
         self,
@@ -227,15 +239,37 @@ def _choose(members: Sequence[Member], logits: mx.array, place: int) -> tuple[mx
     return mx.argmax(values, axis=-1), confidence
 
 
+class KeptHead(NamedTuple):
+    """What a head knows of a context, for sessions and files; nothing writes into the arrays.
+
+    Attributes:
+        identity: the head's.
+        positions: those of the entries in its caches, and then that of the first unseen row.
+        features: of the unseen rows, (rows, width of the head).
+        layers: keys and values of each layer of the head, (1, heads, entries, head_dim); empty
+            without entries.
+    """
+
+    identity: str
+    positions: list[int]
+    features: mx.array
+    layers: list[tuple[mx.array, mx.array]]
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """All that it holds."""
+        return [self.features, *(array for layer in self.layers for array in layer)]
+
+
 class HeadCache:
     """What a head knows of one sequence: its own caches, and rows that it has not seen.
 
     It follows the target's caches: the rows of a forward are noted, and those that are committed
     are kept. The head sees them when it drafts next, or once there are many.
 
-    The entry of a position depends on the token after it. So after a cut the last position's
-    entry is dropped. A missing entry does no harm but that the head attends to one position less;
-    the entries after it move up.
+    The entry of a position depends on the token after it. So a cut drops that of its last position,
+    too. A missing entry does no harm but that the head attends to one position less; the entries
+    after it move up.
 
     Args:
         trained: the head.
@@ -250,8 +284,9 @@ class HeadCache:
         self.trained = trained
         self.caches = [for_steps(cache) for cache in trained.head.make_cache()]
         self.noted: tuple[mx.array, mx.array] | None = None
-        self._start = self._seen = length  # the positions that have an entry
-        self._unseen: list[tuple[mx.array, mx.array]] = []  # tokens and features of rows after them
+        self._positions: list[int] = []  # of the entries in the caches
+        self._seen = length  # the rows before are seen, or never will be
+        self._unseen: list[tuple[mx.array, mx.array]] = []  # tokens and features of those after
 
     @property
     def length(self) -> int:
@@ -282,12 +317,13 @@ class HeadCache:
         (tokens, features), self.noted = self.noted, None
         if self.length != start:
             self.cut(start)
-            gap = start - self.length
-            self._start, self._seen = self._start + gap, self._seen + gap
+            if self.length < start:
+                self._seen, self._unseen = start, []
         if len(rows) < len(tokens):
             taken = mx.array(list(rows))
             tokens, features = tokens[taken], features[taken]
-            mx.async_eval(tokens, features)
+        # Lazy arrays can be read in this thread only, but another thread may draft next.
+        mx.async_eval(tokens, features)
         self._unseen.append((tokens, features))
         if self.length - self._seen > _MOST_UNSEEN:
             with mx.stream(generation_stream):
@@ -300,17 +336,25 @@ class HeadCache:
     def _see(self) -> None:
         """Append the entries of all rows but the last one, whose next token is not known."""
         tokens, features = self._rows()
-        head = self.trained.head
-        if isinstance(head, BlockHead):
-            head.see(features[None, :-1], self.caches)
-        elif self.caches:
-            cast(ChainHead, head)(tokens[None, 1:], features[None, :-1], self.caches)
-        self._unseen = [(tokens[-1:], features[-1:])]
-        self._seen += len(tokens) - 1
+        self._append(tokens[1:], features[:-1])
+        self.has_seen([(tokens[-1:], features[-1:])])
         mx.async_eval(self.arrays)
 
-    def take(self, last: int) -> tuple[mx.array, mx.array]:
-        """The rows that the head has not seen, which it is going to see.
+    def _append(self, tokens: mx.array, features: mx.array) -> None:
+        """Append entries.
+
+        Args:
+            tokens: the one after each row, (rows,).
+            features: of the rows, (rows, width).
+        """
+        head = self.trained.head
+        if isinstance(head, BlockHead):
+            head.see(features[None], self.caches)
+        elif self.caches:
+            cast(ChainHead, head)(tokens[None], features[None], self.caches)
+
+    def to_see(self, last: int) -> tuple[mx.array, mx.array]:
+        """The rows that the head has not seen.
 
         Args:
             last: the current token.
@@ -321,40 +365,80 @@ class HeadCache:
         tokens, features = self._rows()
         if not self.caches:  # the head attends to the target's keys
             tokens, features = tokens[-1:], features[-1:]
-        self._seen, self._unseen = self.length, []
         return mx.concatenate([tokens[1:], mx.array([last], tokens.dtype)]), features
 
-    def drop_drafted(self) -> None:
-        """Drop the entries of drafted tokens."""
-        cut(self.caches, self._seen - self._start)
+    def has_seen(self, left: Sequence[tuple[mx.array, mx.array]] = ()) -> None:
+        """The head has seen its rows, except those that are left; drop what it drafted."""
+        seen = self.length - sum(len(tokens) for tokens, _ in left)
+        if self.caches:
+            self._positions += range(self._seen, seen)
+        self._seen, self._unseen = seen, [*left]
+        cut(self.caches, len(self._positions))
 
     def cut(self, length: int) -> None:
         """Drop everything after the first ``length`` positions."""
         left = length - self._seen
-        if left > 0:
-            kept = []
-            for tokens, features in self._unseen:
-                if left > 0:
-                    kept.append((tokens[:left], features[:left]))
-                left -= len(tokens)
-            self._unseen = kept
-            return
-        self._unseen = []
-        self._seen = max(0, min(self._seen, length - 1))
-        self._start = min(self._start, self._seen)
-        self.drop_drafted()
+        if left <= 0:
+            self._seen = length
+        kept = []
+        for tokens, features in self._unseen:
+            if left > 0:
+                kept.append((tokens[:left], features[:left]))
+            left -= len(tokens)
+        self._unseen = kept
+        mx.async_eval(kept)
+        entries = self._entries(length)
+        del self._positions[entries:]
+        cut(self.caches, entries)
 
-    def copied(self, length: int, room: int) -> HeadCache:
-        """A copy for a context of ``length`` positions; ``room`` as for :func:`first_positions`."""
-        new = HeadCache(self.trained, self._start)
-        entries = min(self._seen, length - 1) - self._start
-        if entries > 0:
-            copies = [first_positions(cache, entries, room) for cache in self.caches]
-            new.caches = [for_steps(cache) for cache in copies]
-        new._seen, new._unseen = self._seen, [*self._unseen]
-        new.cut(length)
-        mx.eval(new.arrays)
-        return new
+    def _entries(self, length: int) -> int:
+        """How many entries stay if it is cut."""
+        return bisect_left(self._positions, min(length - 1, self._seen))
+
+    def kept(self, length: int) -> KeptHead:
+        """A copy of what it knows of the first ``length`` positions."""
+        entries, seen = self._entries(length), min(self._seen, length)
+        features = self._rows()[1] if self._unseen else mx.zeros((0, self.trained.head.width))
+        layers = [
+            (mx.contiguous(keys[:, :, :entries]), mx.contiguous(values[:, :, :entries]))
+            for keys, values in ((cache.keys, cache.values) for cache in self.caches)
+            if entries
+        ]
+        positions = [*self._positions[:entries], seen]
+        kept = KeptHead(self.trained.identity, positions, features[: length - seen], layers)
+        mx.eval(kept.arrays)
+        return kept
+
+    def resume(self, kept: KeptHead, tokens: Sequence[int]) -> None:
+        """Continue with what was kept, unless another head has kept it.
+
+        Args:
+            kept: of a context that begins with these tokens.
+            tokens: the context.
+        """
+        if kept.identity != self.trained.identity or not self._takes(kept):
+            return
+        *self._positions, self._seen = kept.positions
+        unseen = tokens[self._seen : self._seen + len(kept.features)]
+        self._unseen = [(mx.array(unseen), kept.features[: len(unseen)])] if unseen else []
+        if entries := len(self._positions):
+            # Slices, since a cache may write into its own arrays.
+            states = [(keys[:], values[:], entries) for keys, values in kept.layers]
+            self.caches = [for_steps(KVCache.from_state(state)) for state in states]
+        self.cut(len(tokens))
+
+    def _takes(self, kept: KeptHead) -> bool:
+        """Whether the arrays have the head's shapes; a file's may have any."""
+        own, width = self.trained.new_cache(0), self.trained.head.width
+        own._append(mx.zeros(1, mx.int32), mx.zeros((1, width)))
+
+        def layout(keys: mx.array, values: mx.array) -> tuple[Any, ...]:
+            return keys.shape[:2], keys.shape[3:], values.shape[:2], values.shape[3:]
+
+        entries = len(kept.positions) > 1
+        layouts = [layout(cache.keys, cache.values) for cache in own.caches if entries]
+        fits = layouts == [layout(*layer) for layer in kept.layers]
+        return fits and kept.features.shape[1:] == (width,)
 
 
 class _Keys:

@@ -116,15 +116,14 @@ class ContextCache:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """All that the caches hold."""
-        return held_arrays(parts(self.cache))
+        """All that the caches hold, the head's included."""
+        return [*held_arrays(parts(self.cache)), *(self.head.arrays if self.head else ())]
 
     @property
     def kept_arrays(self) -> list[mx.array]:
         """The arrays of the caches, and of the saved states that they can return to."""
         states = [each.arrays for each in (*self._marks, *self._checkpoints)]
-        of_head = self.head.arrays if self.head else []
-        return [*self.arrays, *of_head, *(array for arrays in states for array in arrays)]
+        return [*self.arrays, *(array for arrays in states for array in arrays)]
 
     @property
     def quantized(self) -> bool:
@@ -311,6 +310,7 @@ class ContextCache:
             "_marks": self._marks.copy(),
         }
         held = Snapshot(parts(self.cache))
+        self.head = None  # its caches stay as they are
         try:
             yield
         finally:
