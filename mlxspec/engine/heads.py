@@ -7,6 +7,7 @@ generation; they run the head for several sequences in one forward.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 from mlx_lm.generate import generation_stream
+from mlx_lm.models.cache import KVCache
 
 from ..drafting.heads import HeadExperience, HeadSource, HeadTimes
 from ..errors import LoadError
@@ -26,7 +29,6 @@ from .caches import (
     TreeKVCache,
     WindowKVCache,
     cut,
-    first_positions,
     for_steps,
     held_arrays,
 )
@@ -76,6 +78,13 @@ class TrainedHead:
     def states(self) -> list[mx.array]:
         """What the head reads of the last forward, lazy, (rows, width of the target) each."""
         return self._hidden.of_layers if self.head.reads else [self._hidden.final]
+
+    @cached_property
+    def identity(self) -> str:
+        """Its kind and a digest of its sizes, which fine-tuned heads share."""
+        sizes = [(name, array.shape) for name, array in tree_flatten(self.head.parameters())]
+        digest = hashlib.sha256(repr(sorted(sizes)).encode()).hexdigest()
+        return f"{type(self.head).__name__} {digest[:16]}"
 
     @cached_property
     def experience(self) -> HeadExperience:
@@ -253,6 +262,28 @@ class _Rows(NamedTuple):
         return array[mx.array([first + row for row in rows])]
 
 
+class KeptHead(NamedTuple):
+    """What a head knows of a context, for sessions and files; nothing writes into the arrays.
+
+    Attributes:
+        identity: the head's.
+        positions: those of the entries in its caches, and then that of the first unseen row.
+        states: what the head reads of the unseen rows, side by side, (rows, width of all).
+        layers: keys and values of each layer of the head, (1, heads, entries, head_dim); empty
+            without entries.
+    """
+
+    identity: str
+    positions: list[int]
+    states: mx.array
+    layers: list[tuple[mx.array, mx.array]]
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """All that it holds."""
+        return [self.states, *(array for layer in self.layers for array in layer)]
+
+
 class HeadCache:
     """What a head knows of one sequence: its own caches, and rows that it has not seen.
 
@@ -319,15 +350,24 @@ class HeadCache:
     def see(self) -> None:
         """Append the entries of all rows but the last one, whose next token is not known."""
         tokens, features = self._tokens_and_features()
-        head = self.trained.head
-        if isinstance(head, BlockHead):
-            head.see(features[None, :-1], self.caches)
-        elif self.caches:
-            cast(ChainHead, head)(tokens[None, 1:], features[None, :-1], self.caches)
+        self._append(tokens[1:], features[:-1])
         last = self._unseen[-1]
         own = last._replace(kept=last.kept[-1:])
         states = [mx.contiguous(own.taken(array, own.first)) for array in own.states]
         self.has_seen([_Rows(tokens[-1:], states, 0, (0,))])
+
+    def _append(self, tokens: mx.array, features: mx.array) -> None:
+        """Append entries.
+
+        Args:
+            tokens: the one after each row, (rows,).
+            features: of the rows, (rows, width).
+        """
+        head = self.trained.head
+        if isinstance(head, BlockHead):
+            head.see(features[None], self.caches)
+        elif self.caches:
+            cast(ChainHead, head)(tokens[None], features[None], self.caches)
 
     def to_see(self, last: int) -> tuple[mx.array, mx.array]:
         """The rows that the head has not seen.
@@ -345,13 +385,15 @@ class HeadCache:
 
     def _tokens_and_features(self) -> tuple[mx.array, mx.array]:
         """Those of all rows that the head has not seen, (rows,) and (rows, width)."""
-        unseen = self._unseen
-        tokens = [rows.taken(rows.tokens) for rows in unseen]
-        states = [
-            mx.concatenate([rows.taken(rows.states[n], rows.first) for rows in unseen])
-            for n in range(len(unseen[0].states))
+        tokens = [rows.taken(rows.tokens) for rows in self._unseen]
+        return mx.concatenate(tokens), self.trained.head.features(self._states())
+
+    def _states(self) -> list[mx.array]:
+        """What the head reads of these rows, (rows, width of the target) each."""
+        return [
+            mx.concatenate([rows.taken(rows.states[n], rows.first) for rows in self._unseen])
+            for n in range(len(self._unseen[0].states))
         ]
-        return mx.concatenate(tokens), self.trained.head.features(states)
 
     def has_seen(self, left: Sequence[_Rows] = ()) -> None:
         """The head has seen its rows, except those that are left; drop what it drafted."""
@@ -377,16 +419,62 @@ class HeadCache:
         """How many entries stay if it is cut."""
         return bisect_left(self._positions, min(length - 1, self._seen))
 
-    def copied(self, length: int, room: int) -> HeadCache:
-        """A copy for a context of ``length`` positions; ``room`` as for :func:`first_positions`."""
-        new = HeadCache(self.trained, self._seen)
-        if entries := self._entries(length):
-            copies = [first_positions(cache, entries, room) for cache in self.caches]
-            new.caches = [for_steps(cache) for cache in copies]
-        new._positions, new._unseen = self._positions[:entries], self._unseen
-        new.cut(length)
-        mx.eval(new.arrays)
-        return new
+    def kept(self, length: int) -> KeptHead:
+        """A copy of what it knows of the first ``length`` positions."""
+        entries, seen = self._entries(length), min(self._seen, length)
+        states = self._states() if self._unseen else [mx.zeros((0, self._width))]
+        layers = [
+            (mx.contiguous(keys[:, :, :entries]), mx.contiguous(values[:, :, :entries]))
+            for keys, values in ((cache.keys, cache.values) for cache in self.caches)
+            if entries
+        ]
+        positions = [*self._positions[:entries], seen]
+        unseen = mx.concatenate(states, axis=-1)[: length - seen]
+        kept = KeptHead(self.trained.identity, positions, mx.contiguous(unseen), layers)
+        mx.eval(kept.arrays)
+        return kept
+
+    def resume(self, kept: KeptHead, tokens: Sequence[int]) -> None:
+        """Continue with what was kept, unless another head has kept it.
+
+        Args:
+            kept: of a context that begins with these tokens.
+            tokens: the context.
+        """
+        if kept.identity != self.trained.identity or not self._takes(kept):
+            return
+        *self._positions, self._seen = kept.positions
+        unseen = tokens[self._seen : self._seen + len(kept.states)]
+        if unseen:
+            states = mx.split(kept.states, self._n_states, axis=-1)
+            self._unseen = [_Rows(mx.array([*unseen]), [*states], 0, range(len(unseen)))]
+        if entries := len(self._positions):
+            # Slices, since a cache may write into its own arrays.
+            layers = [(keys[:], values[:], entries) for keys, values in kept.layers]
+            self.caches = [for_steps(KVCache.from_state(layer)) for layer in layers]
+        self.cut(len(tokens))
+
+    def _takes(self, kept: KeptHead) -> bool:
+        """Whether the arrays have the head's shapes; a file's may have any."""
+        own, width = self.trained.new_cache(0), self.trained.head.width
+        own._append(mx.zeros(1, mx.int32), mx.zeros((1, width)))
+
+        def layout(keys: mx.array, values: mx.array) -> tuple[Any, ...]:
+            return keys.shape[:2], keys.shape[3:], values.shape[:2], values.shape[3:]
+
+        entries = len(kept.positions) > 1
+        layouts = [layout(cache.keys, cache.values) for cache in own.caches if entries]
+        fits = layouts == [layout(*layer) for layer in kept.layers]
+        return fits and kept.states.shape[1:] == (self._width,)
+
+    @property
+    def _n_states(self) -> int:
+        return max(1, len(self.trained.head.reads))
+
+    @property
+    def _width(self) -> int:
+        """Of all that the head reads of a row."""
+        return self._n_states * self.trained.head.embed(mx.array([0])).shape[-1]
 
 
 class _Keys:

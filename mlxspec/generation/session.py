@@ -25,13 +25,13 @@ from ..engine.caches import (
 )
 from ..engine.capability import capability_with
 from ..engine.draft_model import DraftModelDrafter
-from ..engine.heads import HeadCache
+from ..engine.heads import KeptHead
 from ..engine.params import CacheOptions
 from ..engine.prompt_cache import Loan, as_mlx_lms
 from ..engine.prompt_cache_file import (
     check_fits,
     check_lengths,
-    load_prompt_cache,
+    read_prompt_cache,
     save_prompt_cache,
     tokens_in,
 )
@@ -155,7 +155,7 @@ class Session:
         self,
         cache: Sequence[Any] = (),
         tokens: Sequence[int] = (),
-        head: HeadCache | None = None,
+        head: KeptHead | None = None,
     ) -> None:
         self.index = ContextIndex()
         """The drafter's index of the conversation."""
@@ -178,14 +178,14 @@ class Session:
                 of mlx-lm do not. For these, pass the result of :func:`mlxspec.load_prompt_cache` as
                 ``prompt_cache``.
         """
-        cache, metadata = load_prompt_cache(file_name, return_metadata=True)
+        cache, metadata, head = read_prompt_cache(file_name)
         tokens = tokens_in(cache, metadata)
         if not tokens:
             raise PromptCacheError(
                 f"{file_name} does not list its cache's tokens: load it with load_prompt_cache and "
                 "pass it as prompt_cache"
             )
-        return cls(cache, tokens)
+        return cls(cache, tokens, head)
 
     def reach(self, length: int) -> int:
         """How many of the first ``length`` tokens another session can begin with.
@@ -218,13 +218,12 @@ class Session:
             if self._first_cache:
                 layers = [for_steps(layer) for layer in self._first_cache]
                 copies = [first_positions(layer, length, room) for layer in layers]
-                head = self._first_head and self._first_head.copied(length, room)
-                return Session(copies, self._tokens[:length], head)
+                return Session(copies, self._tokens[:length], self._first_head)
             target, tokens = self._lent or (self._target, self._tokens)
             assert target is not None
             if not self._lent and length == len(tokens):
                 target.flush_pending()
-            head = target.head and target.head.copied(length, room)
+            head = target.head.kept(length) if target.head else None
             return Session(target.copied(length, room), tokens[:length], head)
 
     @property
@@ -255,16 +254,18 @@ class Session:
             PromptCacheError: the file cannot be written; an existing one stays unchanged.
         """
         with self._used(), mx.stream(generation_stream):
-            cache = list(self._first_cache)
+            cache, head = list(self._first_cache), self._first_head
             if self._target:
                 try:
                     self._target.flush_pending()
                 finally:  # an interrupted flush leaves a shorter context
                     del self._tokens[self._target.length :]
                 cache = [as_mlx_lms(layer) for layer in self._target.cache]
+                of_head = self._target.head
+                head = of_head.kept(len(self._tokens)) if of_head else None
             if not cache:
                 raise OptionError("session has no cache to save: finish a generation first")
-            save_prompt_cache(file_name, cache, metadata, tokens=self._tokens)
+            save_prompt_cache(file_name, cache, metadata, tokens=self._tokens, head=head)
 
     @contextmanager
     def _used(self) -> Iterator[None]:
@@ -308,8 +309,8 @@ class Session:
             lent, self._first_cache = list(self._first_cache), ()
             head, self._first_head = self._first_head, None
             target = new(capability_with(lent, capability), cache=lent)
-            if head and target.head and head.trained is target.head.trained:
-                target.head = head
+            if head and target.head:
+                target.head.resume(head, tokens)
             target.prefill([])  # its caches can be cut from now on
             target.length, target.chunks_from = len(tokens), 0
             target.mark()
