@@ -102,6 +102,12 @@ def united(trees: Sequence[DraftTree], limits: Limits) -> DraftTree:
     return (tree if limits.branching else tree.first_chain()).first(limits.nodes)
 
 
+def likelier_first(text: DraftTree, head: DraftTree) -> tuple[DraftTree, DraftTree]:
+    """Two drafts for one token, so that :func:`merge` scales the one that is less sure."""
+    surer = max(head.p_reached, default=0.0) > max(text.p_reached, default=0.0)
+    return (head, text) if surer else (text, head)
+
+
 def merge(trees: Sequence[DraftTree]) -> DraftTree:
     """Merge drafts for one token; common prefixes share their nodes.
 

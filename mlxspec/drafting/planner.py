@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .combined import Guide, guided, united
+from .combined import Guide, guided, likelier_first, united
 from .costs import CostCurve, Costs
 from .drafter import Drafter, DraftTree, Limits, VerifiedStep
 from .heads import HeadSource
@@ -162,7 +162,8 @@ class Planner(Drafter):
 
     def with_head(self, text: DraftTree | None, head: DraftTree, limits: Limits) -> DraftTree:
         """The candidates of a search, and those of the trained head."""
-        return self._united([text or DraftTree.chain(self._last), head], limits)
+        trees = likelier_first(text or DraftTree.chain(self._last), head)
+        return self._united(trees, limits)
 
     def _united(self, trees: Sequence[DraftTree], limits: Limits) -> DraftTree:
         tree = united(trees, limits)
