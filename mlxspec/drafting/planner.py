@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .combined import Guide, guided, likelier_first, united
+from .combined import Guide, guided, likelier_first, united, united_apart
 from .costs import CostCurve, Costs
 from .drafter import Drafter, DraftTree, Limits, VerifiedStep
 from .heads import HeadSource
@@ -64,6 +64,11 @@ class Plan(NamedTuple):
     head: float = 0.0
     head_seconds: float = 0.0
     fault: Exception | None = None
+
+    @property
+    def p_next(self) -> float:
+        """The probability that one of the candidates for the next token is right."""
+        return self.candidates.p_next if self.candidates else 0.0
 
 
 NO_PLAN = Plan()
@@ -409,6 +414,9 @@ class _Step:
         # The weight of each sequence's tokens, 1 on average: the time that one usually takes.
         times = [1 / policy.rate for policy in self._policies]
         self._weights = [time * len(times) / sum(times) for time in times]
+        rates = zip(self._policies, self._weights, strict=True)
+        self._rate = sum(policy.rate * weight for policy, weight in rates)
+        self._rate += sequences - len(planners)
 
     def search(self, max_depths: Sequence[int]) -> list[Plan]:
         """Ask each planner for its candidates and sort all of them.
@@ -497,29 +505,37 @@ class _Step:
     def _depth_of_heads(self, plans: Sequence[Plan], heads: Mapping[int, HeadSource]) -> int:
         """How deep heads should draft, by what they have shown; 0 if they should not run."""
         members, texts = [*heads.values()], [plan.candidates for plan in plans]
-        left = {index: 1 - _first_p(texts[index]) for index in heads}
         deepest = max(self._limits[index].max_depth for index in heads)
         most = min(deepest, self._max_nodes, len(members[0].p_accept))
-        outlooks = {index: head.outlook(most) for index, head in heads.items()}
-        trial = any(head.trials and left[index] > _UNSURE for index, head in heads.items())
+        merged, hope, trial = dict[int, DraftTree](), 0.0, False
+        for index, head in heads.items():
+            outlook, text = head.outlook(most), texts[index] or DraftTree.chain(head.last)
+            left = 1 - text.p_next
+            trial = trial or (head.trials and left > _UNSURE)
+            tree = united_apart(*likelier_first(text, outlook), self._limits[index])
+            if tree is not text:
+                merged[index] = tree
+                hope += left * sum(outlook.p_reached)
         # Where text is sure, nothing more is computed.
-        hope = sum(left[index] * sum(tree.p_reached) for index, tree in outlooks.items())
         if hope <= self._time_of_heads(1, members):
             return int(trial)
-        (best, _), found = self.choose(), 0
+
+        def with_heads(depth: int) -> float:
+            """Sort the candidates as if heads had drafted; returns what that takes."""
+            drafted = list(texts)
+            for index, tree in merged.items():
+                drafted[index] = tree.kept([token >= -1 - depth for token in tree.tokens])
+            self._arrange(drafted)
+            return self._time_of_heads(depth, members)
+
+        (best, _), gains = self.choose(), list[tuple[float, int]]()
         for depth in range(1, most + 1):
-            merged = list(texts)
-            for index, tree in outlooks.items():
-                chain = tree.first(depth)
-                merged[index] = self._planners[index].with_head(
-                    texts[index], chain, self._limits[index]
-                )
-            self._arrange(merged)
-            gain, _ = self.choose(self._time_of_heads(depth, members))
-            if gain > best:
-                best, found = gain, depth
-            elif found:
+            gain, _ = max(self._gains(with_heads(depth)), default=(0.0, 0))
+            if gain > (gains[-1][0] if gains else best):
+                gains.append((gain, depth))
+            elif gains:
                 break
+        _, found = best_allowed(gains, lambda gain, depth: self.choose(with_heads(depth))[0] > best)
         self._arrange(texts)
         return found or int(trial)
 
@@ -538,8 +554,6 @@ class _Step:
             head: what heads would have to take for it first, in plain steps.
         """
         policies = self._policies
-        rate = sum(one.rate * weight for one, weight in zip(policies, self._weights, strict=True))
-        rate += self._sequences - len(policies)
         # A sequence that has just joined does not know whether a forward was dispatched.
         restart = head + self._costs.sync_overhead * any(policy.ahead for policy in policies)
         banks = [policy.bank for policy in policies]
@@ -551,7 +565,10 @@ class _Step:
                 return False
             return self._patient or self._is_endured(more / self._sequences, shares)
 
-        return best_allowed(gains_of(self._expected, self._table, rate, restart), allows)
+        return best_allowed(self._gains(restart), allows)
+
+    def _gains(self, restart_cost: float) -> list[tuple[float, int]]:
+        return gains_of(self._expected, self._table, self._rate, restart_cost)
 
     def _is_endured(self, more_time: float, shares: Counter[int]) -> bool:
         """Whether each sequence's wait, less its own drafted tokens, is within its patience."""
@@ -572,7 +589,7 @@ class _Step:
         if sum(policy.gain for policy in self._policies) > most:
             return False
         for planner, plan in zip(self._planners, plans, strict=True):
-            if planner.head and planner.head.trials and _first_p(plan.candidates) < _UNSURE:
+            if planner.head and planner.head.trials and plan.p_next < _UNSURE:
                 return False
         # A drafting sequence pays for the time that its rows cost all sequences.
         table = [0.0, *(1 + self.more_time(n) for n in range(len(self._table) - 1))]
@@ -581,14 +598,6 @@ class _Step:
             for planner, plan in zip(self._planners, plans, strict=True)
         )
         return sum(gains) <= most
-
-
-def _first_p(candidates: DraftTree | None) -> float:
-    """The probability that one of the candidates for the next token is right."""
-    if candidates is None:
-        return 0.0
-    nodes = zip(candidates.parents[1:], candidates.p_reached, strict=True)
-    return sum(p for parent, p in nodes if parent == 0)
 
 
 def log_fault(error: Exception) -> None:
