@@ -523,19 +523,24 @@ class _Step:
         def with_heads(depth: int) -> float:
             """Sort the candidates as if heads had drafted; returns what that takes."""
             drafted = list(texts)
-            for index, tree in merged.items():
+            for index, tree in merged.items():  # the tokens of an outlook are -2, -3, …
                 drafted[index] = tree.kept([token >= -1 - depth for token in tree.tokens])
             self._arrange(drafted)
             return self._time_of_heads(depth, members)
 
-        (best, _), gains = self.choose(), list[tuple[float, int]]()
-        for depth in range(1, most + 1):
-            gain, _ = max(self._gains(with_heads(depth)), default=(0.0, 0))
-            if gain > (gains[-1][0] if gains else best):
-                gains.append((gain, depth))
-            elif gains:
-                break
-        _, found = best_allowed(gains, lambda gain, depth: self.choose(with_heads(depth))[0] > best)
+        (_, n_text), options = self.choose(), list[tuple[list[float], list[float]]]()
+        for depth in range(most + 1):
+            taken = with_heads(depth) if depth else 0.0
+            options.append((self._expected, [0.0, *(cost + taken for cost in self._table[1:])]))
+        # All at one price, so that they can be compared.
+        price = max(price_of_time(*option, self._rate) for option in options)
+        worth = [
+            [tokens - price * cost for tokens, cost in zip(expected, costs[1:], strict=False)]
+            for expected, costs in options
+        ]
+        gains = [(max(one) - worth[0][n_text], depth) for depth, one in enumerate(worth) if depth]
+        gains = [gain for gain in gains if gain[0] > 0]
+        _, found = best_allowed(gains, lambda gain, depth: self.choose(with_heads(depth))[1] > 0)
         self._arrange(texts)
         return found or int(trial)
 
@@ -565,10 +570,7 @@ class _Step:
                 return False
             return self._patient or self._is_endured(more / self._sequences, shares)
 
-        return best_allowed(self._gains(restart), allows)
-
-    def _gains(self, restart_cost: float) -> list[tuple[float, int]]:
-        return gains_of(self._expected, self._table, self._rate, restart_cost)
+        return best_allowed(gains_of(self._expected, self._table, self._rate, restart), allows)
 
     def _is_endured(self, more_time: float, shares: Counter[int]) -> bool:
         """Whether each sequence's wait, less its own drafted tokens, is within its patience."""
