@@ -17,8 +17,11 @@ from mlxspec import PromptLookupDecoder, load
 from mlxspec.cli.chat import chat_command
 from mlxspec.cli.common.generation import Ends, Generation
 from mlxspec.cli.common.options import options_of
+from mlxspec.cli.common.output import error_console
 from mlxspec.cli.explain import explain_command
+from mlxspec.cli.memory import Memories
 from mlxspec.engine.params import CacheOptions, SamplingParams
+from mlxspec.errors import OptionError
 from mlxspec.generation.drafting import Auto
 from tests.cli.test_generate import assert_one_line_error, generate, report
 from tests.support.demo import demo
@@ -335,6 +338,12 @@ def test_a_head_that_makes_no_sense_is_one_line_before_a_model_is_loaded(
     result = generate("--model", "demo", "--prompt", "a", *options)
     assert message in result.stderr
     assert result.exit_code == (2 if "" in options else 1)
+
+
+def test_a_model_that_is_split_takes_no_head() -> None:
+    leader: Any = object()
+    with Memories(keeps=False) as memories, pytest.raises(OptionError, match="^--head: a head can"):
+        taken("--head", "a").load(error_console(), memories, leader)
 
 
 def test_a_head_that_does_not_fit_is_one_line_or_a_note(
