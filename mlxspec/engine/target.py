@@ -116,15 +116,14 @@ class ContextCache:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """All that the caches hold."""
-        return held_arrays(parts(self.cache))
+        """All that the caches hold, and those of the head."""
+        return [*held_arrays(parts(self.cache)), *(self.head.arrays if self.head else ())]
 
     @property
     def kept_arrays(self) -> list[mx.array]:
         """The arrays of the caches, and of the saved states that they can return to."""
         states = [each.arrays for each in (*self._marks, *self._checkpoints)]
-        of_head = self.head.arrays if self.head else []
-        return [*self.arrays, *of_head, *(array for arrays in states for array in arrays)]
+        return [*self.arrays, *(array for arrays in states for array in arrays)]
 
     @property
     def quantized(self) -> bool:
@@ -546,7 +545,7 @@ class Target(ContextCache):
             raise
         if ends or (length - self.chunks_from) % self.options.prefill_step_size == 0:
             self._quantize_if_due()
-        mx.eval([cache.state for cache in self.cache])
+        mx.eval([cache.state for cache in self.cache], self.head.arrays if self.head else [])
         mx.clear_cache()
 
     def forward(self, tokens: mx.array, tree: DraftTree) -> mx.array:

@@ -128,3 +128,36 @@ def test_one_sequence(kind: str, right: str, temp: float) -> None:
 def test_joint_steps_with_text(kind: str, right: str, count: int) -> None:
     for temp in TEMPERATURES:
         assert_same(kind, RIGHT[right], temp, count, texts=True)
+
+
+@pytest.mark.parametrize("number", range(500 if LONG else 12))
+def test_schedules(number: int) -> None:
+    """Requests that join, pause and leave at any time, each with its own sampling."""
+    pick = random.Random(number)
+    kind = pick.choice([*KINDS])
+    trained = Instructed(kind, pick.choice([*RIGHT.values()]))
+    plain = mlxspec.Decoder(target(kind), endless_tokenizer())
+    engine = Engine(decoder_of(trained), stall=float("inf"))
+    runs = []
+    for _ in range(pick.randint(1, 8)):
+        prompt = [pick.randrange(64) for _ in range(pick.randint(1, 30))] * pick.randint(1, 3)
+        options = {"temp": pick.choice(TEMPERATURES), "seed": pick.randrange(99)}
+        options |= pick.choice([{}, {"top_p": 0.8}, {"top_k": 9}, {"repetition_penalty": 1.2}])
+        count = pick.randint(1, TOKENS)
+        expected = [r.token for r in plain.stream(prompt, count, **options)]
+        trained.contexts.append(prompt + expected)
+        runs.append((prompt, options, expected, count, list[mlxspec.GenerationResponse]()))
+    waiting, running = list(runs), []
+    while waiting or running:
+        if waiting and pick.random() < 0.4:
+            prompt, options, _, count, responses = waiting.pop()
+            running.append(submit(engine, prompt, responses.append, count, **options))
+        for request in running:
+            if pick.random() < 0.02:
+                engine.cancel(request)
+        if not engine.turn():
+            running = [request for request in running if not request.done]
+    for prompt, options, expected, _, responses in runs:
+        tokens = [response.token for response in responses]
+        params = SamplingParams(**options)
+        assert_same_output(target(kind), prompt, expected[: len(tokens)], tokens, params)
