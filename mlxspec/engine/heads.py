@@ -8,6 +8,7 @@ generation; they run the head for several sequences in one forward.
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
@@ -36,7 +37,7 @@ from .sampling import Perturb, draft_values
 if TYPE_CHECKING:
     from .target import Target
 
-_MOST_UNSEEN = 256  # rows that a head has not seen; more are kept only for a moment
+_MOST_UNSEEN = 64  # rows of steps that a head has not seen
 _TIMED_DRAFTS = 3
 
 
@@ -81,10 +82,10 @@ class TrainedHead:
             cast(ChainHead, self.head)(tokens, features, caches)
         return caches
 
-    def features(self, rows: slice) -> mx.array:
-        """What the head keeps of some rows of the last forward, lazy, (rows, width)."""
-        of_layers = [states[rows] for states in self._hidden.of_layers]
-        return self.head.features(self._hidden.final[rows], of_layers)
+    @property
+    def states(self) -> list[mx.array]:
+        """What the head reads of the last forward, lazy, (rows, width of the target) each."""
+        return self._hidden.of_layers if self.head.reads else [self._hidden.final]
 
     @cached_property
     def experience(self) -> HeadExperience:
@@ -103,7 +104,7 @@ class TrainedHead:
 
     def _timed(self, target: Target, depth: int) -> float:
         cache = cast(HeadCache, target.head)
-        cache.note(mx.zeros(1, mx.int32), slice(0, 1))
+        cache.note(mx.zeros(1, mx.int32))
         cache.keep(cache.length, (0,))
         mx.eval(cache.arrays)
         started = time.perf_counter()
@@ -129,7 +130,7 @@ class TrainedHead:
     def _chain(self, members: Sequence[Member], depth: int) -> Iterator[tuple[mx.array, mx.array]]:
         """The tokens of each depth, (sequences,), and their confidences."""
         head = cast(ChainHead, self.head)
-        rows = [member.cache.take(member.last) for member in members]
+        rows = [member.cache.to_see(member.last) for member in members]
         counts = [len(tokens) for tokens, _ in rows]
         caches = [member.cache.caches or _keys_of(member.target) for member in members]
         tokens, features = (mx.concatenate([*arrays]) for arrays in zip(*rows, strict=True))
@@ -142,18 +143,20 @@ class TrainedHead:
             if place + 1 < depth:
                 fed, hidden = self._run(tokens, fed[0], [1] * len(members), caches)
         for member in members:
-            member.cache.drop_drafted()
+            member.cache.has_seen()
 
     def _block(self, members: Sequence[Member], depth: int) -> Iterator[tuple[mx.array, mx.array]]:
         """As :meth:`_chain`, from one forward."""
         head = cast(BlockHead, self.head)
         tokens = mx.array([member.last for member in members])
-        features = [member.cache.take(member.last)[1][None] for member in members]
+        features = [member.cache.to_see(member.last)[1][None] for member in members]
         hidden = head(tokens, depth, features, [member.cache.caches for member in members])
         logits = head.logits(hidden)
         for place in range(depth):
             tokens, confidences = _choose(members, head.after(logits[:, place], tokens), place)
             yield tokens, confidences
+        for member in members:
+            member.cache.has_seen()
 
     def _run(
         self,
@@ -237,15 +240,39 @@ def _choose(members: Sequence[Member], logits: mx.array, place: int) -> tuple[mx
     return mx.argmax(values, axis=-1), confidence
 
 
+class _Rows(NamedTuple):
+    """Rows of a forward, which a head has not seen.
+
+    Attributes:
+        tokens: of all rows of the sequence, (rows,).
+        states: what the head reads of all rows of the forward, (rows, width) each.
+        first: where the sequence's rows begin there.
+        kept: the sequence's rows that were kept.
+    """
+
+    tokens: mx.array
+    states: Sequence[mx.array]
+    first: int
+    kept: Sequence[int]
+
+    def taken(self, array: mx.array, first: int = 0) -> mx.array:
+        """The kept rows of an array."""
+        rows, start = self.kept, first + self.kept[0]
+        if rows[-1] - rows[0] == len(rows) - 1:
+            return array[start : start + len(rows)]
+        return array[mx.array([first + row for row in rows])]
+
+
 class HeadCache:
     """What a head knows of one sequence: its own caches, and rows that it has not seen.
 
     It follows the target's caches: the rows of a forward are noted, and those that are committed
-    are kept. The head sees them when it drafts next, or once there are many.
+    are kept, which costs nothing. The head sees a prompt's rows at once, and those of steps when
+    it drafts next. If it does not draft for long, it never sees the oldest of them.
 
-    The entry of a position depends on the token after it. So after a cut the last position's
-    entry is dropped. A missing entry does no harm but that the head attends to one position less;
-    the entries after it move up.
+    The entry of a position depends on the token after it. So a cut drops that of its last position,
+    too. A missing entry does no harm but that the head attends to one position less; the entries
+    after it move up.
 
     Args:
         trained: the head.
@@ -253,74 +280,67 @@ class HeadCache:
 
     Attributes:
         caches: one per layer of the head.
-        noted: tokens and features of the rows of the last forward.
     """
 
     def __init__(self, trained: TrainedHead, length: int) -> None:
         self.trained = trained
         self.caches = [for_steps(cache) for cache in trained.head.make_cache()]
-        self.noted: tuple[mx.array, mx.array] | None = None
-        self._start = self._seen = length  # the positions that have an entry
-        self._unseen: list[tuple[mx.array, mx.array]] = []  # tokens and features of rows after them
+        self._positions: list[int] = []  # of the entries in the caches
+        self._seen = length  # the rows before are seen, or never will be
+        self._unseen: list[_Rows] = []  # the rows after them
+        self._noted: _Rows | None = None
 
     @property
     def length(self) -> int:
         """The positions up to the last row that is kept."""
-        return self._seen + sum(len(tokens) for tokens, _ in self._unseen)
+        return self._seen + sum(len(rows.kept) for rows in self._unseen)
 
     @property
     def arrays(self) -> list[mx.array]:
         """All that it holds."""
-        return [*held_arrays(self.caches), *(array for rows in self._unseen for array in rows)]
+        unseen = (array for rows in self._unseen for array in (rows.tokens, *rows.states))
+        return [*held_arrays(self.caches), *unseen]
 
     def is_ready(self, length: int) -> bool:
-        """Whether it can draft after ``length`` positions: it has the features of the last one."""
+        """Whether it can draft after ``length`` positions: it knows the states of the last one."""
         return bool(self._unseen) and self.length == length
 
-    def note(self, tokens: mx.array, rows: slice) -> None:
+    def note(self, tokens: mx.array, first: int = 0) -> None:
         """Note rows of the target's last forward.
 
         Args:
             tokens: theirs, (rows,).
-            rows: which ones of the forward they are.
+            first: the first of them among the rows of the forward.
         """
-        self.noted = tokens, self.trained.features(rows)
+        self._noted = _Rows(tokens, self.trained.states, first, ())
 
     def keep(self, start: int, rows: Sequence[int]) -> None:
         """Keep noted rows, by their index; the first one's position is ``start``."""
-        assert self.noted
-        (tokens, features), self.noted = self.noted, None
+        assert self._noted
+        noted, self._noted = self._noted, None
         if self.length != start:
             self.cut(start)
-            gap = start - self.length
-            self._start, self._seen = self._start + gap, self._seen + gap
-        if len(rows) < len(tokens):
-            taken = mx.array(list(rows))
-            tokens, features = tokens[taken], features[taken]
-            mx.async_eval(tokens, features)
-        self._unseen.append((tokens, features))
-        if self.length - self._seen > _MOST_UNSEEN:
-            with mx.stream(generation_stream):
-                self._see()
+            if self.length < start:
+                self._seen, self._unseen = start, []
+        self._unseen.append(noted._replace(kept=rows))
+        while len(self._unseen) > 1 and self.length - self._seen > _MOST_UNSEEN:
+            self._seen += len(self._unseen.pop(0).kept)
 
-    def _rows(self) -> tuple[mx.array, mx.array]:
-        tokens, features = zip(*self._unseen, strict=True)
-        return mx.concatenate([*tokens]), mx.concatenate([*features])
-
-    def _see(self) -> None:
+    def see(self) -> None:
         """Append the entries of all rows but the last one, whose next token is not known."""
-        tokens, features = self._rows()
+        tokens, features = self._tokens_and_features()
         head = self.trained.head
         if isinstance(head, BlockHead):
             head.see(features[None, :-1], self.caches)
         elif self.caches:
             cast(ChainHead, head)(tokens[None, 1:], features[None, :-1], self.caches)
-        self._unseen = [(tokens[-1:], features[-1:])]
-        self._seen += len(tokens) - 1
-        mx.async_eval(self.arrays)
+        last = self._unseen[-1]
+        own = last._replace(kept=last.kept[-1:])
+        states = [mx.contiguous(own.taken(array, own.first)) for array in own.states]
+        self.has_seen([_Rows(tokens[-1:], states, 0, (0,))])
 
-    def take(self, last: int) -> tuple[mx.array, mx.array]:
-        """The rows that the head has not seen, which it is going to see.
+    def to_see(self, last: int) -> tuple[mx.array, mx.array]:
+        """The rows that the head has not seen.
 
         Args:
             last: the current token.
@@ -328,40 +348,52 @@ class HeadCache:
         Returns:
             per row, the token after it, (rows,), and its features, (rows, width).
         """
-        tokens, features = self._rows()
+        tokens, features = self._tokens_and_features()
         if not self.caches:  # the head attends to the target's keys
             tokens, features = tokens[-1:], features[-1:]
-        self._seen, self._unseen = self.length, []
         return mx.concatenate([tokens[1:], mx.array([last], tokens.dtype)]), features
 
-    def drop_drafted(self) -> None:
-        """Drop the entries of drafted tokens."""
-        cut(self.caches, self._seen - self._start)
+    def _tokens_and_features(self) -> tuple[mx.array, mx.array]:
+        """Those of all rows that the head has not seen, (rows,) and (rows, width)."""
+        unseen = self._unseen
+        tokens = [rows.taken(rows.tokens) for rows in unseen]
+        states = [
+            mx.concatenate([rows.taken(rows.states[n], rows.first) for rows in unseen])
+            for n in range(len(unseen[0].states))
+        ]
+        return mx.concatenate(tokens), self.trained.head.features(states)
+
+    def has_seen(self, left: Sequence[_Rows] = ()) -> None:
+        """The head has seen its rows, except those that are left; drop what it drafted."""
+        seen = self.length - sum(len(rows.kept) for rows in left)
+        if self.caches:
+            self._positions += range(self._seen, seen)
+        self._seen, self._unseen = seen, [*left]
+        cut(self.caches, len(self._positions))
 
     def cut(self, length: int) -> None:
         """Drop everything after the first ``length`` positions."""
-        left = length - self._seen
-        if left > 0:
-            kept = []
-            for tokens, features in self._unseen:
-                if left > 0:
-                    kept.append((tokens[:left], features[:left]))
-                left -= len(tokens)
-            self._unseen = kept
-            return
-        self._unseen = []
-        self._seen = max(0, min(self._seen, length - 1))
-        self._start = min(self._start, self._seen)
-        self.drop_drafted()
+        left, kept = length - self._seen, []
+        for rows in self._unseen:
+            if left > 0:
+                kept.append(rows._replace(kept=rows.kept[:left]))
+            left -= len(rows.kept)
+        self._seen, self._unseen = min(self._seen, length), kept
+        entries = self._entries(length)
+        del self._positions[entries:]
+        cut(self.caches, entries)
+
+    def _entries(self, length: int) -> int:
+        """How many entries stay if it is cut."""
+        return bisect_left(self._positions, min(length - 1, self._seen))
 
     def copied(self, length: int, room: int) -> HeadCache:
         """A copy for a context of ``length`` positions; ``room`` as for :func:`first_positions`."""
-        new = HeadCache(self.trained, self._start)
-        entries = min(self._seen, length - 1) - self._start
-        if entries > 0:
+        new = HeadCache(self.trained, self._seen)
+        if entries := self._entries(length):
             copies = [first_positions(cache, entries, room) for cache in self.caches]
             new.caches = [for_steps(cache) for cache in copies]
-        new._seen, new._unseen = self._seen, [*self._unseen]
+        new._positions, new._unseen = self._positions[:entries], self._unseen
         new.cut(length)
         mx.eval(new.arrays)
         return new

@@ -116,7 +116,7 @@ class ContextCache:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """All that the caches hold, and those of the head."""
+        """All that the caches hold, the head's included."""
         return [*held_arrays(parts(self.cache)), *(self.head.arrays if self.head else ())]
 
     @property
@@ -134,6 +134,7 @@ class ContextCache:
         """Count prompt tokens that a forward of several sequences has put into the caches."""
         if self.head:
             self.head.keep(self.length, range(tokens))
+            self.head.see()
         self.length += tokens
         self._change_for_steps()
 
@@ -310,6 +311,7 @@ class ContextCache:
             "_marks": self._marks.copy(),
         }
         held = Snapshot(parts(self.cache))
+        self.head = None  # its caches stay as they are
         try:
             yield
         finally:
@@ -537,8 +539,9 @@ class Target(ContextCache):
         try:
             self.model(rows[None], cache=self.cache)
             if self.head and not again:
-                self.head.note(rows, slice(None))
+                self.head.note(rows)
                 self.head.keep(self.length, range(len(tokens)))
+                self.head.see()
             self.length = length
         except BaseException:  # an interrupt in the middle of the layers
             before.restore()
@@ -563,7 +566,7 @@ class Target(ContextCache):
         rows = self.begin_forward(tokens, tree)
         logits = self._forward(rows, tree)
         if self.head:
-            self.head.note(tokens, slice(len(self.pending), None))
+            self.head.note(tokens, len(self.pending))
         return logits
 
     def _forward(self, rows: mx.array, tree: DraftTree) -> mx.array:

@@ -55,17 +55,14 @@ class Head(nn.Module):
         """The target's embeddings of tokens."""
         return self._target["embed"](tokens)
 
-    def features(self, final: mx.array, of_layers: Sequence[mx.array]) -> mx.array:
-        """What the head keeps of verified rows.
+    def features(self, states: Sequence[mx.array]) -> mx.array:
+        """What the head keeps of verified rows, (rows, ``width``).
 
         Args:
-            final: the states after the final norm, (rows, width of the target).
-            of_layers: those behind each of ``reads``, (rows, width of the target) each.
-
-        Returns:
-            (rows, ``width``).
+            states: those behind each layer of ``reads``, or else those after the final norm,
+                (rows, width of the target) each.
         """
-        return final
+        return states[0]
 
     def make_cache(self) -> list[Any]:
         """mlx-lm's caches, one per layer of the head; empty if it has none of its own."""
