@@ -74,6 +74,16 @@ class TrainedHead:
         """The caches of a target that holds ``length`` positions of which the head saw nothing."""
         return HeadCache(self, length)
 
+    def small_caches(self) -> list[Any]:
+        """Its caches with one entry, lazy, which show the size of more."""
+        caches, tokens = self.head.make_cache(), mx.zeros((1, 1), mx.int32)
+        features = mx.zeros((1, 1, self.head.width), self.head.embed(tokens).dtype)
+        if isinstance(self.head, BlockHead):
+            self.head.see(features, caches)
+        elif caches:
+            cast(ChainHead, self.head)(tokens, features, caches)
+        return caches
+
     @property
     def states(self) -> list[mx.array]:
         """What the head reads of the last forward, lazy, (rows, width of the target) each."""
