@@ -70,15 +70,20 @@ class ReplayedHead(HeadSource):
     the same luck. The confidence tells no more than the curve does.
 
     Args:
+        times: what its drafts take.
         experience: of all outputs.
         output: what the target answers, from the first token after the prompt.
         p_reached: as in :class:`HeadCurve`.
     """
 
     def __init__(
-        self, experience: HeadExperience, output: Sequence[int], p_reached: Sequence[float]
+        self,
+        times: HeadTimes,
+        experience: HeadExperience,
+        output: Sequence[int],
+        p_reached: Sequence[float],
     ) -> None:
-        super().__init__(experience)
+        super().__init__(times, experience)
         self._output = output
         luck = Random(repr(output))
         self._right = [sum(draw < p for p in p_reached) for draw in (luck.random() for _ in output)]
@@ -123,12 +128,12 @@ def _with_head(
 
     def drafters(curve: CostCurve, classes: bytes) -> NewDrafter:
         times = FixedTimes(head.cost, head.cost)
-        experience = HeadExperience(len(head.p_reached), times)
+        experience = HeadExperience(len(head.p_reached))
         new_planner = planners(curve, classes)
 
         def new(output: Sequence[int]) -> Drafter:
             planner = cast(Planner, new_planner(output))
-            planner.head = ReplayedHead(experience, output, head.p_reached)
+            planner.head = ReplayedHead(times, experience, output, head.p_reached)
             return planner
 
         return new

@@ -239,7 +239,7 @@ def _times_of_head(head: Head, model: nn.Module, plain_step: float) -> dict[str,
     from ..engine.heads import TrainedHead
     from ..models.heads.loading import NAMES
 
-    times = TrainedHead(head, model).experience.times
+    times = TrainedHead(head, model).times
     seconds = [times.seconds(tokens) for tokens in range(1, head.most + 1)]
     rows = [
         {"tokens": tokens, "seconds": taken, "cost": taken / plain_step}

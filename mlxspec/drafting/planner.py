@@ -237,7 +237,7 @@ class Planner(Drafter):
         """The allowed gain of a draft by the head alone, computed every few steps."""
         assert self.head
         if self._steps % _STEPS_PER_OUTLOOK == 0 or self._plan.head:
-            times, plain = self.head.experience.times, self.costs.seconds(1)
+            times, plain = self.head.times, self.costs.seconds(1)
             p_reached = self.head.outlook(len(costs) - 2).p_reached
             expected = expected_tokens(p_reached)
             price = price_of_time(expected, costs, self.policy.rate)
@@ -481,7 +481,7 @@ class _Step:
         if not depth:
             return plans
         members = [*heads.values()]
-        times, started = members[0].experience.times, time.perf_counter()
+        times, started = members[0].times, time.perf_counter()
         drafts = members[0].run(members, depth)
         seconds = time.perf_counter() - started
         times.record(depth, len(members), seconds)
@@ -499,7 +499,7 @@ class _Step:
 
     def _time_of_heads(self, depth: int, heads: Sequence[HeadSource]) -> float:
         """What a draft of several heads takes, in plain steps."""
-        seconds = heads[0].experience.times.seconds(depth, len(heads))
+        seconds = heads[0].times.seconds(depth, len(heads))
         return seconds / self._costs.seconds(1)
 
     def _depth_of_heads(self, plans: Sequence[Plan], heads: Mapping[int, HeadSource]) -> int:

@@ -41,7 +41,7 @@ from ..errors import PromptCacheError
 from ..files import check_writable, replaced
 from ..models.model_files import check_safetensors
 from .caches import cached_length, parts
-from .heads import KeptHead
+from .head_cache import KeptHead
 
 _ATTENTION = {KVCache, QuantizedKVCache, RotatingKVCache}
 _SUFFIX = ".safetensors"

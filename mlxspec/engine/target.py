@@ -11,7 +11,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -38,12 +38,10 @@ from .caches import (
     move_rows,
     parts,
 )
+from .head_cache import HeadCache
 from .params import CacheOptions
 from .patches import forward_at, install, split_from
 from .tape import Tape
-
-if TYPE_CHECKING:
-    from .heads import HeadCache
 
 _AFTER_MARK = 16  # tokens of a prompt; what opens an answer in chat templates is shorter
 

@@ -52,7 +52,7 @@ def test_another_text_is_refused(text: str) -> None:
 
 def test_drafts_are_right_as_often_as_the_curve_says() -> None:
     output, curve = output_of(8000), (0.76, 0.6, 0.5, 0.41)
-    head = ReplayedHead(HeadExperience(4, HeadTimes(1, 1)), output, curve)
+    head = ReplayedHead(HeadTimes(1, 1), HeadExperience(4), output, curve)
     head.begin([1])
     right = [0] * 4
     for place in range(len(output) - 4):

@@ -43,7 +43,7 @@ class Scripted(HeadSource):
         cost: float = 0.05,
         experience: HeadExperience | None = None,
     ) -> None:
-        super().__init__(experience or HeadExperience(4, FixedTimes(cost, cost)))
+        super().__init__(FixedTimes(cost, cost), experience or HeadExperience(4))
         self.output, self.done = output, 0
         self.runs: list[tuple[int, int]] = []  # depth and sequences
 
@@ -201,10 +201,10 @@ def test_no_trial_where_text_is_likely() -> None:
 @pytest.mark.parametrize("curve", [FLAT, TWO_FREE, CostCurve([(1, 1), (2, 1.3), (32, 10)])])
 @pytest.mark.parametrize("cost", [0.05, 0.4])
 def test_a_head_that_lies_costs_little(curve: CostCurve, cost: float) -> None:
-    experience = HeadExperience(4, FixedTimes(cost, cost))
+    experience = HeadExperience(4)
     output, lost = noise(600), []
     for _ in range(3):
-        head = Scripted(output, experience=experience)
+        head = Scripted(output, cost, experience=experience)
         head.right, head.confidence = False, 0.98
         replayed = replay([1, 2], output, planner_of(head, curve, text=True))
         lost.append(replayed.cost(curve) / 600 - 1)
@@ -244,8 +244,8 @@ def test_it_learns_from_tokens_that_can_be_judged() -> None:
     assert first == second > 0.7 > third
     assert fourth == 0.7  # after a wrong one
     assert head.last == 7
-    kept = HeadExperience(4, FixedTimes(1, 1)).p_accept
-    assert Scripted(experience=head.experience).p_accept == head.experience.p_accept != kept
+    kept = HeadExperience(4).p_accept
+    assert Scripted(experience=head._experience).p_accept == head._experience.p_accept != kept
 
 
 def test_a_draft_that_was_not_verified_teaches_too() -> None:
@@ -291,7 +291,7 @@ def joint_costs(sequences: int) -> FixedCosts:
 
 
 def test_heads_of_a_joint_step_run_together() -> None:
-    experience = HeadExperience(4, FixedTimes(0.05, 0.05))
+    experience = HeadExperience(4)
     heads = [Scripted(noise(10, seed), experience=experience) for seed in range(3)]
     planners = [begun(head) for head in heads]
     plans = plan_drafts(planners, [64, 64, 2], joint_costs(4), sequences=4)
@@ -304,7 +304,7 @@ def test_heads_of_a_joint_step_run_together() -> None:
 
 
 def test_a_head_that_is_not_ready_is_left_out_of_a_joint_step() -> None:
-    experience = HeadExperience(4, FixedTimes(0.05, 0.05))
+    experience = HeadExperience(4)
     heads = [Scripted(noise(10, seed), experience=experience) for seed in range(3)]
     planners = [begun(head) for head in heads]
     heads[1].has_state = False
