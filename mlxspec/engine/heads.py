@@ -369,10 +369,10 @@ class HeadCache:
 
     def has_seen(self, left: Sequence[tuple[mx.array, mx.array]] = ()) -> None:
         """The head has seen its rows, except those that are left; drop what it drafted."""
-        seen = self.length - sum(len(tokens) for tokens, _ in left)
+        end, before = self.length - sum(len(tokens) for tokens, _ in left), self._seen
+        self._seen, self._unseen = end, [*left]
         if self.caches:
-            self._positions += range(self._seen, seen)
-        self._seen, self._unseen = seen, [*left]
+            self._positions += range(before, end)
         cut(self.caches, len(self._positions))
 
     def cut(self, length: int) -> None:
@@ -393,19 +393,19 @@ class HeadCache:
 
     def _entries(self, length: int) -> int:
         """How many entries stay if it is cut."""
-        return bisect_left(self._positions, min(length - 1, self._seen))
+        return bisect_left(self._positions, length - 1)
 
     def kept(self, length: int) -> KeptHead:
-        """A copy of what it knows of the first ``length`` positions."""
-        entries, seen = self._entries(length), min(self._seen, length)
+        """A copy for the first ``length`` positions; it may have more unseen rows."""
+        entries = self._entries(length)
         features = self._rows()[1] if self._unseen else mx.zeros((0, self.trained.head.width))
         layers = [
             (mx.contiguous(keys[:, :, :entries]), mx.contiguous(values[:, :, :entries]))
             for keys, values in ((cache.keys, cache.values) for cache in self.caches)
             if entries
         ]
-        positions = [*self._positions[:entries], seen]
-        kept = KeptHead(self.trained.identity, positions, features[: length - seen], layers)
+        positions = [*self._positions[:entries], self._seen]
+        kept = KeptHead(self.trained.identity, positions, features, layers)
         mx.eval(kept.arrays)
         return kept
 
@@ -413,8 +413,8 @@ class HeadCache:
         """Continue with what was kept, unless another head has kept it.
 
         Args:
-            kept: of a context that begins with these tokens.
-            tokens: the context.
+            kept: of a context that begins with the tokens.
+            tokens: all of this context.
         """
         if kept.identity != self.trained.identity or not self._takes(kept):
             return
