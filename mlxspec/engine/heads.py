@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, Self, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -35,9 +35,7 @@ from .caches import (
 from .joint import JointCache, JointMode
 from .patches import HiddenStates, find_body, forward_at, install, logits_of
 from .sampling import Perturb, draft_values
-
-if TYPE_CHECKING:
-    from .target import Target
+from .target import Capability, Target, evaluate_constants, vocabulary_size
 
 _MOST_UNSEEN = 256  # rows that a head has not seen; more are kept only for a moment
 _TIMED_DRAFTS = 3
@@ -69,6 +67,7 @@ class TrainedHead:
         head.bind(_embedding(model), lambda states: logits_of(model, body, states))
         install(head)
         mx.eval(head.parameters())
+        evaluate_constants(head)
 
     def new_cache(self, length: int) -> HeadCache:
         """The caches of a target that holds ``length`` positions of which the head saw nothing."""
@@ -89,8 +88,6 @@ class TrainedHead:
     @cached_property
     def experience(self) -> HeadExperience:
         """What generations have shown of the head; its time is measured first."""
-        from .target import Capability, Target, vocabulary_size
-
         target = Target(self.model, Capability.CHAIN, vocabulary_size(self.model))
         with mx.stream(generation_stream):
             target.prefill([0] * 8)
