@@ -183,6 +183,8 @@ def serve_command(
     if launched_rank() is not None:
         raise OptionError("serve runs in one process: start it without mlx.launch")
     options.check(len(models))
+    if drafting.head is not None and len(models) > 1:
+        raise OptionError("--head needs exactly one --model")
     keys = _keys(options.api_key_file)
     hosts = _hosts(options.host, options.allowed_hosts, keys)
     asked = [
@@ -409,12 +411,17 @@ def _kept(served: list[ServedModel], directory: Path) -> Iterator[None]:
 
 def _panel(address: str, worker: Worker, with_key: bool) -> Panel:
     """The server's address and models, and how to use it."""
+    from ..generation.drafting import Auto
+    from ..models.heads.loading import NAMES
+
     rows = Table.grid(padding=(0, 2))
     rows.add_row("address", address)
     for served in worker.models.values():
         length = served.context_length
         context = f"{length:,} tokens of context" if length else "context length unknown"
         rows.add_row("model", f"{shown(served.name)}, {context}")
+        if isinstance(drafting := served.decoder.drafting, Auto) and drafting.head is not None:
+            rows.add_row("head", NAMES[type(drafting.head)])
         rows.add_row("memory", f"at most {served.memory.limit / 2**30:,.1f} GiB for KV caches")
     key = "KEY" if with_key else "none"
     client = Text(f"export OPENAI_BASE_URL={address}/v1 OPENAI_API_KEY={key}", style="bold")

@@ -48,19 +48,17 @@ class HeadTimes:
 
 
 class HeadExperience:
-    """What all generations with a head have shown.
+    """What generations with a head have shown.
 
     Args:
         most: the most tokens that the head drafts at once.
-        times: what its drafts take.
 
     Attributes:
         p_accept: by depth, how often a token is right if those before are.
         corrections: of the logits of its own confidence.
     """
 
-    def __init__(self, most: int, times: HeadTimes) -> None:
-        self.times = times
+    def __init__(self, most: int) -> None:
         self.p_accept = [_FIRST_P_ACCEPT] * most
         self.corrections = Corrections()
 
@@ -72,15 +70,16 @@ class HeadSource:
     A subclass runs it.
 
     Args:
-        experience: of all generations, which this one adds to.
+        times: what its drafts take.
+        experience: of earlier generations, which this one adds to.
 
     Attributes:
         p_accept: by depth, how often its token is right if those before are.
         last: the current token.
     """
 
-    def __init__(self, experience: HeadExperience) -> None:
-        self.experience = experience
+    def __init__(self, times: HeadTimes, experience: HeadExperience) -> None:
+        self.times, self._experience = times, experience
         self.p_accept = list(experience.p_accept)
         self._idle = 0  # tokens since it has run
         self._draft: DraftTree | None = None
@@ -133,7 +132,7 @@ class HeadSource:
             logit = math.log(bounded / (1 - bounded))
             features = depth, 64 + min(int(_CONFIDENCES * confidence), _CONFIDENCES - 1)
             self._logits.append((logit, features))
-            right *= probability(logit + self.experience.corrections.logit(features))
+            right *= probability(logit + self._experience.corrections.logit(features))
             p_reached.append(right)
         self._draft = self._chain(tokens, p_reached)
         return self._draft
@@ -148,11 +147,11 @@ class HeadSource:
             depth = node - 1
             for p_accept, rate in (
                 (self.p_accept, _RATE),
-                (self.experience.p_accept, _RATE_OF_ALL),
+                (self._experience.p_accept, _RATE_OF_ALL),
             ):
                 p_accept[depth] += rate * (right - p_accept[depth])
             logit, features = self._logits[depth]
-            self.experience.corrections.learn(features, logit, right)
+            self._experience.corrections.learn(features, logit, right)
         self._draft = None
 
     def _chain(self, tokens: Sequence[int], p_reached: Sequence[float]) -> DraftTree:

@@ -7,9 +7,7 @@ generation; they run the head for several sequences in one forward.
 
 from __future__ import annotations
 
-import hashlib
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
@@ -17,27 +15,23 @@ from typing import Any, NamedTuple, Self, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.generate import generation_stream
-from mlx_lm.models.cache import KVCache
 
-from ..drafting.heads import HeadExperience, HeadSource, HeadTimes
+from ..drafting.heads import HeadSource, HeadTimes
+from ..drafting.kept import Experience
 from ..errors import LoadError
 from ..models.heads import BlockHead, ChainHead, Head
 from .caches import (
     SlotKVCache,
     TreeKVCache,
     WindowKVCache,
-    cut,
-    for_steps,
-    held_arrays,
 )
+from .head_cache import HeadCache
 from .joint import JointCache, JointMode
 from .patches import HiddenStates, find_body, forward_at, install, logits_of
 from .sampling import Perturb, draft_values
 from .target import Capability, Target, evaluate_constants, vocabulary_size
 
-_MOST_UNSEEN = 256  # rows that a head has not seen; more are kept only for a moment
 _TIMED_DRAFTS = 3
 
 
@@ -71,23 +65,21 @@ class TrainedHead:
 
     def new_cache(self, length: int) -> HeadCache:
         """The caches of a target that holds ``length`` positions of which the head saw nothing."""
-        return HeadCache(self, length)
+        return HeadCache(self.head, self._hidden, length)
 
-    def features(self, rows: slice) -> mx.array:
-        """What the head keeps of some rows of the last forward, lazy, (rows, width)."""
-        of_layers = [states[rows] for states in self._hidden.of_layers]
-        return self.head.features(self._hidden.final[rows], of_layers)
-
-    @cached_property
-    def identity(self) -> str:
-        """Its kind and a digest of its sizes, which fine-tuned heads share."""
-        sizes = [(name, array.shape) for name, array in tree_flatten(self.head.parameters())]
-        digest = hashlib.sha256(repr(sorted(sizes)).encode()).hexdigest()
-        return f"{type(self.head).__name__} {digest[:16]}"
+    def small_caches(self) -> list[Any]:
+        """Its caches with one entry, lazy, which show the size of more."""
+        caches, tokens = self.head.make_cache(), mx.zeros((1, 1), mx.int32)
+        features = mx.zeros((1, 1, self.head.width), self.head.embed(tokens).dtype)
+        if isinstance(self.head, BlockHead):
+            self.head.see(features, caches)
+        elif caches:
+            cast(ChainHead, self.head)(tokens, features, caches)
+        return caches
 
     @cached_property
-    def experience(self) -> HeadExperience:
-        """What generations have shown of the head; its time is measured first."""
+    def times(self) -> HeadTimes:
+        """What drafts take, measured at first use and corrected by every draft."""
         target = Target(self.model, Capability.CHAIN, vocabulary_size(self.model))
         with mx.stream(generation_stream):
             target.prefill([0] * 8)
@@ -95,12 +87,11 @@ class TrainedHead:
                 min(self._timed(target, depth) for _ in range(_TIMED_DRAFTS))
                 for depth in (1, self.head.most)
             )
-        further = max(0.0, most - first) / max(1, self.head.most - 1)
-        return HeadExperience(self.head.most, HeadTimes(first, further))
+        return HeadTimes(first, max(0.0, most - first) / max(1, self.head.most - 1))
 
     def _timed(self, target: Target, depth: int) -> float:
         cache = cast(HeadCache, target.head)
-        cache.note(mx.zeros(1, mx.int32), slice(0, 1))
+        cache.note(mx.zeros(1, mx.int32))
         cache.keep(cache.length, (0,))
         mx.eval(cache.arrays)
         started = time.perf_counter()
@@ -236,208 +227,6 @@ def _choose(members: Sequence[Member], logits: mx.array, place: int) -> tuple[mx
     return mx.argmax(values, axis=-1), confidence
 
 
-class KeptHead(NamedTuple):
-    """What a head knows of a context, for sessions and files; nothing writes into the arrays.
-
-    Attributes:
-        identity: the head's.
-        positions: those of the entries in its caches, and then that of the first unseen row.
-        features: of the unseen rows, (rows, width of the head).
-        layers: keys and values of each layer of the head, (1, heads, entries, head_dim); empty
-            without entries.
-    """
-
-    identity: str
-    positions: list[int]
-    features: mx.array
-    layers: list[tuple[mx.array, mx.array]]
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        """All that it holds."""
-        return [self.features, *(array for layer in self.layers for array in layer)]
-
-
-class HeadCache:
-    """What a head knows of one sequence: its own caches, and rows that it has not seen.
-
-    It follows the target's caches: the rows of a forward are noted, and those that are committed
-    are kept. The head sees them when it drafts next, or once there are many.
-
-    The entry of a position depends on the token after it. So a cut drops that of its last position,
-    too. A missing entry does no harm but that the head attends to one position less; the entries
-    after it move up.
-
-    Args:
-        trained: the head.
-        length: positions of which the head sees nothing, such as a prompt cache of another program.
-
-    Attributes:
-        caches: one per layer of the head.
-        noted: tokens and features of the rows of the last forward.
-    """
-
-    def __init__(self, trained: TrainedHead, length: int) -> None:
-        self.trained = trained
-        self.caches = [for_steps(cache) for cache in trained.head.make_cache()]
-        self.noted: tuple[mx.array, mx.array] | None = None
-        self._positions: list[int] = []  # of the entries in the caches
-        self._seen = length  # the rows before are seen, or never will be
-        self._unseen: list[tuple[mx.array, mx.array]] = []  # tokens and features of those after
-
-    @property
-    def length(self) -> int:
-        """The positions up to the last row that is kept."""
-        return self._seen + sum(len(tokens) for tokens, _ in self._unseen)
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        """All that it holds."""
-        return [*held_arrays(self.caches), *(array for rows in self._unseen for array in rows)]
-
-    def is_ready(self, length: int) -> bool:
-        """Whether it can draft after ``length`` positions: it has the features of the last one."""
-        return bool(self._unseen) and self.length == length
-
-    def note(self, tokens: mx.array, rows: slice) -> None:
-        """Note rows of the target's last forward.
-
-        Args:
-            tokens: theirs, (rows,).
-            rows: which ones of the forward they are.
-        """
-        self.noted = tokens, self.trained.features(rows)
-
-    def keep(self, start: int, rows: Sequence[int]) -> None:
-        """Keep noted rows, by their index; the first one's position is ``start``."""
-        assert self.noted
-        (tokens, features), self.noted = self.noted, None
-        if self.length != start:
-            self.cut(start)
-            if self.length < start:
-                self._seen, self._unseen = start, []
-        if len(rows) < len(tokens):
-            taken = mx.array(list(rows))
-            tokens, features = tokens[taken], features[taken]
-        # Lazy arrays can be read in this thread only, but another thread may draft next.
-        mx.async_eval(tokens, features)
-        self._unseen.append((tokens, features))
-        if self.length - self._seen > _MOST_UNSEEN:
-            with mx.stream(generation_stream):
-                self._see()
-
-    def _rows(self) -> tuple[mx.array, mx.array]:
-        tokens, features = zip(*self._unseen, strict=True)
-        return mx.concatenate([*tokens]), mx.concatenate([*features])
-
-    def _see(self) -> None:
-        """Append the entries of all rows but the last one, whose next token is not known."""
-        tokens, features = self._rows()
-        self._append(tokens[1:], features[:-1])
-        self.has_seen([(tokens[-1:], features[-1:])])
-        mx.async_eval(self.arrays)
-
-    def _append(self, tokens: mx.array, features: mx.array) -> None:
-        """Append entries.
-
-        Args:
-            tokens: the one after each row, (rows,).
-            features: of the rows, (rows, width).
-        """
-        head = self.trained.head
-        if isinstance(head, BlockHead):
-            head.see(features[None], self.caches)
-        elif self.caches:
-            cast(ChainHead, head)(tokens[None], features[None], self.caches)
-
-    def to_see(self, last: int) -> tuple[mx.array, mx.array]:
-        """The rows that the head has not seen.
-
-        Args:
-            last: the current token.
-
-        Returns:
-            per row, the token after it, (rows,), and its features, (rows, width).
-        """
-        tokens, features = self._rows()
-        if not self.caches:  # the head attends to the target's keys
-            tokens, features = tokens[-1:], features[-1:]
-        return mx.concatenate([tokens[1:], mx.array([last], tokens.dtype)]), features
-
-    def has_seen(self, left: Sequence[tuple[mx.array, mx.array]] = ()) -> None:
-        """The head has seen its rows, except those that are left; drop what it drafted."""
-        end, before = self.length - sum(len(tokens) for tokens, _ in left), self._seen
-        self._seen, self._unseen = end, [*left]
-        if self.caches:
-            self._positions += range(before, end)
-        cut(self.caches, len(self._positions))
-
-    def cut(self, length: int) -> None:
-        """Drop everything after the first ``length`` positions."""
-        left = length - self._seen
-        if left <= 0:
-            self._seen = length
-        kept = []
-        for tokens, features in self._unseen:
-            if left > 0:
-                kept.append((tokens[:left], features[:left]))
-            left -= len(tokens)
-        self._unseen = kept
-        mx.async_eval(kept)
-        entries = self._entries(length)
-        del self._positions[entries:]
-        cut(self.caches, entries)
-
-    def _entries(self, length: int) -> int:
-        """How many entries stay if it is cut."""
-        return bisect_left(self._positions, length - 1)
-
-    def kept(self, length: int) -> KeptHead:
-        """A copy for the first ``length`` positions; it may have more unseen rows."""
-        entries = self._entries(length)
-        features = self._rows()[1] if self._unseen else mx.zeros((0, self.trained.head.width))
-        layers = [
-            (mx.contiguous(keys[:, :, :entries]), mx.contiguous(values[:, :, :entries]))
-            for keys, values in ((cache.keys, cache.values) for cache in self.caches)
-            if entries
-        ]
-        positions = [*self._positions[:entries], self._seen]
-        kept = KeptHead(self.trained.identity, positions, features, layers)
-        mx.eval(kept.arrays)
-        return kept
-
-    def resume(self, kept: KeptHead, tokens: Sequence[int]) -> None:
-        """Continue with what was kept, unless another head has kept it.
-
-        Args:
-            kept: of a context that begins with the tokens.
-            tokens: all of this context.
-        """
-        if kept.identity != self.trained.identity or not self._takes(kept):
-            return
-        *self._positions, self._seen = kept.positions
-        unseen = tokens[self._seen : self._seen + len(kept.features)]
-        self._unseen = [(mx.array(unseen), kept.features[: len(unseen)])] if unseen else []
-        if entries := len(self._positions):
-            # Slices, since a cache may write into its own arrays.
-            states = [(keys[:], values[:], entries) for keys, values in kept.layers]
-            self.caches = [for_steps(KVCache.from_state(state)) for state in states]
-        self.cut(len(tokens))
-
-    def _takes(self, kept: KeptHead) -> bool:
-        """Whether the arrays have the head's shapes; a file's may have any."""
-        own, width = self.trained.new_cache(0), self.trained.head.width
-        own._append(mx.zeros(1, mx.int32), mx.zeros((1, width)))
-
-        def layout(keys: mx.array, values: mx.array) -> tuple[Any, ...]:
-            return keys.shape[:2], keys.shape[3:], values.shape[:2], values.shape[3:]
-
-        entries = len(kept.positions) > 1
-        layouts = [layout(cache.keys, cache.values) for cache in own.caches if entries]
-        fits = layouts == [layout(*layer) for layer in kept.layers]
-        return fits and kept.features.shape[1:] == (width,)
-
-
 class _Keys:
     """What a row sees of one of the target's layers, for a head without caches of its own.
 
@@ -481,10 +270,11 @@ class HeadDrafts(HeadSource):
 
     Args:
         trained: the head, attached to the generation's model.
+        experience: of earlier generations.
     """
 
-    def __init__(self, trained: TrainedHead) -> None:
-        super().__init__(trained.experience)
+    def __init__(self, trained: TrainedHead, experience: Experience) -> None:
+        super().__init__(trained.times, experience.of_head(trained.head.most))
         self._trained = trained
 
     def attach(self, target: Target, perturb: Perturb) -> None:

@@ -41,7 +41,7 @@ from ..errors import PromptCacheError
 from ..files import check_writable, replaced
 from ..models.model_files import check_safetensors
 from .caches import cached_length, parts
-from .heads import KeptHead
+from .head_cache import KeptHead
 
 _ATTENTION = {KVCache, QuantizedKVCache, RotatingKVCache}
 _SUFFIX = ".safetensors"
@@ -79,7 +79,7 @@ def save_prompt_cache(
         held[_TOKENS] = json.dumps(list(tokens))
     if head:
         held[_HEAD] = head.identity
-        states.append([mx.array(head.positions), head.features, *head.layers])
+        states.append([mx.array(head.positions), head.states, *head.layers])
     kinds: list[Any] = [""]  # mlx-lm's begins so
     arrays = {}
     for place, value in tree_flatten(states):
@@ -375,16 +375,16 @@ def _read_caches(path: Path) -> tuple[list[Any], dict[str, str], KeptHead | None
     return cache, metadata, head
 
 
-def _head(identity: str, positions: mx.array, features: mx.array, *layers: Any) -> KeptHead:
+def _head(identity: str, positions: mx.array, unseen: mx.array, *layers: Any) -> KeptHead:
     """What a head knows; raise ValueError for what no head can."""
-    known = positions.ndim == 1 and positions.dtype == mx.int32 and features.ndim == 2
-    _require(known and features.dtype in _FLOATS, "what it holds of a head has an impossible type")
+    known = positions.ndim == 1 and positions.dtype == mx.int32 and unseen.ndim == 2
+    _require(known and unseen.dtype in _FLOATS, "what it holds of a head has an impossible type")
     places = cast(list[int], positions.tolist())
     rising = all(before < after for before, after in pairwise([-1, *places]))
     _require(bool(places) and rising, "the positions of a head do not rise")
     rooms = [_room(keys, values, None) for keys, values in layers]
     _require(all(room == len(places) - 1 for room in rooms), "a head's entries are not complete")
-    return KeptHead(identity, places, features, [(keys, values) for keys, values in layers])
+    return KeptHead(identity, places, unseen, [(keys, values) for keys, values in layers])
 
 
 def _below(section: str, flat: Mapping[str, str]) -> dict[str, str]:

@@ -25,7 +25,7 @@ from ..engine.caches import (
 )
 from ..engine.capability import capability_with
 from ..engine.draft_model import DraftModelDrafter
-from ..engine.heads import KeptHead
+from ..engine.head_cache import KeptHead
 from ..engine.params import CacheOptions
 from ..engine.prompt_cache import Loan, as_mlx_lms
 from ..engine.prompt_cache_file import (
@@ -223,7 +223,7 @@ class Session:
             assert target is not None
             if not self._lent and length == len(tokens):
                 target.flush_pending()
-            head = target.head and target.head.kept(length)
+            head = target.head.kept(length) if target.head else None
             return Session(target.copied(length, room), tokens[:length], head)
 
     @property
@@ -261,7 +261,8 @@ class Session:
                 finally:  # an interrupted flush leaves a shorter context
                     del self._tokens[self._target.length :]
                 cache = [as_mlx_lms(layer) for layer in self._target.cache]
-                head = self._target.head and self._target.head.kept(len(self._tokens))
+                of_head = self._target.head
+                head = of_head.kept(len(self._tokens)) if of_head else None
             if not cache:
                 raise OptionError("session has no cache to save: finish a generation first")
             save_prompt_cache(file_name, cache, metadata, tokens=self._tokens, head=head)

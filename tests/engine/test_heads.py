@@ -17,9 +17,11 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import load_prompt_cache as mlx_lm_load
 
 from mlxspec.drafting.drafter import DraftTree
+from mlxspec.engine import head_cache
 from mlxspec.engine import heads as engine_heads
 from mlxspec.engine.capability import Capability
-from mlxspec.engine.heads import HeadCache, KeptHead, Member, TrainedHead
+from mlxspec.engine.head_cache import HeadCache, KeptHead
+from mlxspec.engine.heads import Member, TrainedHead
 from mlxspec.engine.prompt_cache import as_mlx_lms
 from mlxspec.engine.prompt_cache_file import (
     load_prompt_cache,
@@ -40,6 +42,7 @@ KINDS: dict[str, tuple[str, Callable[..., Any]]] = {
     "Gemma's assistant": ("gemma4", heads.gemma4_assistant),
     "DFlash": ("qwen3", heads.dflash),
 }
+MOST_UNSEEN = 12
 TOKENS = st.integers(0, 63)
 SHARE = st.floats(0, 1)
 ACTIONS = st.lists(
@@ -58,9 +61,9 @@ ACTIONS = st.lists(
 
 
 @pytest.fixture(autouse=True)
-def soon_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head does not wait for as many rows as usual."""
-    monkeypatch.setattr(engine_heads, "_MOST_UNSEEN", 12)
+def soon_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer rows than usual wait for a head."""
+    monkeypatch.setattr(head_cache, "_MOST_UNSEEN", MOST_UNSEEN)
 
 
 @cache
@@ -123,8 +126,13 @@ class Checked:
         while node >= 0:
             path.insert(0, node)
             node = tree.parents[node]
+        seen, length = self.head._seen, self.head.length
         self.target.commit(path)
         self.tokens += [tree.tokens[row] for row in path]
+        if self.head._seen > seen:  # some were forgotten
+            assert length + len(path) - seen > MOST_UNSEEN
+            assert len(self.tokens) - self.head._seen > MOST_UNSEEN - 6
+            self.lost |= {*range(seen, self.head._seen)}
         self.last = self.random.randrange(64)
 
     def draft(self, depth: int) -> None:
@@ -226,7 +234,7 @@ class Checked:
         assert [layer.offset for layer in head.caches] == [len(places)] * len(head.caches)
         features = self.features()
         if head._unseen:
-            tokens, held = head._rows()
+            tokens, held = head._tokens_and_features()
             assert tokens.tolist() == self.tokens[seen:]
             assert close(held, features[seen:])
         if places:
@@ -241,7 +249,9 @@ class Checked:
         """Those of all tokens, from one forward of the model."""
         rows = [*self.tokens, self.last]  # never none
         self.trained.model(mx.array([rows]))
-        return self.trained.features(slice(len(rows) - 1))
+        hidden, head = self.trained._hidden, self.trained.head
+        states = hidden.of_layers if head.reads else [hidden.final]
+        return head.features([each[:-1] for each in states])
 
     def seen_from_scratch(self, places: Sequence[int], features: mx.array) -> tuple[Any, Any]:
         """The head's caches after these positions, and what a chain head returns."""
@@ -345,7 +355,7 @@ def test_copies_do_not_write_into_each_other() -> None:
         target.prefill(PROMPT[:30])
         target.head.resume(kept, PROMPT[:30])
         assert len(target.head._positions) == 29
-        target.head.note(mx.array([last]), slice(0, 1))
+        target.head.note(mx.array([last]))
         target.head.keep(30, [0])
         trained("EAGLE-3").draft([Member(target, 9, lambda logprobs, _: logprobs)], 3)
     assert [array.tolist() for array in kept.arrays] == before
@@ -353,11 +363,11 @@ def test_copies_do_not_write_into_each_other() -> None:
 
 def test_another_head_or_other_shapes_are_ignored() -> None:
     _, kept = prefilled("EAGLE-3")
-    (keys, values), wide = kept.layers[0], mx.zeros((len(kept.features), 99))
+    (keys, values), wide = kept.layers[0], mx.zeros((len(kept.states), 99))
     for other in (
         prefilled("DFlash")[1],
         kept._replace(identity="Eagle3 0"),
-        kept._replace(features=wide),
+        kept._replace(states=wide),
         kept._replace(layers=[]),
         kept._replace(layers=[(keys, values)] * 2),
         kept._replace(layers=[(keys[:, :1], values[:, :1])]),
@@ -382,12 +392,12 @@ REFUSED: dict[str, Callable[[dict[str, mx.array]], Any]] = {
     "positions that fall": changed(0, mx.array([*range(39), 3])),
     "a negative position": changed(0, mx.arange(-1, 39)),
     "more positions than entries": changed(0, mx.arange(99)),
-    "features of integers": changed(1, mx.zeros((1, 32), mx.int32)),
-    "features in three dimensions": changed(1, mx.zeros((1, 1, 32))),
+    "states of integers": changed(1, mx.zeros((1, 96), mx.int32)),
+    "states in three dimensions": changed(1, mx.zeros((1, 1, 96))),
     "keys of integers": lambda arrays: arrays.update({"2.2.0": mx.zeros((1, 2, 39, 8), mx.int8)}),
     "keys without values": lambda arrays: arrays.pop("2.2.1"),
     "fewer keys than values": lambda arrays: arrays.update({"2.2.0": arrays["2.2.0"][:, :, :9]}),
-    "no features": lambda arrays: [arrays.pop(name) for name in ("2.1", "2.2.0", "2.2.1")],
+    "no states": lambda arrays: [arrays.pop(name) for name in ("2.1", "2.2.0", "2.2.1")],
     "nothing": lambda arrays: [arrays.pop(name) for name in list(arrays) if name[:2] == "2."],
 }
 

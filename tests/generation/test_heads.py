@@ -19,7 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlxspec
 from mlxspec.corpus import Memory
-from mlxspec.drafting.heads import HeadExperience, HeadTimes
+from mlxspec.drafting.heads import HeadTimes
 from mlxspec.engine.heads import Member, TrainedHead
 from mlxspec.engine.sampling import SamplingParams
 from mlxspec.generation.drafting import Auto
@@ -71,11 +71,9 @@ class Instructed(TrainedHead):
         self.right, self.random = right, random.Random(4)
         self.contexts: list[list[int]] = []
         self.drafted = 0
-        # As if it had drafted well and taken no time, so that it always runs.
-        self.experience = HeadExperience(self.head.most, HeadTimes(1e-6, 1e-6))
+        self.times = HeadTimes(1e-6, 1e-6)  # so that it runs even if it is hardly ever right
 
     def draft(self, members: Sequence[Member], depth: int) -> list[tuple[list[int], list[float]]]:
-        self.experience.p_accept = [0.95] * self.head.most
         drafts = super().draft(members, depth)
         self.drafted += len(drafts)
         if self.right is None:
@@ -140,6 +138,39 @@ def test_one_sequence(kind: str, right: str, temp: float) -> None:
 def test_joint_steps_with_text(kind: str, right: str, count: int) -> None:
     for temp in TEMPERATURES:
         assert_same(kind, RIGHT[right], temp, count, texts=True)
+
+
+@pytest.mark.parametrize("number", range(500 if LONG else 12))
+def test_schedules(number: int) -> None:
+    """Requests that join, pause and leave at any time, each with its own sampling."""
+    pick = random.Random(number)
+    kind = pick.choice([*KINDS])
+    trained = Instructed(kind, pick.choice([*RIGHT.values()]))
+    plain = mlxspec.Decoder(target(kind), endless_tokenizer())
+    engine = Engine(decoder_of(trained), stall=float("inf"))
+    runs = []
+    for _ in range(pick.randint(1, 8)):
+        prompt = [pick.randrange(64) for _ in range(pick.randint(1, 30))] * pick.randint(1, 3)
+        options = {"temp": pick.choice(TEMPERATURES), "seed": pick.randrange(99)}
+        options |= pick.choice([{}, {"top_p": 0.8}, {"top_k": 9}, {"repetition_penalty": 1.2}])
+        count = pick.randint(1, TOKENS)
+        expected = [r.token for r in plain.stream(prompt, count, **options)]
+        trained.contexts.append(prompt + expected)
+        runs.append((prompt, options, expected, count, list[mlxspec.GenerationResponse]()))
+    waiting, running = list(runs), []
+    while waiting or running:
+        if waiting and pick.random() < 0.4:
+            prompt, options, _, count, responses = waiting.pop()
+            running.append(submit(engine, prompt, responses.append, count, **options))
+        for request in running:
+            if pick.random() < 0.02:
+                engine.cancel(request)
+        if not engine.turn():
+            running = [request for request in running if not request.done]
+    for prompt, options, expected, _, responses in runs:
+        tokens = [response.token for response in responses]
+        params = SamplingParams(**options)
+        assert_same_output(target(kind), prompt, expected[: len(tokens)], tokens, params)
 
 
 # --- conversations ---
@@ -220,6 +251,7 @@ def test_a_servers_prefixes_have_their_heads(kind: str, tmp_path: Path) -> None:
     prefixes = PrefixCache(talk.decoder.model, 1 << 30)
     for turn in range(5):
         if turn == 4:  # another process
+            assert prefixes.forks
             prefixes.save(tmp_path)
             prefixes = PrefixCache(talk.decoder.model, 1 << 30)
             assert prefixes.load(tmp_path)
@@ -230,7 +262,6 @@ def test_a_servers_prefixes_have_their_heads(kind: str, tmp_path: Path) -> None:
         assert response.reused_tokens >= len(context) - 17 or not turn
         assert talk.trained.drafted > drafted
         prefixes.give_back(session)
-    assert prefixes.forks
 
 
 def test_a_prompt_cache_that_is_read_between_responses_keeps_the_head_ready(kind: str) -> None:
@@ -277,5 +308,4 @@ def test_a_head_beside(also: str) -> None:
         for _ in range(2):
             responses = list(decoder.stream(prompt, TOKENS, **options))
             assert [response.token for response in responses] == expected
-            assert responses[-1].stats.accepted > len(expected) / 4
         assert trained.drafted > 0
