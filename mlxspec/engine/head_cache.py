@@ -129,6 +129,8 @@ class HeadCache:
     def see(self) -> None:
         """Append the entries of all rows but the last one, whose next token is not known."""
         tokens, features = self._tokens_and_features()
+        if len(tokens) == 1:
+            return
         self._append(tokens[1:], features[:-1])
         last = self._unseen[-1]
         own = last._replace(kept=last.kept[-1:])

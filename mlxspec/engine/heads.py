@@ -30,7 +30,7 @@ from .head_cache import HeadCache
 from .joint import JointCache, JointMode
 from .patches import HiddenStates, find_body, forward_at, install, logits_of
 from .sampling import Perturb, draft_values
-from .target import Capability, Target, vocabulary_size
+from .target import Capability, Target, evaluate_constants, vocabulary_size
 
 _TIMED_DRAFTS = 3
 
@@ -61,6 +61,7 @@ class TrainedHead:
         head.bind(_embedding(model), lambda states: logits_of(model, body, states))
         install(head)
         mx.eval(head.parameters())
+        evaluate_constants(head)
 
     def new_cache(self, length: int) -> HeadCache:
         """The caches of a target that holds ``length`` positions of which the head saw nothing."""
