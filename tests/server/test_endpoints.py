@@ -185,7 +185,7 @@ def test_both_names_of_the_bound_bind(client: OpenAI) -> None:
     for fields in (
         {"max_tokens": 5},
         {"max_tokens": None, "max_completion_tokens": 5},
-        {"max_tokens": 20, "max_completion_tokens": 5},
+        {"max_tokens": 5, "max_completion_tokens": 5},
     ):
         usage = chat(client, **fields).usage
         assert usage
