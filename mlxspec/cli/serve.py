@@ -88,6 +88,11 @@ class ServeOptions:
         "--api-key-file FILE",
         f"Require one of the keys in this file, one per line, or the key in {API_KEY}.",
     )
+    strict_model_names: bool = _request_option(
+        "--strict-model-names",
+        "Refuse requests for other models. By default an only model answers them.",
+        default=False,
+    )
     concurrency: int = _request_option(
         "--concurrency N", "Generate for N requests per model at once.", default=8
     )
@@ -237,6 +242,7 @@ def _run(
             max_tokens=options.max_tokens,
             hosts=hosts,
             keys=keys,
+            strict_model_names=options.strict_model_names,
             on_refusal=lambda path, error: log(refusal_record(path, error)),
         )
         # Nothing that is loaded now becomes garbage. Without this, each full collection would scan

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -269,10 +270,12 @@ def compiled_constraint(
     grammar = _compiled(request.constraint, vocabulary, request.constrained_by)
     if not isinstance(request, ChatRequest):
         return grammar
+    demanded = request.tool_choice != "auto"
     calls = None
-    if any(map(is_strict, request.tools)):
+    if demanded or any(map(is_strict, request.tools)):
         forced, several = request.forced_tool, request.parallel_tool_calls
-        calls = calls_constraint(tokenizer, request.tools, forced=forced, several=several)
+        make = partial(calls_constraint, tokenizer, request.tools, forced=forced, several=several)
+        calls = make(demanded=demanded)
     for number, tool in enumerate(request.tools):
         if calls and is_strict(tool):
             schema = Constraint.json_schema(parameters_of(tool))
@@ -284,6 +287,11 @@ def compiled_constraint(
                     param=place,
                 )
             _compiled(schema, vocabulary, place)
+    if calls and demanded:
+        try:
+            return Grammar(calls, vocabulary)
+        except OptionError:  # a schema that is not strict cannot be kept
+            calls = make()
     assert isinstance(prompt, ChatPrompt)
     phases = _answer_phases(request, prompt, tokenizer, calls)
     return _compiled(phases, vocabulary, request.constrained_by or "tools")
@@ -291,8 +299,11 @@ def compiled_constraint(
 
 def is_constrained(request: ApiRequest) -> bool:
     """Whether a request constrains its answer."""
-    tools = request.tools if isinstance(request, ChatRequest) else ()
-    return request.constraint is not None or any(map(is_strict, tools))
+    if request.constraint is not None:
+        return True
+    if not isinstance(request, ChatRequest):
+        return False
+    return request.tool_choice != "auto" or any(map(is_strict, request.tools))
 
 
 def _answer_phases(
@@ -351,14 +362,19 @@ def calls_constraint(
     *,
     forced: str | None = None,
     several: bool = True,
+    demanded: bool = False,
 ) -> Constraint | None:
     """The constraint of the output after a call's marker.
+
+    The arguments of strict tools match their schemas; those of others are any object.
 
     Args:
         tokenizer: the model's tokenizer.
         tools: the tools that may be called.
         forced: the function whose call the prompt has begun, with :func:`call_opening`.
         several: whether more than one call is allowed.
+        demanded: whether the other tools' arguments match their schemas, too, except for keywords
+            that are not supported.
 
     Returns:
         the constraint; None if the arguments of a call are not JSON.
@@ -391,12 +407,12 @@ def calls_constraint(
     else:
         one = f"{before}call{after}"
         rule = f"{one}{f' ({separator} call{after})*' if several else ''}"
-    schemas = [parameters_of(tool) if is_strict(tool) else {"type": "object"} for tool in tools]
+    schemas = [_arguments_schema(tool, demanded) for tool in tools]
     lark = [
         f"start: {rule}",
         *(["call: " + " | ".join(calls)] if forced is None else []),
         *(
-            f"args_{number}: %json {json.dumps({'x-guidance': ONE_LINE, **schema})}"
+            f"args_{number}: %json {json.dumps(schema)}"
             for number, schema in enumerate(schemas)
             if forced in (None, names[number])
         ),
@@ -404,6 +420,16 @@ def calls_constraint(
         *(['SPACE: " "'] if "SPACE" in rule else []),
     ]
     return Constraint("lark", "\n".join(lark))
+
+
+def _arguments_schema(tool: dict[str, Any], demanded: bool) -> dict[str, Any]:
+    """The schema of a tool's arguments in a grammar."""
+    strict = is_strict(tool)
+    schema = parameters_of(tool) if strict or demanded else {"type": "object"}
+    form = schema.get("x-guidance", ONE_LINE)
+    if not strict and isinstance(form, dict):
+        form = {**form, "lenient": True}
+    return {**schema, "x-guidance": form}
 
 
 def _literal(tokenizer: TokenizerWrapper, marker: str) -> str:
