@@ -415,12 +415,16 @@ def _kept(served: list[ServedModel], directory: Path) -> Iterator[None]:
 
 def _panel(address: str, worker: Worker, with_key: bool) -> Panel:
     """The server's address and models, and how to use it."""
+    from ..server.prompts import why_no_tools
+
     rows = Table.grid(padding=(0, 2))
     rows.add_row("address", address)
     for served in worker.models.values():
         length = served.context_length
         context = f"{length:,} tokens of context" if length else "context length unknown"
         rows.add_row("model", f"{shown(served.name)}, {context}")
+        if reason := why_no_tools(served.decoder.tokenizer):
+            rows.add_row("tools", f"not supported, since {reason}")
         rows.add_row("memory", f"at most {served.memory.limit / 2**30:,.1f} GiB for KV caches")
     key = "KEY" if with_key else "none"
     client = Text(f"export OPENAI_BASE_URL={address}/v1 OPENAI_API_KEY={key}", style="bold")

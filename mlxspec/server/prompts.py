@@ -75,8 +75,7 @@ def chat_prompt(
         )
     if not tokenizer.has_chat_template:
         return _plain_chat(request, tokenizer, longest)
-    if request.tools and not tokenizer.has_tool_calling:
-        raise ApiError("This model does not support tools: leave tools out.", param="tools")
+    _check_tools(request, tokenizer)
     text = _templated(request, tokenizer, arguments or {})
     check_length(text, request.param, tokenizer, longest)
     format = replace(
@@ -97,6 +96,24 @@ def chat_prompt(
         text += tokenizer.tool_call_start + opening
         format = replace(format, initial="tool", call_begun=opening)
     return ChatPrompt(_ids(text, tokenizer), format=format)
+
+
+def why_no_tools(tokenizer: TokenizerWrapper) -> str | None:
+    """What keeps a model from being offered tools; None if nothing does."""
+    if not tokenizer.has_chat_template:
+        return "it has no chat template"
+    if tokenizer.has_tool_calling:
+        return None
+    if "tools" not in str(tokenizer.chat_template):
+        return "its chat template has no place for them"
+    return "its chat template has no marker of calls that mlx-lm knows, such as <tool_call>"
+
+
+def _check_tools(request: ChatRequest, tokenizer: TokenizerWrapper) -> None:
+    if request.tools and (reason := why_no_tools(tokenizer)):
+        raise ApiError(
+            f"This model does not support tools, since {reason}: leave tools out.", param="tools"
+        )
 
 
 def text_ids(
@@ -226,11 +243,7 @@ def _plain_chat(
     System messages have no name in front. Every other message is a line that begins with its role.
     The output ends when the model begins a line of the user.
     """
-    if request.tools:
-        raise ApiError(
-            "This model has no chat template, so it cannot use tools: leave tools out.",
-            param="tools",
-        )
+    _check_tools(request, tokenizer)
     lines = []
     for message in request.messages:
         if message["role"] == "system":
