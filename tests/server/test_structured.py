@@ -22,13 +22,10 @@ import mlxspec
 from mlxspec import Constraint
 from mlxspec.engine import compiling
 from mlxspec.generation.options import in_answer
-from mlxspec.server.prefix_cache import PrefixCache
-from mlxspec.server.served_model import CacheMemory, ServedModel
 from tests.support.chains import CHAINS
 from tests.support.chat_tokenizer import chat_tokenizer
-from tests.support.demo import FLAT, given_costs, stand_in_decoder
-from tests.support.random_models import random_model
-from tests.support.serving import Running, running_server
+from tests.support.demo import stand_in_decoder
+from tests.support.serving import Running, running_server, served_random
 
 pytestmark = pytest.mark.slow
 
@@ -222,12 +219,7 @@ OTHER: dict[str, Any] = {"type": "function", "function": {"name": "other"}}
 @pytest.fixture(scope="module")
 def thinker() -> Iterator[Running]:
     """A random model of bytes that reasons and calls tools."""
-    tokenizer = chat_tokenizer("json_tools", markers=MARKERS)
-    model = random_model("llama", vocab_size=len(tokenizer) + 6)
-    decoder = mlxspec.AutoDecoder(model, tokenizer, memory_tokens=0)
-    decoder.costs = given_costs(FLAT)
-    served = ServedModel("thinker", decoder, PrefixCache(model, 1 << 24), CacheMemory(model))
-    with running_server(served) as running:
+    with running_server(served_random(MARKERS, "thinker")) as running:
         yield running
 
 
