@@ -411,6 +411,13 @@ def calls_constraint(
     elif parser == "mistral":
         calls, before, separator, after = as_json, '"[" ', '", "', ' "]"'
         begun = 'SPACE? {args} "}}" "]"'
+    elif parser == "qwen3_coder":
+        end = f' "</function>\\n" {_literal(tokenizer, tokenizer.tool_call_end)}'
+        calls = [
+            f"{_quoted(f'<function={name}>' + chr(10))} args_{number}"
+            for number, name in enumerate(names)
+        ]
+        before, separator, after, begun = '"\\n" ', f'WS? {start} "\\n"', end, "{args}" + end
     else:
         return None
     if forced is not None:
@@ -421,14 +428,16 @@ def calls_constraint(
         one = f"{before}call{after}"
         rule = f"{one}{f' ({separator} call{after})*' if several else ''}"
     schemas = [_arguments_schema(tool, demanded) for tool in tools]
+    arguments = _parameters if parser == "qwen3_coder" else _json_arguments
     lark = [
         f"start: {rule}",
         *(["call: " + " | ".join(calls)] if forced is None else []),
         *(
-            f"args_{number}: %json {json.dumps(schema)}"
+            arguments(f"args_{number}", schema)
             for number, schema in enumerate(schemas)
             if forced in (None, names[number])
         ),
+        *(_PARAMETER if parser == "qwen3_coder" else ()),
         *(["WS: /[ \\n]{1,2}/"] if "WS" in rule else []),
         *(['SPACE: " "'] if "SPACE" in rule else []),
     ]
@@ -443,6 +452,44 @@ def _arguments_schema(tool: dict[str, Any], demanded: bool) -> dict[str, Any]:
     if not strict and isinstance(form, dict):
         form = {**form, "lenient": True}
     return {**schema, "x-guidance": form}
+
+
+def _json_arguments(rule: str, schema: dict[str, Any]) -> str:
+    """The rule of arguments as JSON."""
+    return f"{rule}: %json {json.dumps(schema)}"
+
+
+def _parameters(rule: str, schema: dict[str, Any]) -> str:
+    """The rules of arguments as Qwen 3 Coder writes them, each in an element of its own.
+
+    mlx-lm's parser reads a value by its ``type``: a string is any text, without quotes.
+    """
+    properties, required = schema.get("properties"), schema.get("required")
+    if not isinstance(properties, dict):
+        return f"{rule}: parameter*"
+    shared = {name: schema[name] for name in _SHARED if name in schema}
+    parts, rules = [], []
+    for number, (name, value) in enumerate(properties.items()):
+        part, value = f"{rule}_{number}", value if isinstance(value, dict) else {}
+        kind, options, content = value.get("type"), value.get("enum"), "text"
+        if kind == "string" and isinstance(options, list) and options:
+            content = f"({' | '.join(_quoted(str(option)) for option in options)}) end"
+        elif kind in ("array", "boolean", "integer", "number", "object"):
+            rules.append(_json_arguments(f"{part}_value", {**value, **shared}))
+            content = f"{part}_value end"
+        rules.append(f"{part}: {_quoted(f'<parameter={name}>' + chr(10))} {content}")
+        needed = isinstance(required, list) and name in required
+        parts.append(part if needed else f"{part}?")
+    return "\n".join([f"{rule}: " + (" ".join(parts) or _quoted("")), *rules])
+
+
+_SHARED = ("$defs", "definitions", "x-guidance")
+_PARAMETER = (
+    'parameter: "<parameter=" /[^<>\\s]+/ ">\\n" text',
+    'text[suffix="\\n</parameter>\\n"]: /(?s:.*)/',
+    'end: "\\n</parameter>\\n"',
+)
+"""The rules of an element with any name and text."""
 
 
 def _literal(tokenizer: TokenizerWrapper, marker: str) -> str:

@@ -67,16 +67,19 @@ def served_with_tools() -> ServedModel:
     return model
 
 
-def served_random(markers: Sequence[str], name: str = "random") -> ServedModel:
-    """A model of bytes with random weights and Hermes' form of calls.
+def served_random(
+    markers: Sequence[str], name: str = "random", parser: str = "json_tools"
+) -> ServedModel:
+    """A model of bytes with random weights.
 
     Only a constraint makes sense of its outputs.
 
     Args:
         markers: the tokens besides the bytes; with ``<think>`` it reasons.
         name: in requests.
+        parser: as for :func:`tests.support.chat_tokenizer.chat_tokenizer`.
     """
-    tokenizer = chat_tokenizer("json_tools", markers=markers)
+    tokenizer = chat_tokenizer(parser, markers=markers)
     model = random_model("llama", vocab_size=len(tokenizer) + 6)
     decoder = mlxspec.AutoDecoder(model, tokenizer, memory_tokens=0)
     decoder.costs = given_costs(FLAT)
