@@ -60,4 +60,6 @@ $(VENV)/.run: pyproject.toml
 $(VENV)/.dev: $(VENV)/.run
 	@echo "Adding what development needs to .venv, once."
 	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]'
+	@# Tests compare with its modules, which need little of what it depends on.
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps mlx-vlm==0.7.10
 	@touch $@
