@@ -99,7 +99,8 @@ class Planner(Drafter):
         policy: the current generation's.
         failed: whether planning has failed in the current generation.
         guide: knows what a constrained output allows; None without a constraint.
-        head: drafts where nothing else is likely enough; None without a trained head.
+        head: drafts where nothing else is likely enough; None without a trained head, or after it
+            has failed.
     """
 
     guide: Guide | None = None
@@ -238,18 +239,10 @@ class Planner(Drafter):
         assert self.head
         if self._steps % _STEPS_PER_OUTLOOK == 0 or self._plan.head:
             times, plain = self.head.times, self.costs.seconds(1)
-            p_reached = self.head.outlook(len(costs) - 2).p_reached
-            expected = expected_tokens(p_reached)
-            price = price_of_time(expected, costs, self.policy.rate)
-            gain, depth = max(
-                (expected[depth] - 1 - price * (costs[depth + 1] - 1 + time_of_head), depth)
-                for depth in range(1, len(expected))
-                for time_of_head in [times.seconds(depth) / plain]
-            )
-            cost = costs[depth + 1] + times.seconds(depth) / plain
-            shortfall = expected_shortfall(cost, p_reached[:depth])
-            allowed = shortfall <= allowed_shortfall([self.policy.bank], gain)
-            self._gain_of_head = gain if allowed else 0.0
+            later = enumerate(costs[2:], start=1)
+            with_head = [*costs[:2], *(cost + times.seconds(n) / plain for n, cost in later)]
+            p_reached = self.head.outlook(len(with_head)).p_reached
+            self._gain_of_head = self._gain_of_chain(p_reached, with_head)
         return self._gain_of_head
 
     def _gain_of_chain(self, p_reached: Sequence[float], costs: Sequence[float]) -> float:
@@ -485,7 +478,13 @@ class _Step:
             return plans
         members = [*heads.values()]
         times, started = members[0].times, time.perf_counter()
-        drafts = members[0].run(members, depth)
+        try:
+            drafts = members[0].run(members, depth)
+        except Exception as error:  # text is still drafted
+            log_fault(error, "steps run without the trained head")
+            for index in heads:
+                self._planners[index].head = None
+            return plans
         seconds = time.perf_counter() - started
         times.record(depth, len(members), seconds)
         taken = self._time_of_heads(depth, members)
@@ -616,15 +615,16 @@ class _Step:
         return sum(gains) <= most
 
 
-def log_fault(error: Exception) -> None:
-    """Log a failure of planning in one line; it costs only speed."""
+def log_fault(error: Exception, result: str = "steps run without drafts") -> None:
+    """Log a failure of planning, and its result, in one line; it costs only speed."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     reason = str(error).partition("\n")[0]
     _log.warning(
-        "planning drafts has failed (%s: %s, in %s:%s): steps run without drafts",
+        "planning drafts has failed (%s: %s, in %s:%s): %s",
         type(error).__name__,
         reason,
         Path(place.filename).name,
         place.lineno,
+        result,
         exc_info=_log.isEnabledFor(logging.DEBUG),
     )
