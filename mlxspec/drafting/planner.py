@@ -99,7 +99,8 @@ class Planner(Drafter):
         policy: the current generation's.
         failed: whether planning has failed in the current generation.
         guide: knows what a constrained output allows; None without a constraint.
-        head: drafts where nothing else is likely enough; None without a trained head.
+        head: drafts where nothing else is likely enough; None without a trained head, or after it
+            has failed.
     """
 
     guide: Guide | None = None
@@ -238,18 +239,10 @@ class Planner(Drafter):
         assert self.head
         if self._steps % _STEPS_PER_OUTLOOK == 0 or self._plan.head:
             times, plain = self.head.times, self.costs.seconds(1)
-            p_reached = self.head.outlook(len(costs) - 2).p_reached
-            expected = expected_tokens(p_reached)
-            price = price_of_time(expected, costs, self.policy.rate)
-            gain, depth = max(
-                (expected[depth] - 1 - price * (costs[depth + 1] - 1 + time_of_head), depth)
-                for depth in range(1, len(expected))
-                for time_of_head in [times.seconds(depth) / plain]
-            )
-            cost = costs[depth + 1] + times.seconds(depth) / plain
-            shortfall = expected_shortfall(cost, p_reached[:depth])
-            allowed = shortfall <= allowed_shortfall([self.policy.bank], gain)
-            self._gain_of_head = gain if allowed else 0.0
+            later = enumerate(costs[2:], start=1)
+            with_head = [*costs[:2], *(cost + times.seconds(n) / plain for n, cost in later)]
+            p_reached = self.head.outlook(len(with_head)).p_reached
+            self._gain_of_head = self._gain_of_chain(p_reached, with_head)
         return self._gain_of_head
 
     def _gain_of_chain(self, p_reached: Sequence[float], costs: Sequence[float]) -> float:
@@ -444,7 +437,6 @@ class _Step:
 
     def _arrange(self, candidates: Sequence[DraftTree | None]) -> None:
         """Sort the candidates of all sequences."""
-        curve = self._curve
         self._drafting = {
             index: tree
             for index, tree in enumerate(candidates)
@@ -458,10 +450,14 @@ class _Step:
         )[: self._max_nodes]
         self._owners = [index for _, index in order]
         self._expected = expected_tokens([-p for p, _ in order], self._sequences)
+        self._table = self._costs_of(self._expected)
+
+    def _costs_of(self, expected: Sequence[float]) -> list[float]:
+        """``costs[rows]`` of the step for its own rows, if its drafts have these E(n)."""
+        table = self._curve.table
         if self._sequences == 1 and self._planners[0].replays:
-            self._table = replayed_costs(self._expected, curve.table, self._taken)
-        else:
-            self._table = [0.0, *curve.table[1 + self._taken :]]
+            return replayed_costs(expected, table, self._taken)
+        return [0.0, *table[1 + self._taken :]]
 
     def run_heads(self, plans: list[Plan]) -> list[Plan]:
         """Let trained heads draft, if that should gain more than it costs.
@@ -482,7 +478,13 @@ class _Step:
             return plans
         members = [*heads.values()]
         times, started = members[0].times, time.perf_counter()
-        drafts = members[0].run(members, depth)
+        try:
+            drafts = members[0].run(members, depth)
+        except Exception as error:  # text is still drafted
+            log_fault(error, "steps run without the trained head")
+            for index in heads:
+                self._planners[index].head = None
+            return plans
         seconds = time.perf_counter() - started
         times.record(depth, len(members), seconds)
         taken = self._time_of_heads(depth, members)
@@ -520,18 +522,29 @@ class _Step:
         if hope <= self._time_of_heads(1, members):
             return int(trial)
 
-        def with_heads(depth: int) -> float:
-            """Sort the candidates as if heads had drafted; returns what that takes."""
+        (_, n_text), options = self.choose(), [(self._expected, self._table)]
+        # The best first; each with the depth that the heads need for it, 0 for text: the tokens of
+        # an outlook are -2, -3, …
+        nodes = sorted(
+            (-p * self._weights[index], max(0, -1 - token))
+            for index, tree in (self._drafting | merged).items()
+            for token, p in zip(tree.tokens[1:], tree.p_reached, strict=True)
+        )
+        for depth in range(1, most + 1):
+            p_reached = [-p for p, needed in nodes if needed <= depth][: self._max_nodes]
+            expected = expected_tokens(p_reached, self._sequences)
+            taken = self._time_of_heads(depth, members)
+            options.append(
+                (expected, [0.0, *(cost + taken for cost in self._costs_of(expected)[1:])])
+            )
+
+        def allows(gain: float, depth: int) -> bool:
             drafted = list(texts)
-            for index, tree in merged.items():  # the tokens of an outlook are -2, -3, …
+            for index, tree in merged.items():
                 drafted[index] = tree.kept([token >= -1 - depth for token in tree.tokens])
             self._arrange(drafted)
-            return self._time_of_heads(depth, members)
+            return self.choose(self._time_of_heads(depth, members))[1] > 0
 
-        (_, n_text), options = self.choose(), list[tuple[list[float], list[float]]]()
-        for depth in range(most + 1):
-            taken = with_heads(depth) if depth else 0.0
-            options.append((self._expected, [0.0, *(cost + taken for cost in self._table[1:])]))
         # All at one price, so that they can be compared.
         price = max(price_of_time(*option, self._rate) for option in options)
         worth = [
@@ -540,7 +553,7 @@ class _Step:
         ]
         gains = [(max(one) - worth[0][n_text], depth) for depth, one in enumerate(worth) if depth]
         gains = [gain for gain in gains if gain[0] > 0]
-        _, found = best_allowed(gains, lambda gain, depth: self.choose(with_heads(depth))[1] > 0)
+        _, found = best_allowed(gains, allows)
         self._arrange(texts)
         return found or int(trial)
 
@@ -602,15 +615,16 @@ class _Step:
         return sum(gains) <= most
 
 
-def log_fault(error: Exception) -> None:
-    """Log a failure of planning in one line; it costs only speed."""
+def log_fault(error: Exception, result: str = "steps run without drafts") -> None:
+    """Log a failure of planning, and its result, in one line; it costs only speed."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     reason = str(error).partition("\n")[0]
     _log.warning(
-        "planning drafts has failed (%s: %s, in %s:%s): steps run without drafts",
+        "planning drafts has failed (%s: %s, in %s:%s): %s",
         type(error).__name__,
         reason,
         Path(place.filename).name,
         place.lineno,
+        result,
         exc_info=_log.isEnabledFor(logging.DEBUG),
     )

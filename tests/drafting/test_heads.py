@@ -258,7 +258,7 @@ def test_a_draft_that_was_not_verified_teaches_too() -> None:
     assert head._idle == 2
 
 
-def test_a_fault_of_a_head_costs_only_drafts(planning_faults: list[str]) -> None:
+def test_a_fault_of_a_head_costs_only_its_drafts(planning_faults: list[str]) -> None:
     class Faulty(Scripted):
         @classmethod
         def run(cls, heads: Sequence[Self], depth: int) -> list[tuple[list[int], list[float]]]:
@@ -267,6 +267,17 @@ def test_a_fault_of_a_head_costs_only_drafts(planning_faults: list[str]) -> None
     output = noise(20)
     assert replay([1, 2], output, planner_of(Faulty())).rows == (1,) * 20
     assert "ValueError: no state" in planning_faults.pop()
+    assert len(replay([1, 2], output * 2, planner_of(Faulty(), text=True)).rows) < 30
+    assert "steps run without the trained head" in planning_faults.pop()
+
+
+def test_a_head_whose_drafts_would_run_twice_waits_for_no_token() -> None:
+    planner = Planner(FixedCosts(FLAT), [NoDraft()], replays=True)
+    planner.head = Scripted(cost=5)
+    planner.begin([1, 2])
+    planner.policy.gain = 0.0
+    assert len(planner.propose(64)) == 1
+    assert planner.pipelined
 
 
 def test_a_constraint_does_not_keep_it_from_running() -> None:

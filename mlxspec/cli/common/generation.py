@@ -388,7 +388,7 @@ class Generation:
             if decoder.plans:
                 _ = decoder.costs
             if head is not None:
-                _ = decoder.model.trained_head.experience  # measured, too
+                _ = decoder.model.trained_head.times  # measured, too
         return decoder
 
     def request(
