@@ -99,7 +99,7 @@ def _head_report(found: HeadFiles) -> dict[str, Any]:
         "bits_per_weight": round(compute_bits_per_weight(head), 2),
         "quantisation": _quantised_layers(head),
         "most": head.most,
-        "reads": len(head.layers),  # which ones may depend on the target
+        "reads": len(head.reads),  # which ones may depend on the target
         "target": {"families": list(found.families), **found.needs},
     }
 
