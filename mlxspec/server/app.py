@@ -133,7 +133,7 @@ class Endpoints:
     """
 
     def __init__(
-        self, worker: Worker, max_tokens: int, keep_alive: KeepAlive, strict: bool
+        self, worker: Worker, max_tokens: int, keep_alive: KeepAlive, strict: bool = False
     ) -> None:
         self._worker = worker
         self._strict = strict
