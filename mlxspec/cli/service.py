@@ -26,6 +26,7 @@ from .settings import SettingsFile
 _ABOUT = "mlxspec at "  # the description of the service; the address follows
 _PATHS = ("HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME")
 _KILL = 10  # seconds beyond --grace after which the process is killed
+_PATIENCE = 5.0  # seconds for the server's answer
 
 
 class _Given(Command):
@@ -106,17 +107,17 @@ def status_command() -> None:
     """
     system, address = _installed()
     answers = _answers(address)
-    say(f"state    {system.state()}")
-    say(f"address  {address}")
-    say(f"answers  {answers}")
-    sys.exit(answers != "yes")
+    say(f"State: {system.state()}")
+    say(f"Address: {address}")
+    say(f"Answers: {answers}")
+    sys.exit(0 if answers == "yes" else 1)
 
 
 def _answers(address: str) -> str:
     """Whether the server answers: "yes", or why not."""
     at = urlsplit(address)
     try:
-        connection = HTTPConnection(at.hostname or "", at.port, timeout=5)
+        connection = HTTPConnection(at.hostname or "", at.port, timeout=_PATIENCE)
         connection.request("GET", "/ready", headers={"Host": at.netloc})
         status = connection.getresponse().status
     except TimeoutError:  # it listens before it has loaded the models

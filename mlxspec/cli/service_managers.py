@@ -2,7 +2,7 @@
 
 Their methods raise :class:`MlxspecError` if a program of the manager is missing or fails. ``path``
 is the file that describes the service. ``log`` is the file to which the service prints, or None if
-the manager keeps that; ``reader`` is the command that shows its last 100 lines, and follows with -f.
+the manager keeps that; ``reader`` is the command that shows its last 100 lines, or follows with -f.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from pathlib import Path
 
 from ..errors import MlxspecError
 from .common.notes import say
-
 
 _UNIT = """\
 [Unit]
