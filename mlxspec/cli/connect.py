@@ -238,12 +238,34 @@ def _write(console: Console, setup: Setup, title: str, yes: bool) -> None:
     except SettingsError:
         _show(console, setup)
         raise
+    if not write_texts(console, texts, yes, "--write"):
+        say(f"{title} is set up already: nothing was written.")
+
+
+def write_texts(
+    console: Console, texts: list[tuple[SettingsFile, str, str]], yes: bool, asking: str
+) -> bool:
+    """Show the changes to files, ask, and write them; exit if the user refuses.
+
+    Args:
+        console: where to show the changes.
+        texts: files with their old and new texts.
+        yes: write without asking.
+        asking: what asks, for the error without a terminal.
+
+    Returns:
+        whether any text is new.
+
+    Raises:
+        OptionError: it cannot ask, since there is no terminal.
+        SettingsError: a file cannot be written, or has just been changed.
+    """
     changes = [(file, old, new) for file, old, new in texts if new != old]
     for file, old, new in changes:
         names = (str(file.path) if old else os.devnull, str(file.path))
         for line in unified_diff(old.splitlines(), new.splitlines(), *names, lineterm=""):
             _print(console, line, {"+": "green", "-": "red", "@": "dim"}.get(line[0], ""))
-    if changes and not (yes or _may_write(changes)):
+    if changes and not (yes or _may_write(changes, asking)):
         say("Nothing was written.")
         sys.exit(1)
     for file, old, new in changes:
@@ -251,8 +273,7 @@ def _write(console: Console, setup: Setup, title: str, yes: bool) -> None:
             raise SettingsError(f"{file.path}: another program has just changed it; try again")
         file.write(new)
         say(f"Wrote {file.path}.")
-    if not changes:
-        say(f"{title} is set up already: nothing was written.")
+    return bool(changes)
 
 
 def _show(console: Console, setup: Setup) -> None:
@@ -275,14 +296,14 @@ def _show_start(console: Console, setup: Setup) -> None:
         _print(console, line)
 
 
-def _may_write(changes: list[tuple[SettingsFile, str, str]]) -> bool:
+def _may_write(changes: list[tuple[SettingsFile, str, str]], asking: str) -> bool:
     """Ask the user whether to write.
 
     Raises:
         OptionError: it cannot ask, since there is no terminal.
     """
     if not at_terminal():
-        raise OptionError("--write asks for confirmation, which needs a terminal: add --yes")
+        raise OptionError(f"{asking} asks for confirmation, which needs a terminal: add --yes")
     what = "this file" if len(changes) == 1 else f"these {len(changes)} files"
     return click.confirm(f"Write {what}?", err=True)
 

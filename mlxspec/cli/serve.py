@@ -153,13 +153,44 @@ class ServeOptions:
             raise OptionError("--adapter-path needs exactly one --model")
 
 
+def serve_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the argument and the options of ``serve`` to a command."""
+    for add in (
+        color_option("Output", "Colour the panel and the lines."),
+        options_of(CacheOptions, "caches", "Memory"),
+        options_of(DraftingOptions, "drafting", "Drafting"),
+        template_option("Requests"),
+        options_of(ServeOptions, "options"),
+        model_argument(several=True),
+    ):
+        function = add(function)
+    return function
+
+
+def checked(
+    models: tuple[str, ...], options: ServeOptions, drafting: DraftingOptions, key: str
+) -> tuple[list[str], set[str] | None]:
+    """Check what was given, as far as that takes no model.
+
+    Args:
+        models, options, drafting: what :func:`serve_options` parsed.
+        key: a key beside those in the file of ``options``; empty for none.
+
+    Returns:
+        the keys, and the host names that requests may use for the server, or None for any.
+
+    Raises:
+        OptionError: a value is wrong, or the server would be open to other machines.
+    """
+    options.check(len(models))
+    if drafting.head is not None and len(models) > 1:
+        raise OptionError("--head needs exactly one --model")
+    keys = _keys(options.api_key_file, key)
+    return keys, _hosts(options.host, options.allowed_hosts, keys)
+
+
 @command("serve")
-@model_argument(several=True)
-@options_of(ServeOptions, "options")
-@template_option("Requests")
-@options_of(DraftingOptions, "drafting", "Drafting")
-@options_of(CacheOptions, "caches", "Memory")
-@color_option("Output", "Colour the panel and the lines.")
+@serve_options
 def serve_command(
     *,
     models: tuple[str, ...],
@@ -187,11 +218,7 @@ def serve_command(
     """
     if launched_rank() is not None:
         raise OptionError("serve runs in one process: start it without mlx.launch")
-    options.check(len(models))
-    if drafting.head is not None and len(models) > 1:
-        raise OptionError("--head needs exactly one --model")
-    keys = _keys(options.api_key_file)
-    hosts = _hosts(options.host, options.allowed_hosts, keys)
+    keys, hosts = checked(models, options, drafting, os.environ.get(API_KEY, ""))
     asked = [
         Generation(
             *(name, options.max_tokens, drafting, Ends(), SamplingParams(), caches),
@@ -235,7 +262,7 @@ def _run(
         worker.wait_until_ready()
         note_which_model(asked[0].model)
         if not options.quiet:
-            address = f"http://{_bracketed(options.host)}:{listening.getsockname()[1]}"
+            address = f"http://{bracketed(options.host)}:{listening.getsockname()[1]}"
             console.print(_panel(address, worker, bool(keys)))
             if not options.log_json:
                 memories.suggest_once()
@@ -253,14 +280,14 @@ def _run(
         _serve(app, listening, worker, options.grace)
 
 
-def _keys(file: Path | None) -> list[str]:
-    """The valid API keys, without duplicates.
+def _keys(file: Path | None, other: str) -> list[str]:
+    """The valid API keys in a file and beside it, without duplicates.
 
     Raises:
         OptionError: the file has no key, or a key that cannot be sent in a header.
     """
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file else []
-    given = [key for line in [*lines, os.environ.get(API_KEY, "")] if (key := line.strip())]
+    given = [key for line in [*lines, other] if (key := line.strip())]
     keys = [*dict.fromkeys(given)]
     if file and not keys:
         raise OptionError(f"--api-key-file {shown(str(file))} has no key: write one per line")
@@ -295,16 +322,17 @@ def _hosts(host: str, allowed: tuple[str, ...], keys: list[str]) -> set[str] | N
         if name != host_name(name):
             raise OptionError(f"--allowed-host {shown(name)}: give the name without a port")
     if is_loopback(host):
-        return {"localhost", "127.0.0.1", "[::1]", _bracketed(host), *allowed}
+        return {"localhost", "127.0.0.1", "[::1]", bracketed(host), *allowed}
     if not keys:
         raise OptionError(
             f"--host {host} can be reached from other machines: give a key with --api-key-file or "
             f"{API_KEY}, or listen on 127.0.0.1"
         )
-    return {_bracketed(host), *allowed} if allowed else None
+    return {bracketed(host), *allowed} if allowed else None
 
 
-def _bracketed(host: str) -> str:
+def bracketed(host: str) -> str:
+    """A host as it is written in a URL."""
     return f"[{host}]" if ":" in host else host
 
 

@@ -452,7 +452,7 @@ def test_what_a_client_writes_in_the_meantime_stays(
     path = home / ".codex" / "mlxspec.config.toml"
     path.parent.mkdir(parents=True)
 
-    def answer(_: object) -> bool:
+    def answer(*_: object) -> bool:
         path.write_text("theirs = 1\n")
         return True
 
