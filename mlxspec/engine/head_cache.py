@@ -122,9 +122,9 @@ class HeadCache:
             self.cut(start)
             if self.length < start:
                 self._seen, self._unseen = start, []
-        self._unseen.append(noted._replace(kept=rows))
-        while len(self._unseen) > 1 and self.length - self._seen > _MOST_UNSEEN:
+        while self.length - self._seen > _MOST_UNSEEN:
             self._seen += len(self._unseen.pop(0).kept)
+        self._unseen.append(noted._replace(kept=rows))
 
     def see(self) -> None:
         """Append the entries of all rows but the last one, whose next token is not known."""

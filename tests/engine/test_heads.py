@@ -130,8 +130,7 @@ class Checked:
         self.target.commit(path)
         self.tokens += [tree.tokens[row] for row in path]
         if self.head._seen > seen:  # some were forgotten
-            assert length + len(path) - seen > MOST_UNSEEN
-            assert len(self.tokens) - self.head._seen > MOST_UNSEEN - 6
+            assert length - seen > MOST_UNSEEN > length - self.head._seen - 1 > MOST_UNSEEN - 7
             self.lost |= {*range(seen, self.head._seen)}
         self.last = self.random.randrange(64)
 

@@ -197,7 +197,7 @@ class Conversation:
 
     def turn(self, prompt: list[int], n: int, taken: int | None = None, **options: Any) -> Any:
         """Take so many tokens of an answer; returns the last response."""
-        sampling = {"temp": 0.7, "seed": 7}
+        sampling: dict[str, Any] = {"temp": 0.7, "seed": 7}
         plain = plain_decoder(self.kind).stream(prompt, n, **sampling)
         expected = [response.token for response in plain]
         self.trained.contexts = [prompt + expected]
