@@ -26,6 +26,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar, copy_context
 from typing import Any, cast
@@ -334,8 +335,13 @@ def logits_of(model: nn.Module, body: str, states: mx.array) -> mx.array:
     return head(mx.zeros(states.shape[:2], mx.int32))
 
 
+class _Noted(threading.local):
+    def __init__(self) -> None:
+        self.states: dict[int, Any] = {}
+
+
 class HiddenStates:
-    """Notes the hidden states of a model's forwards, one forward at a time.
+    """Notes the hidden states of a model's forwards, one forward at a time in each thread.
 
     Run :attr:`model` instead of the model: in a :class:`mlxspec.engine.target.Target`, or in a
     :class:`mlxspec.engine.joint.Joint` for several sequences.
@@ -348,11 +354,10 @@ class HiddenStates:
 
     Attributes:
         model: returns the same as the given one, whose weights it shares.
-        noted: by the index of a layer, or -1 for the body, what it returned in the last forward.
     """
 
     def __init__(self, model: nn.Module, body: str, layers: Sequence[int] = ()) -> None:
-        self.noted: dict[int, Any] = {}
+        self._noted = _Noted()
         self._layers = tuple(layers)
         owner, name = _list_of_layers(model)
         self.model = _copied_along(_copied_along(model, owner), body)
@@ -368,6 +373,11 @@ class HiddenStates:
         states = output[0] if isinstance(output, tuple) else output
         self.noted[index] = states.flatten(0, 1) if isinstance(states, mx.array) else states
         return output
+
+    @property
+    def noted(self) -> dict[int, Any]:
+        """By the index of a layer, or -1 for the body, what it returned in the last forward."""
+        return self._noted.states
 
     @property
     def final(self) -> mx.array:

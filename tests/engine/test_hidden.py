@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from threading import Thread
+
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
@@ -61,6 +63,17 @@ def test_layers_return_what_enters_the_next_one_and_the_last_norm() -> None:
     if len(model.layers) == 2:
         assert close(model.model.norm(second), states.final)
     assert close(model.layers[1](first[None], mask="causal")[0], second)
+
+
+def test_each_thread_has_the_states_of_its_own_forward() -> None:
+    _, states = hidden_states("llama3", (0,))
+    states.model(mx.array([PROMPT]))
+    own = states.final
+    thread = Thread(target=states.model, args=[mx.array([PROMPT[:2]])])
+    thread.start()
+    thread.join()
+    assert states.final is own
+    assert len(states.of_layers[0]) == len(own) == len(PROMPT)
 
 
 @pytest.mark.parametrize("name", COMMON)
