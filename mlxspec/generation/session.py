@@ -25,7 +25,6 @@ from ..engine.caches import (
 )
 from ..engine.capability import capability_with
 from ..engine.draft_model import DraftModelDrafter
-from ..engine.heads import HeadCache
 from ..engine.params import CacheOptions
 from ..engine.prompt_cache import Loan, as_mlx_lms
 from ..engine.prompt_cache_file import (
@@ -35,7 +34,7 @@ from ..engine.prompt_cache_file import (
     save_prompt_cache,
     tokens_in,
 )
-from ..engine.target import Capability, Target
+from ..engine.target import Capability, Target, target_for
 from ..errors import OptionError, PromptCacheError
 
 
@@ -148,21 +147,14 @@ class Session:
         cache: mlx-lm's caches to begin with, from :func:`mlxspec.load_prompt_cache`; the session
             does not change them.
         tokens: the tokens that they hold.
-        head: what a trained head knows of them, if it does.
     """
 
-    def __init__(
-        self,
-        cache: Sequence[Any] = (),
-        tokens: Sequence[int] = (),
-        head: HeadCache | None = None,
-    ) -> None:
+    def __init__(self, cache: Sequence[Any] = (), tokens: Sequence[int] = ()) -> None:
         self.index = ContextIndex()
         """The drafter's index of the conversation."""
         self.mark_at = 0
         """A length to which the cache can be rewound after the next prompt."""
         self._first_cache: Sequence[Any] = copy.deepcopy(cache)  # MLX copies on write
-        self._first_head = head
         self._tokens = list(tokens)
         self._target: Target | None = None
         self._lent: tuple[Target, list[int]] | None = None
@@ -218,14 +210,14 @@ class Session:
             if self._first_cache:
                 layers = [for_steps(layer) for layer in self._first_cache]
                 copies = [first_positions(layer, length, room) for layer in layers]
-                head = self._first_head and self._first_head.copied(length, room)
-                return Session(copies, self._tokens[:length], head)
+                return Session(copies, self._tokens[:length])
             target, tokens = self._lent or (self._target, self._tokens)
             assert target is not None
             if not self._lent and length == len(tokens):
                 target.flush_pending()
-            head = target.head and target.head.copied(length, room)
-            return Session(target.copied(length, room), tokens[:length], head)
+            session = Session(tokens=tokens[:length])
+            session._target = target.fork(length, room)
+            return session
 
     @property
     def length(self) -> int:
@@ -242,7 +234,6 @@ class Session:
     def nbytes(self) -> int:
         """The bytes of MLX arrays that the session keeps between two generations."""
         held = self._target.kept_arrays if self._target else held_arrays(parts(self._first_cache))
-        held = [*held, *(self._first_head.arrays if self._first_head else ())]
         return sum(array.nbytes for array in {id(array): array for array in held}.values())
 
     def save(
@@ -251,12 +242,17 @@ class Session:
         """Save the cache as :func:`mlxspec.save_prompt_cache` does.
 
         Raises:
-            OptionError: the session holds nothing yet, or a generation is using it.
+            OptionError: the session holds nothing yet, a generation is using it, or its model is
+                split over several machines.
             PromptCacheError: the file cannot be written; an existing one stays unchanged.
         """
         with self._used(), mx.stream(generation_stream):
             cache = list(self._first_cache)
             if self._target:
+                if getattr(self._target.model, "leader", None):
+                    raise OptionError(
+                        "session holds a part of a split model's cache: it is not saved"
+                    )
                 try:
                     self._target.flush_pending()
                 finally:  # an interrupted flush leaves a shorter context
@@ -294,7 +290,7 @@ class Session:
             check_fits(self._first_cache, model, "the session's cache")
             check_lengths(self._first_cache, "the session's cache")
         new = partial(
-            Target,
+            target_for,
             model,
             vocab_size=vocab_size,
             options=options,
@@ -306,13 +302,8 @@ class Session:
         tokens, self._tokens = self._tokens, []
         if self._first_cache:
             lent, self._first_cache = list(self._first_cache), ()
-            head, self._first_head = self._first_head, None
             target = new(capability_with(lent, capability), cache=lent)
-            if head and target.head and head.trained is target.head.trained:
-                target.head = head
-            target.prefill([])  # its caches can be cut from now on
-            target.length, target.chunks_from = len(tokens), 0
-            target.mark()
+            target.begin_at(len(tokens))
         if target is None or not _serves(target, model, capability, options):
             return new(capability)
         # The prompt's last token belongs to the first step.
@@ -362,13 +353,10 @@ class SessionTurn(CacheLease):
         """The session's target, and how much of the prompt its cache holds.
 
         Raises:
-            OptionError: another generation is using the session, or the model is split over
-                several machines.
+            OptionError: another generation is using the session, or it begins with a cache from a
+                file, and the model is split over several machines.
             PromptCacheError: the session's initial cache is another model's.
         """
-        model, *_ = self._of_target
-        if getattr(model, "leader", None):
-            raise OptionError("session holds one machine's cache: leave it out for a split model")
         with ExitStack() as ending:
             ending.enter_context(self._session._used())
             with mx.stream(generation_stream):

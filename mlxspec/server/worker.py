@@ -452,6 +452,15 @@ class Worker:
         self._commands.put(partial(self._stop, ApiError("the server is ending", status=503)))
         self._thread.join()
 
+    def fail(self, error: ApiError) -> None:
+        """End all requests with an error, from any thread: the worker's own may never return."""
+        self.ready.clear()
+        with self._taking:
+            self._stop(error)
+        for request in self.requests.copy():
+            self.queue(request, error)
+        self._deliver()
+
     @property
     def alive(self) -> bool:
         """Whether the thread runs."""
