@@ -127,18 +127,22 @@ def test_a_follower_has_the_leaders_caches_after_each_turn(
     monkeypatch.setattr(ranks, "share", echo.share)
     cache = PrefixCache(model, 1 << 30, CacheOptions(**options))
     engine = Checked(decoder, echo, cache)
-    system, ended = [pick.randrange(64) for _ in range(70)], [[7]]
-    for _ in range(9):
-        prompt = [*system[: pick.choice([5, 40, 70])], pick.randrange(64), 1, 2, 1, 2]
-        if pick.random() < 0.3:
-            prompt = [*ended[-1], 1, 2]
+    system, ended = [pick.randrange(64) for _ in range(70)], list[list[int]]()
+
+    def add(prompt: list[int]) -> None:
         engine.add(Lent(decoder, prompt, cache, pick.randint(1, 9), options, ended))
+
+    add([7, 1, 2, 1, 2])
+    add([8, 1, 2, 1, 2])
+    for _ in range(7):
         for _ in range(pick.randint(0, 4)):
             engine.turn()
+        add([*system[: pick.choice([40, 70])], pick.randrange(64), 1, 2, 1, 2])
         for request in engine._running[: pick.random() < 0.3]:
             engine.cancel(request)
-    while engine.turn():
-        pass
+    engine.run()
+    add([*ended[-1], 1, 2])
+    engine.run()
     assert echo.names >= {"forward", "join", "leave", "commit", "truncate", "fork", "rewind"}
     assert "prefill" in echo.names or kind != "llama3"
     assert 0 < cache.forks < cache.hits
