@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -147,6 +148,9 @@ class Leader:
     All that rank 0 changes in the memory of MLX, the followers change, too: models, targets and
     joints have numbers, by which the leader names them when it sends what is done with them.
 
+    Use split models in one thread at a time: MLX runs each thread's operations by themselves, and
+    the followers have one thread.
+
     Args:
         group: the ranks.
         channel: the channel to the followers.
@@ -157,6 +161,8 @@ class Leader:
         self.channel = channel
         self._numbers = count()
         self._dropped: list[int] = []
+        self._thread = threading.get_ident()
+        self._dispatched = mx.array(0)
 
     def load(self, path_or_repo: str | Path) -> tuple[nn.Module, TokenizerWrapper]:
         """Load a model split over all ranks; each rank loads its own part.
@@ -216,8 +222,16 @@ class Leader:
             self.send("run", function.__name__, model.number, *args)
             return function(model, *args)
 
+    def dispatch(self, logits: mx.array) -> None:
+        """Compute logits without waiting: the other ranks wait for values of the same forward."""
+        mx.async_eval(logits)
+        self._dispatched = logits
+
     def send(self, *message: Any) -> None:
         """Send the followers a command."""
+        if self._thread != threading.get_ident():
+            mx.eval(self._dispatched)
+            self._thread = threading.get_ident()
         while self._dropped:
             self.channel.send("drop", self._dropped.pop())
         self.channel.send(*message)
@@ -275,10 +289,10 @@ class LeadingTarget(_Led, Target):
         self._leader = leader
 
     def forward(self, tokens: mx.array, tree: DraftTree) -> mx.array:
-        """As :meth:`Target.forward`, but dispatched: the other ranks wait for its values."""
+        """As :meth:`Target.forward`, but dispatched."""
         with self._sending((), "forward", None, _rows([(self, tree)])):
             logits = super().forward(*share([tree], [tokens]), tree)
-            mx.async_eval(logits)
+            self._leader.dispatch(logits)
         return logits
 
     def fork(self, length: int, room: int) -> Target:
@@ -313,13 +327,13 @@ class LeadingJoint(_Led, Joint):
             super().prefill(prompts)
 
     def forward(self, members: Sequence[JointRows]) -> tuple[mx.array, list[slice]]:
-        """As :meth:`Joint.forward`, but dispatched: the other ranks wait for its values."""
+        """As :meth:`Joint.forward`, but dispatched."""
         targets, tokens, trees = zip(*members, strict=True)
         named = _rows(zip(targets, trees, strict=True))
         with self._sending(targets, "forward", self.number, named):
             rows = map(JointRows, targets, share(trees, tokens), trees)
             logits, spans = super().forward([*rows])
-            mx.async_eval(logits)
+            self._leader.dispatch(logits)
         return logits, spans
 
     def join(self, target: Any) -> None:
