@@ -120,13 +120,26 @@ def test_a_follower_has_the_leaders_caches_after_each_turn(
     kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoder = Decoder(KINDS[kind].model(), endless_tokenizer())
-    model, pick = decoder.model, random.Random(5)
+    model = decoder.model
     echo = Echo(model)
     model.leader, model.number = Leader(cast(Any, None), cast(Any, echo)), 0
     next(model.leader._numbers)
     monkeypatch.setattr(ranks, "share", echo.share)
     cache = PrefixCache(model, 1 << 30, CacheOptions(**options))
-    engine = Checked(decoder, echo, cache)
+    run(Checked(decoder, echo, cache), decoder, cache, options)
+    assert echo.names >= {"forward", "join", "leave", "commit", "truncate", "fork", "rewind"}
+    assert "prefill" in echo.names or kind != "llama3"
+    assert 0 < cache.forks < cache.hits
+    cache.make_room(1 << 40)
+    gc.collect()
+    model.leader.send("drop", 0)
+    echo.flush()
+    assert not echo.follower.known
+
+
+def run(engine: Engine, decoder: Decoder, cache: PrefixCache, options: Any) -> None:
+    """Requests that share forwards and prefixes; some are cancelled, the last continues one."""
+    pick = random.Random(5)
     system, ended = [pick.randrange(64) for _ in range(70)], list[list[int]]()
 
     def add(prompt: list[int]) -> None:
@@ -143,15 +156,6 @@ def test_a_follower_has_the_leaders_caches_after_each_turn(
     engine.run()
     add([*ended[-1], 1, 2])
     engine.run()
-    assert echo.names >= {"forward", "join", "leave", "commit", "truncate", "fork", "rewind"}
-    assert "prefill" in echo.names or kind != "llama3"
-    assert 0 < cache.forks < cache.hits
-    cache.make_room(1 << 40)
-    del engine
-    gc.collect()
-    model.leader.send("drop", 0)
-    echo.flush()
-    assert not echo.follower.known
 
 
 class Lent(Request):
