@@ -222,6 +222,10 @@ class Leader:
             self.send("run", function.__name__, model.number, *args)
             return function(model, *args)
 
+    def expect_loss(self) -> None:
+        """After an error in MLX: wait for the channel to notice that a rank is gone, if one is."""
+        time.sleep(_SECONDS_TO_NOTICE)
+
     def dispatch(self, logits: mx.array) -> None:
         """Compute logits without waiting: the other ranks wait for values of the same forward."""
         mx.async_eval(logits)
@@ -385,10 +389,11 @@ def taking_part() -> Iterator[Leader | None]:
     if group.rank() > 0:
         _follow_to_the_end(group)
     channel = meet(group)
+    leader = Leader(group, channel)
     try:
-        yield Leader(group, channel)
+        yield leader
     except RuntimeError:
-        time.sleep(_SECONDS_TO_NOTICE)
+        leader.expect_loss()
         raise
     finally:
         # The followers may still take part in a running forward.
