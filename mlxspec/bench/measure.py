@@ -40,6 +40,8 @@ from ..errors import OptionError, PromptError
 from ..generation.decoder import AutoDecoder, CombinedDecoder, Decoder, LookaheadDecoder
 from ..generation.response import SpeculationStats
 from ..models.chat_template import apply_template
+from ..models.heads import Head
+from ..models.heads.loading import NAMES
 from ..models.model import encode_prompt
 from ..models.model_files import given_name
 from ..process import mlx_settings
@@ -156,7 +158,8 @@ class Backend:
     same_samples: bool = True
 
 
-MakeBackend = Callable[[nn.Module, TokenizerWrapper], Backend]
+MakeBackend = Callable[..., Backend]
+"""Makes a backend from a loaded model and its tokenizer, by name also from a ``head``."""
 
 
 def with_drafter(make_drafter: Callable[[], Drafter]) -> MakeBackend:
@@ -172,8 +175,8 @@ def with_drafter(make_drafter: Callable[[], Drafter]) -> MakeBackend:
 def _planned(make_decoder: Callable[..., AutoDecoder | LookaheadDecoder]) -> MakeBackend:
     """A decoder whose drafts follow the measured cost of steps."""
 
-    def make(model: nn.Module, tokenizer: TokenizerWrapper) -> Backend:
-        decoder = make_decoder(model, tokenizer)
+    def make(model: nn.Module, tokenizer: TokenizerWrapper, **more: Any) -> Backend:
+        decoder = make_decoder(model, tokenizer, **more)
         return Backend(decoder.stream, lambda: decoder.predicted_cost)
 
     return make
@@ -219,6 +222,21 @@ def backends_with(drafter: type[Drafter]) -> dict[str, MakeBackend]:
     auto = partial(AutoDecoder, memory_tokens=0, extra_drafter=drafter)
     name = drafter.__name__
     return {name: with_drafter(drafter), f"auto+{name}": _planned(auto)}
+
+
+def takes_head(name: str) -> bool:
+    """Whether the backend of this name drafts with a trained head, if there is one."""
+    return name.partition("+")[0] in ("auto", "combined")
+
+
+def with_head(makers: Mapping[str, MakeBackend], head: Head) -> dict[str, MakeBackend]:
+    """The same with a head, and also the default decoder without it, to show what it adds."""
+    result: dict[str, MakeBackend] = {}
+    for name, make in makers.items():
+        result[name] = partial(make, head=head) if takes_head(name) else make
+        if name == "auto":
+            result["auto without head"] = make
+    return result
 
 
 def chosen_backends(names: str | None) -> dict[str, MakeBackend]:
@@ -459,12 +477,13 @@ def machine_facts() -> Report:
     }
 
 
-def model_facts(model: nn.Module, name: str) -> Report:
+def model_facts(model: nn.Module, name: str, head: Head | None = None) -> Report:
     """What the model is.
 
     Args:
         model: the loaded model.
         name: what the user called it; of a directory only the last part is given.
+        head: its trained head, if one is used.
     """
     # The dtype of most floating-point bytes: packed weights are computed in their scales' dtype.
     nbytes: dict[mx.Dtype, int] = {}
@@ -475,6 +494,7 @@ def model_facts(model: nn.Module, name: str) -> Report:
         "name": given_name(name),
         **model_identity(model),
         "dtype": str(max(nbytes, key=nbytes.__getitem__)).removeprefix("mlx.core."),
+        **({} if head is None else {"head": NAMES[type(head)]}),
     }
 
 

@@ -10,7 +10,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from statistics import fmean, geometric_mean
@@ -43,16 +43,19 @@ class Replayed:
         rows: per step, how many rows the target verified for all sequences.
         sequences: per step, how many sequences shared it.
         spans: per output, in the order in which they ended, its tokens and its steps.
+        heads: by step, what trained heads took before it, in plain joint steps.
     """
 
     tokens: int
     rows: tuple[int, ...]
     sequences: tuple[int, ...] = ()
     spans: tuple[tuple[int, range], ...] = ()
+    heads: Mapping[int, float] = field(default_factory=dict)
 
     def cost(self, curve: Callable[[int], float]) -> float:
         """The time of all steps under a cost curve, in plain steps of one sequence."""
-        return sum(map(curve, self.rows))
+        heads = sum(time * curve(self.sequences[step]) for step, time in self.heads.items())
+        return sum(map(curve, self.rows)) + heads
 
     def times(self, curve: Callable[[int], float]) -> list[tuple[int, float]]:
         """Per output its tokens, and the time of its steps in plain joint steps.
@@ -61,8 +64,8 @@ class Replayed:
         are faster.
         """
         times = [
-            curve(rows) / curve(count)
-            for rows, count in zip(self.rows, self.sequences, strict=True)
+            curve(rows) / curve(count) + self.heads.get(step, 0.0)
+            for step, (rows, count) in enumerate(zip(self.rows, self.sequences, strict=True))
         ]
         return [(tokens, sum(times[steps.start : steps.stop])) for tokens, steps in self.spans]
 
@@ -106,6 +109,7 @@ def replay_jointly(
     active: list[_Output] = []
     sequences: list[int] = []
     rows: list[int] = []
+    heads: dict[int, float] = {}
     spans: list[tuple[int, range]] = []
     ahead = False  # whether the next step was dispatched in the last one
     try:
@@ -117,7 +121,9 @@ def replay_jointly(
                 active.append(_Output(completion.output, drafter, last))
             if not active:
                 break
-            step_rows, ahead = _step(active, ahead, costs(len(active)))
+            step_rows, head, ahead = _step(active, ahead, costs(len(active)))
+            if head:
+                heads[len(rows)] = head
             rows.append(step_rows)
             sequences.append(len(active))
             ended = [one for one in active if one.done >= len(one.output)]
@@ -131,7 +137,7 @@ def replay_jointly(
         for one in active:
             one.drafter.end()
     tokens = sum(len(completion.output) for completion in completions)
-    return Replayed(tokens, tuple(rows), tuple(sequences), tuple(spans))
+    return Replayed(tokens, tuple(rows), tuple(sequences), tuple(spans), heads)
 
 
 @dataclass(eq=False)
@@ -153,8 +159,12 @@ class _Output:
     steps: int = 0
 
 
-def _step(active: Sequence[_Output], ahead: bool, costs: FixedCosts) -> tuple[int, bool]:
-    """Run a step of all outputs; returns its rows, and whether the next one is dispatched in it."""
+def _step(active: Sequence[_Output], ahead: bool, costs: FixedCosts) -> tuple[int, float, bool]:
+    """Run a step of all outputs.
+
+    Returns:
+        its rows, what trained heads took, and whether the next step is dispatched in it.
+    """
     planners = [one.drafter for one in active if isinstance(one.drafter, Planner)]
     shared: dict[Drafter, Plan] = {}
     if len(active) > 1:
@@ -174,13 +184,14 @@ def _step(active: Sequence[_Output], ahead: bool, costs: FixedCosts) -> tuple[in
         for one, proposal in zip(active, proposals, strict=True)
     )
     rows = sum(map(len, trees))
+    head = max((planner.head_time for planner in planners), default=0.0)  # the same for all
     for one, tree in zip(active, trees, strict=True):
         step = verify(tree, one.output[one.done : one.done + len(tree)], ahead)
         one.done += len(step.tokens)
         one.last = step.tokens[-1]
         one.steps += 1
         one.drafter.observe(replace(step, rows=rows, sequences=len(active)))
-    return rows, ahead
+    return rows, head, ahead
 
 
 def extended(curve: CostCurve) -> CostCurve:
@@ -302,7 +313,7 @@ def joint_report(
     return {
         "speedup": speedup,
         "plain_batching": batching,
-        "one_at_a_time": joint.tokens / sum(whole(rows) for one in alone for rows in one.rows),
+        "one_at_a_time": joint.tokens / sum(one.cost(whole) for one in alone),
         "over_plain_batching": speedup / batching,
         "share_slow": fmean(is_slow(tokens, time) for tokens, time in joint.times(whole)),
         "tokens": joint.tokens,

@@ -18,14 +18,19 @@ from ..engine.params import SamplingParams
 from ..errors import OptionError, PromptError
 from ..process import INTERRUPTED
 from ..terminal import visible
-from .common.model_choice import ABOUT, DEFAULT, model_argument, needed_model
+from .common.model_choice import ABOUT, DEFAULT, MODEL, model_argument, needed_model
 from .common.notes import note
 from .common.options import (
     ADAPTERS,
     ADAPTERS_HELP,
     DRAFTER,
     FILE,
+    HEAD,
+    HEAD_HELP,
     NAME,
+    NO_HEAD,
+    NO_HEAD_HELP,
+    check_head,
     check_least,
     command,
     names_completed,
@@ -56,6 +61,8 @@ class BenchOptions:
     """What to measure."""
 
     adapter_path: str | None = option_field(ADAPTERS, ADAPTERS_HELP, type=NAME, group="Model")
+    head: str | None = option_field(HEAD, HEAD_HELP, type=MODEL, group="Model")
+    no_head: bool = option_field(NO_HEAD, NO_HEAD_HELP, default=False, group="Model")
     prompts: tuple[Path, ...] = _prompts(
         "--prompts --spec-bench FILE",
         "Prompts to answer, such as Spec-Bench's question.jsonl; repeatable.  [default: a small "
@@ -93,7 +100,8 @@ def bench_command(
     """Measure plain decoding, mlx-lm and the drafting decoders on MODEL.
 
     They take turns on the same prompts in one process. Outputs are compared token by token. If
-    outputs differ by more than near ties, no speed-up is shown and the exit status is 1.
+    outputs differ by more than near ties, no speed-up is shown and the exit status is 1. With a
+    trained head, auto is also measured without it.
 
     \b
     Examples:
@@ -109,7 +117,7 @@ def bench_command(
     MLX_MAX_MB_PER_BUFFER and MLX_MAX_OPS_PER_BUFFER: with each of them, with all and with none, in
     --repeats rounds. It shows which of them help beyond noise, and how to keep them.
     """
-    from ..bench.measure import backends_with, chosen_backends, what_differs
+    from ..bench.measure import backends_with, chosen_backends, takes_head, what_differs
     from ..bench.prompts import bundled_prompts, limited, read_prompts
     from ..drafting.drafter import load_drafter
 
@@ -118,6 +126,10 @@ def bench_command(
     backends = chosen_backends(asked.decoders)
     if asked.drafter is not None:
         backends |= backends_with(load_drafter(asked.drafter))
+    check_head(asked.head, asked.no_head)
+    uses_head = any(map(takes_head, backends))
+    if asked.head is not None and not uses_head:
+        raise OptionError("--head is for --decoder auto and combined: add one of them")
     check_least(1, max_tokens=asked.max_tokens, repeats=asked.repeats, limit=asked.limit)
     sampling = SamplingParams(temp=asked.temp, seed=asked.seed)
     prompts = [prompt for file in asked.prompts for prompt in read_prompts(file)]
@@ -134,7 +146,8 @@ def bench_command(
         _exit(report, report["failed"])
         return
 
-    report = _report(model, asked, backends, sampling, questions, include_text)
+    head = asked.head if uses_head and not asked.no_head else False
+    report = _report(model, asked, head, backends, sampling, questions, include_text)
     wrong = list(what_differs(report))
     shows.show_tables(
         "mlxspec bench", report, lambda: bench_tables(report), lambda: page_parts(report)
@@ -155,16 +168,19 @@ def _exit(report: Report, wrong: list[str]) -> None:
 def _report(
     model: str,
     asked: BenchOptions,
+    head: str | bool | None,
     backends: dict[str, MakeBackend],
     sampling: SamplingParams,
     questions: list[BenchPrompt],
     include_text: bool,
 ) -> Report:
     """Load the model, measure until the end or Ctrl-C, and make the report."""
-    from ..bench.measure import Measurement, bench_report, machine_facts, model_facts
-    from ..models.model import load
+    from ..bench.measure import Measurement, bench_report, machine_facts, model_facts, with_head
+    from ..models.heads.loading import load_with_head
 
-    loaded, tokenizer = load(model, adapter_path=asked.adapter_path)
+    loaded, tokenizer, its_head = load_with_head(model, head, asked.adapter_path)
+    if its_head is not None:
+        backends = with_head(backends, its_head)
     max_tokens, repeats = asked.max_tokens, asked.repeats
     measurement = Measurement(
         *(loaded, tokenizer, backends), max_tokens=max_tokens, repeats=repeats, sampling=sampling
@@ -190,7 +206,7 @@ def _report(
         "seed": asked.seed,
         "interrupted": interrupted,
     }
-    about = model_facts(loaded, model)
+    about = model_facts(loaded, model, its_head)
     if asked.adapter_path is not None:
         about["name"] += f" with adapters {Path(asked.adapter_path).resolve().name}"
     return bench_report(
@@ -208,6 +224,7 @@ def _tuned(model: str, asked: BenchOptions) -> Report:
     find_directory(model, None)  # a download shows its progress here
     options = {
         "--adapter-path": asked.adapter_path,
+        "--head": asked.head,
         "--limit": asked.limit,
         "--decoder": asked.decoders or "auto",
         "--drafter": asked.drafter,
@@ -217,6 +234,7 @@ def _tuned(model: str, asked: BenchOptions) -> Report:
     }
     given = [f"{name}={value}" for name, value in options.items() if value is not None]
     given += [f"--prompts={file}" for file in asked.prompts]
+    given += [NO_HEAD] if asked.no_head else []
     with ProgressBar("Taking turns") as on_progress:
         return tune(partial(measured, [f"--model={model}", *given]), asked.repeats, on_progress)
 
@@ -253,6 +271,7 @@ def _heading(report: Report) -> Iterator[RenderableType]:
     yield shown(
         f"{model['name']}: {model['parameters']:,} parameters, {model['bits_per_weight']} bits "
         f"each in memory, {model['dtype']}"
+        + (f", with a trained head, {model['head']}" if "head" in model else "")
     )
     blas = f", BLAS: {machine['blas']}" if "blas" in machine else ""
     yield shown(f"{machine['chip']} ({machine['device']}{blas}), {machine['system']}")

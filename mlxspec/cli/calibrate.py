@@ -14,13 +14,29 @@ from rich.text import Text
 
 from ..errors import MlxspecError, OptionError
 from ..terminal import visible
-from .common.model_choice import ABOUT, DEFAULT, model_argument, needed_model
+from .common.model_choice import ABOUT, DEFAULT, MODEL, model_argument, needed_model
 from .common.notes import note
-from .common.options import ADAPTERS, ADAPTERS_HELP, NAME, check_least, command, option, options_of
+from .common.options import (
+    ADAPTERS,
+    ADAPTERS_HELP,
+    HEAD,
+    NAME,
+    NO_HEAD,
+    NO_HEAD_HELP,
+    check_head,
+    check_least,
+    command,
+    option,
+    options_of,
+)
 from .common.output import ProgressBar, ReportOptions, output_console
 
 if TYPE_CHECKING:
+    import mlx.nn as nn
+
     from ..drafting.kept import CostCache, CostKey, KnownTimes
+    from ..models.heads import Head
+
 _MOST_SEQUENCES = 64  # whose steps are shown
 _DIGEST = 8  # characters, enough to distinguish models of one kind and size
 
@@ -38,6 +54,13 @@ _measurement = partial(option, group="Measurement")
     type=int,
     multiple=True,
 )
+@_measurement(
+    HEAD,
+    "Also measure the drafts of this trained head.  [default: the one that comes with MODEL, if it "
+    "has one]",
+    type=MODEL,
+)
+@_measurement(NO_HEAD, NO_HEAD_HELP)
 @_measurement("--sequences N", "Measure steps that N sequences share.", default=1, type=int)
 @_measurement("--show", "Show what is known of MODEL, or else of all, and measure nothing.")
 @options_of(ReportOptions, "shows", "Output")
@@ -46,6 +69,8 @@ def calibrate_command(
     model: str | None,
     adapter_path: str | None,
     context: tuple[int, ...],
+    head: str | None,
+    no_head: bool,
     sequences: int,
     show: bool,
     shows: ReportOptions,
@@ -64,7 +89,8 @@ def calibrate_command(
     measures it carefully, best on an otherwise idle machine. It measures behind short and long
     contexts, since attention to a long context can make wide drafts much more expensive. Between
     these lengths times follow a straight line. On a GPU it also finds out whether wide drafts
-    are faster with their attention split. If the times scatter too much, nothing is kept, and
+    are faster with their attention split. With a trained head it shows what drafts of the head
+    take, which comes on top of the step. If the times scatter too much, nothing is kept, and
     the exit status is 1. The times are kept in the user's cache directory, or in the directory
     that MLXSPEC_CACHE_DIR names.
     """
@@ -74,17 +100,26 @@ def calibrate_command(
     check_least(1, context=min(context, default=1), sequences=sequences)
     if adapter_path is not None and model is None:
         raise OptionError("--adapter-path is given without its MODEL: name that, too")
-    cache = CostCache()
+    check_head(head, no_head)
+    if head is not None and (show or sequences > 1):
+        other = "--show" if show else "--sequences"
+        raise OptionError(f"--head is measured anew, for one sequence: leave out {other}")
+    cache, of_head = CostCache(), None
     if show:
         curves, plain = _kept(cache, model, adapter_path, context)
     else:
-        curves, plain = _measured(cache, needed_model(model), adapter_path, context, sequences)
+        wanted = False if no_head or sequences > 1 else head
+        curves, plain, of_head = _measured(
+            cache, needed_model(model), adapter_path, wanted, context, sequences
+        )
     bars = not output_console().options.ascii_only
     shows.show_tables(
         "mlxspec calibrate",
-        {"curves": curves} if show else {**curves[0], "longer_contexts": curves[1:]},
-        lambda: _parts(curves, plain, model, bars),
-        lambda: _parts(curves, plain, model, bars=True),
+        {"curves": curves}
+        if show
+        else {**curves[0], "longer_contexts": curves[1:], "head": of_head},
+        lambda: _parts(curves, of_head, plain, model, bars),
+        lambda: _parts(curves, of_head, plain, model, bars=True),
     )
 
 
@@ -128,13 +163,14 @@ def _measured(
     cache: CostCache,
     name: str,
     adapter_path: str | None,
+    head: str | bool | None,
     contexts: Sequence[int],
     sequences: int,
-) -> tuple[list[Curve], bool]:
+) -> tuple[list[Curve], bool, dict[str, Any] | None]:
     """Measure carefully, and keep it. An interrupt before the end leaves the cache as it was.
 
     Returns:
-        the curves, and whether the model verifies no drafts.
+        the curves, whether the model verifies no drafts, and the times of a head, if any.
 
     Raises:
         MlxspecError: the times are noise; nothing is kept.
@@ -150,10 +186,10 @@ def _measured(
         split_length,
     )
     from ..engine.patches import split_attention
-    from ..models.model import load
+    from ..models.heads.loading import load_with_head
     from ..models.model_files import given_name
 
-    model, _ = load(name, adapter_path=adapter_path)
+    model, _, its_head = load_with_head(name, head, adapter_path)
     for asked in contexts:
         check_context(model, CAREFUL, asked)
     # Shared steps are measured with their attention split as it will be.
@@ -186,7 +222,30 @@ def _measured(
                 f"since this measurement has {len(found[context].times)}"
             )
     curves = [_curve(key, context, known, given_name(name)) for context, known in found.items()]
-    return curves, chain_capability(model) is Capability.PLAIN
+    if chain_capability(model) is Capability.PLAIN:
+        return curves, True, None
+    plain_step = curves[0]["times"][0]["seconds"]
+    return curves, False, _times_of_head(its_head, model, plain_step) if its_head else None
+
+
+def _times_of_head(head: Head, model: nn.Module, plain_step: float) -> dict[str, Any]:
+    """The head's kind, and by the ``tokens`` of a draft its ``seconds`` and ``cost``.
+
+    Args:
+        head: a trained head.
+        model: its target.
+        plain_step: the seconds of a plain step, the unit of the cost.
+    """
+    from ..engine.heads import TrainedHead
+    from ..models.heads.loading import NAMES
+
+    times = TrainedHead(head, model).times
+    seconds = [times.seconds(tokens) for tokens in range(1, head.most + 1)]
+    rows = [
+        {"tokens": tokens, "seconds": taken, "cost": taken / plain_step}
+        for tokens, taken in enumerate(seconds, start=1)
+    ]
+    return {"kind": NAMES[type(head)], "times": rows}
 
 
 def _kept(
@@ -225,7 +284,11 @@ def _kept(
 
 
 def _parts(
-    curves: list[Curve], plain: bool, asked: str | None, bars: bool
+    curves: list[Curve],
+    of_head: dict[str, Any] | None,
+    plain: bool,
+    asked: str | None,
+    bars: bool,
 ) -> Iterator[RenderableType]:
     """The tables of curves; ``plain`` says that their model is known to verify no drafts."""
     if not curves:
@@ -261,13 +324,19 @@ def _parts(
         else:
             yield "A draft pays when its step emits more than T(M)/T(1) tokens."
         yield Text("± is half the width of a 95 % confidence interval of T(M)/T(1).\n", "dim")
+    if of_head:
+        yield Text(f"Drafts of the trained head, {of_head['kind']}", "bold")
+        table = _empty_table("tokens", "ms", "plain steps")
+        for draft in of_head["times"]:
+            seconds, cost = _milliseconds(draft["seconds"]), f"{draft['cost']:.2f}"
+            table.add_row(str(draft["tokens"]), seconds, cost)
+        yield table
+        yield "A step takes this time before its T(M)/T(1) if the head drafts for it.\n"
 
 
 def _table(points: Sequence[dict[str, float]], bars: bool) -> Table:
     """Rows, milliseconds and costs, the costs as bars, too."""
-    table = Table(box=SIMPLE, pad_edge=False, padding=(0, 0, 0, 1))
-    for heading in ("rows", "ms", "T(M)/T(1)", "ms/row", "±"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = _empty_table("rows", "ms", "T(M)/T(1)", "ms/row", "±")
     if bars:
         table.add_column(max_width=_WIDEST_BAR)
     highest = max(point["cost"] for point in points)
@@ -281,6 +350,13 @@ def _table(points: Sequence[dict[str, float]], bars: bool) -> Table:
             f"{point['error']:.0%}" if point["rows"] > 1 else "–",
             *bar,
         )
+    return table
+
+
+def _empty_table(*headings: str) -> Table:
+    table = Table(box=SIMPLE, pad_edge=False, padding=(0, 0, 0, 1))
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
     return table
 
 

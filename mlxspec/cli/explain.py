@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -302,35 +302,53 @@ class Explained:
         return html_page([prompt, *self._parts()], "mlxspec explain")
 
     def _parts(self) -> Iterator[RenderableType]:
+        from ..drafting.heads import HEAD
+
         stats = self.stats
         yield Text(
             f"{one_line(self.model)}, decoder {self.decoder}: tokens {stats.emitted}, "
             f"steps {stats.steps}, tokens per step {stats.tokens_per_step:.2f}, "
             f"rows per step {stats.rows / stats.steps:.1f}"
         )
+        if by_origin := self._by_origin():
+            yield Text(f"accepted drafts: {by_origin}")
         if self.chosen and self.first:
             yield Text(
                 f"This begins at step {self.first + 1}, where drafts are most instructive; "
                 "--skip 0 begins at the first step.",
                 "dim",
             )
-        text, windows = list(self.prompt), False
+        text, windows, heads = list(self.prompt), False, False
         for number, step in enumerate(self.steps[: self.first + self.count], start=1):
             if number > self.first:
                 yield Text(f"\nStep {number} of {len(self.steps)}", "bold")
                 yield from self._step(step, text)
                 windows = windows or bool(step.window)
+                heads = heads or HEAD in step.origins
             text.extend(step.verified.tokens)
         yield ""
         yield Text("  ").join(Text(f"{fate.sign} {fate.meaning}", fate.style) for fate in Fate)
         signs = f"{_SPACE} space  {_NEWLINE} newline  {_TAB} tab"
         yield Text(f"{signs}  → the target's next choice", "dim")
+        if heads:
+            yield Text(
+                f"({HEAD}) was drafted by the trained head, from the target's states.", "dim"
+            )
         if windows:
             yield Text(
                 "Row i of the window is an n-gram that may follow i tokens after the current one. "
                 "The step adds it to the pool once the window has all levels.",
                 "dim",
             )
+
+    def _by_origin(self) -> str:
+        """How many drafted tokens of each origin were accepted, over all steps."""
+        drafted, accepted = Counter[str](), Counter[str]()
+        for step in self.steps:
+            drafted.update(step.origins[1:])
+            accepted.update(step.origins[node] for node in step.verified.accepted)
+        counts = (f"{origin} {accepted[origin]} of {n}" for origin, n in drafted.most_common())
+        return ", ".join(counts)
 
     def _step(self, step: RecordedStep, before: list[int]) -> Iterator[RenderableType]:
         verified = step.verified

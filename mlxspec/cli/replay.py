@@ -69,6 +69,12 @@ class ReplayOptions:
     drafter: str | None = option_field(
         DRAFTER, "Also replay your own drafter class, alone and with auto."
     )
+    head_curve: str | None = option_field(
+        "--head-curve P,P[,P...]@COST",
+        "Also replay a trained head, alone and with auto: the probabilities that the first 1, 2, "
+        "… tokens it drafts are all right, and the time of each token in plain steps, as in "
+        ".76,.60,.50,.41@0.08.",
+    )
     decoders: str | None = option_field(
         "--decoder A,B",
         "The decoders to replay: auto, prompt-lookup, the name of another program for its method, "
@@ -115,6 +121,7 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
       mlxspec replay chats.jsonl --tokenizer my_model --decoder auto,hindsight
       mlxspec replay chats.jsonl --tokenizer my_model --chip all --concurrency 4
       mlxspec replay chats.jsonl --tokenizer my_model --memory 16k,1M,all
+      mlxspec replay chats.jsonl --tokenizer my_model --head-curve .76,.60,.50,.41@0.08
 
     A line of TRACES is an object with "messages", as in OpenAI-style chat logs. It may have
     "category", "model" and "completions", the indices of the messages to replay.
@@ -145,11 +152,12 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
 
 
 def _policies(asked: ReplayOptions, shows: ReportOptions) -> dict[str, ReplayPolicy]:
-    """The requested decoders and a custom drafter, or the default decoder with the memories.
+    """The requested decoders, drafter and head, or the default decoder with the memories.
 
     Raises:
-        OptionError: a decoder or size is unknown, or options contradict each other.
+        OptionError: a decoder, size or curve is unknown, or options contradict each other.
     """
+    from ..bench.heads import HeadCurve, policies_with_head
     from ..bench.policies import AUTO, policies_with
     from ..bench.replay import chosen_policies, memories
     from ..drafting.drafter import load_drafter
@@ -167,8 +175,14 @@ def _policies(asked: ReplayOptions, shows: ReportOptions) -> dict[str, ReplayPol
         policies = chosen_policies(names, several)
         if asked.drafter is not None:
             policies |= policies_with(load_drafter(asked.drafter))
+        if asked.head_curve is not None:
+            policies |= policies_with_head(HeadCurve.parse(asked.head_curve))
         return policies
-    for option, given in (("--decoder", asked.decoders), ("--drafter", asked.drafter)):
+    for option, given in (
+        ("--decoder", asked.decoders),
+        ("--drafter", asked.drafter),
+        ("--head-curve", asked.head_curve),
+    ):
         if given not in (None, AUTO):
             raise OptionError(
                 f"{option} {given} with --memory: the default decoder is compared with itself; "
@@ -217,6 +231,8 @@ def _report(
                 entry |= {"decoder": AUTO, "memory_tokens": policies[name].memory_tokens}
             if asked.concurrency > 1:
                 entry["concurrency"] = asked.concurrency
+            if asked.head_curve is not None:
+                entry["head_curve"] = asked.head_curve
             entries.append(entry | report)
     return {**entries[0], "comparison": entries}
 

@@ -89,6 +89,11 @@ class ServeOptions:
         "--api-key-file FILE",
         f"Require one of the keys in this file, one per line, or the key in {API_KEY}.",
     )
+    strict_model_names: bool = _request_option(
+        "--strict-model-names",
+        "Refuse requests for other models. By default an only model answers them.",
+        default=False,
+    )
     concurrency: int = _request_option(
         "--concurrency N", "Generate for N requests per model at once.", default=8
     )
@@ -182,6 +187,8 @@ def serve_command(
     seconds to end; press Ctrl-C again to end them at once.
     """
     options.check(len(models))
+    if drafting.head is not None and len(models) > 1:
+        raise OptionError("--head needs exactly one --model")
     asked = [
         Generation(
             *(name, options.max_tokens, drafting, Ends(), SamplingParams(), caches),
@@ -247,6 +254,7 @@ def _run(
             max_tokens=options.max_tokens,
             hosts=hosts,
             keys=keys,
+            strict_model_names=options.strict_model_names,
             on_refusal=lambda path, error: log(refusal_record(path, error)),
         )
         # Nothing that is loaded now becomes garbage. Without this, each full collection would scan
@@ -420,12 +428,20 @@ def _kept(served: list[ServedModel], directory: Path) -> Iterator[None]:
 
 def _panel(address: str, worker: Worker, with_key: bool) -> Panel:
     """The server's address and models, and how to use it."""
+    from ..generation.drafting import Auto
+    from ..models.heads.loading import NAMES
+    from ..server.prompts import why_no_tools
+
     rows = Table.grid(padding=(0, 2))
     rows.add_row("address", address)
     for served in worker.models.values():
         length = served.context_length
         context = f"{length:,} tokens of context" if length else "context length unknown"
         rows.add_row("model", f"{shown(served.name)}, {context}")
+        if isinstance(drafting := served.decoder.drafting, Auto) and drafting.head is not None:
+            rows.add_row("head", NAMES[type(drafting.head)])
+        if reason := why_no_tools(served.decoder.tokenizer):
+            rows.add_row("tools", f"not supported, since {reason}")
         rows.add_row("memory", f"at most {served.memory.limit / 2**30:,.1f} GiB for KV caches")
     key = "KEY" if with_key else "none"
     client = Text(f"export OPENAI_BASE_URL={address}/v1 OPENAI_API_KEY={key}", style="bold")

@@ -129,6 +129,12 @@ class DraftTree:
                 return other
         return None
 
+    @property
+    def p_next(self) -> float:
+        """The probability that one of the root's children is right."""
+        nodes = zip(self.parents[1:], self.p_reached, strict=True)
+        return sum(p for parent, p in nodes if parent == 0)
+
     def first_chain(self) -> DraftTree:
         """The chain of first children, for a target that verifies only chains."""
         if self.is_chain:

@@ -14,9 +14,11 @@ HEAD = "head"
 
 # Where these come from: notes/planner.md, "Trained heads".
 _FIRST_P_ACCEPT = 0.7  # of each token, if those before are right
-_RATE, _RATE_OF_ALL = 0.1, 0.02  # of the averages of one generation, and of all
+_RATE, _RATE_OF_ALL = 0.1, 0.02  # of the averages of one generation, and of all; more at first
+_FIRST_WEIGHT = 2  # drafts that the first probability counts as
+_TRUSTED = 8  # drafts that those of earlier generations count as, at most
 _LEAST, _MOST = 0.02, 0.98
-_TRIAL = 64  # tokens after which a head that does not pay is tried again
+_TRIAL, _RAREST_TRIAL = 64, 1024  # tokens after which a head that does not pay is tried again
 _CONFIDENCES = 8  # classes of confidence
 _TIME_RATE = 0.2  # weight of the newest time, as a power
 _MOST_SURPRISE = 4.0  # factor by which one time may differ from what was expected
@@ -48,20 +50,19 @@ class HeadTimes:
 
 
 class HeadExperience:
-    """What all generations with a head have shown.
+    """What generations with a head have shown.
 
     Args:
         most: the most tokens that the head drafts at once.
-        times: what its drafts take.
 
     Attributes:
         p_accept: by depth, how often a token is right if those before are.
+        seen: by depth, the drafts from which that is known.
         corrections: of the logits of its own confidence.
     """
 
-    def __init__(self, most: int, times: HeadTimes) -> None:
-        self.times = times
-        self.p_accept = [_FIRST_P_ACCEPT] * most
+    def __init__(self, most: int) -> None:
+        self.p_accept, self.seen = [_FIRST_P_ACCEPT] * most, [0] * most
         self.corrections = Corrections()
 
 
@@ -72,17 +73,19 @@ class HeadSource:
     A subclass runs it.
 
     Args:
-        experience: of all generations, which this one adds to.
+        times: what its drafts take.
+        experience: of earlier generations, which this one adds to.
 
     Attributes:
         p_accept: by depth, how often its token is right if those before are.
         last: the current token.
     """
 
-    def __init__(self, experience: HeadExperience) -> None:
-        self.experience = experience
+    def __init__(self, times: HeadTimes, experience: HeadExperience) -> None:
+        self.times, self._experience = times, experience
         self.p_accept = list(experience.p_accept)
-        self._idle = 0  # tokens since it has run
+        self._seen = [min(times_seen, _TRUSTED) for times_seen in experience.seen]
+        self._idle, self._trial = 0, _TRIAL  # tokens since it has run, and until it is tried
         self._draft: DraftTree | None = None
         self._logits: list[tuple[float, tuple[int, int]]] = []
 
@@ -110,7 +113,7 @@ class HeadSource:
     @property
     def trials(self) -> bool:
         """Whether to run it only to see whether its drafts have become better."""
-        return self._idle >= _TRIAL
+        return self._idle >= self._trial
 
     def outlook(self, depth: int) -> DraftTree:
         """What a draft would be like: a chain of unknown tokens, with ``p_reached``."""
@@ -126,6 +129,8 @@ class HeadSource:
         Args:
             tokens, confidences: from :meth:`run`.
         """
+        # If trials alone make it run, they become rarer.
+        self._trial = min(2 * self._trial, _RAREST_TRIAL) if self.trials else _TRIAL
         self._idle, self._logits = 0, []
         p_reached, right = [], 1.0
         for depth, confidence in enumerate(confidences):
@@ -133,7 +138,7 @@ class HeadSource:
             logit = math.log(bounded / (1 - bounded))
             features = depth, 64 + min(int(_CONFIDENCES * confidence), _CONFIDENCES - 1)
             self._logits.append((logit, features))
-            right *= probability(logit + self.experience.corrections.logit(features))
+            right *= probability(logit + self._experience.corrections.logit(features))
             p_reached.append(right)
         self._draft = self._chain(tokens, p_reached)
         return self._draft
@@ -146,13 +151,16 @@ class HeadSource:
             return
         for node, right in self._draft.judged(step.tokens):
             depth = node - 1
-            for p_accept, rate in (
-                (self.p_accept, _RATE),
-                (self.experience.p_accept, _RATE_OF_ALL),
+            known = self._experience
+            for p_accept, seen, least in (
+                (self.p_accept, self._seen, _RATE),
+                (known.p_accept, known.seen, _RATE_OF_ALL),
             ):
+                seen[depth] += 1
+                rate = max(least, 1 / (_FIRST_WEIGHT + seen[depth]))
                 p_accept[depth] += rate * (right - p_accept[depth])
             logit, features = self._logits[depth]
-            self.experience.corrections.learn(features, logit, right)
+            self._experience.corrections.learn(features, logit, right)
         self._draft = None
 
     def _chain(self, tokens: Sequence[int], p_reached: Sequence[float]) -> DraftTree:

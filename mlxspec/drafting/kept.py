@@ -24,6 +24,7 @@ from ..errors import MlxspecError, OptionError
 from ..files import replaced
 from .acceptance import MOST_SEEN, TOKEN_FEATURES, Corrections
 from .costs import MOST_UNCERTAINTY, STEP_SECONDS, WIDEST, KnownTime
+from .heads import HeadExperience
 from .measurement import COST_PER_ROW, is_whole
 
 _log = logging.getLogger(__name__)
@@ -328,6 +329,7 @@ class Experience:
     ) -> None:
         self.probe_step = 0
         self._of_texts: dict[object, Experience] = {}
+        self._of_head: HeadExperience | None = None
         self._path, self._clock = path, clock
         self._next_save = clock()
         kept = _usable("experience", path, _read_experience) if path else None
@@ -363,6 +365,16 @@ class Experience:
     def of_texts(self, texts: object) -> Experience:
         """What was taught of earlier texts, such as a memory; it ends with the process."""
         return self._of_texts.setdefault(texts, Experience())
+
+    def of_head(self, most: int) -> HeadExperience:
+        """What drafts of a trained head have shown; it ends with the process.
+
+        Args:
+            most: the most tokens that it drafts at once.
+        """
+        if self._of_head is None:
+            self._of_head = HeadExperience(most)
+        return self._of_head
 
     def end(self) -> None:
         """Save what was learned, if there is a path and the last save is not recent."""

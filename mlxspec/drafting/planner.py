@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .combined import Guide, guided, united
+from .combined import Guide, guided, likelier_first, united, united_apart
 from .costs import CostCurve, Costs
 from .drafter import Drafter, DraftTree, Limits, VerifiedStep
 from .heads import HeadSource
@@ -64,6 +64,11 @@ class Plan(NamedTuple):
     head: float = 0.0
     head_seconds: float = 0.0
     fault: Exception | None = None
+
+    @property
+    def p_next(self) -> float:
+        """The probability that one of the candidates for the next token is right."""
+        return self.candidates.p_next if self.candidates else 0.0
 
 
 NO_PLAN = Plan()
@@ -162,7 +167,8 @@ class Planner(Drafter):
 
     def with_head(self, text: DraftTree | None, head: DraftTree, limits: Limits) -> DraftTree:
         """The candidates of a search, and those of the trained head."""
-        return self._united([text or DraftTree.chain(self._last), head], limits)
+        trees = likelier_first(text or DraftTree.chain(self._last), head)
+        return self._united(trees, limits)
 
     def _united(self, trees: Sequence[DraftTree], limits: Limits) -> DraftTree:
         tree = united(trees, limits)
@@ -231,7 +237,7 @@ class Planner(Drafter):
         """The allowed gain of a draft by the head alone, computed every few steps."""
         assert self.head
         if self._steps % _STEPS_PER_OUTLOOK == 0 or self._plan.head:
-            times, plain = self.head.experience.times, self.costs.seconds(1)
+            times, plain = self.head.times, self.costs.seconds(1)
             p_reached = self.head.outlook(len(costs) - 2).p_reached
             expected = expected_tokens(p_reached)
             price = price_of_time(expected, costs, self.policy.rate)
@@ -408,6 +414,9 @@ class _Step:
         # The weight of each sequence's tokens, 1 on average: the time that one usually takes.
         times = [1 / policy.rate for policy in self._policies]
         self._weights = [time * len(times) / sum(times) for time in times]
+        rates = zip(self._policies, self._weights, strict=True)
+        self._rate = sum(policy.rate * weight for policy, weight in rates)
+        self._rate += sequences - len(planners)
 
     def search(self, max_depths: Sequence[int]) -> list[Plan]:
         """Ask each planner for its candidates and sort all of them.
@@ -472,7 +481,7 @@ class _Step:
         if not depth:
             return plans
         members = [*heads.values()]
-        times, started = members[0].experience.times, time.perf_counter()
+        times, started = members[0].times, time.perf_counter()
         drafts = members[0].run(members, depth)
         seconds = time.perf_counter() - started
         times.record(depth, len(members), seconds)
@@ -490,35 +499,48 @@ class _Step:
 
     def _time_of_heads(self, depth: int, heads: Sequence[HeadSource]) -> float:
         """What a draft of several heads takes, in plain steps."""
-        seconds = heads[0].experience.times.seconds(depth, len(heads))
+        seconds = heads[0].times.seconds(depth, len(heads))
         return seconds / self._costs.seconds(1)
 
     def _depth_of_heads(self, plans: Sequence[Plan], heads: Mapping[int, HeadSource]) -> int:
         """How deep heads should draft, by what they have shown; 0 if they should not run."""
         members, texts = [*heads.values()], [plan.candidates for plan in plans]
-        left = {index: 1 - _first_p(texts[index]) for index in heads}
         deepest = max(self._limits[index].max_depth for index in heads)
         most = min(deepest, self._max_nodes, len(members[0].p_accept))
-        outlooks = {index: head.outlook(most) for index, head in heads.items()}
-        trial = any(head.trials and left[index] > _UNSURE for index, head in heads.items())
+        merged, hope, trial = dict[int, DraftTree](), 0.0, False
+        for index, head in heads.items():
+            outlook, text = head.outlook(most), texts[index] or DraftTree.chain(head.last)
+            left = 1 - text.p_next
+            trial = trial or (head.trials and left > _UNSURE)
+            tree = united_apart(*likelier_first(text, outlook), self._limits[index])
+            if tree is not text:
+                merged[index] = tree
+                hope += left * sum(outlook.p_reached)
         # Where text is sure, nothing more is computed.
-        hope = sum(left[index] * sum(tree.p_reached) for index, tree in outlooks.items())
         if hope <= self._time_of_heads(1, members):
             return int(trial)
-        (best, _), found = self.choose(), 0
-        for depth in range(1, most + 1):
-            merged = list(texts)
-            for index, tree in outlooks.items():
-                chain = tree.first(depth)
-                merged[index] = self._planners[index].with_head(
-                    texts[index], chain, self._limits[index]
-                )
-            self._arrange(merged)
-            gain, _ = self.choose(self._time_of_heads(depth, members))
-            if gain > best:
-                best, found = gain, depth
-            elif found:
-                break
+
+        def with_heads(depth: int) -> float:
+            """Sort the candidates as if heads had drafted; returns what that takes."""
+            drafted = list(texts)
+            for index, tree in merged.items():  # the tokens of an outlook are -2, -3, …
+                drafted[index] = tree.kept([token >= -1 - depth for token in tree.tokens])
+            self._arrange(drafted)
+            return self._time_of_heads(depth, members)
+
+        (_, n_text), options = self.choose(), list[tuple[list[float], list[float]]]()
+        for depth in range(most + 1):
+            taken = with_heads(depth) if depth else 0.0
+            options.append((self._expected, [0.0, *(cost + taken for cost in self._table[1:])]))
+        # All at one price, so that they can be compared.
+        price = max(price_of_time(*option, self._rate) for option in options)
+        worth = [
+            [tokens - price * cost for tokens, cost in zip(expected, costs[1:], strict=False)]
+            for expected, costs in options
+        ]
+        gains = [(max(one) - worth[0][n_text], depth) for depth, one in enumerate(worth) if depth]
+        gains = [gain for gain in gains if gain[0] > 0]
+        _, found = best_allowed(gains, lambda gain, depth: self.choose(with_heads(depth))[1] > 0)
         self._arrange(texts)
         return found or int(trial)
 
@@ -537,8 +559,6 @@ class _Step:
             head: what heads would have to take for it first, in plain steps.
         """
         policies = self._policies
-        rate = sum(one.rate * weight for one, weight in zip(policies, self._weights, strict=True))
-        rate += self._sequences - len(policies)
         # A sequence that has just joined does not know whether a forward was dispatched.
         restart = head + self._costs.sync_overhead * any(policy.ahead for policy in policies)
         banks = [policy.bank for policy in policies]
@@ -550,7 +570,7 @@ class _Step:
                 return False
             return self._patient or self._is_endured(more / self._sequences, shares)
 
-        return best_allowed(gains_of(self._expected, self._table, rate, restart), allows)
+        return best_allowed(gains_of(self._expected, self._table, self._rate, restart), allows)
 
     def _is_endured(self, more_time: float, shares: Counter[int]) -> bool:
         """Whether each sequence's wait, less its own drafted tokens, is within its patience."""
@@ -571,7 +591,7 @@ class _Step:
         if sum(policy.gain for policy in self._policies) > most:
             return False
         for planner, plan in zip(self._planners, plans, strict=True):
-            if planner.head and planner.head.trials and _first_p(plan.candidates) < _UNSURE:
+            if planner.head and planner.head.trials and plan.p_next < _UNSURE:
                 return False
         # A drafting sequence pays for the time that its rows cost all sequences.
         table = [0.0, *(1 + self.more_time(n) for n in range(len(self._table) - 1))]
@@ -580,14 +600,6 @@ class _Step:
             for planner, plan in zip(self._planners, plans, strict=True)
         )
         return sum(gains) <= most
-
-
-def _first_p(candidates: DraftTree | None) -> float:
-    """The probability that one of the candidates for the next token is right."""
-    if candidates is None:
-        return 0.0
-    nodes = zip(candidates.parents[1:], candidates.p_reached, strict=True)
-    return sum(p for parent, p in nodes if parent == 0)
 
 
 def log_fault(error: Exception) -> None:

@@ -335,7 +335,9 @@ def _fill(target: Target, length: int) -> None:
             taken = mx.arange(missing) % held[0].shape[2]
             cache.update_and_fetch(*(array[..., taken, :] for array in held))
     drop_unseen(target.cache)
+    head, target.head = target.head, None  # it has seen none of these positions
     target.prefilled(missing)
+    target.head = head
     mx.eval(target.arrays)
 
 

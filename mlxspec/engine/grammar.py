@@ -7,6 +7,7 @@ branch and back, so every row of a step gets the mask of its own context.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -197,6 +198,15 @@ class _Compiled(NamedTuple):
     phase: Phase
     matcher: llguidance.LLMatcher | None
 
+    @property
+    def moves_back(self) -> bool:
+        """Whether the matcher can take tokens back; after these attributes of rules it cannot."""
+        constraint = self.phase.constraint
+        return constraint is None or not _ONE_WAY.search(constraint.text)
+
+
+_ONE_WAY = re.compile(r"\b(?:max_tokens|stop)\s*=")
+
 
 class _Place(NamedTuple):
     """An output's place in a grammar.
@@ -206,12 +216,14 @@ class _Place(NamedTuple):
         matcher: the matcher of the phase's constraint; None in free text.
         fresh: whether the phase's first token is still to come.
         ended: whether the output has ended.
+        moves_back: whether the matcher can take tokens back; otherwise a copy of it moves on.
     """
 
     phase: Phase
     matcher: llguidance.LLMatcher | None
     fresh: bool = True
     ended: bool = False
+    moves_back: bool = True
 
 
 class GrammarState:
@@ -228,24 +240,26 @@ class GrammarState:
         self._vocab_size = grammar.vocabulary.vocab_size
         self._place = self._beginning_of(0)
         self._path: list[tuple[_Place, bool]] = []
-        """Per unaccepted token, the place before it, and whether the matcher consumed it."""
+        """Per unaccepted token, the place before it, and whether its matcher consumed the token."""
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Advance along tokens that were chosen under the masks."""
         for token in tokens:
-            if not self._advance(token):
+            if not self._advance(token, for_good=True):
                 raise OptionError(f"the constraint does not allow the token {token}")
         self._path.clear()
 
     def forced(self) -> tuple[int, ...]:
         """The tokens that must come next, whatever the model predicts; empty if it has a choice."""
-        phase, matcher, fresh, ended = self._place
+        phase, matcher, fresh, ended, moves_back = self._place
         if matcher is None or ended or (fresh and phase.exits):
             return ()
+        if not moves_back:
+            matcher = matcher.deep_copy()
         tokens = matcher.compute_ff_tokens()[:_MOST_FORCED]
         taken = matcher.try_consume_tokens(tokens) if tokens else 0
         complete = matcher.is_stopped() and matcher.is_accepting()
-        if taken:
+        if taken and moves_back:
             matcher.rollback(taken)
         return (*tokens[:taken], *(self._ends[:1] if complete else ()))
 
@@ -299,13 +313,14 @@ class GrammarState:
                 self._retreat()
 
     def _beginning_of(self, number: int) -> _Place:
-        phase, matcher = self._grammar.phases[number]
-        return _Place(phase, matcher.deep_copy() if matcher else None)
+        compiled = self._grammar.phases[number]
+        matcher = compiled.matcher.deep_copy() if compiled.matcher else None
+        return _Place(compiled.phase, matcher, moves_back=compiled.moves_back)
 
-    def _advance(self, token: int) -> bool:
+    def _advance(self, token: int, for_good: bool = False) -> bool:
         """Advance by a token, or return False without a change if it is not allowed."""
         place = self._place
-        phase, matcher, fresh, ended = place
+        phase, matcher, fresh, ended, moves_back = place
         # A draft may hold any integer; an id that the model lacks would break the matcher.
         if ended or not 0 <= token < self._vocab_size:
             return False
@@ -317,12 +332,14 @@ class GrammarState:
                 return False
             self._place = place._replace(ended=True)
         elif matcher is not None:
-            consumed = matcher.try_consume_tokens([token]) == 1
-            if not consumed:
+            if not (moves_back or for_good):
+                matcher = matcher.deep_copy()  # takes long after a long output
+            if matcher.try_consume_tokens([token]) != 1:
                 _check(matcher)
                 return False
-            if fresh:
-                self._place = place._replace(fresh=False)
+            consumed = moves_back
+            if fresh or not moves_back:
+                self._place = place._replace(matcher=matcher, fresh=False)
         self._path.append((place, consumed))
         return True
 
@@ -335,7 +352,7 @@ class GrammarState:
 
     def _mask_into(self, words: np.ndarray) -> bool:
         """Write which tokens may come next, a bit each; return whether any may not."""
-        phase, matcher, fresh, ended = self._place
+        phase, matcher, fresh, ended, _ = self._place
         if ended:
             return False
         if matcher is None:

@@ -11,32 +11,27 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, Self, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
-from ..drafting.heads import HeadExperience, HeadSource, HeadTimes
+from ..drafting.heads import HeadSource, HeadTimes
+from ..drafting.kept import Experience
 from ..errors import LoadError
 from ..models.heads import BlockHead, ChainHead, Head
 from .caches import (
     SlotKVCache,
     TreeKVCache,
     WindowKVCache,
-    cut,
-    first_positions,
-    for_steps,
-    held_arrays,
 )
+from .head_cache import HeadCache
 from .joint import JointCache, JointMode
 from .patches import HiddenStates, find_body, forward_at, install, logits_of
 from .sampling import Perturb, draft_values
+from .target import Capability, Target, evaluate_constants, vocabulary_size
 
-if TYPE_CHECKING:
-    from .target import Target
-
-_MOST_UNSEEN = 256  # rows that a head has not seen; more are kept only for a moment
 _TIMED_DRAFTS = 3
 
 
@@ -66,21 +61,25 @@ class TrainedHead:
         head.bind(_embedding(model), lambda states: logits_of(model, body, states))
         install(head)
         mx.eval(head.parameters())
+        evaluate_constants(head)
 
     def new_cache(self, length: int) -> HeadCache:
         """The caches of a target that holds ``length`` positions of which the head saw nothing."""
-        return HeadCache(self, length)
+        return HeadCache(self.head, self._hidden, length)
 
-    def features(self, rows: slice) -> mx.array:
-        """What the head keeps of some rows of the last forward, lazy, (rows, width)."""
-        of_layers = [states[rows] for states in self._hidden.of_layers]
-        return self.head.features(self._hidden.final[rows], of_layers)
+    def small_caches(self) -> list[Any]:
+        """Its caches with one entry, lazy, which show the size of more."""
+        caches, tokens = self.head.make_cache(), mx.zeros((1, 1), mx.int32)
+        features = mx.zeros((1, 1, self.head.width), self.head.embed(tokens).dtype)
+        if isinstance(self.head, BlockHead):
+            self.head.see(features, caches)
+        elif caches:
+            cast(ChainHead, self.head)(tokens, features, caches)
+        return caches
 
     @cached_property
-    def experience(self) -> HeadExperience:
-        """What generations have shown of the head; its time is measured first."""
-        from .target import Capability, Target, vocabulary_size
-
+    def times(self) -> HeadTimes:
+        """What drafts take, measured at first use and corrected by every draft."""
         target = Target(self.model, Capability.CHAIN, vocabulary_size(self.model))
         with mx.stream(generation_stream):
             target.prefill([0] * 8)
@@ -88,12 +87,11 @@ class TrainedHead:
                 min(self._timed(target, depth) for _ in range(_TIMED_DRAFTS))
                 for depth in (1, self.head.most)
             )
-        further = max(0.0, most - first) / max(1, self.head.most - 1)
-        return HeadExperience(self.head.most, HeadTimes(first, further))
+        return HeadTimes(first, max(0.0, most - first) / max(1, self.head.most - 1))
 
     def _timed(self, target: Target, depth: int) -> float:
         cache = cast(HeadCache, target.head)
-        cache.note(mx.zeros(1, mx.int32), slice(0, 1))
+        cache.note(mx.zeros(1, mx.int32))
         cache.keep(cache.length, (0,))
         mx.eval(cache.arrays)
         started = time.perf_counter()
@@ -119,7 +117,7 @@ class TrainedHead:
     def _chain(self, members: Sequence[Member], depth: int) -> Iterator[tuple[mx.array, mx.array]]:
         """The tokens of each depth, (sequences,), and their confidences."""
         head = cast(ChainHead, self.head)
-        rows = [member.cache.take(member.last) for member in members]
+        rows = [member.cache.to_see(member.last) for member in members]
         counts = [len(tokens) for tokens, _ in rows]
         caches = [member.cache.caches or _keys_of(member.target) for member in members]
         tokens, features = (mx.concatenate([*arrays]) for arrays in zip(*rows, strict=True))
@@ -132,18 +130,20 @@ class TrainedHead:
             if place + 1 < depth:
                 fed, hidden = self._run(tokens, fed[0], [1] * len(members), caches)
         for member in members:
-            member.cache.drop_drafted()
+            member.cache.has_seen()
 
     def _block(self, members: Sequence[Member], depth: int) -> Iterator[tuple[mx.array, mx.array]]:
         """As :meth:`_chain`, from one forward."""
         head = cast(BlockHead, self.head)
         tokens = mx.array([member.last for member in members])
-        features = [member.cache.take(member.last)[1][None] for member in members]
+        features = [member.cache.to_see(member.last)[1][None] for member in members]
         hidden = head(tokens, depth, features, [member.cache.caches for member in members])
         logits = head.logits(hidden)
         for place in range(depth):
             tokens, confidences = _choose(members, head.after(logits[:, place], tokens), place)
             yield tokens, confidences
+        for member in members:
+            member.cache.has_seen()
 
     def _run(
         self,
@@ -227,136 +227,6 @@ def _choose(members: Sequence[Member], logits: mx.array, place: int) -> tuple[mx
     return mx.argmax(values, axis=-1), confidence
 
 
-class HeadCache:
-    """What a head knows of one sequence: its own caches, and rows that it has not seen.
-
-    It follows the target's caches: the rows of a forward are noted, and those that are committed
-    are kept. The head sees them when it drafts next, or once there are many.
-
-    The entry of a position depends on the token after it. So after a cut the last position's
-    entry is dropped. A missing entry does no harm but that the head attends to one position less;
-    the entries after it move up.
-
-    Args:
-        trained: the head.
-        length: positions of which the head sees nothing, such as a prompt cache of another program.
-
-    Attributes:
-        caches: one per layer of the head.
-        noted: tokens and features of the rows of the last forward.
-    """
-
-    def __init__(self, trained: TrainedHead, length: int) -> None:
-        self.trained = trained
-        self.caches = [for_steps(cache) for cache in trained.head.make_cache()]
-        self.noted: tuple[mx.array, mx.array] | None = None
-        self._start = self._seen = length  # the positions that have an entry
-        self._unseen: list[tuple[mx.array, mx.array]] = []  # tokens and features of rows after them
-
-    @property
-    def length(self) -> int:
-        """The positions up to the last row that is kept."""
-        return self._seen + sum(len(tokens) for tokens, _ in self._unseen)
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        """All that it holds."""
-        return [*held_arrays(self.caches), *(array for rows in self._unseen for array in rows)]
-
-    def is_ready(self, length: int) -> bool:
-        """Whether it can draft after ``length`` positions: it has the features of the last one."""
-        return bool(self._unseen) and self.length == length
-
-    def note(self, tokens: mx.array, rows: slice) -> None:
-        """Note rows of the target's last forward.
-
-        Args:
-            tokens: theirs, (rows,).
-            rows: which ones of the forward they are.
-        """
-        self.noted = tokens, self.trained.features(rows)
-
-    def keep(self, start: int, rows: Sequence[int]) -> None:
-        """Keep noted rows, by their index; the first one's position is ``start``."""
-        assert self.noted
-        (tokens, features), self.noted = self.noted, None
-        if self.length != start:
-            self.cut(start)
-            gap = start - self.length
-            self._start, self._seen = self._start + gap, self._seen + gap
-        if len(rows) < len(tokens):
-            taken = mx.array(list(rows))
-            tokens, features = tokens[taken], features[taken]
-            mx.async_eval(tokens, features)
-        self._unseen.append((tokens, features))
-        if self.length - self._seen > _MOST_UNSEEN:
-            with mx.stream(generation_stream):
-                self._see()
-
-    def _rows(self) -> tuple[mx.array, mx.array]:
-        tokens, features = zip(*self._unseen, strict=True)
-        return mx.concatenate([*tokens]), mx.concatenate([*features])
-
-    def _see(self) -> None:
-        """Append the entries of all rows but the last one, whose next token is not known."""
-        tokens, features = self._rows()
-        head = self.trained.head
-        if isinstance(head, BlockHead):
-            head.see(features[None, :-1], self.caches)
-        elif self.caches:
-            cast(ChainHead, head)(tokens[None, 1:], features[None, :-1], self.caches)
-        self._unseen = [(tokens[-1:], features[-1:])]
-        self._seen += len(tokens) - 1
-        mx.async_eval(self.arrays)
-
-    def take(self, last: int) -> tuple[mx.array, mx.array]:
-        """The rows that the head has not seen, which it is going to see.
-
-        Args:
-            last: the current token.
-
-        Returns:
-            per row, the token after it, (rows,), and its features, (rows, width).
-        """
-        tokens, features = self._rows()
-        if not self.caches:  # the head attends to the target's keys
-            tokens, features = tokens[-1:], features[-1:]
-        self._seen, self._unseen = self.length, []
-        return mx.concatenate([tokens[1:], mx.array([last], tokens.dtype)]), features
-
-    def drop_drafted(self) -> None:
-        """Drop the entries of drafted tokens."""
-        cut(self.caches, self._seen - self._start)
-
-    def cut(self, length: int) -> None:
-        """Drop everything after the first ``length`` positions."""
-        left = length - self._seen
-        if left > 0:
-            kept = []
-            for tokens, features in self._unseen:
-                if left > 0:
-                    kept.append((tokens[:left], features[:left]))
-                left -= len(tokens)
-            self._unseen = kept
-            return
-        self._unseen = []
-        self._seen = max(0, min(self._seen, length - 1))
-        self._start = min(self._start, self._seen)
-        self.drop_drafted()
-
-    def copied(self, length: int, room: int) -> HeadCache:
-        """A copy for a context of ``length`` positions; ``room`` as for :func:`first_positions`."""
-        new = HeadCache(self.trained, self._start)
-        entries = min(self._seen, length - 1) - self._start
-        if entries > 0:
-            copies = [first_positions(cache, entries, room) for cache in self.caches]
-            new.caches = [for_steps(cache) for cache in copies]
-        new._seen, new._unseen = self._seen, [*self._unseen]
-        new.cut(length)
-        mx.eval(new.arrays)
-        return new
-
-
 class _Keys:
     """What a row sees of one of the target's layers, for a head without caches of its own.
 
@@ -400,10 +270,11 @@ class HeadDrafts(HeadSource):
 
     Args:
         trained: the head, attached to the generation's model.
+        experience: of earlier generations.
     """
 
-    def __init__(self, trained: TrainedHead) -> None:
-        super().__init__(trained.experience)
+    def __init__(self, trained: TrainedHead, experience: Experience) -> None:
+        super().__init__(trained.times, experience.of_head(trained.head.most))
         self._trained = trained
 
     def attach(self, target: Target, perturb: Perturb) -> None:

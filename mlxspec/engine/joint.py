@@ -104,7 +104,7 @@ class Joint:
         _, spans = self.logits(rows, positions, [target.cache for target, _ in prompts])
         for (target, tokens), own, span in zip(prompts, rows, spans, strict=True):
             if target.head:
-                target.head.note(own, span)
+                target.head.note(own, span.start)
             target.prefilled(len(tokens))
 
     def forward(self, members: Sequence[JointRows]) -> tuple[mx.array, list[slice]]:
@@ -142,7 +142,7 @@ class Joint:
         }
         for target, tokens, _ in members:
             if target.head:
-                target.head.note(tokens, own[target])
+                target.head.note(tokens, own[target].start)
         return logits, [own[target] for target, *_ in members]
 
     def logits(

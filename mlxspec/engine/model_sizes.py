@@ -153,7 +153,7 @@ class CacheKind:
 def cache_kinds(
     model: nn.Module, options: CacheOptions | None = None, quantized: bool = False
 ) -> list[CacheKind]:
-    """A model's caches by kind.
+    """A model's caches by kind; those of its trained head, which are never quantised, come last.
 
     The graph of a small forward is built for the shapes and never evaluated.
 
@@ -167,7 +167,8 @@ def cache_kinds(
     model(mx.array([[0]]), cache=caches)
     if quantized:
         maybe_quantize_kv_cache(caches, 0, options.kv_group_size, options.kv_bits)
-    kinds = Counter(map(_kind_of, parts(caches)))
+    trained = getattr(model, "trained_head", None)
+    kinds = Counter(map(_kind_of, [*parts(caches), *(trained.small_caches() if trained else ())]))
     return [replace(kind, count=count) for kind, count in kinds.items()]
 
 

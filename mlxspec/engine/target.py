@@ -11,7 +11,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -38,12 +38,10 @@ from .caches import (
     move_rows,
     parts,
 )
+from .head_cache import HeadCache
 from .params import CacheOptions
 from .patches import forward_at, install, split_from
 from .tape import Tape
-
-if TYPE_CHECKING:
-    from .heads import HeadCache
 
 _AFTER_MARK = 16  # tokens of a prompt; what opens an answer in chat templates is shorter
 
@@ -116,7 +114,7 @@ class ContextCache:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """All that the caches hold, and those of the head."""
+        """All that the caches hold, the head's included."""
         return [*held_arrays(parts(self.cache)), *(self.head.arrays if self.head else ())]
 
     @property
@@ -134,6 +132,7 @@ class ContextCache:
         """Count prompt tokens that a forward of several sequences has put into the caches."""
         if self.head:
             self.head.keep(self.length, range(tokens))
+            self.head.see()
         self.length += tokens
         self._change_for_steps()
 
@@ -310,6 +309,7 @@ class ContextCache:
             "_marks": self._marks.copy(),
         }
         held = Snapshot(parts(self.cache))
+        self.head = None  # its caches stay as they are
         try:
             yield
         finally:
@@ -446,12 +446,11 @@ class Target(ContextCache):
         self.mark()
 
     def fork(self, length: int, room: int) -> Target:
-        """A target that begins with a copy of the first positions.
+        """A target that begins with a copy of the first positions, but not of what a head knows.
 
         The arguments are those of :meth:`copied`.
         """
         forked = self._beside(self.copied(length, room))
-        forked.head = self.head and self.head.copied(length, room)
         forked.begin_at(length)
         return forked
 
@@ -561,8 +560,9 @@ class Target(ContextCache):
         try:
             self.model(rows[None], cache=self.cache)
             if self.head and not again:
-                self.head.note(rows, slice(None))
+                self.head.note(rows)
                 self.head.keep(self.length, range(len(tokens)))
+                self.head.see()
             self.length = length
         except BaseException:  # an interrupt in the middle of the layers
             before.restore()
@@ -587,7 +587,7 @@ class Target(ContextCache):
         rows = self.begin_forward(tokens, tree)
         logits = self._forward(rows, tree)
         if self.head:
-            self.head.note(tokens, slice(len(self.pending), None))
+            self.head.note(tokens, len(self.pending))
         return logits
 
     def _forward(self, rows: mx.array, tree: DraftTree) -> mx.array:

@@ -25,9 +25,8 @@ from ..drafting.kept import Experience
 from ..drafting.sources import parse_lookup_config
 from ..engine.model_sizes import context_length
 from ..errors import OptionError, StoreError
-from ..models.heads.loading import head_for
+from ..models.heads.loading import head_for, load_with_head
 from ..models.model import load
-from ..models.model_files import find_directory
 from ..terminal import TokenPrinter
 from .drafting import Auto, Drafting, Lookahead, PromptLookup, drafter_maker
 from .engine import EngineThread, responses
@@ -40,6 +39,8 @@ if TYPE_CHECKING:
     from typing import Self
 
     from typing_extensions import Unpack
+
+    from ..models.heads import Head
 
 
 class Decoder(LoadedModel):
@@ -325,7 +326,8 @@ class AutoDecoder(Decoder):
             serves one generation at a time, or a class or function that makes one for each
             generation. The decoder learns how often its tokens are right.
         head: a directory or Hub repository with a trained head, which drafts where no text is
-            likely. By default, one that comes with the model is used; False uses none.
+            likely, or a loaded head. By default, one that comes with the model is used, unless the
+            model is given loaded; False uses none.
 
     Raises:
         LoadError, OptionError, DrafterError: as :class:`Decoder`.
@@ -345,14 +347,14 @@ class AutoDecoder(Decoder):
         memory: Memory | None = None,
         store: str | os.PathLike[str] | None = None,
         extra_drafter: Drafter | Callable[[], Drafter] | None = None,
-        head: str | Path | bool | None = None,
+        head: str | Path | Head | bool | None = None,
         on_measuring: Callable[[float], None] | None = None,
     ) -> None:
-        directory = None
         if isinstance(model, (str, Path)):
-            directory = find_directory(model, None)
-            model, tokenizer = load(directory)
-        drafting = replace(self.drafting, head=head_for(model, head, directory))
+            model, tokenizer, found = load_with_head(model, head)
+        else:
+            found = head_for(model, head)
+        drafting = replace(self.drafting, head=found)
         super().__init__(model, tokenizer, drafting, on_measuring=on_measuring)
         if memory is None:
             most = MAX_TOKENS if memory_tokens is None else memory_tokens

@@ -230,7 +230,7 @@ def _planned(
     )
     trained = getattr(decoder.model, "trained_head", None)
     if trained and not isinstance(costs, FixedCosts):
-        planner.head = HeadDrafts(trained)
+        planner.head = HeadDrafts(trained, experience)
     return reduce(CombinedDrafter, fallbacks, cast(Drafter, planner))
 
 

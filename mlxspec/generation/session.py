@@ -25,12 +25,13 @@ from ..engine.caches import (
 )
 from ..engine.capability import capability_with
 from ..engine.draft_model import DraftModelDrafter
+from ..engine.head_cache import KeptHead
 from ..engine.params import CacheOptions
 from ..engine.prompt_cache import Loan, as_mlx_lms
 from ..engine.prompt_cache_file import (
     check_fits,
     check_lengths,
-    load_prompt_cache,
+    read_prompt_cache,
     save_prompt_cache,
     tokens_in,
 )
@@ -147,14 +148,21 @@ class Session:
         cache: mlx-lm's caches to begin with, from :func:`mlxspec.load_prompt_cache`; the session
             does not change them.
         tokens: the tokens that they hold.
+        head: what a trained head knows of them, if it does.
     """
 
-    def __init__(self, cache: Sequence[Any] = (), tokens: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        cache: Sequence[Any] = (),
+        tokens: Sequence[int] = (),
+        head: KeptHead | None = None,
+    ) -> None:
         self.index = ContextIndex()
         """The drafter's index of the conversation."""
         self.mark_at = 0
         """A length to which the cache can be rewound after the next prompt."""
         self._first_cache: Sequence[Any] = copy.deepcopy(cache)  # MLX copies on write
+        self._first_head = head
         self._tokens = list(tokens)
         self._target: Target | None = None
         self._lent: tuple[Target, list[int]] | None = None
@@ -170,14 +178,14 @@ class Session:
                 of mlx-lm do not. For these, pass the result of :func:`mlxspec.load_prompt_cache` as
                 ``prompt_cache``.
         """
-        cache, metadata = load_prompt_cache(file_name, return_metadata=True)
+        cache, metadata, head = read_prompt_cache(file_name)
         tokens = tokens_in(cache, metadata)
         if not tokens:
             raise PromptCacheError(
                 f"{file_name} does not list its cache's tokens: load it with load_prompt_cache and "
                 "pass it as prompt_cache"
             )
-        return cls(cache, tokens)
+        return cls(cache, tokens, head)
 
     def reach(self, length: int) -> int:
         """How many of the first ``length`` tokens another session can begin with.
@@ -210,13 +218,15 @@ class Session:
             if self._first_cache:
                 layers = [for_steps(layer) for layer in self._first_cache]
                 copies = [first_positions(layer, length, room) for layer in layers]
-                return Session(copies, self._tokens[:length])
+                return Session(copies, self._tokens[:length], self._first_head)
             target, tokens = self._lent or (self._target, self._tokens)
             assert target is not None
             if not self._lent and length == len(tokens):
                 target.flush_pending()
             session = Session(tokens=tokens[:length])
-            session._target = target.fork(length, room)
+            session._target = forked = target.fork(length, room)
+            if target.head and forked.head:
+                forked.head.resume(target.head.kept(length), session._tokens)
             return session
 
     @property
@@ -234,6 +244,7 @@ class Session:
     def nbytes(self) -> int:
         """The bytes of MLX arrays that the session keeps between two generations."""
         held = self._target.kept_arrays if self._target else held_arrays(parts(self._first_cache))
+        held = [*held, *(self._first_head.arrays if self._first_head else ())]
         return sum(array.nbytes for array in {id(array): array for array in held}.values())
 
     def save(
@@ -247,7 +258,7 @@ class Session:
             PromptCacheError: the file cannot be written; an existing one stays unchanged.
         """
         with self._used(), mx.stream(generation_stream):
-            cache = list(self._first_cache)
+            cache, head = list(self._first_cache), self._first_head
             if self._target:
                 if getattr(self._target.model, "leader", None):
                     raise OptionError(
@@ -258,9 +269,11 @@ class Session:
                 finally:  # an interrupted flush leaves a shorter context
                     del self._tokens[self._target.length :]
                 cache = [as_mlx_lms(layer) for layer in self._target.cache]
+                of_head = self._target.head
+                head = of_head.kept(len(self._tokens)) if of_head else None
             if not cache:
                 raise OptionError("session has no cache to save: finish a generation first")
-            save_prompt_cache(file_name, cache, metadata, tokens=self._tokens)
+            save_prompt_cache(file_name, cache, metadata, tokens=self._tokens, head=head)
 
     @contextmanager
     def _used(self) -> Iterator[None]:
@@ -302,7 +315,10 @@ class Session:
         tokens, self._tokens = self._tokens, []
         if self._first_cache:
             lent, self._first_cache = list(self._first_cache), ()
+            head, self._first_head = self._first_head, None
             target = new(capability_with(lent, capability), cache=lent)
+            if head and target.head:
+                target.head.resume(head, tokens)
             target.begin_at(len(tokens))
         if target is None or not _serves(target, model, capability, options):
             return new(capability)

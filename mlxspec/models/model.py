@@ -105,7 +105,7 @@ def load(
     """
     occupy_standard_descriptors()  # also in programs that have closed them
     started = time.perf_counter()
-    adapters = None if adapter_path is None else _find_adapters(adapter_path)
+    adapters = None if adapter_path is None else find_adapters(adapter_path)
     directory = find_directory(path_or_hf_repo, revision)
     check_readable(directory)
     model, config = load_lazily(directory, read_config(directory), model_config)
@@ -176,7 +176,7 @@ def reason(error: Exception) -> str:
 _ADAPTERS = "name a directory that mlx_lm.lora has written for this model"
 
 
-def _find_adapters(path: str | Path) -> Path:
+def find_adapters(path: str | Path) -> Path:
     """The directory of adapters, after all checks that need no model."""
     directory = local_path(path)
     if not directory.is_dir():

@@ -65,6 +65,7 @@ def create_app(
     max_tokens: int = 8192,
     hosts: Collection[str] | None = None,
     keys: Sequence[str] = (),
+    strict_model_names: bool = False,
     keep_alive: KeepAlive = KeepAlive(),  # noqa: B008  # a constant
     on_refusal: OnRefusal = lambda path, error: None,
 ) -> Starlette:
@@ -74,9 +75,12 @@ def create_app(
         worker: runs the generations; the caller starts and stops it.
         max_tokens: the default ``max_tokens`` of requests, limited by the context.
         hosts, keys, on_refusal: as for :class:`mlxspec.server.auth.AuthMiddleware`.
+        strict_model_names: whether a model that is not served is an error, even if only one model
+            is served.
         keep_alive: when keep-alives are sent.
     """
     _add_gauges(worker)
+    endpoints = Endpoints(worker, max_tokens, keep_alive, strict_model_names)
 
     async def refused(request: Request, error: Exception) -> Response:
         refusal = error if isinstance(error, ApiError) else _wrong_path(request, error)
@@ -85,7 +89,7 @@ def create_app(
         return error_response(refusal, request.url.path)
 
     return Starlette(
-        routes=[*Endpoints(worker, max_tokens, keep_alive).routes, *_status_routes(worker)],
+        routes=[*endpoints.routes, *_status_routes(worker)],
         middleware=[Middleware(AuthMiddleware, hosts=hosts, keys=keys, on_refusal=on_refusal)],
         exception_handlers={
             ApiError: refused,
@@ -125,10 +129,14 @@ class Endpoints:
         worker: runs the generations.
         max_tokens: the default ``max_tokens`` of requests, limited by the context.
         keep_alive: when keep-alives are sent.
+        strict: whether a model that is not served is always an error.
     """
 
-    def __init__(self, worker: Worker, max_tokens: int, keep_alive: KeepAlive) -> None:
+    def __init__(
+        self, worker: Worker, max_tokens: int, keep_alive: KeepAlive, strict: bool
+    ) -> None:
         self._worker = worker
+        self._strict = strict
         self._max_tokens = max_tokens
         self._keep_alive = keep_alive
         self._models = worker.models
@@ -189,7 +197,7 @@ class Endpoints:
 
     async def show_model(self, request: Request) -> Response:
         """``/v1/models/NAME``"""
-        return JSONResponse(_entry(self._served(request.path_params["name"])))
+        return JSONResponse(_entry(self._named(request.path_params["name"])))
 
     async def tokenize(self, request: Request) -> Response:
         """``/v1/tokenize``"""
@@ -310,18 +318,28 @@ class Endpoints:
         Unknown model names that begin with ``elsewhere`` mean the default model.
         """
         body = await self.read(request, parse)
-        name = body.model
-        if name and name.startswith(elsewhere) and name not in self._models:
-            name = None
-        served = self._served(name)
+        served = self._served(body.model, elsewhere)
         return body, served, await self._chat_prompt(served, body)
 
-    def _served(self, name: str | None) -> ServedModel:
-        """The model of this name or path, or the default for None.
+    def _served(self, name: str | None, elsewhere: str = "\0") -> ServedModel:
+        """The model that answers a request for this name or path.
+
+        The default model answers requests without a name. Unless names are strict, it also answers
+        unknown names that begin with ``elsewhere``, and all unknown names if it is the only model.
 
         Raises:
             ApiError: 404, it does not exist.
         """
+        try:
+            return self._named(name)
+        except ApiError:
+            only = len(self._models) == 1
+            if self._strict or name is None or not (only or name.startswith(elsewhere)):
+                raise
+            return self._named(None)
+
+    def _named(self, name: str | None) -> ServedModel:
+        """The model of this name or path, or the default for None; raises as `_served` does."""
         for served in self._models.values():
             if name in (None, served.name):
                 return served

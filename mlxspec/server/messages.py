@@ -30,16 +30,19 @@ from .body import (
     refuse,
 )
 from .requests import (
+    UNSUPPORTED,
     ChatRequest,
     Options,
     ResponseFormat,
     SamplingBody,
     Stops,
+    Unsupported,
     as_parts,
     chosen_tool,
     conversation,
     left_out,
     made_constraint,
+    same,
     template_kwargs,
 )
 from .worker import Begun, Ended
@@ -128,6 +131,28 @@ class _MessagesToolChoice(Body):
     needed = {"tool": ("name",)}
 
 
+_OWN = ("stop_sequences", "system", "thinking")
+_OTHER_APIS: Unsupported = {
+    **dict.fromkeys(
+        (
+            *("ebnf", "format", "grammar", "guided_choice", "guided_grammar", "guided_json"),
+            *("guided_regex", "json_schema", "regex", "response_format", "structured_outputs"),
+        ),
+        (([], {}, ""), "use output_config.format, or /v1/chat/completions"),
+    ),
+    **dict.fromkeys(("max_completion_tokens", "max_output_tokens"), ((), "call it max_tokens")),
+    **dict.fromkeys(("reasoning", "reasoning_effort"), ((), "use output_config.effort")),
+    **dict.fromkeys(("logprobs", "prediction"), ((False,), "use /v1/chat/completions")),
+    "enable_thinking": ((), "use thinking"),
+    "instructions": ((), "call it system"),
+    "n": ((1,), "leave it out, or use /v1/chat/completions"),
+    "parallel_tool_calls": ((True,), "use tool_choice.disable_parallel_tool_use"),
+    "stop": (([],), "call it stop_sequences"),
+    "stop_token_ids": (([],), "use /v1/chat/completions"),
+}
+"""Fields of the other APIs that would change the answer."""
+
+
 class MessagesBody(SamplingBody):
     """A body of ``/v1/messages`` or ``/v1/messages/count_tokens``."""
 
@@ -145,6 +170,8 @@ class MessagesBody(SamplingBody):
     chat_template_kwargs: dict[str, Any] = {}
 
     unsupported = {
+        **{name: one for name, one in UNSUPPORTED.items() if name not in _OWN},
+        **_OTHER_APIS,
         "compaction": ((), "leave it out, since the server does not summarise conversations"),
         "container": ((), "leave it out, since the server does not run code"),
         "mcp_servers": (([],), "send tools instead, since the server does not call any itself"),
@@ -173,9 +200,12 @@ def parse_messages(body: object, *, to_count: bool = False) -> ChatRequest:
     choice, tools = asked.tool_choice, [tool.for_chat() for tool in asked.tools]
     word = {"any": "required", "tool": "function"}.get(choice.type, choice.type)
     named = choice.name if choice.type == "tool" else None
-    path, format = "output_config.format", asked.output_config.format
-    if format is None:
-        path, format = "output_format", asked.output_format
+    formats = {
+        "output_config.format": asked.output_config.format,
+        "output_format": asked.output_format,
+    }
+    format = same(**formats)
+    path = next((path for path, one in formats.items() if one), "")
     if format and format.type != "json_schema":
         refuse(f"{path}.type", format.type, 'send "json_schema" with a schema')
     place, schema = (format and format.schema_at(path, inner=False)) or ("", None)

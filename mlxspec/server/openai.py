@@ -45,6 +45,7 @@ from .requests import (
     chosen_tool,
     conversation,
     joined,
+    same,
 )
 from .worker import Piece
 
@@ -85,6 +86,7 @@ class _Message(Body):
     tool_calls: Items[_Tool] = []
     function_call: _Function | None = None
     tool_call_id: str | None = None
+    images: Annotated[list[Any], Field(max_length=0)] = []
 
     needed = dict.fromkeys(("system", "developer", "user"), ("content",))
 
@@ -122,7 +124,11 @@ class ChatBody(CommonBody):
     logprobs: bool = False
     top_logprobs: _Top = 0
 
-    unsupported = {**CommonBody.unsupported, **UNSUPPORTED_IN_CHATS}
+    unsupported = {
+        **CommonBody.unsupported,
+        **UNSUPPORTED_IN_CHATS,
+        "instructions": ((), "send a system message"),
+    }
 
 
 def parse_chat(body: object) -> ChatRequest:
@@ -146,7 +152,7 @@ def parse_chat(body: object) -> ChatRequest:
         tool_places=tuple(f"tools[{index}].function.parameters" for index in range(len(tools))),
         logprobs=chat.top_logprobs if chat.logprobs else None,
         parallel_tool_calls=chat.parallel_tool_calls,
-        template_kwargs=chat.template_kwargs(chat.reasoning_effort),
+        template_kwargs=chat.template_kwargs(),
     )
 
 
@@ -169,6 +175,12 @@ class CompletionBody(CommonBody):
     echo: bool = False
     best_of: Annotated[Integer, Field(ge=1, le=MOST_CHOICES)] | None = None
     logprobs: _Top | None = None
+
+    unsupported = {
+        **CommonBody.unsupported,
+        "add_special_tokens": ((True,), "leave it out, or send token ids"),
+        "messages": (([],), "use /v1/chat/completions"),
+    }
 
 
 def parse_completion(body: object) -> CompletionRequest:
@@ -214,7 +226,7 @@ class TokenizeBody(Body):
     @property
     def text(self) -> str | None:
         """The text; None for a conversation."""
-        return self.content if self.prompt is None else self.prompt
+        return same(prompt=self.prompt, content=self.content)
 
 
 def parse_tokenize(body: object) -> tuple[TokenizeBody, ChatRequest | None]:

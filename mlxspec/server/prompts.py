@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -74,8 +75,7 @@ def chat_prompt(
         )
     if not tokenizer.has_chat_template:
         return _plain_chat(request, tokenizer, longest)
-    if request.tools and not tokenizer.has_tool_calling:
-        raise ApiError("This model does not support tools: leave tools out.", param="tools")
+    _check_tools(request, tokenizer)
     text = _templated(request, tokenizer, arguments or {})
     check_length(text, request.param, tokenizer, longest)
     format = replace(
@@ -96,6 +96,24 @@ def chat_prompt(
         text += tokenizer.tool_call_start + opening
         format = replace(format, initial="tool", call_begun=opening)
     return ChatPrompt(_ids(text, tokenizer), format=format)
+
+
+def why_no_tools(tokenizer: TokenizerWrapper) -> str | None:
+    """What keeps a model from being offered tools; None if nothing does."""
+    if not tokenizer.has_chat_template:
+        return "it has no chat template"
+    if tokenizer.has_tool_calling:
+        return None
+    if "tools" not in str(tokenizer.chat_template):
+        return "its chat template has no place for them"
+    return "its chat template has no marker of calls that mlx-lm knows, such as <tool_call>"
+
+
+def _check_tools(request: ChatRequest, tokenizer: TokenizerWrapper) -> None:
+    if request.tools and (reason := why_no_tools(tokenizer)):
+        raise ApiError(
+            f"This model does not support tools, since {reason}: leave tools out.", param="tools"
+        )
 
 
 def text_ids(
@@ -225,11 +243,7 @@ def _plain_chat(
     System messages have no name in front. Every other message is a line that begins with its role.
     The output ends when the model begins a line of the user.
     """
-    if request.tools:
-        raise ApiError(
-            "This model has no chat template, so it cannot use tools: leave tools out.",
-            param="tools",
-        )
+    _check_tools(request, tokenizer)
     lines = []
     for message in request.messages:
         if message["role"] == "system":
@@ -269,10 +283,12 @@ def compiled_constraint(
     grammar = _compiled(request.constraint, vocabulary, request.constrained_by)
     if not isinstance(request, ChatRequest):
         return grammar
+    demanded = request.tool_choice != "auto"
     calls = None
-    if any(map(is_strict, request.tools)):
+    if demanded or any(map(is_strict, request.tools)):
         forced, several = request.forced_tool, request.parallel_tool_calls
-        calls = calls_constraint(tokenizer, request.tools, forced=forced, several=several)
+        make = partial(calls_constraint, tokenizer, request.tools, forced=forced, several=several)
+        calls = make(demanded=demanded)
     for number, tool in enumerate(request.tools):
         if calls and is_strict(tool):
             schema = Constraint.json_schema(parameters_of(tool))
@@ -284,6 +300,11 @@ def compiled_constraint(
                     param=place,
                 )
             _compiled(schema, vocabulary, place)
+    if calls and demanded:
+        try:
+            return Grammar(calls, vocabulary)
+        except OptionError:  # a schema that is not strict cannot be kept
+            calls = make()
     assert isinstance(prompt, ChatPrompt)
     phases = _answer_phases(request, prompt, tokenizer, calls)
     return _compiled(phases, vocabulary, request.constrained_by or "tools")
@@ -291,8 +312,11 @@ def compiled_constraint(
 
 def is_constrained(request: ApiRequest) -> bool:
     """Whether a request constrains its answer."""
-    tools = request.tools if isinstance(request, ChatRequest) else ()
-    return request.constraint is not None or any(map(is_strict, tools))
+    if request.constraint is not None:
+        return True
+    if not isinstance(request, ChatRequest):
+        return False
+    return request.tool_choice != "auto" or any(map(is_strict, request.tools))
 
 
 def _answer_phases(
@@ -351,14 +375,19 @@ def calls_constraint(
     *,
     forced: str | None = None,
     several: bool = True,
+    demanded: bool = False,
 ) -> Constraint | None:
     """The constraint of the output after a call's marker.
+
+    The arguments of strict tools match their schemas; those of others are any object.
 
     Args:
         tokenizer: the model's tokenizer.
         tools: the tools that may be called.
         forced: the function whose call the prompt has begun, with :func:`call_opening`.
         several: whether more than one call is allowed.
+        demanded: whether the other tools' arguments match their schemas, too, except for keywords
+            that are not supported.
 
     Returns:
         the constraint; None if the arguments of a call are not JSON.
@@ -382,6 +411,13 @@ def calls_constraint(
     elif parser == "mistral":
         calls, before, separator, after = as_json, '"[" ', '", "', ' "]"'
         begun = 'SPACE? {args} "}}" "]"'
+    elif parser == "qwen3_coder":
+        end = f' "</function>\\n" {_literal(tokenizer, tokenizer.tool_call_end)}'
+        calls = [
+            f"{_quoted(f'<function={name}>' + chr(10))} args_{number}"
+            for number, name in enumerate(names)
+        ]
+        before, separator, after, begun = '"\\n" ', f'WS? {start} "\\n"', end, "{args}" + end
     else:
         return None
     if forced is not None:
@@ -391,19 +427,69 @@ def calls_constraint(
     else:
         one = f"{before}call{after}"
         rule = f"{one}{f' ({separator} call{after})*' if several else ''}"
-    schemas = [parameters_of(tool) if is_strict(tool) else {"type": "object"} for tool in tools]
+    schemas = [_arguments_schema(tool, demanded) for tool in tools]
+    arguments = _parameters if parser == "qwen3_coder" else _json_arguments
     lark = [
         f"start: {rule}",
         *(["call: " + " | ".join(calls)] if forced is None else []),
         *(
-            f"args_{number}: %json {json.dumps({'x-guidance': ONE_LINE, **schema})}"
+            arguments(f"args_{number}", schema)
             for number, schema in enumerate(schemas)
             if forced in (None, names[number])
         ),
+        *(_PARAMETER if parser == "qwen3_coder" else ()),
         *(["WS: /[ \\n]{1,2}/"] if "WS" in rule else []),
         *(['SPACE: " "'] if "SPACE" in rule else []),
     ]
     return Constraint("lark", "\n".join(lark))
+
+
+def _arguments_schema(tool: dict[str, Any], demanded: bool) -> dict[str, Any]:
+    """The schema of a tool's arguments in a grammar."""
+    strict = is_strict(tool)
+    schema = parameters_of(tool) if strict or demanded else {"type": "object"}
+    form = schema.get("x-guidance", ONE_LINE)
+    if not strict and isinstance(form, dict):
+        form = {**form, "lenient": True}
+    return {**schema, "x-guidance": form}
+
+
+def _json_arguments(rule: str, schema: dict[str, Any]) -> str:
+    """The rule of arguments as JSON."""
+    return f"{rule}: %json {json.dumps(schema)}"
+
+
+def _parameters(rule: str, schema: dict[str, Any]) -> str:
+    """The rules of arguments as Qwen 3 Coder writes them, each in an element of its own.
+
+    mlx-lm's parser reads a value by its ``type``: a string is any text, without quotes.
+    """
+    properties, required = schema.get("properties"), schema.get("required")
+    if not isinstance(properties, dict):
+        return f"{rule}: parameter*"
+    shared = {name: schema[name] for name in _SHARED if name in schema}
+    parts, rules = [], []
+    for number, (name, value) in enumerate(properties.items()):
+        part, value = f"{rule}_{number}", value if isinstance(value, dict) else {}
+        kind, options, content = value.get("type"), value.get("enum"), "text"
+        if kind == "string" and isinstance(options, list) and options:
+            content = f"({' | '.join(_quoted(str(option)) for option in options)}) end"
+        elif kind in ("array", "boolean", "integer", "number", "object"):
+            rules.append(_json_arguments(f"{part}_value", {**value, **shared}))
+            content = f"{part}_value end"
+        rules.append(f"{part}: {_quoted(f'<parameter={name}>' + chr(10))} {content}")
+        needed = isinstance(required, list) and name in required
+        parts.append(part if needed else f"{part}?")
+    return "\n".join([f"{rule}: " + (" ".join(parts) or _quoted("")), *rules])
+
+
+_SHARED = ("$defs", "definitions", "x-guidance")
+_PARAMETER = (
+    'parameter: "<parameter=" /[^<>\\s]+/ ">\\n" text',
+    'text[suffix="\\n</parameter>\\n"]: /(?s:.*)/',
+    'end: "\\n</parameter>\\n"',
+)
+"""The rules of an element with any name and text."""
 
 
 def _literal(tokenizer: TokenizerWrapper, marker: str) -> str:

@@ -10,16 +10,19 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from ..engine.constraint import Constraint
 from ..engine.params import SamplingParams
 from ..errors import OptionError
 from .body import (
+    BY_TEXT,
     MOST_VALUES,
+    NO_TEXT,
+    TEXT,
     ApiError,
     Body,
     Dictionary,
@@ -34,6 +37,7 @@ from .body import (
 
 MOST_CHOICES = 128  # of all prompts together
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
+_Value = TypeVar("_Value")
 _COLDEST = 1e-6  # a lower temperature counts as 0, which samples the same tokens
 
 # Large enough for every use, small enough not to overflow float32.
@@ -392,6 +396,7 @@ class _Prediction(Body):
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
 
 
 class Options(Body):
@@ -400,7 +405,7 @@ class Options(Body):
     include_usage: bool = False
     continuous_usage_stats: bool = False
     effort: Effort | None = None
-    verbosity: Literal["low", "medium", "high"] = "medium"
+    verbosity: Verbosity | None = None
     format: ResponseFormat | None = None
 
 
@@ -412,22 +417,77 @@ _OneOrMoreStops = Annotated[
 ]
 
 
-_Unsupported = Mapping[str, tuple[tuple[Any, ...], str]]
+Unsupported = Mapping[str, tuple[tuple[Any, ...], str]]
 
-UNSUPPORTED_IN_CHATS: _Unsupported = {
+UNSUPPORTED_IN_CHATS: Unsupported = {
     "add_generation_prompt": ((True,), "leave it out, since the model always answers"),
+    "add_special_tokens": ((False,), "leave it out, since the chat template adds them"),
     "audio": ((), "leave it out, since answers are text"),
     "best_of": ((1,), "use n for several answers"),
     "documents": (([],), "leave it out, and put the documents into a message"),
     "echo": ((False,), "leave it out, or use /v1/completions"),
     "function_call": (("auto", "none"), "use tool_choice"),
     "functions": (([],), "use tools"),
+    "input_ids": ((), "use /v1/completions"),
     "modalities": ((["text"], []), "leave it out, since answers are text"),
     "role_mapping": ((), "leave it out, since the model's chat template is used"),
-    "verbosity": (("medium",), "leave it out, and ask for a length in a message"),
     "web_search_options": ((), "offer a tool instead, since the server does not search the web"),
 }
 """Unsupported fields of chats and responses, besides those of :class:`CommonBody`."""
+
+
+UNSUPPORTED: Unsupported = {
+    "adapters": ((), "start a server with the adapter's model"),
+    "allowed_token_ids": (([],), "leave it out, or use logit_bias"),
+    "bad_words": (([],), "leave it out, or use logit_bias"),
+    "chat_template": ((), "leave it out, since the model's own is used"),
+    "draft_model": ((), "leave it out, and choose the draft model when you start the server"),
+    "guided_whitespace_pattern": ((), "leave it out, or put x-guidance into the schema"),
+    "ignore_eos": ((False,), "leave it out, or forbid the end token with logit_bias"),
+    "include_reasoning": ((True,), "leave it out, and ignore reasoning_content"),
+    "length_penalty": ((1,), "leave it out, since there is no beam search"),
+    "lora": (([],), "start a server with the adapter's model"),
+    "lora_path": (([],), "start a server with the adapter's model"),
+    "max_new_tokens": ((), "call it max_tokens"),
+    "min_tokens": ((0,), "leave it out, or forbid the end token with logit_bias"),
+    "mm_processor_kwargs": (({},), "leave it out, since the model reads only text"),
+    "n_predict": ((-1,), "call it max_tokens"),
+    "n_probs": ((0,), "use logprobs"),
+    "num_draft_tokens": ((), "leave it out, since the server chooses each draft's length"),
+    "num_predict": ((-1,), "call it max_tokens"),
+    "options": (({},), "send its fields beside model instead"),
+    "plugins": (([],), "leave it out, since the server only runs the model"),
+    "prompt_logprobs": ((False,), "leave it out, since prompt tokens have no logprobs here"),
+    "repeat_penalty": ((1,), "call it repetition_penalty"),
+    "separate_reasoning": ((True,), "leave it out, since reasoning is always separate"),
+    "skip_special_tokens": ((True,), "leave it out, since texts have no special tokens"),
+    "system": ((), "put it into the messages or the prompt"),
+    "think": ((), "use enable_thinking or reasoning_effort"),
+    "thinking": ((), "use enable_thinking or reasoning_effort"),
+    "top_n_sigma": ((-1, 0), "leave it out"),
+    **dict.fromkeys(("stop_regex", "stop_sequences"), (([],), "use stop")),
+    **dict.fromkeys(
+        ("dry_multiplier", "dynatemp_range", "mirostat", "n_indent", "t_max_predict_ms", "top_a"),
+        ((0,), "leave it out"),
+    ),
+    **dict.fromkeys(("tfs_z", "typical_p"), ((1,), "leave it out")),
+    **dict.fromkeys(
+        (
+            *("include_stop_str_in_output", "no_stop_trim", "return_hidden_states"),
+            *("return_token_ids", "return_tokens_as_token_ids", "use_beam_search"),
+        ),
+        ((False,), "leave it out"),
+    ),
+    **dict.fromkeys(
+        (
+            *("custom_logit_processor", "custom_params", "logit_processors", "logits_processors"),
+            *("logprob_token_ids", "repetition_detection", "samplers", "session_params"),
+            *("thinking_token_budget", "truncate_prompt_tokens", "vllm_xargs"),
+        ),
+        (([], {}), "leave it out"),
+    ),
+}
+"""Unsupported fields of all APIs that would change the answer."""
 
 
 class CommonBody(SamplingBody):
@@ -436,6 +496,7 @@ class CommonBody(SamplingBody):
     model: str | None = None
     max_tokens: MaxTokens = None
     max_completion_tokens: MaxTokens = None
+    max_output_tokens: MaxTokens = None
     n: Annotated[Integer, Field(ge=1, le=MOST_CHOICES)] = 1
     stop: _OneOrMoreStops = []
     stop_token_ids: Annotated[Items[TokenId], Field(max_length=1024)] = []
@@ -445,7 +506,9 @@ class CommonBody(SamplingBody):
     mlxspec: Dictionary[Literal["drafts"], bool] = {}
     chat_template_kwargs: dict[str, Any] = {}
     enable_thinking: bool | None = None
+    reasoning: Options = Options()
     reasoning_effort: Effort | None = None
+    verbosity: Verbosity | None = None
     parallel_tool_calls: bool = True
     continue_final_message: bool | None = None
     store: bool | None = None
@@ -455,6 +518,11 @@ class CommonBody(SamplingBody):
     safety_identifier: str | None = None
     service_tier: str | None = None
     response_format: ResponseFormat | None = None
+    format: Annotated[
+        Annotated[Literal["json", ""], Tag(TEXT)] | Annotated[dict[str, Any], Tag(NO_TEXT)], BY_TEXT
+    ] = ""
+    regex: str = ""
+    ebnf: str = ""
     grammar: str = ""
     json_schema: Any = None
     guided_json: Any = None
@@ -463,28 +531,7 @@ class CommonBody(SamplingBody):
     guided_grammar: str = ""
     structured_outputs: _StructuredOutputs = _StructuredOutputs()
 
-    unsupported = {
-        "adapters": ((), "start a server with the adapter's model"),
-        "allowed_token_ids": (([],), "leave it out, or use logit_bias"),
-        "bad_words": (([],), "leave it out, or use logit_bias"),
-        "chat_template": ((), "leave it out, since the model's own is used"),
-        "draft_model": ((), "leave it out, and choose the draft model when you start the server"),
-        "dynatemp_range": ((0,), "leave it out"),
-        "guided_decoding_backend": ((), "leave it out, since there is only one"),
-        "guided_whitespace_pattern": ((), "leave it out, or put x-guidance into the schema"),
-        "ignore_eos": ((False,), "leave it out, or forbid the end token with logit_bias"),
-        "length_penalty": ((1,), "leave it out, since there is no beam search"),
-        "min_tokens": ((0,), "leave it out, or forbid the end token with logit_bias"),
-        "mirostat": ((0,), "leave it out"),
-        "mm_processor_kwargs": (({},), "leave it out, since the model reads only text"),
-        "num_draft_tokens": ((), "leave it out, since the server chooses each draft's length"),
-        "prompt_logprobs": ((False,), "leave it out, since prompt tokens have no logprobs here"),
-        "repeat_penalty": ((1,), "call it repetition_penalty"),
-        "tfs_z": ((1,), "leave it out"),
-        "top_a": ((0,), "leave it out"),
-        "typical_p": ((1,), "leave it out"),
-        "use_beam_search": ((False,), "leave it out"),
-    }
+    unsupported = UNSUPPORTED
 
     def common(self, format: tuple[str, Any] | None = None) -> dict[str, Any]:
         """The attributes of an :class:`ApiRequest`.
@@ -500,8 +547,11 @@ class CommonBody(SamplingBody):
             refuse("stream_options.continuous_usage_stats", True, "use include_usage")
         if self.response_format:
             format = self.response_format.schema_at("response_format", inner=True)
-        # The newer of the two fields overrides the other.
-        max_tokens = self.max_completion_tokens or self.max_tokens
+        max_tokens = same(
+            max_completion_tokens=self.max_completion_tokens,
+            max_output_tokens=self.max_output_tokens,
+            max_tokens=self.max_tokens,
+        )
         constraint, constrained_by = self._constraint(format)
         return {
             "constraint": constraint,
@@ -518,12 +568,29 @@ class CommonBody(SamplingBody):
             "drafts": self.mlxspec.get("drafts", False),
         }
 
-    def template_kwargs(self, effort: Effort | None) -> dict[str, Any]:
-        """The chat template's arguments."""
-        return template_kwargs(effort, self.enable_thinking, self.chat_template_kwargs)
+    def template_kwargs(self, verbosity: Verbosity | None = None) -> dict[str, Any]:
+        """The chat template's arguments.
+
+        Args:
+            verbosity: that of the API's own field, if it has another one.
+
+        Raises:
+            ApiError: fields contradict each other.
+        """
+        effort: Effort | None = same(
+            **{"reasoning.effort": self.reasoning.effort, "reasoning_effort": self.reasoning_effort}
+        )
+        verbosity = same(**{"text.verbosity": verbosity, "verbosity": self.verbosity})
+        given = self.chat_template_kwargs
+        for name in ("reasoning_effort", "enable_thinking", "verbosity"):
+            same(**{name: getattr(self, name), f"chat_template_kwargs.{name}": given.get(name)})
+        return template_kwargs(effort, self.enable_thinking, given, verbosity)
 
     def _constraint(self, format: tuple[str, Any] | None) -> tuple[Constraint | None, str]:
-        """The constraint and the field that sets it; empty fields are ignored."""
+        """The constraint and the field that sets it; empty fields are ignored.
+
+        Clients of several servers send the same constraint under several names.
+        """
         more = self.structured_outputs
         asked = [
             (*(format or ("", None)), "json"),
@@ -531,15 +598,16 @@ class CommonBody(SamplingBody):
             *((f"structured_outputs.{kind}", value, kind) for kind, value in more.by_kind),
             ("grammar", self.grammar, "grammar"),
             ("json_schema", self.json_schema, "json"),
+            ("format", self.format, "json_object" if self.format == "json" else "json"),
+            ("regex", self.regex, "regex"),
+            ("ebnf", self.ebnf, "grammar"),
         ]
-        found = [one for one in asked if one[1]]
-        if not found:
-            return None, ""
-        if len(found) > 1:
-            first, second = found[0][0], found[1][0]
-            raise ApiError(f"{second} conflicts with {first}: send one of them.", param=second)
-        ((path, value, kind),) = found
-        return made_constraint(_MAKE_CONSTRAINT[kind], value, path), path
+        found = {
+            path: made_constraint(_MAKE_CONSTRAINT[kind], value, path)
+            for path, value, kind in asked
+            if value
+        }
+        return same(**found), next(iter(found), "")
 
 
 _MAKE_CONSTRAINT: dict[str, Callable[[Any], Constraint]] = {
@@ -552,13 +620,33 @@ _MAKE_CONSTRAINT: dict[str, Callable[[Any], Constraint]] = {
 _GUIDED = ("json", "regex", "choice", "grammar")
 
 
+def same(**given: _Value | None) -> _Value | None:
+    """The value of fields that mean the same, by their paths; None if none of them has one.
+
+    Raises:
+        ApiError: two of them have different values.
+    """
+    first: tuple[str, _Value] | None = None
+    for path, value in given.items():
+        if value is None:
+            continue
+        if first is None:
+            first = path, value
+        elif value != first[1]:
+            raise ApiError(f"{path} conflicts with {first[0]}: send one of them.", param=path)
+    return first and first[1]
+
+
 def template_kwargs(
-    effort: Effort | None, thinking: bool | None, given: dict[str, Any]
+    effort: Effort | None,
+    thinking: bool | None,
+    given: dict[str, Any],
+    verbosity: Verbosity | None = None,
 ) -> dict[str, Any]:
     """The chat template's arguments. Templates ignore unknown arguments."""
     if thinking is None and effort == "none":
         thinking = False
-    kwargs = {"reasoning_effort": effort, "enable_thinking": thinking}
+    kwargs = {"reasoning_effort": effort, "enable_thinking": thinking, "verbosity": verbosity}
     return without_nulls(kwargs) | without_nulls(given)
 
 

@@ -188,10 +188,8 @@ class ResponsesBody(CommonBody):
     ] = "auto"
     include: Items[str] = []
     top_logprobs: Annotated[Integer, Field(ge=0, le=20)] = 0
-    max_output_tokens: Annotated[Integer, Field(ge=1, le=2**31 - 1)] | None = None
     max_tool_calls: TokenId | None = None
     metadata: Annotated[Dictionary[str, str], Field(max_length=16)] = {}  # OpenAI's limit
-    reasoning: Options = Options()
     store: bool = True
     text: Options = Options()
     truncation: Literal["auto", "disabled"] = "disabled"
@@ -235,13 +233,13 @@ def parse_responses(
     # By default an answer is a new message in this API.
     continues = asked.continue_final_message or False
     request = ResponsesRequest(
-        **common | {"max_tokens": asked.max_output_tokens or common["max_tokens"]},
+        **common,
         **conversation(_messages(asked.instructions, items), "input", continues),
         **chosen_tool(word, named, [dict(tool.function) for tool in kept], "tool_choice"),
         tool_places=tuple(tool.place for tool in kept),
         logprobs=top if asks_logprobs else None,
         parallel_tool_calls=asked.parallel_tool_calls,
-        template_kwargs=asked.template_kwargs(asked.reasoning.effort or asked.reasoning_effort),
+        template_kwargs=asked.template_kwargs(text.verbosity),
         items=tuple(items),
         known_tools=known,
         store=asked.store,
@@ -272,7 +270,10 @@ def _repeated(asked: ResponsesBody, body: Any) -> dict[str, Any]:
         "presence_penalty": asked.presence_penalty or 0.0,
         "reasoning": {"effort": asked.reasoning.effort, "summary": None},
         "service_tier": "default",
-        "text": {"format": format or {"type": "text"}, "verbosity": "medium"},
+        "text": {
+            "format": format or {"type": "text"},
+            "verbosity": asked.text.verbosity or asked.verbosity or "medium",
+        },
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": [_repeated_tool(tool) for tool in asked.tools if not tool.hosted],
         "truncation": "disabled",

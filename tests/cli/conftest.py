@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.demo import FLAT, given_costs
+from tests.support.head_files import write_scripted_head
 from tests.support.scripted_model import write_scripted_model
 
 ROUND = ("one", " two", " three", " four", "\n")
@@ -44,3 +46,20 @@ def finite(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that emits terminal control sequences, split across tokens."""
     return write_scripted_model(tmp_path_factory.mktemp("cli") / "hostile", HOSTILE, ends=True)
+
+
+@pytest.fixture(scope="session")
+def headed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As ``finite``, and with a trained head in its folder, which is always right."""
+    directory = tmp_path_factory.mktemp("cli") / "headed"
+    write_scripted_model(directory, ROUND, ends=True, template=False)
+    write_scripted_head(directory / "head", directory)
+    return directory
+
+
+@pytest.fixture
+def heads_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows cost next to nothing, and heads take no time, whatever the machine is busy with."""
+    costs = given_costs(FLAT)
+    monkeypatch.setattr("mlxspec.generation.loaded.costs_for", lambda *_, **__: costs)
+    monkeypatch.setattr("mlxspec.engine.heads.TrainedHead._timed", lambda *_: 1e-5)

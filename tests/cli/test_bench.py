@@ -131,6 +131,8 @@ def test_ctrl_c_shows_what_was_measured(
         (("--max-tokens", "0"), "--max-tokens is 0"),
         (("--repeats", "0"), "--repeats is 0"),
         (("--limit", "0"), "--limit is 0"),
+        (("--head", "a", "--no-head"), "--head and --no-head are given together"),
+        (("--head", "a", "--decoder", "plain"), "--head is for --decoder auto and combined"),
         (("--temp", "-1"), "temp is -1.0"),
         (("--prompts", "missing.jsonl"), "missing.jsonl cannot be read"),
         (("--spec-bench", "missing.jsonl"), "missing.jsonl cannot be read"),
@@ -163,6 +165,27 @@ def test_a_drafter_of_ones_own_takes_part_alone_and_with_auto(endless: Path, pro
         "auto+PromptLookupDrafter",
     ]
     assert all(figures["outputs"]["different"] == 0 for figures in decoders.values())
+
+
+def test_a_head_takes_part_with_auto_which_is_measured_without_it_too(
+    headed: Path, finite: Path, prompts: Path, heads_pay: None
+) -> None:
+    options = ("--prompts", prompts, *QUICK, "--json", "--decoder", "auto,prompt-lookup")
+    for arguments in ((headed,), (finite, "--head", headed)):
+        result = bench(*arguments, *options)
+        assert result.exit_code == 0, result.stderr
+        report = json.loads(result.stdout)
+        assert report["model"]["head"] == "DSpark"
+        decoders = report["decoders"]
+        assert list(decoders) == ["plain", "auto", "auto without head", "prompt-lookup"]
+        assert decoders["auto"]["tokens_per_step"] > 1.5
+        assert decoders["auto without head"]["tokens_per_step"] == 1
+        assert report["exactness"]["differ"] == 0
+    report = json.loads(bench(headed, *options, "--no-head").stdout)
+    assert "head" not in report["model"]
+    assert list(report["decoders"]) == ["plain", "auto", "prompt-lookup"]
+    told = bench(headed, "--prompts", prompts, *QUICK, "--decoder", "auto").stdout
+    assert "float32, with a trained head, DSpark" in told
 
 
 def test_help_names_every_decoder():

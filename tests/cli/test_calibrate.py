@@ -99,6 +99,31 @@ def test_what_was_measured_is_shown_without_measuring(
     assert measurements == [None, 200, 3000]
 
 
+def test_a_head_s_drafts_are_measured_too(
+    headed: Path, finite: Path, measurements: list[int | None], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(
+        "mlxspec.engine.heads.TrainedHead._timed", lambda self, target, depth: 0.004 + depth / 1000
+    )
+    for arguments in ((headed,), (finite, "--head", headed)):
+        result = calibrate(*arguments, "--json")
+        assert result.exit_code == 0, result.stderr
+        head = json.loads(result.stdout)["head"]
+        assert head["kind"] == "DSpark"
+        assert [draft["tokens"] for draft in head["times"]] == [1, 2, 3, 4]
+        second = {"tokens": 2, "seconds": 0.006, "cost": 0.006 / 0.025}
+        assert head["times"][1] == pytest.approx(second)
+    lines = [line.split() for line in calibrate(headed).stdout.splitlines()]
+    assert ["2", "6.00", "0.24"] in lines
+    for options in (("--no-head",), ("--sequences", 2)):
+        assert json.loads(calibrate(headed, "--json", *options).stdout)["head"] is None
+    for options in (("--show",), ("--sequences", 2), ("--no-head",)):
+        result = calibrate(finite, "--head", headed, *options)
+        assert result.exit_code == 1
+        assert options[0] in result.stderr
+        assert result.stderr.count("\n") == 1
+
+
 def test_steps_of_several_sequences_are_kept_beside_the_others(
     endless: Path, measurements: list[int | None]
 ):
@@ -125,6 +150,7 @@ def test_json_is_one_object(endless: Path, measurements: list[int | None]):
     report = json.loads(result.stdout)
     assert report["context"] == 64
     assert report.pop("longer_contexts") == []
+    assert report.pop("head") is None
     assert report["source"] == "careful"
     assert report["model"]["type"] == "llama"
     assert report["machine"]["mlx"]
@@ -146,7 +172,7 @@ def test_longer_contexts_are_measured_and_shown_too(
     monkeypatch.setattr(costs, "measured_contexts", lambda model, sequences=1: [64, 1000, 8000])
     report = json.loads(calibrate(endless, "--json").stdout)
     assert measurements == [None, 1000, 8000]
-    longer = report.pop("longer_contexts")
+    longer, _ = report.pop("longer_contexts"), report.pop("head")
     assert [curve["context"] for curve in (report, *longer)] == [64, 1000, 8000]
     assert report["split_attention"] is None
     assert json.loads(calibrate("--show", "--json").stdout)["curves"] == [report, *longer]

@@ -50,6 +50,7 @@ def completed(*words: str) -> list[str]:
         (("generate", "--decoder", "p"), ["prompt-lookup", "plain"]),
         (("generate", "--model", ""), ["fast", "demo", "owner/model-4bit"]),
         (("explain", "-m", "own"), ["owner/model-4bit"]),
+        (("bench", "demo", "--head", "own"), ["owner/model-4bit"]),
         (("chat", "fa"), ["fast"]),
         (("serve", "demo", "fa"), ["fast"]),
         (("convert", "fa"), ["fast"]),

@@ -50,6 +50,17 @@ def test_the_steps_of_every_decoder_are_those_of_generate(endless: Path, decoder
         assert sum(int(count) for _, count in accepted) == stats["drafted"]
 
 
+def test_what_a_head_drafts_is_told_apart(headed: Path, heads_pay: None):
+    options = ("--raw", "--prompt", "x y")
+    shown = explain(headed, *options, "--skip", 0, "--steps", 9).stdout
+    assert re.search(r"^accepted drafts: .*head \d of \d", shown, re.MULTILINE)
+    assert re.search(r"└── ✓ .*·two.* \(head\)$", shown, re.MULTILINE)
+    assert "(head) was drafted by the trained head" in shown
+    shown = explain(headed, *options, "--no-head").stdout
+    assert "accepted drafts: context" in shown
+    assert not re.search(r"\bhead\b", shown)
+
+
 def test_a_draft_is_drawn_with_its_walk(endless: Path):
     result = explain(
         endless, *PROMPT, "--n-draft", 3, "--max-tokens", 30, "--skip", 7, "--steps", 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,15 @@ from mlxspec import PromptLookupDecoder, load
 from mlxspec.cli.chat import chat_command
 from mlxspec.cli.common.generation import Ends, Generation
 from mlxspec.cli.common.options import options_of
+from mlxspec.cli.common.output import error_console
 from mlxspec.cli.explain import explain_command
+from mlxspec.cli.memory import Memories
 from mlxspec.engine.params import CacheOptions, SamplingParams
+from mlxspec.errors import OptionError
 from mlxspec.generation.drafting import Auto
 from tests.cli.test_generate import assert_one_line_error, generate, report
 from tests.support.demo import demo
+from tests.support.head_files import write_head
 from tests.support.scripted_model import EOS
 
 
@@ -281,6 +286,82 @@ def test_a_draft_model_drafts_where_no_text_repeats(finite: Path, endless: Path)
         (("--draft-model", endless, "--drafter", "a:b"), "choose one"),
     ):
         assert_one_line_error(generate(*prompt, *wrong), told)
+
+
+def test_a_head_that_comes_with_the_model_drafts_unless_it_is_left_out(
+    headed: Path, finite: Path, heads_pay: None
+) -> None:
+    prompt = ("--raw", "--prompt", "x y")
+    plain = report("--model", finite, *prompt)
+    assert plain["stats"]["accepted"] == 0
+    assert report("--model", headed, *prompt, "--no-head")["stats"] == plain["stats"]
+    for arguments in (
+        ("--model", headed),
+        ("--model", headed, "--decoder", "combined"),
+        ("--model", finite, "--head", headed / "head"),
+        ("--model", finite, "--head", headed),
+    ):
+        drafted = report(*arguments, *prompt)
+        assert drafted["text"] == plain["text"]
+        assert drafted["stats"]["accepted"] >= 4
+        assert drafted["stats"]["steps"] < plain["stats"]["steps"] - 2
+
+
+@pytest.mark.parametrize(
+    "options", [("--draft-model", "finite"), ("--decoder", "prompt-lookup"), ("--n-draft", "3")]
+)
+def test_other_drafts_leave_out_the_head_that_comes_with_the_model(
+    options: tuple[str, ...], headed: Path, finite: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlxspec.engine.heads.TrainedHead.__init__", lambda *_: 1 / 0)
+    options = tuple(str(finite) if option == "finite" else option for option in options)
+    result = generate("--model", headed, "--raw", "--prompt", "x y", *options)
+    assert result.exit_code == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--head", "a", "--no-head"), "--head and --no-head are given together: choose one"),
+        (("--head", "a", "--draft-model", "b"), "--head and --draft-model are given together"),
+        (("--head", "a", "--decoder", "plain"), "--head is for --decoder auto and combined, not"),
+        (("--head", "a", "--n-draft", "3"), "--head is for --decoder auto and combined, not"),
+        (("--head", "nowhere"), "nowhere: no such directory"),
+        (("--head", ""), "--head is empty"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_head_that_makes_no_sense_is_one_line_before_a_model_is_loaded(
+    options: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlxspec.models.heads.loading.load", lambda *_, **__: 1 / 0)
+    result = generate("--model", "demo", "--prompt", "a", *options)
+    assert message in result.stderr
+    assert result.exit_code == (2 if "" in options else 1)
+
+
+def test_a_model_that_is_split_takes_no_head() -> None:
+    leader: Any = object()
+    with Memories(keeps=False) as memories, pytest.raises(OptionError, match="--head: a head can"):
+        taken("--head", "a").load(error_console(), memories, leader)
+
+
+def test_a_head_that_does_not_fit_is_one_line_or_a_note(
+    headed: Path, finite: Path, tmp_path: Path
+) -> None:
+    prompt = ("--raw", "--prompt", "x y")
+    for name, told in (("EAGLE-3", "hidden_size"), ("Qwen MTP", "another architecture")):
+        other = write_head(tmp_path / name, name)
+        result = generate("--model", finite, *prompt, "--head", other)
+        assert_one_line_error(result, str(other))
+        assert told in result.stderr
+    assert_one_line_error(generate("--model", finite, *prompt, "--head", finite), "neither")
+    model = tmp_path / "model"
+    shutil.copytree(headed, model)
+    (model / "head" / "model.safetensors").write_bytes(b"damaged")
+    result = generate("--model", model, *prompt)
+    assert result.exit_code == 0
+    assert "Note: the head that comes with the model is left out: " in result.stderr
 
 
 def test_each_generation_beside_lookahead_has_a_prompt_lookup_of_its_own() -> None:

@@ -13,6 +13,7 @@ from mlxspec.cli.common.output import error_console
 from mlxspec.cli.memory import Memories
 from mlxspec.engine.params import CacheOptions, SamplingParams
 from mlxspec.errors import MlxspecError
+from mlxspec.generation.drafting import Auto
 from tests.support.scripted_model import write_scripted_model
 
 pytestmark = pytest.mark.slow
@@ -60,4 +61,26 @@ def test_the_first_is_gone_before_the_second_is_loaded_and_comes_back_if_that_fa
         assert ask(conversation) == answer  # loaded again
         conversation.switch(str(other))
         assert ask(conversation) == "ah oh"
+        conversation.model.close()
+
+
+def test_a_head_that_is_named_is_for_the_first_model_only_and_gone_with_it(
+    headed: Path, tmp_path: Path
+) -> None:
+    first, other = (
+        str(write_scripted_model(tmp_path / name, (name, " oh"), ends=True))
+        for name in ("ah", "eh")
+    )
+    with Memories(keeps=False) as memories:
+        asked = generation(first, head=str(headed))
+        conversation = ChatConversation(LocalModel(asked, error_console(), memories), max_tokens=9)
+        assert ask(conversation) == "ah oh"
+        model = loaded(conversation)
+        for name, has_one in ((other, False), (first, True)):
+            conversation.switch(name)
+            assert model() is None
+            model = loaded(conversation)
+            drafting = conversation.model._load().drafting
+            assert isinstance(drafting, Auto)
+            assert bool(drafting.head) is has_one
         conversation.model.close()

@@ -82,9 +82,11 @@ def refused(*arguments: object) -> Result:
 
 def test_a_server_answers_logs_and_ends_with_ctrl_c(endless: Path, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
-    with serving("--model", endless, *PLAIN, "--log-json", "--cache-dir", kept) as server:
+    options = "--log-json", "--strict-model-names", "--cache-dir", kept
+    with serving("--model", endless, *PLAIN, *options) as server:
         assert f"OPENAI_BASE_URL={server.address}/v1" in server.panel
         assert re.search(r"at most [\d,.]+ GiB for KV caches", server.panel)
+        assert "its chat template has no place for them" in server.panel
         prompt = [1, *[7] * 40]
         answer = server.ask("/v1/completions", prompt=prompt, max_tokens=4)
         assert answer["choices"][0]["text"].split() == LINE.split()
@@ -154,6 +156,8 @@ def test_what_cannot_be_served_is_told_in_a_line(endless: Path, tmp_path: Path) 
     assert "--grace is inf" in refused("--grace", "inf").stderr
     assert "--stall is 0" in refused("--stall", 0).stderr
     assert "without a port" in refused("--allowed-host", "mac:8080").stderr
+    two = ("--model", endless, "--model", "demo", "--head", "a")
+    assert "--head needs exactly one --model" in refused(*two).stderr
     twice = ("--model", endless, "--model", endless, *PLAIN, "--port", 0)
     assert f"{endless} is named twice" in refused(*twice).stderr
 
@@ -227,6 +231,15 @@ def test_a_model_is_served_with_its_adapters(tmp_path: Path) -> None:
     with serving("--model", "demo", "--adapter-path", adapters, *PLAIN) as server:
         answer = server.ask("/v1/completions", prompt=[1, 5, 6, 7], max_tokens=12)
         assert answer["choices"][0]["text"] == expected
+
+
+def test_a_model_is_served_with_its_head(headed: Path) -> None:
+    with serving("--model", headed) as server:
+        assert re.search(r"head +DSpark", server.panel)
+        answer = server.ask("/v1/completions", prompt="x y", max_tokens=9)
+        assert answer["choices"][0]["text"] == LINE
+    with serving("--model", headed, "--no-head") as server:
+        assert "DSpark" not in server.panel
 
 
 def test_a_folder_is_served_under_its_own_name_and_its_path(endless: Path, tmp_path: Path) -> None:

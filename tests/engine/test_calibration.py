@@ -10,8 +10,10 @@ import pytest
 from mlxspec.drafting.measurement import CAREFUL, QUICK
 from mlxspec.engine import costs
 from mlxspec.engine.costs import ModelSteps, calibrate
+from mlxspec.engine.heads import TrainedHead
 from mlxspec.engine.target import Capability
 from mlxspec.errors import OptionError
+from tests.support import heads
 from tests.support.architectures import ARCHITECTURES
 from tests.support.random_models import SLIDING_GEMMA_3, random_model
 
@@ -140,6 +142,12 @@ def test_a_model_that_verifies_no_drafts_has_plain_steps_only(monkeypatch: pytes
 def test_a_sliding_window_bounds_neither_rows_nor_context():
     model = random_model("gemma3_text", **{**SLIDING_GEMMA_3, "sliding_window": 12})
     assert [time.rows for time in calibrate(model, SMALL, context=30).times] == [1, 2, 4, 16]
+
+
+def test_a_model_with_a_head_is_measured_behind_a_filled_context(llama: nn.Module):
+    for make_head in (heads.eagle3, heads.dflash):
+        model = TrainedHead(make_head(llama)[1], llama).model
+        assert [time.rows for time in calibrate(model, SMALL, context=600).times] == [1, 2, 4, 16]
 
 
 def test_a_short_context_is_not_outgrown(monkeypatch: pytest.MonkeyPatch):

@@ -104,8 +104,13 @@ def test_each_node_of_a_tree_has_the_mask_of_its_own_context() -> None:
     source = random.Random(5)
     tokenizer, vocabulary = vocabulary_of("bytes")
     ends = tokenizer.eos_token_ids
-    for _ in range(6):
-        constraint = Constraint.json_schema(random_object(source))
+    constraints = [Constraint.json_schema(random_object(source)) for _ in range(6)]
+    # llguidance cannot take tokens back after these.
+    constraints += [
+        Constraint.grammar('start: a "b"\na[max_tokens=3]: /[a-c]*/'),
+        Constraint.grammar('start: a /[a-d]+/\na[stop="c"]: /[a-c]*/'),
+    ]
+    for constraint in constraints:
         state = Grammar(constraint, vocabulary).begin()
         tree = random_tree(source, state, vocabulary.vocab_size)
         before = allowed(state)

@@ -224,7 +224,9 @@ def test_a_forward_that_fails_leaves_no_positions_behind() -> None:
 
 def test_only_one_module_patches_mlx_lm() -> None:
     """Beside it, ``augment`` replaces mlx-lm's functions for users, until they undo it."""
-    patching = re.compile(r"(?<!mx\.fast\.)scaled_dot_product_attention|_getframe|f_locals|setattr\(.*__call__")
+    patching = re.compile(
+        r"(?<!mx\.fast\.)scaled_dot_product_attention|_getframe|f_locals|setattr\(.*__call__"
+    )
     found = [
         path.name
         for path in Path(mlxspec.__file__).parent.rglob("*.py")

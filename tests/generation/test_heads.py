@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import make_prompt_cache
 
 import mlxspec
-from mlxspec.drafting.heads import HeadExperience, HeadTimes
+from mlxspec.corpus import Memory
+from mlxspec.drafting.heads import HeadTimes
 from mlxspec.engine.heads import Member, TrainedHead
 from mlxspec.engine.sampling import SamplingParams
 from mlxspec.generation.drafting import Auto
 from mlxspec.generation.engine import Engine
+from mlxspec.server.prefix_cache import PrefixCache
+from tests.generation.test_session import next_prompt, turns
 from tests.support import heads
 from tests.support.architectures import ARCHITECTURES
-from tests.support.demo import FLAT, endless_tokenizer, given_costs
+from tests.support.demo import FLAT, demo, endless_tokenizer, given_costs
 from tests.support.engines import submit
-from tests.support.examples import LONG
+from tests.support.examples import LONG, examples
 from tests.support.harness import assert_same_output
+from tests.support.llamas import repetitive_llama
 
 TOKENS = 40
 TEMPERATURES = (0.0, 0.7, 1.3)
@@ -51,19 +62,18 @@ class Instructed(TrainedHead):
     Args:
         kind: of the head.
         right: as in ``RIGHT``.
+        model: by default the kind's.
     """
 
-    def __init__(self, kind: str, right: float | None) -> None:
-        _, head = KINDS[kind][1](target(kind))
-        super().__init__(head, target(kind))
+    def __init__(self, kind: str, right: float | None, model: nn.Module | None = None) -> None:
+        model = model or target(kind)
+        super().__init__(KINDS[kind][1](model)[1], model)
         self.right, self.random = right, random.Random(4)
         self.contexts: list[list[int]] = []
         self.drafted = 0
-        # As if it had drafted well and taken no time, so that it always runs.
-        self.experience = HeadExperience(self.head.most, HeadTimes(1e-6, 1e-6))
+        self.times = HeadTimes(1e-6, 1e-6)  # so that it runs even if it is hardly ever right
 
     def draft(self, members: Sequence[Member], depth: int) -> list[tuple[list[int], list[float]]]:
-        self.experience.p_accept = [0.95] * self.head.most
         drafts = super().draft(members, depth)
         self.drafted += len(drafts)
         if self.right is None:
@@ -161,3 +171,141 @@ def test_schedules(number: int) -> None:
         tokens = [response.token for response in responses]
         params = SamplingParams(**options)
         assert_same_output(target(kind), prompt, expected[: len(tokens)], tokens, params)
+
+
+# --- conversations ---
+
+
+@cache
+def plain_decoder(kind: str) -> mlxspec.Decoder:
+    return mlxspec.Decoder(target(kind), endless_tokenizer())
+
+
+class Conversation:
+    """Turns of a decoder with a head that knows most of the answers, each compared with plain
+    decoding's.
+
+    Attributes:
+        context: of the last turn, whose answer is its last ``answer`` tokens.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.trained = kind, Instructed(kind, 0.8)
+        self.decoder = decoder_of(self.trained)
+        self.context: list[int] = []
+        self.answer = 0
+
+    def turn(self, prompt: list[int], n: int, taken: int | None = None, **options: Any) -> Any:
+        """Take so many tokens of an answer; returns the last response."""
+        sampling = {"temp": 0.7, "seed": 7}
+        plain = plain_decoder(self.kind).stream(prompt, n, **sampling)
+        expected = [response.token for response in plain]
+        self.trained.contexts = [prompt + expected]
+        stream = self.decoder.stream(prompt, n, **sampling, **options)
+        responses = list(islice(stream, taken))
+        stream.close()
+        found = [response.token for response in responses]
+        before = expected[: len(found)]
+        model, params = plain_decoder(self.kind).model, SamplingParams(temp=0.7, seed=7)
+        assert_same_output(model, prompt, before, found, params)
+        self.context, self.answer = prompt + found, len(found)
+        return responses[-1]
+
+
+@settings(max_examples=examples(3), deadline=None, derandomize=True)
+@given(st.lists(st.tuples(turns, st.sampled_from(["", "fork", "file"])), min_size=4, max_size=7))
+def check_conversation(kind: str, path: Path, happened: Sequence[Any]) -> None:
+    talk, session = Conversation(kind), mlxspec.Session()
+    for (change, share, message, n, taken), after in happened:
+        prompt = next_prompt(talk.context, talk.answer, change, share, message)
+        talk.turn(prompt, 3 * n, taken, session=session)
+        assert session.tokens == talk.context[: len(session.tokens)]
+        reach = session.reach(round(share * session.length))
+        if after == "fork" and reach:
+            session = session.fork(reach)
+        if after == "file":
+            session.save(path)
+            session = mlxspec.Session.load(path)
+    assert talk.trained.drafted > 0
+
+
+def test_whatever_happens_to_a_conversation(kind: str, tmp_path: Path) -> None:
+    check_conversation(kind, tmp_path / "c.safetensors")
+
+
+def test_a_head_goes_on_in_another_thread(kind: str) -> None:
+    talk, session = Conversation(kind), mlxspec.Session()
+    (first,) = prompts(1, 40)
+    for prompt, n in ((first, 1), (first, 3), (first[:9], 5), ([*first, 3], 9)):
+        thread = threading.Thread(target=talk.turn, args=(prompt, n), kwargs={"session": session})
+        thread.start()
+        thread.join()
+        assert talk.context[: len(prompt)] == prompt
+        assert talk.answer == n
+    assert talk.trained.drafted > 0
+
+
+def test_a_servers_prefixes_have_their_heads(kind: str, tmp_path: Path) -> None:
+    talk = Conversation(kind)
+    system = prompts(1, 40)[0]
+    prefixes = PrefixCache(talk.decoder.model, 1 << 30)
+    for turn in range(5):
+        if turn == 4:  # another process
+            assert prefixes.forks
+            prefixes.save(tmp_path)
+            prefixes = PrefixCache(talk.decoder.model, 1 << 30)
+            assert prefixes.load(tmp_path)
+        context = system if turn % 2 else talk.context or system
+        prompt = [*context, turn, 5, turn]
+        session, drafted = prefixes.lend(prompt), talk.trained.drafted
+        response = talk.turn(prompt, 12, session=session)
+        assert response.reused_tokens >= len(context) - 17 or not turn
+        assert talk.trained.drafted > drafted
+        prefixes.give_back(session)
+
+
+def test_a_prompt_cache_that_is_read_between_responses_keeps_the_head_ready(kind: str) -> None:
+    talk = Conversation(kind)
+    (prompt,) = prompts(1)
+    held = make_prompt_cache(talk.decoder.model)
+    expected = [r.token for r in plain_decoder(kind).stream(prompt, TOKENS)]
+    talk.trained.contexts = [prompt + expected]
+    for number, response in enumerate(talk.decoder.stream(prompt, TOKENS, prompt_cache=held)):
+        assert response.token == expected[number]
+        mx.eval([layer.state for layer in held])
+    assert response.stats.accepted > TOKENS / 3
+
+
+# --- what else there is ---
+
+
+ALSO: dict[str, tuple[dict[str, Any], Callable[[list[int]], Auto]]] = {
+    "a constraint": (
+        {"constraint": mlxspec.Constraint.regex("[^aeiou]*")},
+        lambda expected: Auto(),
+    ),
+    "processors": (
+        {"logit_bias": {775: -3.0}, "repetition_penalty": 1.3, "presence_penalty": 0.5},
+        lambda expected: Auto(),
+    ),
+    "a prediction": ({}, lambda expected: Auto(prediction=[*expected[:9], 8, *expected[20:]])),
+    "a memory": ({}, lambda expected: Auto(memory=Memory(1000))),
+}
+
+
+@pytest.mark.parametrize("also", ALSO)
+def test_a_head_beside(also: str) -> None:
+    options, drafting = ALSO[also]
+    trained = Instructed("EAGLE-3", 0.8, repetitive_llama())
+    plain = mlxspec.Decoder(repetitive_llama(), demo().tokenizer)
+    for temp in (0.0, 0.9):
+        options |= {"temp": temp, "seed": 5}
+        expected = [r.token for r in plain.stream("Name a colour:", TOKENS, **options)]
+        prompt = plain.tokenizer.encode("Name a colour:")
+        trained.contexts, trained.drafted = [prompt + expected], 0
+        decoder = mlxspec.Decoder(trained.model, plain.tokenizer, drafting(expected))
+        decoder.costs = given_costs(FLAT)
+        for _ in range(2):
+            responses = list(decoder.stream(prompt, TOKENS, **options))
+            assert [response.token for response in responses] == expected
+        assert trained.drafted > 0

@@ -34,7 +34,7 @@ def states(rows: int, seed: int = 0) -> list[mx.array]:
 
 
 def features(head: Any, of_layers: Sequence[mx.array]) -> mx.array:
-    return head.features(mx.zeros_like(of_layers[0]), of_layers)[None]
+    return head.features(of_layers)[None]
 
 
 def part(of_layers: Sequence[mx.array], start: int, end: int) -> list[mx.array]:

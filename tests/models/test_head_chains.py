@@ -103,7 +103,7 @@ def generation_of(head: ChainHead, states: mx.array, from_scratch: bool = False)
 
     def verified(tokens: mx.array, states: mx.array) -> tuple[mx.array, mx.array]:
         of_layers = mx.split(states[0], max(len(head.reads), 1), axis=-1)
-        return chained(tokens, head.features(states[0], of_layers)[None])
+        return chained(tokens, head.features(of_layers)[None])
 
     def trim(entries: int) -> None:
         del pairs[-entries:]

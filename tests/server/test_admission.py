@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -12,9 +13,11 @@ import mlx.nn as nn
 import pytest
 
 import mlxspec
+from mlxspec.engine.heads import TrainedHead
 from mlxspec.engine.params import CacheOptions
 from mlxspec.server import served_model
 from mlxspec.server.served_model import CacheMemory
+from tests.support import heads
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import endless_tokenizer
 
@@ -69,6 +72,23 @@ def test_the_estimate_is_what_caches_take(name: str) -> None:
         assert growth == 0
     if name == "llama3":
         assert growth == pytest.approx(10_000 * real / 1536, rel=0.05)
+
+
+@pytest.mark.parametrize("make_head", [heads.eagle3, heads.dflash])
+@pytest.mark.parametrize("options", [{}, {"kv_bits": 8, "quantized_kv_start": 0}])
+def test_the_caches_of_a_head_are_a_part_of_the_estimate(
+    make_head: Callable[..., Any], options: dict[str, int]
+) -> None:
+    model = wide("qwen3")
+    trained = TrainedHead(make_head(model)[1], model)
+    caches = {"kv_group_size": 32, "prefill_step_size": 64, **options}
+    with_head, alone = (CacheMemory(one, CacheOptions(**caches)) for one in (trained.model, model))
+    for n in (100, 1500):
+        real = taken(trained.model, n, **caches)
+        assert real <= with_head.bytes_for(n + 8)
+    growth = [memory.bytes_for(9000) - memory.bytes_for(8000) for memory in (with_head, alone)]
+    layers, own = len(trained.head.make_cache()), 2 * 2 * 8 * 4  # 2 heads of 8 in float32
+    assert growth[0] - growth[1] == 1000 * layers * own
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ def test_both_names_of_the_bound_bind(client: OpenAI) -> None:
     for fields in (
         {"max_tokens": 5},
         {"max_tokens": None, "max_completion_tokens": 5},
-        {"max_tokens": 20, "max_completion_tokens": 5},
+        {"max_tokens": 5, "max_completion_tokens": 5},
     ):
         usage = chat(client, **fields).usage
         assert usage
@@ -345,11 +345,42 @@ def test_the_server_tells_how_it_is(server: Running, client: OpenAI) -> None:
 # --- errors ---
 
 
-def test_errors_are_the_clients_exceptions(client: OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError) as missing:
-        chat(client, model="large")
+def test_an_only_model_answers_under_any_name(server: Running, client: OpenAI) -> None:
+    messages: Any = {"messages": HELLO, "max_tokens": 4}
+    bodies = {
+        "/v1/chat/completions": messages,
+        "/v1/completions": {"prompt": "Once", "max_tokens": 4},
+        "/v1/responses": {"input": "Hello", "max_output_tokens": 4},
+        "/v1/messages": messages,
+    }
+    others: dict[str, Any] = {
+        "/v1/messages/count_tokens": {"messages": HELLO},
+        "/v1/responses/input_tokens": {"input": "Hello"},
+        "/v1/tokenize": {"prompt": "Hello"},
+        "/v1/detokenize": {"tokens": [5]},
+    }
+    with (
+        running_server(strict_model_names=True) as strict,
+        httpx.Client(timeout=60) as http,
+    ):
+        for path, body in [*bodies.items(), *others.items()]:
+            for model in ("gpt-5", "claude-opus-4-8", "default"):
+                sent = {**body, "model": model}
+                answer = http.post(f"{server.address}{path}", json=sent)
+                assert answer.status_code == 200, answer.text
+                if path in bodies:
+                    assert answer.json()["model"] == "small"
+                refused = http.post(f"{strict.address}{path}", json=sent)
+                assert refused.status_code == 404
+                assert "use small" in refused.json()["error"]["message"]
+        with pytest.raises(openai.NotFoundError) as missing:
+            chat(strict.client(), model="large")
     assert (missing.value.param, missing.value.code) == ("model", "model_not_found")
-    assert "small" in missing.value.message
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("large")
+
+
+def test_errors_are_the_clients_exceptions(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         chat(client, temperature=-1)
     assert bad.value.param == "temperature"

@@ -36,8 +36,9 @@ PATHS = [CHAT, TEXT, TOKENIZE, DETOKENIZE, RESPONSES, INPUT, MESSAGES, COUNT]
 MOST = 12
 """Tokens of an answer, so that none takes long."""
 
-CHAT_BODY = {**FULL_CHAT, "model": "small", "max_completion_tokens": MOST}
-TEXT_BODY = {**FULL_COMPLETION, "model": "small", "max_completion_tokens": MOST, "suffix": None}
+SHORT = {"max_tokens": MOST, "max_completion_tokens": MOST}
+CHAT_BODY = {**FULL_CHAT, "model": "small", **SHORT}
+TEXT_BODY = {**FULL_COMPLETION, "model": "small", **SHORT, "suffix": None}
 RESPONSES_BODY = {**CODEX, "store": True, "max_output_tokens": MOST, "top_logprobs": 1}
 MESSAGES_BODY = {**FULL_MESSAGES, "model": "small", "max_tokens": MOST}
 

@@ -235,12 +235,19 @@ def test_what_only_anthropics_servers_do_is_taken() -> None:
     assert messages(**given, **CACHED) == messages()
 
 
+def test_formats_that_agree_are_taken() -> None:
+    request = messages(output_config={"format": FORMAT}, output_format=FORMAT)
+    assert request.constrained_by == "output_config.format.schema"
+
+
 def test_tokens_are_counted_without_a_bound() -> None:
     assert parse_messages({"messages": HELLO}, to_count=True).messages == tuple(HELLO)
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA"}}
 RESULT = {"type": "tool_result", "tool_use_id": "1"}
+FORMAT = {"type": "json_schema", "schema": {"type": "object"}}
+TEXT_FORMAT = {"type": "json_schema", "schema": {"type": "string"}}
 
 
 @pytest.mark.parametrize(
@@ -292,6 +299,15 @@ RESULT = {"type": "tool_result", "tool_use_id": "1"}
         ({"container": "c"}, "container"),
         ({"thread": {"type": "create"}}, "thread"),
         ({"stream": "yes"}, "stream"),
+        ({"output_config": {"format": FORMAT}, "output_format": TEXT_FORMAT}, "output_format"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"regex": "a+"}, "regex"),
+        ({"guided_choice": ["a"]}, "guided_choice"),
+        ({"stop": ["x"]}, "stop"),
+        ({"n": 2}, "n"),
+        ({"max_completion_tokens": 5}, "max_completion_tokens"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"ignore_eos": True}, "ignore_eos"),
     ],
 )
 def test_what_is_wrong_or_cannot_be_done_is_refused_by_name(

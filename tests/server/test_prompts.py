@@ -16,7 +16,7 @@ from mlxspec.server.answer import Delta, OutputParser
 from mlxspec.server.body import ApiError
 from mlxspec.server.openai import parse_chat, parse_completion
 from mlxspec.server.prompts import ChatPrompt, Prompt, chat_prompt, completion_prompts
-from tests.support.chat_tokenizer import chat_tokenizer
+from tests.support.chat_tokenizer import CHATML, chat_tokenizer
 from tests.support.demo import demo
 from tests.support.hostile import json_values
 
@@ -156,6 +156,21 @@ def test_what_the_template_or_the_model_does_not_know_is_refused() -> None:
     for name in ("chat_template", "messages", "tokenizer", "tools", "self", "tokenize"):
         kwargs = {"chat_template_kwargs": {name: "x"}}
         assert refused(**kwargs) == f"chat_template_kwargs.{name}"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (None, "has no chat template"),
+        ("{{ messages[0].content }}", "has no place for them"),
+        (CHATML, "has no marker of calls that mlx-lm knows"),
+    ],
+)
+def test_a_model_without_tools_says_what_its_template_lacks(
+    template: str | None, reason: str
+) -> None:
+    with pytest.raises(ApiError, match=reason):
+        chat(chat_tokenizer(None, template), tools=[TOOL])
 
 
 @given(

@@ -61,6 +61,27 @@ def completion(**fields: Any) -> CompletionRequest:
         ({"guided_choice": ["a", "b"]}, Constraint.choice(["a", "b"]), "guided_choice"),
         ({"guided_grammar": "start: /x/"}, Constraint.grammar("start: /x/"), "guided_grammar"),
         ({"grammar": 'root ::= "x"'}, Constraint.grammar('root ::= "x"'), "grammar"),
+        ({"ebnf": 'root ::= "x"'}, Constraint.grammar('root ::= "x"'), "ebnf"),
+        ({"regex": "a+"}, Constraint.regex("a+"), "regex"),
+        ({"format": "json"}, Constraint.json_object(), "format"),
+        ({"format": SCHEMA}, Constraint.json_schema(SCHEMA), "format"),
+        (
+            {  # as guidance's VLLMModel sends it, for old and new servers
+                "guided_decoding_backend": "guidance",
+                "guided_grammar": "start: /x/",
+                "structured_outputs": {"grammar": "start: /x/"},
+            },
+            Constraint.grammar("start: /x/"),
+            "guided_grammar",
+        ),
+        (
+            {
+                "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}},
+                "guided_json": json.dumps(SCHEMA),
+            },
+            Constraint.json_schema(SCHEMA),
+            "response_format.json_schema.schema",
+        ),
         (
             {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": False}},
             Constraint.json_schema(SCHEMA),
@@ -80,6 +101,7 @@ def completion(**fields: Any) -> CompletionRequest:
             {
                 **{"grammar": "", "guided_choice": [], "guided_json": {}, "guided_regex": ""},
                 **{"json_schema": {}, "structured_outputs": {}, "guided_grammar": ""},
+                **{"format": "", "regex": "", "ebnf": ""},
                 "response_format": {"type": "text"},
             },
             None,
@@ -175,8 +197,9 @@ def test_errors_call_objects_objects() -> None:
 
 def test_what_the_clients_of_other_servers_send_is_taken() -> None:
     request = chat(
-        max_tokens=100,
+        max_tokens=50,
         max_completion_tokens=50.0,
+        guided_decoding_backend="guidance",
         top_k=-1,
         seed=-1,
         stop="END",
@@ -191,7 +214,9 @@ def test_what_the_clients_of_other_servers_send_is_taken() -> None:
         prompt_cache_key="k",
         response_format={"type": "text"},
         modalities=["text"],
-        verbosity="medium",
+        add_special_tokens=False,
+        skip_special_tokens=True,
+        options={},
     )
     assert request.max_tokens == 50
     assert request.sampling == SamplingParams(seed=None)
@@ -290,8 +315,19 @@ def test_choices_have_seeds_of_their_own_and_the_first_has_the_clients() -> None
         ({"guided_json": 5}, "guided_json"),
         ({"guided_json": "{"}, "guided_json"),
         ({"guided_grammar": 5}, "guided_grammar"),
-        ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend"),
-        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice"),
+        ({"guided_json": SCHEMA, "regex": "a"}, "regex"),
+        ({"regex": 5}, "regex"),
+        ({"ebnf": ["root"]}, "ebnf"),
+        ({"format": "yaml"}, "format"),
+        ({"format": 5}, "format"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+        ({"max_tokens": 5, "max_output_tokens": 6}, "max_tokens"),
+        ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, "reasoning_effort"),
+        (
+            {"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}},
+            "chat_template_kwargs.enable_thinking",
+        ),
         ({"json_schema": "x"}, "json_schema"),
         ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
@@ -310,7 +346,18 @@ def test_choices_have_seeds_of_their_own_and_the_first_has_the_clients() -> None
         ({"repeat_penalty": True}, "repeat_penalty"),
         ({"grammar": 5}, "grammar"),
         ({"ignore_eos": True}, "ignore_eos"),
-        ({"verbosity": "low"}, "verbosity"),
+        ({"verbosity": "huge"}, "verbosity"),
+        ({"options": {"temperature": 0}}, "options"),
+        ({"think": False}, "think"),
+        ({"system": "Be brief."}, "system"),
+        ({"instructions": "Be brief."}, "instructions"),
+        ({"skip_special_tokens": False}, "skip_special_tokens"),
+        ({"min_tokens": 5}, "min_tokens"),
+        ({"stop_regex": "a+"}, "stop_regex"),
+        ({"samplers": ["top_k"]}, "samplers"),
+        ({"dry_multiplier": 0.8}, "dry_multiplier"),
+        ({"n_predict": 5}, "n_predict"),
+        ({"messages": [{"role": "user", "content": "a", "images": ["x"]}]}, "messages[0].images"),
         ({"chat_template": "x"}, "chat_template"),
         ({"reasoning_effort": "huge"}, "reasoning_effort"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
@@ -461,6 +508,10 @@ def test_tools_and_their_choice() -> None:
 def test_thinking_is_asked_for_under_several_names() -> None:
     assert chat(chat_template_kwargs={"a": 1, "b": None}).template_kwargs == {"a": 1}
     assert chat(enable_thinking=False).template_kwargs == {"enable_thinking": False}
+    assert chat(reasoning={"effort": "low"}, verbosity="high").template_kwargs == {
+        "reasoning_effort": "low",
+        "verbosity": "high",
+    }
     assert chat(reasoning_effort="none").template_kwargs == {
         "reasoning_effort": "none",
         "enable_thinking": False,

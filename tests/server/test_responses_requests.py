@@ -172,7 +172,7 @@ def test_what_codex_sends_is_a_chat() -> None:
     ]
     assert not request.store
     assert request.stream
-    assert request.template_kwargs == {"reasoning_effort": "medium"}
+    assert request.template_kwargs == {"reasoning_effort": "medium", "verbosity": "low"}
 
 
 def test_what_is_kept_and_told_is_of_the_clients_types() -> None:
@@ -187,7 +187,7 @@ def test_what_is_kept_and_told_is_of_the_clients_types() -> None:
     told = Response.model_validate({**whole, **request.repeated})
     assert told.temperature == 0.5
     assert told.metadata == {"a": "b"}
-    assert (told.truncation, told.text and told.text.verbosity) == ("disabled", "medium")
+    assert (told.truncation, told.text and told.text.verbosity) == ("disabled", "low")
 
 
 def test_options_are_those_of_a_chat() -> None:
@@ -326,7 +326,10 @@ def test_reasoning_of_others_is_their_summary() -> None:
         ({"function_call": {"name": "f"}}, "function_call"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio"),
-        ({"verbosity": "low"}, "verbosity"),
+        ({"verbosity": "huge"}, "verbosity"),
+        ({"verbosity": "low", "text": {"verbosity": "high"}}, "verbosity"),
+        ({"max_tokens": 5, "max_output_tokens": 6}, "max_tokens"),
+        ({"instructions": "a", "system": "b"}, "system"),
         ({"web_search_options": {}}, "web_search_options"),
     ],
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import threading
@@ -13,6 +14,7 @@ import httpx
 import jsonschema
 import openai
 import pytest
+from anthropic import Anthropic
 from openai import OpenAI
 from pydantic import BaseModel, Field
 
@@ -20,13 +22,10 @@ import mlxspec
 from mlxspec import Constraint
 from mlxspec.engine import compiling
 from mlxspec.generation.options import in_answer
-from mlxspec.server.prefix_cache import PrefixCache
-from mlxspec.server.served_model import CacheMemory, ServedModel
 from tests.support.chains import CHAINS
 from tests.support.chat_tokenizer import chat_tokenizer
-from tests.support.demo import FLAT, given_costs, stand_in_decoder
-from tests.support.random_models import random_model
-from tests.support.serving import Running, running_server
+from tests.support.demo import stand_in_decoder
+from tests.support.serving import Running, running_server, served_random
 
 pytestmark = pytest.mark.slow
 
@@ -220,12 +219,7 @@ OTHER: dict[str, Any] = {"type": "function", "function": {"name": "other"}}
 @pytest.fixture(scope="module")
 def thinker() -> Iterator[Running]:
     """A random model of bytes that reasons and calls tools."""
-    tokenizer = chat_tokenizer("json_tools", markers=MARKERS)
-    model = random_model("llama", vocab_size=len(tokenizer) + 6)
-    decoder = mlxspec.AutoDecoder(model, tokenizer, memory_tokens=0)
-    decoder.costs = given_costs(FLAT)
-    served = ServedModel("thinker", decoder, PrefixCache(model, 1 << 24), CacheMemory(model))
-    with running_server(served) as running:
+    with running_server(served_random(MARKERS, "thinker")) as running:
         yield running
 
 
@@ -285,6 +279,105 @@ def test_arguments_of_strict_tools_are_valid(thinker: Running, choice: Any) -> N
         (call,) = answer.message.tool_calls
         assert call.function.name == "find"
         jsonschema.validate(json.loads(call.function.arguments), strict)
+
+
+LOOSE: dict[str, Any] = copy.deepcopy(FIND)
+del LOOSE["function"]["strict"]
+PARAMETERS = LOOSE["function"]["parameters"]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "find"}}])
+def test_a_demanded_call_is_valid_without_strict(thinker: Running, choice: Any) -> None:
+    for seed in range(3):
+        fields = {"temperature": 1.0, "seed": seed, "max_tokens": 300}
+        fields |= {"tools": [LOOSE], "parallel_tool_calls": False, "tool_choice": choice}
+        answer = chat(thinker.client(), **fields).choices[0]
+        assert answer.finish_reason == "tool_calls"
+        (call,) = answer.message.tool_calls
+        assert call.function.name == "find"
+        jsonschema.validate(json.loads(call.function.arguments), PARAMETERS)
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "find"}])
+def test_a_call_that_anthropics_clients_demand_is_valid(
+    thinker: Running, choice: dict[str, Any]
+) -> None:
+    tool: Any = {"name": "find", "input_schema": PARAMETERS}
+    client = Anthropic(base_url=thinker.address, api_key="none", max_retries=0)
+    answer: Any = client.messages.create(
+        model="claude",
+        max_tokens=300,
+        messages=HELLO,
+        tools=[tool],
+        tool_choice={**choice, "disable_parallel_tool_use": True},  # type: ignore[arg-type]
+        extra_body={"temperature": 1.0, "seed": 1},
+    )
+    (block,) = answer.content
+    assert (block.type, block.name, answer.stop_reason) == ("tool_use", "find", "tool_use")
+    jsonschema.validate(block.input, PARAMETERS)
+
+
+def test_a_demanded_response_is_a_valid_call(thinker: Running) -> None:
+    tool: Any = {"type": "function", "name": "find", "parameters": PARAMETERS, "strict": False}
+    for choice in ("required", {"type": "function", "name": "find"}):
+        answer: Any = thinker.client().responses.create(
+            model="thinker",
+            input="Hello there",
+            tools=[tool],
+            tool_choice=choice,
+            parallel_tool_calls=False,
+            temperature=1.0,
+            max_output_tokens=300,
+            extra_body={"seed": 2},
+        )
+        (item,) = answer.output
+        assert (item.type, item.name) == ("function_call", "find")
+        jsonschema.validate(json.loads(item.arguments), PARAMETERS)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "find"}}])
+def test_a_demanded_call_in_elements_has_the_parameters_of_the_schema(choice: Any) -> None:
+    values = {
+        "where": {"type": "string", "enum": ["here", "there"]},
+        "count": {"type": "integer", "minimum": 1, "maximum": 99},
+        "among": {"type": "array", "items": {"$ref": "#/$defs/one"}, "maxItems": 3},
+        "sure": {"type": "boolean"},
+    }
+    parameters = {
+        **{"type": "object", "properties": values, "required": [*values][:-1]},
+        **{"additionalProperties": False, "$defs": {"one": {"enum": [1, 2]}}},
+    }
+    tool = {"type": "function", "function": {"name": "find", "parameters": parameters}}
+    markers = tuple(marker for marker in MARKERS if "think" not in marker)
+    with running_server(served_random(markers, parser="qwen3_coder")) as coder:
+        for seed in range(3):
+            fields = {"temperature": 1.0, "seed": seed, "max_tokens": 400}
+            fields |= {"tools": [tool], "tool_choice": choice, "parallel_tool_calls": False}
+            answer = chat(coder.client(), **fields).choices[0]
+            (call,) = answer.message.tool_calls
+            assert call.function.name == "find"
+            jsonschema.validate(json.loads(call.function.arguments), parameters)
+
+
+def test_what_cannot_be_kept_of_a_demanded_call_is_left_to_the_model(thinker: Running) -> None:
+    """Sets of pydantic have uniqueItems; a reference to nowhere leaves any object."""
+    where = {"type": "array", "items": {"enum": ["here", "there"]}, "uniqueItems": True}
+    known = {**PARAMETERS, "properties": {"where": {**where, "maxItems": 3}}, "required": ["where"]}
+    unknown = {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}
+    client = thinker.client()
+    for parameters in (known, unknown):
+        tool = {"type": "function", "function": {"name": "find", "parameters": parameters}}
+        fields = {"tools": [tool], "parallel_tool_calls": False, "tool_choice": "required"}
+        ends = {str(code): 5 for code in b'"}]'}
+        answer = chat(client, **fields, max_tokens=300, logit_bias=ends).choices[0]
+        (call,) = answer.message.tool_calls
+        arguments = json.loads(call.function.arguments)
+        if parameters is known:
+            assert {*arguments["where"]} <= {"here", "there"}
+    strict = {"type": "function", "function": {**tool["function"], "strict": True}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(client, tools=[strict], tool_choice="required")
+    assert caught.value.param == "tools[0].function.parameters"
 
 
 def test_with_tools_an_answer_is_a_call_or_has_its_form(thinker: Running) -> None:

@@ -136,3 +136,20 @@ def original(weights: Weights, prefix: str = "mtp.") -> Weights:
 def write_target(directory: Path, weights: Weights) -> Path:
     """Write a folder of a target of Qwen's MTP, of which only the head's tensors are whole."""
     return write(directory, QWEN_TARGET, {"model.norm.weight": mx.ones(32), **weights})
+
+
+def write_scripted_head(directory: Path, model: Path) -> Path:
+    """Write a DSpark for a scripted model, which is always right about what follows a token."""
+    own = json.loads((model / "config.json").read_text())
+    names = ("hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps")
+    layer = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    settings = {name: own[name] for name in names} | layer
+    settings["dflash_config"] = {"mask_token_id": 0, "target_layer_ids": [0]}
+    config = {**DSPARK, **settings, "num_target_layers": 1, "markov_rank": own["hidden_size"]}
+    head = DSpark(config, own)
+    weights = {name: mx.zeros_like(array) for name, array in tree_flatten(head.parameters())}
+    # Two factors of the target's own logits after each token.
+    of_target = mx.load(str(model / "model.safetensors"))
+    weights["markov_head.markov_w1.weight"] = of_target["model.embed_tokens.weight"]
+    weights["markov_head.markov_w2.weight"] = 8 * of_target["lm_head.weight"]
+    return write(directory, config, weights)

@@ -12,7 +12,7 @@ from mlx_lm.models.llama import Model, ModelArgs
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 BOS, EOS = 1, 2
-_WIDTH = 64
+_WIDTH = 64  # of the vocabulary; hidden states are twice as wide
 _CHAT_TEMPLATE = "[INST] {{ messages[0]['content'] }} [/INST]"
 
 
@@ -40,11 +40,12 @@ def write_scripted_model(
 def _write_model(directory: Path, script: list[int], after_script: int) -> None:
     args = {
         "model_type": "llama",
-        "hidden_size": _WIDTH,
+        "hidden_size": 2 * _WIDTH,
         "num_hidden_layers": 1,
         "intermediate_size": 8,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
+        "head_dim": 32,
         "rms_norm_eps": 1e-5,
         "vocab_size": _WIDTH,
         "max_position_embeddings": 1_000_000,
@@ -52,11 +53,11 @@ def _write_model(directory: Path, script: list[int], after_script: int) -> None:
     }
     model = Model(ModelArgs.from_dict(args))
     weights = {name: mx.zeros_like(value) for name, value in tree_flatten(model.parameters())}
-    weights["model.embed_tokens.weight"] = mx.eye(_WIDTH)
-    weights["model.norm.weight"] = mx.ones(_WIDTH)
+    weights["model.embed_tokens.weight"] = mx.eye(_WIDTH, 2 * _WIDTH)
+    weights["model.norm.weight"] = mx.full(2 * _WIDTH, 0.5**0.5)
     successors = dict.fromkeys(range(_WIDTH), script[0])
     successors |= dict(zip(script, [*script[1:], after_script], strict=True))
-    output = mx.zeros((_WIDTH, _WIDTH))
+    output = mx.zeros((_WIDTH, 2 * _WIDTH))
     for token, successor in successors.items():
         output[successor, token] = 1.0
     weights["lm_head.weight"] = output

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +20,9 @@ from mlxspec.server.connections import Bounds, HttpServer
 from mlxspec.server.prefix_cache import PrefixCache
 from mlxspec.server.served_model import CacheMemory, ServedModel
 from mlxspec.server.worker import Worker, WorkerLimits
-from tests.support.chat_tokenizer import CHATML, with_tools
+from tests.support.chat_tokenizer import CHATML, chat_tokenizer, with_tools
 from tests.support.demo import FLAT, given_costs, stand_in_decoder
+from tests.support.random_models import random_model
 
 
 @dataclass
@@ -64,6 +65,25 @@ def served_with_tools() -> ServedModel:
     model = served()
     model.decoder.tokenizer = with_tools(model.decoder.tokenizer, "json_tools", CHATML)
     return model
+
+
+def served_random(
+    markers: Sequence[str], name: str = "random", parser: str = "json_tools"
+) -> ServedModel:
+    """A model of bytes with random weights.
+
+    Only a constraint makes sense of its outputs.
+
+    Args:
+        markers: the tokens besides the bytes; with ``<think>`` it reasons.
+        name: in requests.
+        parser: as for :func:`tests.support.chat_tokenizer.chat_tokenizer`.
+    """
+    tokenizer = chat_tokenizer(parser, markers=markers)
+    model = random_model("llama", vocab_size=len(tokenizer) + 6)
+    decoder = mlxspec.AutoDecoder(model, tokenizer, memory_tokens=0)
+    decoder.costs = given_costs(FLAT)
+    return ServedModel(name, decoder, PrefixCache(model, 1 << 24), CacheMemory(model))
 
 
 @contextmanager

@@ -713,6 +713,7 @@ class LocalModel:
         self._generation = generation
         self._leader = leader
         self._adapters = {self.name: generation.adapter_path}  # only for this model
+        self._heads = {self.name: generation.drafting.head}
         self._template_arguments = dict(template_arguments or {})
         self._console = console
         self._memories = memories
@@ -776,7 +777,10 @@ class LocalModel:
         name, before = resolved(name), self._generation
         find_directory(name, None)  # downloads it
         self.close()
-        self._generation = replace(before, model=name, adapter_path=self._adapters.get(name))
+        drafting = replace(before.drafting, head=self._heads.get(name))
+        self._generation = replace(
+            before, model=name, drafting=drafting, adapter_path=self._adapters.get(name)
+        )
         try:
             self._load()
         except BaseException:

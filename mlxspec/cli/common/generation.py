@@ -25,9 +25,14 @@ from .options import (
     ADAPTERS,
     ADAPTERS_HELP,
     DRAFTER,
+    HEAD,
+    HEAD_HELP,
     NAME,
+    NO_HEAD,
+    NO_HEAD_HELP,
     NO_MEMORY,
     NO_MEMORY_HELP,
+    check_head,
     check_least,
     nested,
     option_field,
@@ -48,6 +53,7 @@ if TYPE_CHECKING:
     from ...generation.options import GenerationOptions
     from ...generation.request import Request
     from ...generation.response import GenerationResponse
+    from ...models.heads import Head
     from ..memory import Memories
 
 API_KEY = "MLXSPEC_API_KEY"
@@ -55,7 +61,7 @@ API_KEY = "MLXSPEC_API_KEY"
 
 _DECODERS = ("auto", "prompt-lookup", "lookahead", "combined", "plain")
 # Decoders that take certain options. The default decoder is the first that takes all given options.
-_PLANNED = ("auto", "combined")
+PLANNED = ("auto", "combined")  # a trained head drafts with these
 _LOOKUP = ("prompt-lookup", "combined")
 _LOOKAHEAD = ("lookahead", "combined")
 
@@ -83,7 +89,7 @@ class DraftingOptions:
         "--store FILE",
         "With auto and combined: also draft from a store made by 'mlxspec store'.",
         type=NAME,
-        of=_PLANNED,
+        of=PLANNED,
     )
     drafter: str | None = option_field(
         DRAFTER,
@@ -100,6 +106,8 @@ class DraftingOptions:
     num_draft_tokens: int | None = option_field(
         "--num-draft-tokens N", "Draft at most N tokens with --draft-model.  [default: 2]"
     )
+    head: str | None = option_field(HEAD, HEAD_HELP, type=MODEL, of=PLANNED)
+    no_head: bool = option_field(NO_HEAD, NO_HEAD_HELP, default=False)
     no_memory: bool = option_field(NO_MEMORY, NO_MEMORY_HELP, default=False)
     n_draft: int | None = _lookup(
         "--n-draft --prompt-lookup-num-tokens N",
@@ -144,6 +152,9 @@ class DraftingOptions:
             raise OptionError("--num-draft-tokens needs a draft model: name it with --draft-model")
         if self.draft_model is not None and self.drafter is not None:
             raise OptionError("--drafter and --draft-model are given together: choose one")
+        check_head(self.head, self.no_head)
+        if self.head is not None and self.draft_model is not None:
+            raise OptionError("--head and --draft-model are given together: choose one")
         _ = self.lookup, self.lookahead  # raises an error for a wrong value
 
     def _for_some_decoders(self) -> dict[str, tuple[str, ...]]:
@@ -154,6 +165,15 @@ class DraftingOptions:
             if "of" in own.metadata and getattr(self, own.name) is not None
         }
 
+    @property
+    def wanted_head(self) -> str | bool | None:
+        """The head to load, as for :func:`.models.heads.loading.load_with_head`.
+
+        A draft model drafts in the place of the head that comes with a model.
+        """
+        uses_one = self.kind in PLANNED and self.draft_model is None and not self.no_head
+        return self.head if uses_one else False
+
     def _given(self, *names: str) -> dict[str, Any]:
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
@@ -162,7 +182,8 @@ class DraftingOptions:
         """The name of the decoder: the requested one, or the first that takes the given options."""
         if self.decoder:
             return self.decoder
-        taking = [of for name, of in self._for_some_decoders().items() if name != "store"]
+        options = self._for_some_decoders().items()
+        taking = [of for name, of in options if name not in ("store", "head")]
         return next((kind for kind in _DECODERS if all(kind in of for of in taking)), "auto")
 
     @cached_property
@@ -196,6 +217,7 @@ class DraftingOptions:
         tokenizer: TokenizerWrapper,
         memory: Memory | None,
         extra: Callable[[], Drafter] | None,
+        head: Head | None = None,
     ) -> Auto | PromptLookup | Lookahead:
         """The kind of drafting for a model's decoder.
 
@@ -203,6 +225,7 @@ class DraftingOptions:
             tokenizer: the model's tokenizer.
             memory: earlier answers to draft from; None starts a new memory.
             extra: makes the drafter of --drafter or --draft-model.
+            head: the model's trained head.
 
         Raises:
             StoreError: the store cannot be read, or belongs to another tokenizer.
@@ -222,7 +245,7 @@ class DraftingOptions:
         if self.kind == "combined":
             looks_up = any(of is _LOOKUP for of in self._for_some_decoders().values())
             lookahead = replace(self.lookahead, first=self.lookup.new if looks_up else None)
-        return Auto(memory or Memory(), store, extra, lookahead)
+        return Auto(memory or Memory(), store, extra, lookahead, head=head)
 
 
 @dataclass(frozen=True)
@@ -324,6 +347,7 @@ class Generation:
         from ...drafting.drafter import load_drafter
         from ...drafting.sources import parse_lookup_config
         from ...engine.draft_model import DraftModelDrafter, check_vocabularies
+        from ...models.heads.loading import load_with_head
         from ...models.model import load
 
         if leader and self.adapter_path is not None:
@@ -332,13 +356,18 @@ class Generation:
                 "the model with mlx_lm.fuse, or run without mlx.launch"
             )
         drafting = self.drafting
+        if leader and drafting.head is not None:
+            raise OptionError(
+                "--head: a head cannot draft for a model that is split over several machines; "
+                "leave it out, or run without mlx.launch"
+            )
         if config := drafting.prompt_lookup_config:
             *_, ignored = parse_lookup_config(config)
             if ignored:
                 note(ignored)
         name = model_or_default(self.model)
         extra: Callable[[], Drafter] | None = None
-        draft_model = None
+        draft_model = head = None
         if drafting.drafter is not None:
             extra = load_drafter(drafting.drafter)
         if drafting.draft_model is not None:
@@ -348,15 +377,18 @@ class Generation:
             if leader:
                 model, tokenizer = leader.load(name)
             else:
-                model, tokenizer = load(name, adapter_path=self.adapter_path)
-            memory = memories.of(tokenizer, name) if drafting.kind in _PLANNED else None
-            drafts_from = drafting.of_model(tokenizer, memory, extra)
+                wanted = drafting.wanted_head
+                model, tokenizer, head = load_with_head(name, wanted, self.adapter_path)
+            memory = memories.of(tokenizer, name) if drafting.kind in PLANNED else None
+            drafts_from = drafting.of_model(tokenizer, memory, extra, head)
             decoder = mlxspec.Decoder(model, tokenizer, drafts_from, on_measuring=bar)
             decoder.keeps_experience = memories.keeps
             if draft_model is not None:
                 check_vocabularies(draft_model, decoder.vocab_size, len(decoder.tokenizer))
             if decoder.plans:
                 _ = decoder.costs
+            if head is not None:
+                _ = decoder.model.trained_head.experience  # measured, too
         return decoder
 
     def request(

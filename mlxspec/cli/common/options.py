@@ -331,6 +331,14 @@ DRAFTER = "--drafter MODULE:CLASS"
 ADAPTERS = "--adapter-path DIR"
 ADAPTERS_HELP = "Apply adapters (LoRA, DoRA) that mlx_lm.lora has trained for the model."
 
+HEAD = "--head PATH_OR_REPO"
+HEAD_HELP = (
+    "With auto and combined: also draft with this trained head, where no text is likely.  "
+    "[default: the one that comes with the model, if it has one]"
+)
+NO_HEAD = "--no-head"
+NO_HEAD_HELP = "Leave out the trained head that comes with the model."
+
 NO_MEMORY = "--no-memory"
 NO_MEMORY_HELP = "Neither draft from nor add to the answers that 'mlxspec memory on' keeps."
 
@@ -344,3 +352,13 @@ def check_least(least: int, **options: int | None) -> None:
     for name, value in options.items():
         if value is not None and value < least:
             raise OptionError(f"--{name.replace('_', '-')} is {value}: give at least {least}")
+
+
+def check_head(head: str | None, no_head: bool) -> None:
+    """Check that ``--head`` and ``--no-head`` are not given together.
+
+    Raises:
+        OptionError: they are.
+    """
+    if head is not None and no_head:
+        raise OptionError("--head and --no-head are given together: choose one")

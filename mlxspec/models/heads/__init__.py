@@ -10,11 +10,14 @@ per *pair* (t[i + 1], h[i]), from which it predicts t[i + 2].
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 
 class Head(nn.Module):
@@ -39,6 +42,13 @@ class Head(nn.Module):
         super().__init__()
         self.reads = ()
 
+    @cached_property
+    def identity(self) -> str:
+        """Its kind and a digest of its sizes, which fine-tuned heads share."""
+        sizes = [(name, array.shape) for name, array in tree_flatten(self.parameters())]
+        digest = hashlib.sha256(repr(sorted(sizes)).encode()).hexdigest()
+        return f"{type(self).__name__} {digest[:16]}"
+
     def bind(
         self, embed: Callable[[mx.array], mx.array], output: Callable[[mx.array], mx.array]
     ) -> None:
@@ -55,17 +65,14 @@ class Head(nn.Module):
         """The target's embeddings of tokens."""
         return self._target["embed"](tokens)
 
-    def features(self, final: mx.array, of_layers: Sequence[mx.array]) -> mx.array:
-        """What the head keeps of verified rows.
+    def features(self, states: Sequence[mx.array]) -> mx.array:
+        """What the head keeps of verified rows, (rows, ``width``).
 
         Args:
-            final: the states after the final norm, (rows, width of the target).
-            of_layers: those behind each of ``reads``, (rows, width of the target) each.
-
-        Returns:
-            (rows, ``width``).
+            states: those behind each layer of ``reads``, or else those after the final norm,
+                (rows, width of the target) each.
         """
-        return final
+        return states[0]
 
     def make_cache(self) -> list[Any]:
         """mlx-lm's caches, one per layer of the head; empty if it has none of its own."""

@@ -99,8 +99,8 @@ class DFlash(BlockHead):
         names = {name.removeprefix("model."): name for name in weights}
         return {new: weights[old] for new, old in names.items() if not new.startswith(unused)}
 
-    def features(self, final: mx.array, of_layers: Sequence[mx.array]) -> mx.array:
-        return self.hidden_norm(self.fc(mx.concatenate(list(of_layers), axis=-1)))
+    def features(self, states: Sequence[mx.array]) -> mx.array:
+        return self.hidden_norm(self.fc(mx.concatenate(list(states), axis=-1)))
 
     def make_cache(self) -> list[Any]:
         """One cache per layer of the head.

@@ -80,8 +80,8 @@ class Eagle3(ChainHead):
         if "d2t" in self:
             _check_ids("d2t", self._ids(), self._vocabulary)
 
-    def features(self, final: mx.array, of_layers: Sequence[mx.array]) -> mx.array:
-        x = mx.concatenate(list(of_layers), axis=-1)
+    def features(self, states: Sequence[mx.array]) -> mx.array:
+        x = mx.concatenate(list(states), axis=-1)
         return self.fc(self.input_norm(x) if "input_norm" in self else x)
 
     def make_cache(self) -> list[Any]:

@@ -11,13 +11,13 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ...errors import LoadError, printable
-from ..model import evaluate, reason, widen
+from ..model import evaluate, find_adapters, load, reason, widen
 from ..model_files import (
     BESIDE,
     MOST_LAYERS,
@@ -34,6 +34,9 @@ from ..model_files import (
 from . import Head
 from .blocks import DFlash, DSpark
 from .chains import Eagle3, Gemma4Assistant, QwenMTP
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 _log = logging.getLogger(__name__)
 
@@ -200,21 +203,48 @@ def head_directory(path_or_repo: str | Path, revision: str | None = None) -> Pat
     return find_directory(path_or_repo, revision, weights=(*wanted, *BESIDE))
 
 
+def load_with_head(
+    path_or_repo: str | Path,
+    head: str | Path | Head | bool | None = None,
+    adapter_path: str | Path | None = None,
+) -> tuple[nn.Module, TokenizerWrapper, Head | None]:
+    """Load a model, its tokenizer, and the head to use with it, if any.
+
+    Args:
+        path_or_repo, adapter_path: as for :func:`mlxspec.load`.
+        head: as for :func:`head_for`.
+
+    Raises:
+        LoadError: the model or the head cannot be used. What is no head, or no adapters, is refused
+            before the model is downloaded.
+    """
+    if adapter_path is not None:
+        find_adapters(adapter_path)
+    if isinstance(head, str | Path):
+        head = head_directory(head)
+        find_head(head)
+    directory = find_directory(path_or_repo, None)
+    model, tokenizer = load(directory, adapter_path=adapter_path)
+    return model, tokenizer, head_for(model, head, directory)
+
+
 def head_for(
-    model: nn.Module, head: str | Path | bool | None, directory: Path | None = None
+    model: nn.Module, head: str | Path | Head | bool | None, directory: Path | None = None
 ) -> Head | None:
-    """Load the head to use with a model; None for none.
+    """The head to use with a model, loaded; None for none.
 
     Args:
         model: the loaded model.
-        head: as for :func:`load_head`; None or True takes the one that comes with the model, if
-            there is one; False takes none.
+        head: a loaded head, or one as for :func:`load_head`; None or True takes the one that comes
+            with the model, if there is one; False takes none.
         directory: the model's, where its own head may be.
 
     Raises:
         LoadError: the head that is named cannot be used. One that comes with the model is left out,
             with a warning.
     """
+    if isinstance(head, Head):
+        return head
     config = dict(getattr(getattr(model, "args", None), "__dict__", {}))
     if isinstance(head, str | Path):
         return load_head(head, config)

@@ -1,0 +1,141 @@
+"""What a trained head would add: replayed drafts that are right as often as a curve says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from random import Random
+from typing import Self, cast
+
+from ..drafting.costs import CostCurve, FixedCosts
+from ..drafting.drafter import Drafter, NoDraft, VerifiedStep
+from ..drafting.heads import HeadExperience, HeadSource, HeadTimes
+from ..drafting.planner import Planner
+from ..errors import OptionError
+from .policies import AUTO, POLICIES, NewDrafter, ReplayPolicy
+
+_EXAMPLE = ".76,.60,.50,.41@0.08"
+_DEEPEST = 64
+_WRONG = -2  # no token; -1 is an unknown choice
+
+
+@dataclass(frozen=True)
+class HeadCurve:
+    """How good a head is, and what it costs.
+
+    Attributes:
+        p_reached: the probability that the first 1, 2, … drafted tokens are all right.
+        cost: the time of each drafted token, in plain steps of the sequences that share it.
+    """
+
+    p_reached: tuple[float, ...]
+    cost: float
+
+    @classmethod
+    def parse(cls, text: str) -> HeadCurve:
+        """Read the value of ``--head-curve``, such as ``.76,.60,.50,.41@0.08``.
+
+        Raises:
+            OptionError: it has another form, or its numbers are out of range.
+        """
+        probabilities, _, cost = text.partition("@")
+        try:
+            curve = cls(tuple(map(float, probabilities.split(","))), float(cost))
+        except ValueError:
+            curve = cls((), math.nan)
+        steps = pairwise((1.0, *curve.p_reached))
+        falls = all(0 < p_reached <= before for before, p_reached in steps)
+        if not (falls and 1 <= len(curve.p_reached) <= _DEEPEST and 0 <= curve.cost < math.inf):
+            raise OptionError(
+                f"--head-curve {text!r}: give, as in {_EXAMPLE}, the probabilities that the first "
+                f"1, 2, … tokens are all right, which cannot rise (at most {_DEEPEST}), and after "
+                "'@' the time of each token in plain steps"
+            )
+        return curve
+
+
+class FixedTimes(HeadTimes):
+    """Times that are never corrected by measured drafts."""
+
+    def record(self, depth: int, sequences: int, seconds: float) -> None:
+        """Nothing to do: they stay as they are."""
+
+
+class ReplayedHead(HeadSource):
+    """Drafts a recorded output's next tokens, the first of which are right as a curve says.
+
+    How many are right after a token depends on the output alone, so all policies and chips have
+    the same luck. The confidence tells no more than the curve does.
+
+    Args:
+        times: what its drafts take.
+        experience: of all outputs.
+        output: what the target answers, from the first token after the prompt.
+        p_reached: as in :class:`HeadCurve`.
+    """
+
+    def __init__(
+        self,
+        times: HeadTimes,
+        experience: HeadExperience,
+        output: Sequence[int],
+        p_reached: Sequence[float],
+    ) -> None:
+        super().__init__(times, experience)
+        self._output = output
+        luck = Random(repr(output))
+        self._right = [sum(draw < p for p in p_reached) for draw in (luck.random() for _ in output)]
+        self._confidences = [after / p for p, after in pairwise((1.0, *p_reached))]
+        self._done = 0
+
+    @classmethod
+    def run(cls, heads: Sequence[Self], depth: int) -> list[tuple[list[int], list[float]]]:
+        return [(head._tokens(depth), head._confidences[:depth]) for head in heads]
+
+    def _tokens(self, depth: int) -> list[int]:
+        end = self._done + min(depth, self._right[self._done])
+        right = self._output[self._done : end]
+        return [*right, *[_WRONG] * (depth - len(right))]
+
+    def observe(self, step: VerifiedStep) -> None:
+        super().observe(step)
+        self._done += len(step.tokens)
+
+
+def policies_with_head(head: HeadCurve) -> dict[str, ReplayPolicy]:
+    """A head alone, and together with the default decoder's look-ups."""
+    about = "a trained head of the acceptance and cost that --head-curve gives"
+    both = f"{AUTO}+head"
+    return {
+        "head": _with_head("head", f"{about}, without look-ups", head, _without_text),
+        both: _with_head(both, f"the default decoder with {about}", head, POLICIES[AUTO].drafters),
+    }
+
+
+def _without_text(curve: CostCurve, classes: bytes) -> NewDrafter:
+    return lambda output: Planner(FixedCosts(curve), [NoDraft()], branching=False)
+
+
+def _with_head(
+    label: str,
+    description: str,
+    head: HeadCurve,
+    planners: Callable[[CostCurve, bytes], NewDrafter],
+) -> ReplayPolicy:
+    """A policy whose planners also have a head."""
+
+    def drafters(curve: CostCurve, classes: bytes) -> NewDrafter:
+        times = FixedTimes(head.cost, head.cost)
+        experience = HeadExperience(len(head.p_reached))
+        new_planner = planners(curve, classes)
+
+        def new(output: Sequence[int]) -> Drafter:
+            planner = cast(Planner, new_planner(output))
+            planner.head = ReplayedHead(times, experience, output, head.p_reached)
+            return planner
+
+        return new
+
+    return ReplayPolicy(label, description, drafters, follows_costs=True)

@@ -1,0 +1,257 @@
+"""What a trained head knows of one sequence: its own caches, and rows that it has not seen."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache
+
+from ..models.heads import BlockHead, ChainHead, Head
+from .caches import cut, for_steps, held_arrays
+from .patches import HiddenStates
+
+_MOST_UNSEEN = 64  # rows of steps that a head has not seen
+
+
+class _Rows(NamedTuple):
+    """Rows of a forward, which a head has not seen.
+
+    Attributes:
+        tokens: of all rows of the sequence, (rows,).
+        states: what the head reads of all rows of the forward, (rows, width) each.
+        first: where the sequence's rows begin there.
+        kept: the sequence's rows that were kept.
+    """
+
+    tokens: mx.array
+    states: Sequence[mx.array]
+    first: int
+    kept: Sequence[int]
+
+    def taken(self, array: mx.array, first: int = 0) -> mx.array:
+        """The kept rows of an array."""
+        rows, start = self.kept, first + self.kept[0]
+        if rows[-1] - rows[0] == len(rows) - 1:
+            return array[start : start + len(rows)]
+        return array[mx.array([first + row for row in rows])]
+
+
+class KeptHead(NamedTuple):
+    """What a head knows of a context, for sessions and files; nothing writes into the arrays.
+
+    Attributes:
+        identity: the head's.
+        positions: those of the entries in its caches, and then that of the first unseen row.
+        states: what the head reads of the unseen rows, side by side, (rows, width of all).
+        layers: keys and values of each layer of the head, (1, heads, entries, head_dim); empty
+            without entries.
+    """
+
+    identity: str
+    positions: list[int]
+    states: mx.array
+    layers: list[tuple[mx.array, mx.array]]
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """All that it holds."""
+        return [self.states, *(array for layer in self.layers for array in layer)]
+
+
+class HeadCache:
+    """What a head knows of one sequence: its own caches, and rows that it has not seen.
+
+    It follows the target's caches: the rows of a forward are noted, and those that are committed
+    are kept, which costs nothing. The head sees a prompt's rows at once, and those of steps when
+    it drafts next. If it does not draft for long, it never sees the oldest of them.
+
+    The entry of a position depends on the token after it. So a cut drops that of its last position,
+    too. A missing entry does no harm but that the head attends to one position less; the entries
+    after it move up.
+
+    Args:
+        head: the head, attached to its target.
+        hidden: the states of the target's forwards.
+        length: positions of which the head sees nothing, such as a prompt cache of another program.
+
+    Attributes:
+        caches: one per layer of the head.
+    """
+
+    def __init__(self, head: Head, hidden: HiddenStates, length: int) -> None:
+        self._head, self._hidden = head, hidden
+        self.caches = [for_steps(cache) for cache in head.make_cache()]
+        self._positions: list[int] = []  # of the entries in the caches
+        self._seen = length  # the rows before are seen, or never will be
+        self._unseen: list[_Rows] = []  # the rows after them
+        self._noted: _Rows | None = None
+
+    @property
+    def length(self) -> int:
+        """The positions up to the last row that is kept."""
+        return self._seen + sum(len(rows.kept) for rows in self._unseen)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """All that it holds."""
+        unseen = (array for rows in self._unseen for array in (rows.tokens, *rows.states))
+        return [*held_arrays(self.caches), *unseen]
+
+    def is_ready(self, length: int) -> bool:
+        """Whether it can draft after ``length`` positions: it knows the states of the last one."""
+        return bool(self._unseen) and self.length == length
+
+    def note(self, tokens: mx.array, first: int = 0) -> None:
+        """Note rows of the target's last forward.
+
+        Args:
+            tokens: theirs, (rows,).
+            first: the first of them among the rows of the forward.
+        """
+        states = self._hidden.of_layers if self._head.reads else [self._hidden.final]
+        self._noted = _Rows(tokens, states, first, ())
+
+    def keep(self, start: int, rows: Sequence[int]) -> None:
+        """Keep noted rows, by their index; the first one's position is ``start``."""
+        assert self._noted
+        noted, self._noted = self._noted, None
+        if self.length != start:
+            self.cut(start)
+            if self.length < start:
+                self._seen, self._unseen = start, []
+        self._unseen.append(noted._replace(kept=rows))
+        while len(self._unseen) > 1 and self.length - self._seen > _MOST_UNSEEN:
+            self._seen += len(self._unseen.pop(0).kept)
+
+    def see(self) -> None:
+        """Append the entries of all rows but the last one, whose next token is not known."""
+        tokens, features = self._tokens_and_features()
+        if len(tokens) == 1:
+            return
+        self._append(tokens[1:], features[:-1])
+        last = self._unseen[-1]
+        own = last._replace(kept=last.kept[-1:])
+        states = [mx.contiguous(own.taken(array, own.first)) for array in own.states]
+        self.has_seen([_Rows(tokens[-1:], states, 0, (0,))])
+
+    def _append(self, tokens: mx.array, features: mx.array) -> None:
+        """Append entries.
+
+        Args:
+            tokens: the one after each row, (rows,).
+            features: of the rows, (rows, width).
+        """
+        if isinstance(self._head, BlockHead):
+            self._head.see(features[None], self.caches)
+        elif self.caches:
+            cast(ChainHead, self._head)(tokens[None], features[None], self.caches)
+
+    def to_see(self, last: int) -> tuple[mx.array, mx.array]:
+        """The rows that the head has not seen.
+
+        Args:
+            last: the current token.
+
+        Returns:
+            per row, the token after it, (rows,), and its features, (rows, width).
+        """
+        tokens, features = self._tokens_and_features()
+        if not self.caches:  # the head attends to the target's keys
+            tokens, features = tokens[-1:], features[-1:]
+        return mx.concatenate([tokens[1:], mx.array([last], tokens.dtype)]), features
+
+    def _tokens_and_features(self) -> tuple[mx.array, mx.array]:
+        """Those of all rows that the head has not seen, (rows,) and (rows, width)."""
+        tokens = [rows.taken(rows.tokens) for rows in self._unseen]
+        return mx.concatenate(tokens), self._head.features(self._states())
+
+    def _states(self) -> list[mx.array]:
+        """What the head reads of these rows, (rows, width of the target) each."""
+        return [
+            mx.concatenate([rows.taken(rows.states[n], rows.first) for rows in self._unseen])
+            for n in range(len(self._unseen[0].states))
+        ]
+
+    def has_seen(self, left: Sequence[_Rows] = ()) -> None:
+        """The head has seen its rows, except those that are left; drop what it drafted."""
+        seen = self.length - sum(len(rows.kept) for rows in left)
+        if self.caches:
+            self._positions += range(self._seen, seen)
+        self._seen, self._unseen = seen, [*left]
+        cut(self.caches, len(self._positions))
+
+    def cut(self, length: int) -> None:
+        """Drop everything after the first ``length`` positions."""
+        left, kept = length - self._seen, []
+        for rows in self._unseen:
+            if left > 0:
+                kept.append(rows._replace(kept=rows.kept[:left]))
+            left -= len(rows.kept)
+        self._seen, self._unseen = min(self._seen, length), kept
+        entries = self._entries(length)
+        del self._positions[entries:]
+        cut(self.caches, entries)
+
+    def _entries(self, length: int) -> int:
+        """How many entries stay if it is cut."""
+        return bisect_left(self._positions, min(length - 1, self._seen))
+
+    def kept(self, length: int) -> KeptHead:
+        """A copy of what it knows of the first ``length`` positions."""
+        entries, seen = self._entries(length), min(self._seen, length)
+        states = self._states() if self._unseen else [mx.zeros((0, self._width))]
+        layers = [
+            (mx.contiguous(keys[:, :, :entries]), mx.contiguous(values[:, :, :entries]))
+            for keys, values in ((cache.keys, cache.values) for cache in self.caches)
+            if entries
+        ]
+        positions = [*self._positions[:entries], seen]
+        unseen = mx.concatenate(states, axis=-1)[: length - seen]
+        kept = KeptHead(self._head.identity, positions, mx.contiguous(unseen), layers)
+        mx.eval(kept.arrays)
+        return kept
+
+    def resume(self, kept: KeptHead, tokens: Sequence[int]) -> None:
+        """Continue with what was kept, unless another head has kept it.
+
+        Args:
+            kept: of a context that begins with these tokens.
+            tokens: the context.
+        """
+        if kept.identity != self._head.identity or not self._takes(kept):
+            return
+        *self._positions, self._seen = kept.positions
+        unseen = tokens[self._seen : self._seen + len(kept.states)]
+        if unseen:
+            states = mx.split(kept.states, self._n_states, axis=-1)
+            self._unseen = [_Rows(mx.array([*unseen]), [*states], 0, range(len(unseen)))]
+        if entries := len(self._positions):
+            # Slices, since a cache may write into its own arrays.
+            layers = [(keys[:], values[:], entries) for keys, values in kept.layers]
+            self.caches = [for_steps(KVCache.from_state(layer)) for layer in layers]
+        self.cut(len(tokens))
+
+    def _takes(self, kept: KeptHead) -> bool:
+        """Whether the arrays have the head's shapes; a file's may have any."""
+        own, width = HeadCache(self._head, self._hidden, 0), self._head.width
+        own._append(mx.zeros(1, mx.int32), mx.zeros((1, width)))
+
+        def layout(keys: mx.array, values: mx.array) -> tuple[Any, ...]:
+            return keys.shape[:2], keys.shape[3:], values.shape[:2], values.shape[3:]
+
+        entries = len(kept.positions) > 1
+        layouts = [layout(cache.keys, cache.values) for cache in own.caches if entries]
+        fits = layouts == [layout(*layer) for layer in kept.layers]
+        return fits and kept.states.shape[1:] == (self._width,)
+
+    @property
+    def _n_states(self) -> int:
+        return max(1, len(self._head.reads))
+
+    @property
+    def _width(self) -> int:
+        """Of all that the head reads of a row."""
+        return self._n_states * self._head.embed(mx.array([0])).shape[-1]

@@ -1,0 +1,419 @@
+"""A head's caches against what it makes of the same context from scratch."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import load_prompt_cache as mlx_lm_load
+
+from mlxspec.drafting.drafter import DraftTree
+from mlxspec.engine import head_cache
+from mlxspec.engine import heads as engine_heads
+from mlxspec.engine.capability import Capability
+from mlxspec.engine.head_cache import HeadCache, KeptHead
+from mlxspec.engine.heads import Member, TrainedHead
+from mlxspec.engine.prompt_cache import as_mlx_lms
+from mlxspec.engine.prompt_cache_file import (
+    load_prompt_cache,
+    read_prompt_cache,
+    save_prompt_cache,
+)
+from mlxspec.engine.target import Target
+from mlxspec.errors import PromptCacheError
+from mlxspec.models.heads import BlockHead
+from tests.support import heads
+from tests.support.architectures import ARCHITECTURES
+from tests.support.examples import examples
+from tests.support.hostile import harmless
+
+KINDS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "EAGLE-3": ("llama3", heads.eagle3),
+    "MTP": ("qwen3_5", heads.qwen_mtp),
+    "Gemma's assistant": ("gemma4", heads.gemma4_assistant),
+    "DFlash": ("qwen3", heads.dflash),
+}
+MOST_UNSEEN = 12
+TOKENS = st.integers(0, 63)
+SHARE = st.floats(0, 1)
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("prefill"), st.lists(TOKENS, min_size=1, max_size=20)),
+        st.tuples(st.just("step"), st.lists(st.tuples(TOKENS, st.integers(0, 9)), max_size=5)),
+        st.tuples(st.just("step"), st.lists(st.tuples(TOKENS, st.integers(0, 9)), max_size=5)),
+        st.tuples(st.just("draft"), st.integers(1, 4)),
+        st.tuples(st.just("draft"), st.integers(1, 4)),
+        st.tuples(st.sampled_from(["truncate", "rewind", "fork", "save"]), SHARE),
+        st.tuples(st.sampled_from(["give_up", "interrupt", "look"]), st.just(0)),
+    ),
+    min_size=4,
+    max_size=12,
+)
+
+
+@pytest.fixture(autouse=True)
+def soon_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer rows than usual wait for a head."""
+    monkeypatch.setattr(head_cache, "_MOST_UNSEEN", MOST_UNSEEN)
+
+
+@cache
+def trained(kind: str) -> TrainedHead:
+    name, make = KINDS[kind]
+    model = ARCHITECTURES[name].model()
+    return TrainedHead(make(model)[1], model)
+
+
+def target_of(kind: str, **options: Any) -> Target:
+    capability = ARCHITECTURES[KINDS[kind][0]].capability
+    return Target(trained(kind).model, capability, 64, undoable=2, marks=2, **options)
+
+
+def close(found: mx.array, expected: mx.array) -> bool:
+    return found.shape == expected.shape and bool(mx.allclose(found, expected, 1e-3, 1e-3))
+
+
+class Checked:
+    """A target whose head is checked against the tokens that it should have seen.
+
+    Attributes:
+        tokens: those in the target's caches.
+        last: the one after them.
+        lost: the positions that may have no entry.
+        other: the context from which this one was copied, if any. They draft together.
+    """
+
+    def __init__(self, kind: str, directory: Path) -> None:
+        self.kind, self.directory = kind, directory
+        self.trained, self.target = trained(kind), target_of(kind)
+        self.random = random.Random(3)
+        self.tokens: list[int] = []
+        self.last = 5
+        self.lost: set[int] = set()
+        self.other: Checked | None = None
+        self.prefill([1, 2, 3])
+
+    @property
+    def head(self) -> HeadCache:
+        assert self.target.head
+        return self.target.head
+
+    # --- what happens ---
+
+    def prefill(self, tokens: list[int]) -> None:
+        rows = [self.last, *tokens[:-1]]
+        self.target.flush_pending()
+        self.target.prefill(rows)
+        self.tokens += rows
+        self.last = tokens[-1]
+
+    def step(self, nodes: list[tuple[int, int]]) -> None:
+        """Run a tree or a chain, and keep a path that the nodes determine."""
+        branches = self.target.capability is Capability.TREE
+        parents = [-1, *(p % (n + 1) if branches else n for n, (_, p) in enumerate(nodes))]
+        tree = DraftTree((self.last, *(token for token, _ in nodes)), tuple(parents))
+        self.target.forward(mx.array(tree.tokens), tree)
+        node, path = (nodes[0][1] if nodes else 0) % len(tree), []
+        while node >= 0:
+            path.insert(0, node)
+            node = tree.parents[node]
+        seen, length = self.head._seen, self.head.length
+        self.target.commit(path)
+        self.tokens += [tree.tokens[row] for row in path]
+        if self.head._seen > seen:  # some were forgotten
+            assert length + len(path) - seen > MOST_UNSEEN
+            assert len(self.tokens) - self.head._seen > MOST_UNSEEN - 6
+            self.lost |= {*range(seen, self.head._seen)}
+        self.last = self.random.randrange(64)
+
+    def draft(self, depth: int) -> None:
+        """Draft, together with the other context; the logits are as from scratch."""
+        both = [self, *([self.other] if self.other else [])]
+        ready = [own for own in both if own.head.is_ready(own.target.length)]
+        depth = min(depth, self.trained.head.most)
+        if ready:
+            members = [Member(own.target, own.last, lambda logprobs, _: logprobs) for own in ready]
+            expected = [own.logits() for own in ready]
+            drafts = self.trained.draft(members, depth)
+            for own, logits, (tokens, confidences) in zip(ready, expected, drafts, strict=True):
+                assert len(tokens) == len(confidences) == depth
+                for token, values in zip(tokens, logits(tokens), strict=True):
+                    assert values[token] >= values.max() - 1e-2
+                own.check()
+
+    def give_up(self, _: int) -> None:
+        """A draft that fails once the head has run."""
+
+        def fails(logprobs: mx.array, _: Sequence[int]) -> mx.array:
+            raise KeyboardInterrupt
+
+        if self.head.is_ready(self.target.length):
+            with pytest.raises(KeyboardInterrupt):
+                self.trained.draft([Member(self.target, self.last, fails)], 1)
+            self.cut(self.target.length)
+
+    def interrupt(self, _: int) -> None:
+        """A step that is not committed."""
+        self.target.forward(mx.array([self.last, 7]), DraftTree.chain(self.last, [7]))
+        self.cut(self.target.length)
+
+    def look(self, _: int) -> None:
+        """The context is completed for others to read, and then as before."""
+        with self.target.rolled_back():
+            self.target.flush_pending()
+            self.target.prefill([self.last])
+
+    def cut(self, length: int) -> None:
+        self.target.truncate(length)
+        self.shortened()
+
+    def truncate(self, share: float) -> None:
+        self.return_to(self.target.truncate, share)
+
+    def rewind(self, share: float) -> None:
+        self.return_to(self.target.rewind, share)
+
+    def return_to(self, cut: Callable[[int], None], share: float) -> None:
+        try:
+            cut(round(share * len(self.tokens)))
+        except ValueError:  # no state was kept
+            self.__init__(self.kind, self.directory)  # type: ignore[misc]
+        else:
+            self.target.flush_pending()
+            self.shortened()
+
+    def shortened(self) -> None:
+        length = self.target.length
+        del self.tokens[length:]
+        self.lost = {place for place in self.lost if place < length} | {length - 1}
+        self.last = self.random.randrange(64)
+
+    def fork(self, share: float) -> None:
+        """Continue with a copy of the first tokens."""
+        length = self.target.reach(round(share * len(self.tokens)))
+        if length:
+            self.other = copy.copy(self)
+            self.other.other, self.other.tokens = None, [*self.tokens]
+            self.begin_with(self.target.copied(length, room=0), self.head.kept(length), length)
+
+    def save(self, _: float) -> None:
+        """Continue with what a file holds."""
+        path = self.directory / "c.safetensors"
+        self.target.flush_pending()
+        layers = [as_mlx_lms(layer) for layer in self.target.cache]
+        save_prompt_cache(path, layers, tokens=self.tokens, head=self.head.kept(len(self.tokens)))
+        layers, _, head = read_prompt_cache(path)
+        assert head
+        self.begin_with(layers, head, len(self.tokens))
+
+    def begin_with(self, layers: list[Any], head: KeptHead, length: int) -> None:
+        self.target = target_of(self.kind, cache=layers)
+        self.head.resume(head, self.tokens[:length])
+        self.target.prefill([])
+        self.target.length = length
+        self.target.mark()
+        self.shortened()
+
+    # --- what is true ---
+
+    def check(self) -> None:
+        head, length = self.head, len(self.tokens)
+        assert head.length == self.target.length == length
+        places, seen = head._positions, head._seen
+        if head.caches:
+            assert {*range(seen)} - self.lost <= {*places} <= {*range(seen)}
+        assert [layer.offset for layer in head.caches] == [len(places)] * len(head.caches)
+        features = self.features()
+        if head._unseen:
+            tokens, held = head._tokens_and_features()
+            assert tokens.tolist() == self.tokens[seen:]
+            assert close(held, features[seen:])
+        if places:
+            expected, _ = self.seen_from_scratch(places, features)
+            for layer, own in zip(head.caches, expected, strict=True):
+                for found, right in zip(
+                    layer.keys_and_values(), own.keys_and_values(), strict=True
+                ):
+                    assert close(found, right)
+
+    def features(self) -> mx.array:
+        """Those of all tokens, from one forward of the model."""
+        rows = [*self.tokens, self.last]  # never none
+        self.trained.model(mx.array([rows]))
+        hidden, head = self.trained._hidden, self.trained.head
+        states = hidden.of_layers if head.reads else [hidden.final]
+        return head.features([each[:-1] for each in states])
+
+    def seen_from_scratch(self, places: Sequence[int], features: mx.array) -> tuple[Any, Any]:
+        """The head's caches after these positions, and what a chain head returns."""
+        head, caches = self.trained.head, self.trained.head.make_cache()
+        rows = features[mx.array(places)][None]
+        if isinstance(head, BlockHead):
+            head.see(rows, caches)
+            return caches, None
+        following = [*self.tokens, self.last][1:]
+        return caches, head(mx.array([[following[place] for place in places]]), rows, caches)
+
+    def logits(self) -> Callable[[list[int]], list[mx.array]]:
+        """A function from drafted tokens to the logits that each is drafted from."""
+        head, features = self.trained.head, self.features()
+        places = [*self.head._positions, *range(self.head._seen, len(self.tokens))]
+        last = self.last
+        if not self.head.caches:
+            fresh = target_of(self.kind)
+            fresh.prefill(self.tokens)
+            caches: Any = engine_heads._keys_of(fresh)
+            returned = head(mx.array([[last]]), features[None, -1:], caches)
+        elif isinstance(head, BlockHead):
+            rows = features[mx.array(places)][None]
+
+            def of_block(tokens: list[int]) -> list[mx.array]:
+                hidden = head(mx.array([last]), len(tokens), [rows], [head.make_cache()])
+                before = [last, *tokens]
+                return [
+                    head.after(head.logits(hidden)[:, n], mx.array(before[n : n + 1]))[0]
+                    for n in range(len(tokens))
+                ]
+
+            return of_block
+        else:
+            caches, returned = self.seen_from_scratch(places, features)
+
+        def of_chain(tokens: list[int]) -> list[mx.array]:
+            fed, hidden = returned
+            found = []
+            for token in tokens:
+                found.append(head.logits(hidden)[0, -1])
+                fed, hidden = head(mx.array([[token]]), fed[:, -1:], caches)
+            return found
+
+        return of_chain
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_happens_the_head_knows_the_context(kind: str, tmp_path: Path) -> None:
+    @settings(max_examples=examples(12, long=300), deadline=None, derandomize=True)
+    @given(ACTIONS)
+    def check(actions: list[tuple[str, Any]]) -> None:
+        checked = Checked(kind, tmp_path)
+        for name, argument in actions:
+            getattr(checked, name)(argument)
+            checked.check()
+            if checked.other:
+                checked.other.check()
+
+    check()
+
+
+# --- files and copies ---
+
+PROMPT = [token * 7 % 60 + 3 for token in range(40)]
+
+
+def prefilled(kind: str) -> tuple[Target, KeptHead]:
+    target = target_of(kind)
+    target.prefill(PROMPT)
+    assert target.head
+    return target, target.head.kept(len(PROMPT))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_mlx_lm_goes_on_with_a_file_that_a_head_is_in(kind: str, tmp_path: Path) -> None:
+    target, kept = prefilled(kind)
+    layers = [as_mlx_lms(layer) for layer in target.cache]
+    save_prompt_cache(tmp_path / "with", layers, {"model": "m"}, tokens=PROMPT, head=kept)
+    save_prompt_cache(tmp_path / "without", layers, {"model": "m"}, tokens=PROMPT)
+    outputs = []
+    for name in ("with", "without"):
+        path = tmp_path / f"{name}.safetensors"
+        loaded, metadata = mlx_lm_load(str(path), return_metadata=True)
+        assert metadata["model"] == "m"
+        for own in (loaded, load_prompt_cache(path)):
+            steps = generate_step(
+                mx.array([5]), trained(kind).model, max_tokens=9, prompt_cache=own
+            )
+            outputs.append([int(token) for token, _ in steps])
+    assert len(outputs[0]) == 9
+    assert outputs == [outputs[0]] * 4
+
+
+def test_copies_do_not_write_into_each_other() -> None:
+    _, kept = prefilled("EAGLE-3")
+    before = [array.tolist() for array in kept.arrays]
+    for last in (7, 8):
+        target = target_of("EAGLE-3")
+        assert target.head
+        target.prefill(PROMPT[:30])
+        target.head.resume(kept, PROMPT[:30])
+        assert len(target.head._positions) == 29
+        target.head.note(mx.array([last]))
+        target.head.keep(30, [0])
+        trained("EAGLE-3").draft([Member(target, 9, lambda logprobs, _: logprobs)], 3)
+    assert [array.tolist() for array in kept.arrays] == before
+
+
+def test_another_head_or_other_shapes_are_ignored() -> None:
+    _, kept = prefilled("EAGLE-3")
+    (keys, values), wide = kept.layers[0], mx.zeros((len(kept.states), 99))
+    for other in (
+        prefilled("DFlash")[1],
+        kept._replace(identity="Eagle3 0"),
+        kept._replace(states=wide),
+        kept._replace(layers=[]),
+        kept._replace(layers=[(keys, values)] * 2),
+        kept._replace(layers=[(keys[:, :1], values[:, :1])]),
+        kept._replace(layers=[(keys[..., :4], values)]),
+    ):
+        target = target_of("EAGLE-3")
+        assert target.head
+        target.head.resume(other, PROMPT)
+        assert target.head.length == 0
+    target.head.resume(kept, PROMPT)
+    assert target.head.length == len(PROMPT)
+
+
+def changed(place: int, value: mx.array) -> Callable[[dict[str, mx.array]], None]:
+    return lambda arrays: arrays.update({f"2.{place}": value})
+
+
+REFUSED: dict[str, Callable[[dict[str, mx.array]], Any]] = {
+    "no positions": changed(0, mx.zeros(0, mx.int32)),
+    "positions of fractions": changed(0, mx.arange(40.0)),
+    "positions in two dimensions": changed(0, mx.zeros((1, 40), mx.int32)),
+    "positions that fall": changed(0, mx.array([*range(39), 3])),
+    "a negative position": changed(0, mx.arange(-1, 39)),
+    "more positions than entries": changed(0, mx.arange(99)),
+    "states of integers": changed(1, mx.zeros((1, 96), mx.int32)),
+    "states in three dimensions": changed(1, mx.zeros((1, 1, 96))),
+    "keys of integers": lambda arrays: arrays.update({"2.2.0": mx.zeros((1, 2, 39, 8), mx.int8)}),
+    "keys without values": lambda arrays: arrays.pop("2.2.1"),
+    "fewer keys than values": lambda arrays: arrays.update({"2.2.0": arrays["2.2.0"][:, :, :9]}),
+    "no states": lambda arrays: [arrays.pop(name) for name in ("2.1", "2.2.0", "2.2.1")],
+    "nothing": lambda arrays: [arrays.pop(name) for name in list(arrays) if name[:2] == "2."],
+}
+
+
+@pytest.mark.parametrize("change", REFUSED.values(), ids=REFUSED.keys())
+def test_what_no_head_can_know_is_refused_in_one_line(
+    change: Callable[[dict[str, mx.array]], Any], tmp_path: Path
+) -> None:
+    target, kept = prefilled("EAGLE-3")
+    path = tmp_path / "c.safetensors"
+    layers = [as_mlx_lms(layer) for layer in target.cache]
+    save_prompt_cache(path, layers, tokens=PROMPT, head=kept)
+    arrays, metadata = mx.load(str(path), return_metadata=True)
+    assert set(arrays) >= {"2.0", "2.1", "2.2.0", "2.2.1"}
+    change(arrays)
+    mx.save_safetensors(str(path), arrays, metadata)
+    error = harmless(lambda: read_prompt_cache(path))
+    assert isinstance(error, PromptCacheError)
+    assert "\n" not in str(error)
