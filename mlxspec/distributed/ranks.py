@@ -131,7 +131,8 @@ def share(trees: Sequence[DraftTree], tokens: Sequence[mx.array] = ()) -> list[m
     if trees[0].tokens[0] >= 0:
         return [mx.array(tree.tokens) for tree in trees]
     own = mx.concatenate([*tokens]) if tokens else mx.zeros(len(trees))
-    return mx.split(mx.distributed.all_sum(own.astype(mx.uint32)), len(trees))
+    shared = mx.distributed.all_sum(own.astype(mx.uint32))
+    return [shared[n : n + 1] for n in range(len(trees))]
 
 
 def wait_for_all() -> None:
@@ -295,7 +296,8 @@ class LeadingTarget(_Led, Target):
     def forward(self, tokens: mx.array, tree: DraftTree) -> mx.array:
         """As :meth:`Target.forward`, but dispatched."""
         with self._sending((), "forward", None, _rows([(self, tree)])):
-            logits = super().forward(*share([tree], [tokens]), tree)
+            (tokens,) = share([tree], [tokens])
+            logits = super().forward(tokens, tree)
             self._leader.dispatch(logits)
         return logits
 

@@ -84,10 +84,10 @@ class Checked(Engine):
     def turn(self, hurried: bool = False) -> bool:
         busy = super().turn(hurried)
         self._echo.flush()
-        targets = [one.sequence.target for one in self._running if one.sequence]
+        targets: list[Any] = [one.sequence.target for one in self._running if one.sequence]
         targets += [entry.session._target for entry in self._cache._idle if entry.session]
         for target in targets:
-            other = self._echo.follower.known[cast(Any, target).number]
+            other = self._echo.follower.known[target.number]
             for name in ("length", "pending", "chunks_from", "quantized"):
                 assert getattr(other, name) == getattr(target, name)
             assert len(other._marks) == len(target._marks)
