@@ -12,7 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ..distributed.launch import launched_rank
+from ..distributed.launch import launched_rank, leading
 from ..errors import OptionError, PromptError
 from ..process import INTERRUPTED
 from ..terminal import TokenPrinter, colored
@@ -117,31 +117,22 @@ def generate_command(*, prompts: str | None, concurrency: int | None, **options:
     if prompts is not None:
         from .prompt_files import answer_prompts
 
-        if launched_rank() is not None:
-            raise OptionError("--prompts run on one machine: leave out mlx.launch")
-        answer_prompts(prompts, concurrency, **options)
+        _check_input(prompts == "-", "--prompts FILE")
+        with leading() as leader:
+            answer_prompts(prompts, concurrency, leader=leader, **options)
     elif concurrency is not None:
         raise OptionError("--concurrency needs a file of prompts: name it with --prompts FILE")
-    elif launched_rank() is None:
-        answer(**options)
     else:
-        answer_together(**options)
+        _check_input(options["prompt"].reads_standard_input, "--prompt-file FILE")
+        with leading() as leader:
+            answer(leader=leader, **options)
 
 
-def answer_together(*, prompt: PromptOptions, **options: Any) -> None:
-    """Like :func:`answer`, with a model that is split over the launched ranks.
-
-    Raises:
-        MlxspecError: as for :func:`answer`, or the ranks cannot connect to each other.
-    """
-    from ..distributed.ranks import taking_part
-
-    if prompt.reads_standard_input:
+def _check_input(reads_standard_input: bool, instead: str) -> None:
+    if reads_standard_input and launched_rank() is not None:
         raise PromptError(
-            "-: mlx.launch does not pass on the end of standard input; use --prompt-file FILE"
+            f"-: mlx.launch does not pass on the end of standard input; use {instead}"
         )
-    with taking_part() as leader:
-        answer(prompt=prompt, leader=leader, **options)
 
 
 def answer(

@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from itertools import chain
-from typing import Annotated, Any, BinaryIO
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import click
 from pydantic import BeforeValidator, ConfigDict, Field, Strict, ValidationError, create_model
@@ -46,6 +46,9 @@ from .common.output import Figures, ProgressBar, error_console, json_text, resul
 from .common.prompt import PromptOptions
 from .memory import Memories
 
+if TYPE_CHECKING:
+    from ..distributed.ranks import Leader
+
 _CONCURRENCY = 8
 _MOST_HELD = 1000  # results that wait for an earlier one; a few kilobytes each
 _LONGEST_LINE = 100_000_000  # bytes, more than any context holds
@@ -65,6 +68,7 @@ def answer_prompts(
     prompt_cache_file: str | None,
     logprobs: int | None,
     stats: bool,
+    leader: Leader | None = None,
     **shows: Any,
 ) -> None:
     """Answer the prompts of a file with the options of ``mlxspec generate``.
@@ -75,6 +79,7 @@ def answer_prompts(
     Args:
         file: its lines are as :func:`read_line` takes them; - is standard input.
         concurrency: how many prompts to answer at once, at most.
+        leader: splits the model over its ranks; None for one process.
         shows: ``quiet``, ``color`` and ``as_json``; the results are always JSON.
 
     Raises:
@@ -90,7 +95,7 @@ def answer_prompts(
     with open_prompts(file) as (lines, count), Memories(not generation.drafting.no_memory) as kept:
         console = error_console(shows["color"])
         quiet = Console(quiet=True) if shows["quiet"] else console
-        decoder = generation.load(quiet, kept)
+        decoder = generation.load(quiet, kept, leader)
         # Options with which no prompt could be answered are an error of the command.
         prompt.uses_template("", decoder.tokenizer)
         decoder.new_request([0], generation.max_tokens, generation.options(decoder))

@@ -27,7 +27,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ..distributed.launch import launched_rank
+from ..distributed.launch import leading
 from ..engine.params import CacheOptions, SamplingParams
 from ..errors import OptionError, printable
 from ..files import is_ours_alone
@@ -50,6 +50,7 @@ from .common.prompt import template_option
 from .memory import Memories
 
 if TYPE_CHECKING:
+    from ..distributed.ranks import Leader
     from ..generation.options import GenerationOptions
     from ..server.body import ApiError
     from ..server.served_model import ServedModel
@@ -216,9 +217,6 @@ def serve_command(
     connect with --host 0.0.0.0, which needs a key. Ctrl-C or SIGTERM gives running requests --grace
     seconds to end; press Ctrl-C again to end them at once.
     """
-    if launched_rank() is not None:
-        raise OptionError("serve runs in one process: start it without mlx.launch")
-    keys, hosts = checked(models, options, drafting, os.environ.get(API_KEY, ""))
     asked = [
         Generation(
             *(name, options.max_tokens, drafting, Ends(), SamplingParams(), caches),
@@ -226,7 +224,15 @@ def serve_command(
         )
         for name in models or (None,)
     ]
-    _run(asked, options, hosts, keys, chat_template_config or {}, error_console(color))
+    with leading() as leader:
+        if leader and options.cache_dir:
+            raise OptionError(
+                "--cache-dir: the caches of a split model are on several machines; leave it out, "
+                "or run without mlx.launch"
+            )
+        keys, hosts = checked(models, options, drafting, os.environ.get(API_KEY, ""))
+        console = error_console(color)
+        _run(asked, options, hosts, keys, chat_template_config or {}, console, leader)
 
 
 def _run(
@@ -236,8 +242,12 @@ def _run(
     keys: list[str],
     template: Mapping[str, Any],
     console: Console,
+    leader: Leader | None = None,
 ) -> None:
-    """Load the models and serve them until Ctrl-C or SIGTERM."""
+    """Load the models and serve them until Ctrl-C or SIGTERM.
+
+    With a ``leader``, the models are split over its ranks.
+    """
     give_back_large_blocks()
     with ExitStack() as serving:
         listening = serving.enter_context(_listening(options.host, options.port))
@@ -246,7 +256,7 @@ def _run(
 
         keeps = _keeps_answers(asked[0].drafting, keys)
         memories = serving.enter_context(Memories(keeps, len(asked) > 1))
-        served = _load(asked, console, memories, options.cache_bytes, template, keys)
+        served = _load(asked, console, memories, options.cache_bytes, template, keys, leader)
         log = serving.enter_context(
             request_log(options.log_json, options.quiet, not console.no_color)
         )
@@ -277,7 +287,7 @@ def _run(
         # Nothing that is loaded now becomes garbage. Without this, each full collection would scan
         # it, and delay every request by 100 ms.
         gc.freeze()
-        _serve(app, listening, worker, options.grace)
+        _serve(app, listening, worker, options.grace, leader)
 
 
 def _keys(file: Path | None, other: str) -> list[str]:
@@ -361,6 +371,7 @@ def _load(
     cache_bytes: int | None,
     template_arguments: Mapping[str, Any],
     keys: list[str],
+    leader: Leader | None,
 ) -> list[ServedModel]:
     """Load the models; each gets an equal share of the memory that is left after loading all.
 
@@ -379,7 +390,7 @@ def _load(
         if paths.count(path) > 1:
             raise OptionError(f"{path} is named twice: name it once")
     names = [given_name(path) for path in paths]
-    decoders = [one.load(console, memories) for one in asked]
+    decoders = [one.load(console, memories, leader) for one in asked]
     result = []
     for path, name, one, decoder in zip(paths, names, asked, decoders, strict=True):
         model, caches = decoder.model, one.caches
@@ -471,9 +482,20 @@ def _panel(address: str, worker: Worker, with_key: bool) -> Panel:
     )
 
 
-def _serve(app: Any, listening: socket.socket, worker: Worker, grace: float) -> None:
-    """Answer requests until Ctrl-C or SIGTERM; give running ones ``grace`` seconds to end."""
+_LAST_ERRORS = 2.0  # seconds for clients to take the error if a rank is gone
+
+
+def _serve(
+    app: Any, listening: socket.socket, worker: Worker, grace: float, leader: Leader | None
+) -> None:
+    """Answer requests until Ctrl-C or SIGTERM; give running ones ``grace`` seconds to end.
+
+    The loss of a rank ends them at once, with an error.
+    """
+    from ..server.body import ApiError
     from ..server.connections import HttpServer
+
+    ended = threading.Event()
 
     def on_exit() -> None:
         if running := len({request.stream for request in worker.requests.copy()}):
@@ -481,8 +503,18 @@ def _serve(app: Any, listening: socket.socket, worker: Worker, grace: float) -> 
             seconds = "1 second" if grace == 1 else f"{grace:g} seconds"
             note(f"{have} {seconds} to end; press Ctrl-C again to stop at once")
 
+    server = HttpServer(app, grace=grace, on_exit=on_exit)
+
+    def on_loss(line: str) -> None:
+        worker.fail(ApiError(f"the server is ending: {line}", status=503))
+        server.should_exit = True
+        ended.wait(_LAST_ERRORS)
+
+    if leader:
+        leader.channel.on_loss = on_loss
     with suppress(KeyboardInterrupt):  # uvicorn raises it again once all has ended
-        HttpServer(app, grace=grace, on_exit=on_exit).run(sockets=[listening])
+        server.run(sockets=[listening])
+    ended.set()
 
 
 # --- a log line for each request ---

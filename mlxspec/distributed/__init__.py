@@ -1,11 +1,13 @@
-"""One model split over several machines by MLX's distributed engine (tensor parallel).
+"""One model split over several machines by MLX's distributed engine.
 
 ``mlx.launch`` starts the same command once per machine, as ranks 0, 1, and so on. Rank 0, the
-leader, works as it would alone: it plans, drafts, samples and prints. Before each forward it sends
-the rows to the other ranks, the followers, which run the forward on their own shards of the
-weights. Only rank 0 decides anything: the followers know no prompt, no drafter and no sampling.
+leader, works as it would alone: it plans, drafts, samples, prints and serves. Whatever it does with
+a model or its caches, it first sends to the other ranks, the followers, which do it with their own
+parts: forwards of one or several sequences, commits, rewinds, copies of prefixes. Only rank 0
+decides anything: the followers know no request, no drafter and no sampling.
 
-Inside a forward mlx-lm's sharded layers exchange the values. The leader's messages have separate
-TCP connections. So they do not wait behind a running forward, and a rank that dies is noticed at
-once, whatever MLX is waiting for.
+Inside a forward mlx-lm's layers exchange the values: sharded ones in each layer (tensor parallel),
+those of a pipeline between the ranks' layers. The leader's messages have separate TCP connections.
+So they do not wait behind a running forward, and a rank that dies or stops is noticed, whatever MLX
+is waiting for.
 """

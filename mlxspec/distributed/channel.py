@@ -7,10 +7,9 @@ import json
 import os
 import secrets
 import socket
-import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, cast
@@ -24,7 +23,9 @@ Message = list[Any]
 """A name and its arguments, which are JSON values."""
 
 _END = "end"
-_SECONDS_SILENT, _SECONDS_BETWEEN_PROBES, _PROBES = 5, 2, 3
+_BEAT = "beat"
+_SECONDS_BETWEEN_BEATS = 2.0
+_SECONDS_SILENT = 20.0  # a process that is stopped, swaps, or has lost power or network
 
 _SECONDS_TO_MEET = 60.0
 _SECONDS_TO_GREET = 5.0
@@ -129,12 +130,16 @@ def _connect(addresses: Sequence[str], port: int) -> socket.socket:
 class Channel:
     """Connections to other ranks, with one JSON line per message.
 
-    A thread listens to each rank. If the rank is gone without a farewell, the thread writes an
-    error line and ends the process.
+    A thread listens to each rank. If the rank is gone without a farewell, or not even its beats
+    come, the thread writes an error line and ends the process.
 
     Args:
         rank: the rank of this process.
         peers: connected sockets by rank: all other ranks at rank 0, only rank 0 elsewhere.
+
+    Attributes:
+        on_loss: called with the error line before the process ends, in any thread; the main thread
+            may be waiting inside MLX for good.
     """
 
     def __init__(self, rank: int, peers: Mapping[int, socket.socket]) -> None:
@@ -142,27 +147,27 @@ class Channel:
         self._peers = dict(peers)
         self._messages: SimpleQueue[Message] = SimpleQueue()
         self._sending = threading.RLock()
-        self._closing = False
+        self._losing = threading.Lock()
+        self._closing = threading.Event()
         self._may_end = False
+        self.on_loss: Callable[[str], object] = lambda line: None
         for peer, connection in self._peers.items():
-            connection.setblocking(True)
+            connection.settimeout(_SECONDS_SILENT)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            _probe_when_silent(connection)
             threading.Thread(target=self._listen, args=(peer, connection), daemon=True).start()
+        threading.Thread(target=self._beat, daemon=True).start()
 
     def send(self, *message: Any) -> None:
         """Send a message to all peers; nothing is sent after the farewell."""
-        if self._closing:
+        if self._closing.is_set():
             return
         line = json.dumps(message, default=list).encode() + b"\n"  # JSON has no ranges
         # A generation that was never closed ends when it is garbage-collected. That may be in the
         # middle of another message, or in another thread.
         with self._sending:
-            for rank, connection in self._peers.items():
-                try:
+            for connection in self._peers.values():
+                with suppress(OSError):  # the thread that listens to it acts
                     connection.sendall(line)
-                except OSError:
-                    self._lose(rank)
 
     def receive(self) -> Message:
         """Wait for the next message."""
@@ -174,31 +179,35 @@ class Channel:
         Until then they take part in running forwards.
         """
         self.send(_END)
-        self._closing = True
+        self._closing.set()
+
+    def _beat(self) -> None:
+        while not self._closing.wait(_SECONDS_BETWEEN_BEATS):
+            self.send(_BEAT)
 
     def _listen(self, rank: int, connection: socket.socket) -> None:
         """Receive a rank's messages until it is gone."""
-        with suppress(OSError), connection.makefile("rb") as lines:
-            for line in lines:
-                message = json.loads(line)
-                if message[0] == _END:
-                    self._may_end = True
-                else:
-                    self._messages.put(message)
-        self._lose(rank)
+        what = "is gone"
+        try:
+            with connection.makefile("rb") as lines:
+                for line in lines:
+                    message = json.loads(line)
+                    if message[0] == _END:
+                        self._may_end = True
+                    elif message[0] != _BEAT:
+                        self._messages.put(message)
+        except TimeoutError:
+            what = f"has been silent for {_SECONDS_SILENT:g} seconds"
+        except OSError:
+            pass
+        self._lose(f"rank {rank} {what}")
 
-    def _lose(self, rank: int) -> None:
-        """End this process because a rank is gone."""
+    def _lose(self, what: str) -> None:
+        """End this process because of what has happened to a rank."""
         if self._may_end:
             os._exit(0)  # wherever the main thread is: it has nothing to finish
-        if not self._closing:
-            end_with(f"Error: rank {rank} is gone, so rank {self._rank} ends, too")
-
-
-def _probe_when_silent(connection: socket.socket) -> None:
-    """Detect within seconds that a host has lost power or network, which closes no connection."""
-    idle = getattr(socket, "TCP_KEEPALIVE" if sys.platform == "darwin" else "TCP_KEEPIDLE")
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, idle, _SECONDS_SILENT)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _SECONDS_BETWEEN_PROBES)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+        if not self._closing.is_set():
+            self._losing.acquire()  # for good: only one rank is named
+            line = f"Error: {what}, so rank {self._rank} ends, too"
+            self.on_loss(line)
+            end_with(line)

@@ -1,29 +1,39 @@
-"""The ranks of a split model: rank 0 leads, and the others repeat its forwards."""
+"""The ranks of a split model: rank 0 leads, and the others do with their parts what it does."""
 
 from __future__ import annotations
 
 import signal
+import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generation_stream, wired_limit
+from mlx_lm.models.cache import make_prompt_cache
 
 from ..drafting.drafter import DraftTree
-from ..engine.capability import chunk_error, rounding_noise, row_error, tree_agrees
+from ..engine.capability import (
+    chunk_error,
+    joint_agrees,
+    rounding_noise,
+    row_error,
+    tree_agrees,
+)
+from ..engine.costs import least_free_memory, row_memory
+from ..engine.joint import Joint, JointMode, JointRows
 from ..engine.params import CacheOptions
 from ..engine.target import Capability, Target, vocabulary_size
 from ..errors import DistributedError, LoadError, MlxspecError, OptionError
 from ..models.model import load
-from .channel import Channel, meet
+from .channel import Channel, Message, meet
 from .launch import end_with, uninterrupted
 
 if TYPE_CHECKING:
@@ -55,32 +65,46 @@ def load_shard(
 
 
 def split(model: nn.Module, group: mx.distributed.Group, name: str) -> None:
-    """Replace a model's layers by sharded ones, without evaluating them.
+    """Keep only this rank's part of a model, without evaluating it.
+
+    Layers are replaced by sharded ones (tensor parallel) where mlx-lm's model has ``shard``. Where
+    it has only ``pipeline``, each rank keeps some of the layers, and the ranks take turns.
 
     Raises:
-        LoadError: mlx-lm cannot split this architecture, or its heads over this many ranks.
+        LoadError: mlx-lm cannot split this architecture, or its heads or layers over this many
+            ranks.
     """
     size = group.size()
-    if not hasattr(model, "shard"):
+    model.is_pipeline = not hasattr(model, "shard")
+    if model.is_pipeline and not hasattr(getattr(model, "model", None), "pipeline"):
         kind = getattr(model, "model_type", type(model).__name__)
         raise LoadError(
             f"{name}: mlx-lm cannot split the architecture {kind!r} over several machines; "
             "run it without mlx.launch"
         )
+    model.split_over = group
+    kinds = {type(cache) for cache in make_prompt_cache(model)}
     whole = _numbers(model)
     try:
-        model.shard(group)
-        for key, part in _numbers(model).items():
-            before = whole.get(key, part)
-            repeated = part == 1 and size % before == 0  # heads are copied if there are too few
-            # With a remainder the model would run, but compute something else.
-            if part not in (before, before / size) and not repeated:
-                raise ValueError(f"{' '.join(key)}: {before} divided by {size}")
+        if model.is_pipeline:
+            model.model.pipeline(group)
+            # Rank 0 finds out by its own caches what all can do.
+            if {type(cache) for cache in make_prompt_cache(model)} != kinds:
+                raise ValueError("a part has not all kinds of layers")
+        else:
+            model.shard(group)
+            for key, part in _numbers(model).items():
+                before = whole.get(key, part)
+                repeated = part == 1 and size % before == 0  # heads are copied if too few
+                # With a remainder the model would run, but compute something else.
+                if part not in (before, before / size) and not repeated:
+                    raise ValueError(f"{' '.join(key)}: {before} divided by {size}")
         vocabulary_size(model)  # builds a forward, which fails if other shapes do not divide
     except (AssertionError, ValueError, RuntimeError, ZeroDivisionError) as error:
+        what = "layers" if model.is_pipeline else "key-value heads"
         raise LoadError(
             f"{name}: its heads or layers cannot be split into {size} equal parts; use a number "
-            "of ranks that divides its key-value heads"
+            f"of ranks that divides its {what}"
         ) from error
 
 
@@ -94,19 +118,21 @@ def _numbers(model: nn.Module) -> dict[tuple[str, str], int]:
     }
 
 
-def is_known(tree: DraftTree) -> bool:
-    """Whether all ranks know the rows' tokens: a pipelined token is only in rank 0's MLX."""
-    return tree.tokens[0] >= 0
+def share(trees: Sequence[DraftTree], tokens: Sequence[mx.array] = ()) -> list[mx.array]:
+    """The tokens of each tree, (rows,), at every rank.
 
+    A pipelined token is only in rank 0's MLX. It is never read into Python. Ranks cannot choose for
+    themselves, because the logits of different chips need not be equal.
 
-def share(token: mx.array | None) -> mx.array:
-    """Rank 0's choice of a pipelined token, of shape (1,), at every rank; the others pass None.
-
-    The token is never read into Python. Ranks cannot choose for themselves, because the logits of
-    different chips need not be equal.
+    Args:
+        trees: with tokens that are all known, or of one row each, none of which is known.
+        tokens: of each tree, at rank 0; the others pass none.
     """
-    own = mx.zeros((1,), mx.uint32) if token is None else token.astype(mx.uint32)
-    return mx.distributed.all_sum(own)
+    if trees[0].tokens[0] >= 0:
+        return [mx.array(tree.tokens) for tree in trees]
+    own = mx.concatenate([*tokens]) if tokens else mx.zeros(len(trees))
+    shared = mx.distributed.all_sum(own.astype(mx.uint32))
+    return [shared[n : n + 1] for n in range(len(trees))]
 
 
 def wait_for_all() -> None:
@@ -120,6 +146,12 @@ Result = TypeVar("Result")
 class Leader:
     """Rank 0's end of the channel. Models that it loads have it as their ``leader``.
 
+    All that rank 0 changes in the memory of MLX, the followers change, too: models, targets and
+    joints have numbers, by which the leader names them when it sends what is done with them.
+
+    Use split models in one thread at a time: MLX runs each thread's operations by themselves, and
+    the followers have one thread.
+
     Args:
         group: the ranks.
         channel: the channel to the followers.
@@ -127,9 +159,11 @@ class Leader:
 
     def __init__(self, group: mx.distributed.Group, channel: Channel) -> None:
         self.group = group
-        self._channel = channel
+        self.channel = channel
         self._numbers = count()
-        self._closed: list[int] = []
+        self._dropped: list[int] = []
+        self._thread = threading.get_ident()
+        self._dispatched = mx.array(0)
 
     def load(self, path_or_repo: str | Path) -> tuple[nn.Module, TokenizerWrapper]:
         """Load a model split over all ranks; each rank loads its own part.
@@ -137,10 +171,12 @@ class Leader:
         Raises:
             LoadError: as :func:`.ranks.load_shard`.
         """
-        self._channel.send("load", str(path_or_repo))
+        number = next(self._numbers)
+        self.send("load", number, str(path_or_repo))
         model, tokenizer = load_shard(path_or_repo, self.group)
         wait_for_all()
-        model.leader = self
+        model.leader, model.number = self, number
+        weakref.finalize(model, self._dropped.append, number)
         return model, tokenizer
 
     def target(
@@ -150,6 +186,7 @@ class Leader:
         vocab_size: int,
         options: CacheOptions | None = None,
         cache: Sequence[Any] | None = None,
+        *kept: int,
     ) -> LeadingTarget:
         """Make a target at every rank, with the arguments of :class:`Target`.
 
@@ -161,81 +198,170 @@ class Leader:
                 "a prompt cache is not split over several machines as the model is: leave it out, "
                 "or run without mlx.launch"
             )
-        number = next(self._numbers)
         options = options or CacheOptions()
-        self.send("open", number, capability.value, vocab_size, asdict(options))
-        target = LeadingTarget(self, number, model, capability, vocab_size, options)
-        weakref.finalize(target, self._closed.append, number)
+        target = LeadingTarget(self, model, capability, vocab_size, options, None, *kept)
+        own = capability.value, vocab_size, asdict(options), *kept
+        self.open(target, "target", model.number, *own)
         return target
+
+    def joint(self, model: nn.Module, mode: JointMode) -> LeadingJoint:
+        """Make a joint at every rank, with the arguments of :class:`Joint`."""
+        joint = LeadingJoint(self, model, mode)
+        self.open(joint, "joint", model.number, mode.value)
+        return joint
+
+    def open(self, led: LeadingTarget | LeadingJoint, *how: Any) -> None:
+        """Let the followers make what has been made here, and do with it what is done here."""
+        led.number = next(self._numbers)
+        self.send(*how, led.number)
+        weakref.finalize(led, self._dropped.append, led.number)
+        led.leads = True
 
     def run(self, function: Callable[..., Result], model: nn.Module, *args: Any) -> Result:
         """Call a function of :data:`.ranks.TOGETHER` with the model, at every rank."""
         with uninterrupted(), mx.stream(generation_stream):
-            self.send("run", function.__name__, *args)
+            self.send("run", function.__name__, model.number, *args)
             return function(model, *args)
+
+    def expect_loss(self) -> None:
+        """After an error in MLX: wait for the channel to notice that a rank is gone, if one is."""
+        time.sleep(_SECONDS_TO_NOTICE)
+
+    def dispatch(self, logits: mx.array) -> None:
+        """Compute logits without waiting: the other ranks wait for values of the same forward."""
+        mx.async_eval(logits)
+        self._dispatched = logits
 
     def send(self, *message: Any) -> None:
         """Send the followers a command."""
-        while self._closed:
-            self._channel.send("close", self._closed.pop())
-        self._channel.send(*message)
+        if self._thread != threading.get_ident():
+            mx.eval(self._dispatched)
+            self._thread = threading.get_ident()
+        while self._dropped:
+            self.channel.send("drop", self._dropped.pop())
+        self.channel.send(*message)
+
+
+class _Led:
+    """What the followers have, too.
+
+    Attributes:
+        number: its number, once the followers have it.
+        leads: whether calls are sent: not while it is made, nor inside a call that was sent.
+    """
+
+    number = -1
+    leads = False
+    _leader: Leader
+
+    @contextmanager
+    def _sending(self, others: Sequence[_Led], *message: Any) -> Iterator[None]:
+        """Send a call, unless it is part of one that was sent; end it here even if interrupted.
+
+        Args:
+            others: what the call uses besides this.
+            message: the command.
+        """
+        if not self.leads:
+            yield
+            return
+        with uninterrupted(), mx.stream(generation_stream):
+            self._leader.send(*message)
+            try:
+                for one in (self, *others):
+                    one.leads = False
+                yield
+            finally:
+                for one in (self, *others):
+                    one.leads = True
 
 
 def _repeated(name: str, at_followers: str = "") -> Any:
     """A method of :class:`Target` that the followers repeat; its arguments are JSON values."""
 
     def method(self: LeadingTarget, *args: Any) -> None:
-        with self._sending(at_followers or name, *args):
+        with self._sending((), at_followers or name, self.number, *args):
             getattr(Target, name)(self, *args)
 
     return method
 
 
-class LeadingTarget(Target):
-    """A target whose forwards and cache changes the followers repeat.
+class LeadingTarget(_Led, Target):
+    """A target whose forwards and cache changes the followers repeat."""
 
-    Interrupts are delayed until a command sent to the followers is also done here.
-    """
-
-    def __init__(self, leader: Leader, number: int, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, leader: Leader, *args: Any) -> None:
+        super().__init__(*args)
         self._leader = leader
-        self._number = number
-        self._sent = False
-
-    @contextmanager
-    def _sending(self, method: str, *args: Any) -> Iterator[None]:
-        """Send a call to the followers, unless it is part of a call that they already repeat."""
-        if self._sent:
-            yield
-            return
-        with uninterrupted(), mx.stream(generation_stream):
-            self._leader.send(method, self._number, *args)
-            self._sent = True
-            try:
-                yield
-            finally:
-                self._sent = False
 
     def forward(self, tokens: mx.array, tree: DraftTree) -> mx.array:
-        """As :meth:`Target.forward`, but dispatched: the other ranks wait for its values."""
-        with self._sending("forward", tree.tokens, tree.parents):
-            if not is_known(tree):
-                tokens = share(tokens)
+        """As :meth:`Target.forward`, but dispatched."""
+        with self._sending((), "forward", None, _rows([(self, tree)])):
+            (tokens,) = share([tree], [tokens])
             logits = super().forward(tokens, tree)
-            mx.async_eval(logits)
+            self._leader.dispatch(logits)
         return logits
+
+    def fork(self, length: int, room: int) -> Target:
+        forked = super().fork(length, room)
+        assert isinstance(forked, LeadingTarget)
+        self._leader.open(forked, "fork", self.number, length, room)
+        return forked
+
+    def _beside(self, cache: Sequence[Any]) -> Target:
+        return LeadingTarget(self._leader, *self._as_this(cache))
 
     _prefill_chunk = _repeated("_prefill_chunk")
     _change_for_steps = _repeated("_change_for_steps")
+    _quantize_if_due = _repeated("_quantize_if_due")
+    mark = _repeated("mark")
     commit_moved = _repeated("commit_moved", "commit")  # the leader has moved its rows already
     truncate = _repeated("truncate")
+    rewind = _repeated("rewind")
     flush_pending = _repeated("flush_pending")
+
+
+class LeadingJoint(_Led, Joint):
+    """A joint whose forwards the followers repeat; its targets are leading ones."""
+
+    def __init__(self, leader: Leader, model: nn.Module, mode: JointMode) -> None:
+        super().__init__(model, mode)
+        self._leader = leader
+
+    def prefill(self, prompts: Sequence[tuple[Any, Sequence[int]]]) -> None:
+        numbered = [(target.number, tokens) for target, tokens in prompts]
+        with self._sending([target for target, _ in prompts], "prefill", self.number, numbered):
+            super().prefill(prompts)
+
+    def forward(self, members: Sequence[JointRows]) -> tuple[mx.array, list[slice]]:
+        """As :meth:`Joint.forward`, but dispatched."""
+        targets, tokens, trees = zip(*members, strict=True)
+        named = _rows(zip(targets, trees, strict=True))
+        with self._sending(targets, "forward", self.number, named):
+            rows = map(JointRows, targets, share(trees, tokens), trees)
+            logits, spans = super().forward([*rows])
+            self._leader.dispatch(logits)
+        return logits, spans
+
+    def join(self, target: Any) -> None:
+        with self._sending([target], "join", self.number, target.number):
+            super().join(target)
+
+    def leave(self, target: Any, keep: bool = True) -> None:
+        with self._sending([target], "leave", self.number, target.number, keep):
+            super().leave(target, keep)
+
+
+def _rows(members: Iterable[tuple[Any, DraftTree]]) -> list[tuple[Any, ...]]:
+    """The rows of targets, for the followers' forward."""
+    return [(target.number, tree.tokens, tree.parents) for target, tree in members]
 
 
 TOGETHER: dict[str, Callable[..., Any]] = {
     function.__name__: function
-    for function in (chunk_error, rounding_noise, row_error, tree_agrees)
+    for function in (
+        *(chunk_error, joint_agrees, rounding_noise, row_error, tree_agrees),
+        *(least_free_memory, row_memory),
+    )
 }
 """The functions that :meth:`.ranks.Leader.run` may call."""
 
@@ -265,10 +391,11 @@ def taking_part() -> Iterator[Leader | None]:
     if group.rank() > 0:
         _follow_to_the_end(group)
     channel = meet(group)
+    leader = Leader(group, channel)
     try:
-        yield Leader(group, channel)
+        yield leader
     except RuntimeError:
-        time.sleep(_SECONDS_TO_NOTICE)
+        leader.expect_loss()
         raise
     finally:
         # The followers may still take part in a running forward.
@@ -282,7 +409,10 @@ def _follow_to_the_end(group: mx.distributed.Group) -> None:
     channel = None
     try:
         channel = meet(group)
-        _follow(group, channel)
+        follower = Follower(group)
+        with mx.stream(generation_stream):
+            while True:
+                follower.obey(channel.receive())
     except Exception as error:
         if channel:
             time.sleep(_SECONDS_TO_NOTICE)  # rank 0 may have the same error, and report it
@@ -290,37 +420,65 @@ def _follow_to_the_end(group: mx.distributed.Group) -> None:
         end_with(f"Error: rank {group.rank()}: {reason}{error}")
 
 
-def _follow(group: mx.distributed.Group, channel: Channel) -> None:
-    """Run the leader's commands on this rank's part of the model, until the process ends.
+class Follower:
+    """Does on this rank's part of the models what the leader sends.
 
-    Raises:
-        LoadError: this rank cannot load its part of the model.
+    Args:
+        group: the ranks.
     """
-    targets: dict[int, Target] = {}
-    forwards = count(1)
-    with ExitStack() as wired, mx.stream(generation_stream):
-        while True:
-            match channel.receive():
-                case ["load", name]:
-                    model, _ = load_shard(name, group)
-                    wired.enter_context(wired_limit(model, [generation_stream]))
-                    wait_for_all()
-                case ["run", name, *args]:
-                    TOGETHER[name](model, *args)
-                case ["open", number, capability, vocab_size, options]:
-                    targets[number] = Target(
-                        model, Capability(capability), vocab_size, CacheOptions(**options)
-                    )
-                case ["close", number]:
-                    del targets[number]
-                case ["forward", number, tokens, parents]:
-                    tree = DraftTree(tuple(tokens), tuple(parents))
-                    rows = mx.array(tree.tokens) if is_known(tree) else share(None)
-                    # The other ranks need its values; this rank does not read the logits.
-                    mx.async_eval(targets[number].forward(rows, tree))
-                    if next(forwards) % _FORWARDS_BETWEEN_CLEARING == 0:
-                        mx.clear_cache()
-                # A generation that was never closed may truncate a closed target when it is
-                # garbage-collected.
-                case [method, number, *args] if number in targets:
-                    getattr(targets[number], method)(*args)
+
+    def __init__(self, group: mx.distributed.Group) -> None:
+        self._group = group
+        self.known: dict[int, Any] = {}
+        """Models, targets and joints, by their numbers."""
+        self._wired = ExitStack()
+        self._forwards = count(1)
+
+    def obey(self, message: Message) -> None:
+        """Do what one message says.
+
+        Raises:
+            LoadError: this rank cannot load its part of a model.
+        """
+        known = self.known
+        match message:
+            case ["load", number, name]:
+                model, _ = load_shard(name, self._group)
+                self._wired.enter_context(wired_limit(model, [generation_stream]))
+                known[number] = model
+                wait_for_all()
+            case ["run", name, model, *args]:
+                TOGETHER[name](known[model], *args)
+            case ["target", model, capability, vocab_size, options, *kept, number]:
+                how = Capability(capability), vocab_size, CacheOptions(**options), None
+                known[number] = Target(known[model], *how, *kept)
+            case ["joint", model, mode, number]:
+                known[number] = Joint(known[model], JointMode(mode))
+            case ["fork", target, length, room, number]:
+                known[number] = known[target].fork(length, room)
+            case ["drop", number]:
+                del known[number]
+            case ["forward", joint, members]:
+                # The other ranks need its values; this rank does not read the logits.
+                mx.async_eval(self._forward(joint, members))
+                if next(self._forwards) % _FORWARDS_BETWEEN_CLEARING == 0:
+                    mx.clear_cache()
+            case ["prefill", joint, prompts]:
+                known[joint].prefill([(known[target], tokens) for target, tokens in prompts])
+            case ["join" | "leave" as method, joint, target, *args]:
+                getattr(known[joint], method)(known[target], *args)
+            # A generation that was never closed may truncate a target that was dropped when it is
+            # garbage-collected.
+            case [method, number, *args] if number in known:
+                with suppress(ValueError):  # the leader has the same, and knows what to do
+                    getattr(known[number], method)(*args)
+
+    def _forward(self, joint: int | None, members: Sequence[Any]) -> mx.array:
+        """The logits of a forward."""
+        targets = [self.known[number] for number, *_ in members]
+        trees = [DraftTree(tuple(tokens), tuple(parents)) for _, tokens, parents in members]
+        tokens = share(trees)
+        if joint is None:
+            return cast(mx.array, targets[0].forward(tokens[0], trees[0]))
+        logits, _ = self.known[joint].forward([*map(JointRows, targets, tokens, trees)])
+        return cast(mx.array, logits)

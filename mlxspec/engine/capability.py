@@ -442,12 +442,12 @@ def tree_agrees(model: nn.Module, start: int, noise: float, fill: bool) -> bool:
     except (TypeError, ValueError):
         return False  # a RoPE that takes one integer offset only
     found = finite(found.astype(mx.float32))
+    agreed = []  # no machine may stop early, since others would wait for it
     for index, branch in enumerate(_BRANCHES):
         nodes = mx.array([0, *range(1 + index * _DEPTH, 1 + (index + 1) * _DEPTH)])
         expected = logits(model, (_ROOT, *branch), copy.deepcopy(before))
-        if not _agrees(found[nodes], expected, noise):
-            return False
-    return True
+        agreed.append(_agrees(found[nodes], expected, noise))
+    return all(agreed)
 
 
 def _agrees(found: mx.array, expected: mx.array, noise: float) -> bool:
@@ -484,15 +484,15 @@ def examine_joint(model: nn.Module, capability: Capability) -> tuple[JointMode, 
         the cheapest mode that gives each sequence the same as a forward of its own, and what keeps
         the model from a cheaper one, in words.
     """
-    if hasattr(model, "leader"):
-        return JointMode.ALONE, "the model is split over machines"
+    if getattr(model, "is_pipeline", False):
+        return JointMode.ALONE, "its layers are on several machines"
     if capability is Capability.PLAIN:
         return JointMode.ALONE, _ROWS_DIFFER
     caches = parts(map(for_steps, make_prompt_cache(model)))
     joins = (*TREE_CACHES, ArraysCache)
     if others := [cache for cache in caches if not isinstance(cache, joins)]:
         return JointMode.ALONE, f"{_names(others)} takes the rows of one sequence only"
-    noise = rounding_noise(model)
+    noise = together(rounding_noise, model)
     if (position := _failing_joint(model, JointMode.SPLIT, noise)) is None:
         return JointMode.SPLIT, "a joint forward gives each sequence what it gets alone"
     if _failing_joint(model, JointMode.BLOCK, noise) is None:
@@ -505,12 +505,12 @@ def examine_joint(model: nn.Module, capability: Capability) -> tuple[JointMode, 
 def _failing_joint(model: nn.Module, mode: JointMode, noise: float) -> int | None:
     """The first position tried at which :func:`joint_agrees` is false; None without one."""
     for start in (len(_PREFIX), *(position - 2 for position in crossings(model))):
-        if not joint_agrees(model, mode, start, noise):
+        if not together(joint_agrees, model, mode.value, start, noise):
             return start - len(_PREFIX)
     return None
 
 
-def joint_agrees(model: nn.Module, mode: JointMode, start: int, noise: float) -> bool:
+def joint_agrees(model: nn.Module, mode: JointMode | str, start: int, noise: float) -> bool:
     """Whether a joint forward gives each sequence the same as a forward of its own.
 
     Args:
@@ -519,6 +519,7 @@ def joint_agrees(model: nn.Module, mode: JointMode, start: int, noise: float) ->
         start: the position of the first sequence's first row; the others start lower.
         noise: from :func:`rounding_noise`.
     """
+    mode = JointMode(mode)
     at = [start, len(_PREFIX), max(len(_PREFIX), start // 2)]
     contexts = [
         _context(model, position, False, prefix)
@@ -527,13 +528,15 @@ def joint_agrees(model: nn.Module, mode: JointMode, start: int, noise: float) ->
     apart = copy.deepcopy(contexts)
     recurrent = any(isinstance(part, ArraysCache) for part in parts(contexts[0]))
     # Damage to a recurrent state shows in the next step.
+    agreed = []  # no machine may stop early, since others would wait for it
     for rows in _JOINT_STEPS if recurrent else _JOINT_STEPS[:1]:
         expected = [logits(model, *own) for own in zip(rows, apart, strict=True)]
         found = _joint_logits(model, mode, rows, at, contexts)
-        if not found or not all(_agrees(*own, noise) for own in zip(found, expected, strict=True)):
+        if not found:
             return False
+        agreed += [_agrees(*own, noise) for own in zip(found, expected, strict=True)]
         at = [position + len(tokens) for position, tokens in zip(at, rows, strict=True)]
-    return True
+    return all(agreed)
 
 
 def _joint_logits(

@@ -171,6 +171,30 @@ def free_memory() -> int:
     return max(0, min(free))
 
 
+def least_free_memory(model: nn.Module) -> int:
+    """:func:`free_memory`, on the machine that has the least if the model is split over several."""
+    group = getattr(model, "split_over", None)
+    if group is None:
+        return free_memory()
+    free = mx.array(free_memory(), mx.int64)
+    return int(mx.distributed.all_min(free, group=group, stream=mx.cpu).item())
+
+
+_TRIED = 32  # rows of the forward that measures the memory of a row
+
+
+def row_memory(model: nn.Module, max_kv_size: int | None) -> int:
+    """The bytes that a forward takes for each row, besides the caches; measured."""
+    caches = make_prompt_cache(model, max_kv_size)
+    mx.synchronize()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    model(mx.array([[0] * _TRIED]), cache=caches)
+    mx.eval([cache.state for cache in caches])
+    mx.synchronize()
+    return (mx.get_peak_memory() - before) // _TRIED
+
+
 def _gpu_memory() -> int:
     info = mx.device_info(mx.default_device())
     return int(info.get("max_recommended_working_set_size") or info.get("memory_size") or 0)

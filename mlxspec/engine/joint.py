@@ -73,7 +73,7 @@ class Joint:
     """Forwards of one model over the rows of several sequences.
 
     Args:
-        model: an mlx-lm model, which is not split over machines.
+        model: an mlx-lm model.
         mode: the model's, from :func:`mlxspec.engine.capability.joint_mode`; not ``ALONE``.
     """
 
@@ -238,6 +238,13 @@ class Joint:
         for slots in self._slots:
             if slots.capacity > needed + _SHORT:
                 slots.cut(len(self._seated), max(held))
+
+
+def joint_for(model: nn.Module, mode: JointMode) -> Joint:
+    """A :class:`Joint` of a model, on all machines over which the model is split."""
+    leader = getattr(model, "leader", None)
+    make = leader.joint if leader else Joint
+    return make(model, mode)
 
 
 def _held(target: Target) -> int:

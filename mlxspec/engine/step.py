@@ -23,7 +23,7 @@ from ..drafting.costs import LiveCosts
 from ..drafting.drafter import Drafter, DraftTree, VerifiedStep, accept, checked_draft
 from ..drafting.planner import NO_PLAN, Plan, Planner, log_fault, plan_drafts
 from .caches import held_arrays, move_rows, parts
-from .joint import Joint, JointMode, JointRows
+from .joint import Joint, JointMode, JointRows, joint_for
 from .sampling import Chooser
 from .target import Capability, Progress, Target
 
@@ -536,7 +536,7 @@ class Batch:
         patient: bool = False,
     ) -> None:
         self._patient = patient
-        self._joint = None if mode is JointMode.ALONE else Joint(model, mode)
+        self._joint = None if mode is JointMode.ALONE else joint_for(model, mode)
         self._costs = costs
         self._costs_of: dict[int, LiveCosts] = {}
         self._has_failed = False

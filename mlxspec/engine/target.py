@@ -411,7 +411,7 @@ class Target(ContextCache):
         vocab_size: from :func:`vocabulary_size`.
         options: the memory of the caches.
         cache: mlx-lm's caches to continue, with what they hold; by default new ones. They are
-            used as they are until the end of the prefill.
+            used as they are until the end of the prefill, or :meth:`begin_at`.
         undoable, marks: as for :class:`ContextCache`.
     """
 
@@ -438,6 +438,29 @@ class Target(ContextCache):
         trained = getattr(model, "trained_head", None)
         if trained:
             self.head = trained.new_cache(self.length)
+
+    def begin_at(self, length: int) -> None:
+        """Count the given caches as a context of this length, to which it can be rewound."""
+        self._change_for_steps()
+        self.length, self.chunks_from = length, 0
+        self.mark()
+
+    def fork(self, length: int, room: int) -> Target:
+        """A target that begins with a copy of the first positions, but not of what a head knows.
+
+        The arguments are those of :meth:`copied`.
+        """
+        forked = self._beside(self.copied(length, room))
+        forked.begin_at(length)
+        return forked
+
+    def _beside(self, cache: Sequence[Any]) -> Target:
+        """A target of the same kind, over other caches."""
+        return Target(*self._as_this(cache))
+
+    def _as_this(self, cache: Sequence[Any]) -> tuple[Any, ...]:
+        kept = self._checkpoints.maxlen, self._marks.maxlen
+        return self.model, self.capability, self.vocab_size, self.options, cache, *kept
 
     @property
     def max_rows(self) -> int:
@@ -604,6 +627,8 @@ def target_for(
     vocab_size: int,
     options: CacheOptions | None = None,
     cache: Sequence[Any] | None = None,
+    undoable: int = 2,
+    marks: int = 0,
 ) -> Target:
     """A :class:`Target` of a model, on all machines over which the model is split.
 
@@ -614,7 +639,7 @@ def target_for(
     """
     leader = getattr(model, "leader", None)
     make = leader.target if leader else Target
-    return make(model, capability, vocab_size, options, cache)
+    return make(model, capability, vocab_size, options, cache, undoable, marks)
 
 
 def together(function: Callable[..., Result], model: nn.Module, *args: Any) -> Result:

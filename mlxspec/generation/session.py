@@ -35,7 +35,7 @@ from ..engine.prompt_cache_file import (
     save_prompt_cache,
     tokens_in,
 )
-from ..engine.target import Capability, Target
+from ..engine.target import Capability, Target, target_for
 from ..errors import OptionError, PromptCacheError
 
 
@@ -223,8 +223,11 @@ class Session:
             assert target is not None
             if not self._lent and length == len(tokens):
                 target.flush_pending()
-            head = target.head.kept(length) if target.head else None
-            return Session(target.copied(length, room), tokens[:length], head)
+            session = Session(tokens=tokens[:length])
+            session._target = forked = target.fork(length, room)
+            if target.head and forked.head:
+                forked.head.resume(target.head.kept(length), session._tokens)
+            return session
 
     @property
     def length(self) -> int:
@@ -250,12 +253,17 @@ class Session:
         """Save the cache as :func:`mlxspec.save_prompt_cache` does.
 
         Raises:
-            OptionError: the session holds nothing yet, or a generation is using it.
+            OptionError: the session holds nothing yet, a generation is using it, or its model is
+                split over several machines.
             PromptCacheError: the file cannot be written; an existing one stays unchanged.
         """
         with self._used(), mx.stream(generation_stream):
             cache, head = list(self._first_cache), self._first_head
             if self._target:
+                if getattr(self._target.model, "leader", None):
+                    raise OptionError(
+                        "session holds a part of a split model's cache: it is not saved"
+                    )
                 try:
                     self._target.flush_pending()
                 finally:  # an interrupted flush leaves a shorter context
@@ -295,7 +303,7 @@ class Session:
             check_fits(self._first_cache, model, "the session's cache")
             check_lengths(self._first_cache, "the session's cache")
         new = partial(
-            Target,
+            target_for,
             model,
             vocab_size=vocab_size,
             options=options,
@@ -311,9 +319,7 @@ class Session:
             target = new(capability_with(lent, capability), cache=lent)
             if head and target.head:
                 target.head.resume(head, tokens)
-            target.prefill([])  # its caches can be cut from now on
-            target.length, target.chunks_from = len(tokens), 0
-            target.mark()
+            target.begin_at(len(tokens))
         if target is None or not _serves(target, model, capability, options):
             return new(capability)
         # The prompt's last token belongs to the first step.
@@ -363,13 +369,10 @@ class SessionTurn(CacheLease):
         """The session's target, and how much of the prompt its cache holds.
 
         Raises:
-            OptionError: another generation is using the session, or the model is split over
-                several machines.
+            OptionError: another generation is using the session, or it begins with a cache from a
+                file, and the model is split over several machines.
             PromptCacheError: the session's initial cache is another model's.
         """
-        model, *_ = self._of_target
-        if getattr(model, "leader", None):
-            raise OptionError("session holds one machine's cache: leave it out for a split model")
         with ExitStack() as ending:
             ending.enter_context(self._session._used())
             with mx.stream(generation_stream):

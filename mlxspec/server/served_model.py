@@ -12,14 +12,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
-from mlx_lm.models.cache import make_prompt_cache
 
 from ..corpus import MAX_TOKENS
 from ..drafting.drafter import Drafter
-from ..engine.costs import free_memory
+from ..engine.costs import least_free_memory, row_memory
 from ..engine.model_sizes import CacheKind, cache_kinds, context_length
 from ..engine.params import CacheOptions
-from ..engine.target import vocabulary_size
+from ..engine.target import together, vocabulary_size
 from ..generation.decoder import Decoder
 from ..generation.drafting import Auto
 from ..generation.options import GenerationOptions
@@ -32,7 +31,6 @@ _STEP = 256  # positions by which caches grow
 _SLACK = 16 + _STEP  # positions that a window holds beyond its size
 _ROWS = 64  # rows of a step of all sequences; more rarely pay
 _SCORES = 4  # arrays over the vocabulary for each row: logits, log-probabilities, filters
-_TRIED = 32  # rows of the forward that measures the memory of a row
 _RESERVE = 0.1  # share of the memory for growing joint caches, drafters' indexes, the process
 _CACHE_SHARE = 0.5  # share of the caches' limit for idle entries of the prefix cache
 
@@ -80,7 +78,8 @@ class CacheMemory:
         """The most bytes of all caches, used and idle."""
         if self._given_limit is not None:
             return self._given_limit
-        return max(0, int(free_memory() * (1 - _RESERVE)) - self.forward_bytes)
+        free = together(least_free_memory, self._model)
+        return max(0, int(free * (1 - _RESERVE)) - self.forward_bytes)
 
     @property
     def default_cache_bytes(self) -> int:
@@ -95,14 +94,7 @@ class CacheMemory:
         over a long context, and these must fit into the reserve.
         """
         with mx.stream(generation_stream):
-            caches = make_prompt_cache(self._model, self.options.max_kv_size)
-            mx.synchronize()
-            mx.reset_peak_memory()
-            before = mx.get_active_memory()
-            self._model(mx.array([[0] * _TRIED]), cache=caches)
-            mx.eval([cache.state for cache in caches])
-            mx.synchronize()
-            row = (mx.get_peak_memory() - before) // _TRIED
+            row = together(row_memory, self._model, self.options.max_kv_size)
         chunk = row * self.options.prefill_step_size
         step = _ROWS * (row + _SCORES * 4 * vocabulary_size(self._model))
         return max(chunk, step)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, cast
 from ..engine import step as steps
 from ..errors import MlxspecError
 from ..generation.engine import Engine
+from ..generation.loaded import LoadedModel
 from ..generation.options import GenerationOptions
 from ..generation.request import Request, State
 from ..generation.response import GenerationResponse
@@ -208,7 +209,7 @@ class ServedRequest(Request):
     def on_end(self) -> None:
         """Queue the last event, and return the caches to the prefix cache."""
         if self.error is not None and self.finish_reason is None:
-            self.stream.worker.end_of(self, _failure(self.error))
+            self.stream.worker.end_of(self, _failure(self.error, self.decoder))
         else:
             stop = self.output.stop_string if self.finish_reason else None
             ended = Ended(  # with "stop" if it was cancelled without an error
@@ -225,12 +226,14 @@ class ServedRequest(Request):
         self.session = None
 
 
-def _failure(error: Exception) -> ApiError:
+def _failure(error: Exception, decoder: LoadedModel) -> ApiError:
     """The client's error for the exception that ended a generation."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, MlxspecError):
         return ApiError(str(error))
+    if isinstance(error, RuntimeError) and (leader := getattr(decoder.model, "leader", None)):
+        leader.expect_loss()
     _log.error("a generation has failed", exc_info=error)
     return ApiError(f"the generation has failed: {error}", status=500)
 
@@ -451,6 +454,15 @@ class Worker:
         """End all generations and the thread, and wait for its end."""
         self._commands.put(partial(self._stop, ApiError("the server is ending", status=503)))
         self._thread.join()
+
+    def fail(self, error: ApiError) -> None:
+        """End all requests with an error, from any thread: the worker's own may never return."""
+        self.ready.clear()
+        with self._taking:
+            self._stop(error)
+        for request in self.requests.copy():
+            self.queue(request, error)
+        self._deliver()
 
     @property
     def alive(self) -> bool:

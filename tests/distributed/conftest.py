@@ -1,4 +1,4 @@
-"""A small model that two ranks can split, and ``mlx.launch``."""
+"""A small model that two or three ranks can split, and ``mlx.launch``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import mlx.core as mx
@@ -39,14 +39,14 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory.mkdir()
     args = {
         "model_type": "llama",
-        "hidden_size": 128,
+        "hidden_size": 192,
         "num_hidden_layers": 2,
         "intermediate_size": 96,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
         "rms_norm_eps": 1e-5,
         "vocab_size": 4096,
-        "max_position_embeddings": 64,
+        "max_position_embeddings": 4096,
         "tie_word_embeddings": False,
     }
     mx.random.seed(1)
@@ -60,19 +60,21 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def two_free_ports() -> int:
-    """The first of two ports in a row that nobody listens on."""
+def free_ports(count: int) -> int:
+    """The first of so many ports in a row that nobody listens on."""
     while True:
-        with socket.create_server(("127.0.0.1", 0)) as first, suppress(OSError, OverflowError):
-            port = first.getsockname()[1]
-            with socket.create_server(("127.0.0.1", port + 1)):
-                return port
+        with ExitStack() as held, suppress(OSError, OverflowError):
+            first = held.enter_context(socket.create_server(("127.0.0.1", 0)))
+            port: int = first.getsockname()[1]
+            for more in range(1, count):
+                held.enter_context(socket.create_server(("127.0.0.1", port + more)))
+            return port
 
 
 @contextmanager
-def launched(*command: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """Two ranks of a Python script under ``mlx.launch``, with the ring back end."""
-    ranks = ["-n", "2", "--backend", "ring", "--starting-port", str(two_free_ports())]
+def launched(*command: str, folder: Path, n: int = 2) -> Iterator[subprocess.Popen[str]]:
+    """Some ranks of a Python script under ``mlx.launch``, with the ring back end."""
+    ranks = ["-n", str(n), "--backend", "ring", "--starting-port", str(free_ports(n))]
     # mlx.launch reads its standard input in a busy loop once that has ended: it stays open.
     with subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, *ranks, "--python", sys.executable, *command],

@@ -5,10 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mlxspec.cli.common.prompt import PromptOptions
-from mlxspec.cli.generate import answer_together
 from mlxspec.distributed.launch import launched_rank, uninterrupted
-from mlxspec.errors import PromptError
+from tests.support.command_line import run
 
 
 @pytest.mark.parametrize(
@@ -38,9 +36,12 @@ def test_the_rank_is_known_before_mlx_is_imported(
     assert launched_rank() == expected
 
 
-def test_a_prompt_that_would_never_end_is_refused() -> None:
-    with pytest.raises(PromptError, match="use --prompt-file"):
-        answer_together(prompt=PromptOptions(prompt="-"))
+@pytest.mark.parametrize("option", ["--prompt-file", "--prompts"])
+def test_a_prompt_that_would_never_end_is_refused(
+    option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLX_RANK", "0")
+    assert f"use {option} FILE" in run("generate", option, "-").output
 
 
 def test_an_interrupt_comes_after_the_block() -> None:

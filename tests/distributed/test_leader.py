@@ -1,17 +1,38 @@
+"""What the leader does with its part of a model, a follower does with its own."""
+
+import gc
+import json
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
+import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxspec.distributed.ranks import Leader
+from mlxspec.distributed import ranks
+from mlxspec.distributed.ranks import Follower, Leader
+from mlxspec.drafting.drafter import DraftTree
+from mlxspec.drafting.sources import PromptLookupDrafter
+from mlxspec.engine.caches import parts
+from mlxspec.engine.params import CacheOptions
 from mlxspec.errors import OptionError
 from mlxspec.generation.decoder import Decoder
+from mlxspec.generation.engine import Engine
+from mlxspec.generation.request import Request
+from mlxspec.server.prefix_cache import PrefixCache
+from tests.support.architectures import ARCHITECTURES
+from tests.support.demo import endless_tokenizer
 from tests.support.rank import PROMPT, SETTINGS
 
 
 def test_a_prompt_cache_is_refused_where_the_model_is_split(small_model: Any) -> None:
     decoder = Decoder(small_model)
-    decoder.model.leader = Leader(cast(Any, None), cast(Any, Silent()))
+    decoder.model.leader, decoder.model.number = Leader(cast(Any, None), cast(Any, Silent())), 0
     cache = make_prompt_cache(decoder.model)
     with pytest.raises(OptionError, match="not split over several machines"):
         list(decoder.decode(PROMPT, SETTINGS["plain"].drafter(), prompt_cache=cache))
@@ -22,3 +43,143 @@ class Silent:
 
     def send(self, *message: Any) -> None:
         pass
+
+
+class Echo:
+    """A channel to a follower in this process, with the same model, which is one message behind."""
+
+    def __init__(self, model: Any) -> None:
+        self.follower = Follower(cast(Any, None))
+        self.follower.known[0] = model
+        self.tokens: deque[list[mx.array]] = deque()
+        self.names: set[str] = set()
+        self._last: Any = None
+
+    def send(self, *message: Any) -> None:
+        self.flush()
+        self._last = json.loads(json.dumps(message, default=list))
+
+    def flush(self) -> None:
+        """Let the follower do what the leader has done."""
+        last, self._last = self._last, None
+        if last:
+            self.names.add(last[0])
+            with mx.stream(generation_stream):
+                self.follower.obey(last)
+
+    def share(self, trees: Sequence[DraftTree], tokens: Sequence[mx.array] = ()) -> list[mx.array]:
+        if tokens:
+            self.tokens.append([*tokens])
+            return [*tokens]
+        return self.tokens.popleft()
+
+
+class Checked(Engine):
+    """Compares the follower's caches with the leader's after each turn."""
+
+    def __init__(self, decoder: Decoder, echo: Echo, cache: PrefixCache) -> None:
+        super().__init__(decoder, stall=1e-9, max_active=3)
+        self._echo, self._cache = echo, cache
+
+    def turn(self, hurried: bool = False) -> bool:
+        busy = super().turn(hurried)
+        self._echo.flush()
+        targets: list[Any] = [one.sequence.target for one in self._running if one.sequence]
+        targets += [entry.session._target for entry in self._cache._idle if entry.session]
+        for target in targets:
+            other = self._echo.follower.known[target.number]
+            for name in ("length", "pending", "chunks_from", "quantized"):
+                assert getattr(other, name) == getattr(target, name)
+            assert len(other._marks) == len(target._marks)
+            for own, same in zip(parts(target.cache), parts(other.cache), strict=True):
+                assert type(own) is type(same)
+                for (_, one), (_, two) in zip(held(own), held(same), strict=True):
+                    assert mx.array_equal(one, two) if isinstance(one, mx.array) else one == two
+        return busy
+
+
+def held(cache: Any) -> Any:
+    if getattr(cache, "keys", 0) is None:
+        return []
+    return tree_flatten(cache.state)
+
+
+KINDS = {**ARCHITECTURES, "wide": replace(ARCHITECTURES["llama3"], config={"head_dim": 32})}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("llama3", {}),
+        ("wide", {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 30}),
+        ("gemma3", {}),
+        ("qwen3_5", {}),
+    ],
+)
+def test_a_follower_has_the_leaders_caches_after_each_turn(
+    kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = Decoder(KINDS[kind].model(), endless_tokenizer())
+    model = decoder.model
+    echo = Echo(model)
+    model.leader, model.number = Leader(cast(Any, None), cast(Any, echo)), 0
+    next(model.leader._numbers)
+    monkeypatch.setattr(ranks, "share", echo.share)
+    cache = PrefixCache(model, 1 << 30, CacheOptions(**options))
+    run(Checked(decoder, echo, cache), decoder, cache, options)
+    assert echo.names >= {"forward", "join", "leave", "commit", "truncate", "fork", "rewind"}
+    assert "prefill" in echo.names or kind != "llama3"
+    assert 0 < cache.forks < cache.hits
+    cache.make_room(1 << 40)
+    gc.collect()
+    model.leader.send("drop", 0)
+    echo.flush()
+    assert not echo.follower.known
+
+
+def run(engine: Engine, decoder: Decoder, cache: PrefixCache, options: Any) -> None:
+    """Requests that share forwards and prefixes; some are cancelled, the last continues one."""
+    pick = random.Random(5)
+    system, ended = [pick.randrange(64) for _ in range(70)], list[list[int]]()
+
+    def add(prompt: list[int]) -> None:
+        engine.add(Lent(decoder, prompt, cache, pick.randint(1, 9), options, ended))
+
+    add([7, 1, 2, 1, 2])
+    add([8, 1, 2, 1, 2])
+    for _ in range(7):
+        for _ in range(pick.randint(0, 4)):
+            engine.turn()
+        add([*system[: pick.choice([40, 70])], pick.randrange(64), 1, 2, 1, 2])
+        for request in engine._running[: pick.random() < 0.3]:
+            engine.cancel(request)
+    engine.run()
+    add([*ended[-1], 1, 2])
+    engine.run()
+
+
+class Lent(Request):
+    """A request with a session of the prefix cache."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        prompt: list[int],
+        cache: PrefixCache,
+        n: int,
+        options: Any,
+        ended: list[list[int]],
+    ) -> None:
+        super().__init__(decoder, prompt, n, options, lambda session: PromptLookupDrafter(4, 2, 1))
+        self._cache, self._ended = cache, ended
+
+    def start(self) -> Any:
+        self.session = self._cache.lend(self.prompt)
+        return super().start()
+
+    def on_end(self) -> None:
+        assert not self.error
+        self._ended.append(self.context)
+        if self.session:
+            self._cache.give_back(self.session)
+            self.session = None

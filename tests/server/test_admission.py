@@ -115,10 +115,10 @@ def test_the_limit_leaves_room_for_a_forward(monkeypatch: pytest.MonkeyPatch) ->
     model = ARCHITECTURES["llama3"].model()
     assert CacheMemory(model, limit=12345).limit == 12345
     assert CacheMemory(model, limit=12345).default_cache_bytes == 12345 // 2
-    monkeypatch.setattr(served_model, "free_memory", lambda: 1 << 30)
+    monkeypatch.setattr(served_model, "least_free_memory", lambda model: 1 << 30)
     memory = CacheMemory(model)
     assert 0 < memory.default_cache_bytes < memory.limit < (1 << 30) - memory.forward_bytes
-    monkeypatch.setattr(served_model, "free_memory", lambda: 1000)
+    monkeypatch.setattr(served_model, "least_free_memory", lambda model: 1000)
     assert CacheMemory(model).limit == 0
 
 

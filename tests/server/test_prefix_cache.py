@@ -418,10 +418,10 @@ def test_a_copy_holds_its_own_part_alone_and_is_written_where_it_stands() -> Non
     requests.cache.make_room(ENOUGH)
     mx.synchronize()
     assert abs(start - mx.get_active_memory() - (size - session.nbytes)) < 100
-    (before, *_) = map(address, held_arrays(session._first_cache))
+    assert session._target
+    (before, *_) = map(address, held_arrays(session._target.cache))
     for response in requests.decoder.stream([*prompt[:300], *prompt[:400]], 9, session=session):
         assert response.reused_tokens == 300
-    assert session._target
     (after, *_) = map(address, held_arrays(session._target.cache))
     assert before == after
 

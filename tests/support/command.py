@@ -9,4 +9,8 @@ from mlxspec.cli.start import main
 if __name__ == "__main__":
     folder = Path(sys.argv.pop(1))
     (folder / f"rank {os.environ['MLX_RANK']}").write_text(str(os.getpid()))
+    if seconds := os.environ.get("TEST_SECONDS_SILENT"):
+        from mlxspec.distributed import channel
+
+        channel._SECONDS_SILENT, channel._SECONDS_BETWEEN_BEATS = float(seconds), 0.5
     main()

@@ -30,12 +30,16 @@ def llama(name: str) -> nn.Module:
     return load_llama2c(SHARED / _TRAINED[name]) if name in _TRAINED else _random_llama()
 
 
-def repetitive_llama() -> nn.Module:
+def repetitive_llama(**config: object) -> nn.Module:
     """A random Llama with the bundled model's vocabulary, which repeats itself and never ends.
 
     Of its tokens 59 win, none of which is a special one or a byte.
+
+    Args:
+        config: adds to its configuration.
     """
-    model = random_model("llama", vocab_size=4096, head_dim=32, tie_word_embeddings=False)
+    own = {"vocab_size": 4096, "head_dim": 32, "tie_word_embeddings": False}
+    model = random_model("llama", **own, **config)
     tokens = mx.arange(4096)[:, None]
     model.lm_head.weight *= mx.where((tokens >= 300) & (tokens % 64 == 7), 8.0, 0.1)
     mx.eval(model.parameters())

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 
-from ...distributed.launch import launched_rank
+from ...distributed.launch import leading
 from ...engine.params import SamplingParams
 from ...errors import ChatFileError, MlxspecError, OptionError, PromptError
 from ...files import replaced
@@ -44,6 +44,7 @@ from ..common.prompt import in_template, template_option
 from ..memory import Memories
 
 if TYPE_CHECKING:
+    from ...distributed.ranks import Leader
     from ...engine.target import Progress
     from ...generation.decoder import Decoder
     from ...generation.response import GenerationResponse
@@ -110,20 +111,18 @@ def chat_command(
     From a pipe, every line is a message. Three double quotes begin and end a message of several
     lines. A backslash at the end of a line continues the message on the next line.
     """
-    if launched_rank() is not None:
-        raise OptionError("chat runs in one process: start it without mlx.launch")
     from .terminal import open_input
 
     loaded = read_chat(load) if load else None
     console = error_console(color)
-    with ExitStack() as during:
+    with leading() as leader, ExitStack() as during:
         # First, so that keys typed while the model loads wait for the prompt.
         turns = during.enter_context(open_input(not no_history, lambda: model.others(), color))
         keeps = not (generation.drafting.no_memory or server)
         memories = during.enter_context(Memories(keeps))
         model: LocalModel | RemoteModel
         if server is None:
-            model = LocalModel(generation, console, memories, chat_template_config)
+            model = LocalModel(generation, console, memories, chat_template_config, leader)
             # A user at a terminal will ask for more than the demo model can do.
             note_which_model(generation.model, "" if turns.interactive else DEMO_CAN)
             memories.suggest_once()
@@ -694,6 +693,7 @@ class LocalModel:
         console: shows the progress of loading.
         memories: hold the earlier answers to draft from.
         template_arguments: variables for the model's chat template.
+        leader: splits the model over its ranks; None for one process.
 
     Attributes:
         session: holds the KV cache of the conversation.
@@ -708,8 +708,10 @@ class LocalModel:
         console: Console,
         memories: Memories,
         template_arguments: Mapping[str, Any] | None = None,
+        leader: Leader | None = None,
     ) -> None:
         self._generation = generation
+        self._leader = leader
         self._adapters = {self.name: generation.adapter_path}  # only for this model
         self._heads = {self.name: generation.drafting.head}
         self._template_arguments = dict(template_arguments or {})
@@ -802,7 +804,7 @@ class LocalModel:
 
     def _load(self) -> Decoder:
         if self._decoder is None:
-            decoder = self._generation.load(self._console, self._memories)
+            decoder = self._generation.load(self._console, self._memories, self._leader)
             if not decoder.tokenizer.has_chat_template:
                 raise OptionError(
                     "this model's tokenizer has no chat template: choose a chat model, or use "

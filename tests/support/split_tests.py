@@ -1,0 +1,35 @@
+"""Runs pytest at rank 0, with the small model that most tests of the server use split over all."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from mlxspec.distributed import ranks
+from mlxspec.distributed.launch import silence_followers
+from tests.support import demo
+from tests.support.llamas import repetitive_llama
+
+
+def main() -> None:
+    silence_followers()
+    ranks.load_shard = load_shard
+    with ranks.taking_part() as leader:
+        assert leader
+        demo.repetitive_llama = lambda: leader.load("stand-in")[0]
+        sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]]))
+
+
+def load_shard(name: str, group: mx.distributed.Group) -> tuple[nn.Module, Any]:
+    model = repetitive_llama(num_attention_heads=6, num_key_value_heads=6, intermediate_size=96)
+    ranks.split(model, group, name)
+    mx.eval(model.parameters())
+    return model, None
+
+
+if __name__ == "__main__":
+    main()
