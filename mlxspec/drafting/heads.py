@@ -136,7 +136,8 @@ class HeadSource:
         for depth, confidence in enumerate(confidences):
             bounded = min(max(confidence, _LEAST), _MOST)
             logit = math.log(bounded / (1 - bounded))
-            features = depth, 64 + min(int(_CONFIDENCES * confidence), _CONFIDENCES - 1)
+            sure = min(int(_CONFIDENCES * confidence), _CONFIDENCES - 1)
+            features = depth, -1 - sure  # below 0, so that they are not depths
             self._logits.append((logit, features))
             right *= probability(logit + self._experience.corrections.logit(features))
             p_reached.append(right)

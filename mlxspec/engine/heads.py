@@ -21,11 +21,7 @@ from ..drafting.heads import HeadSource, HeadTimes
 from ..drafting.kept import Experience
 from ..errors import LoadError
 from ..models.heads import BlockHead, ChainHead, Head
-from .caches import (
-    SlotKVCache,
-    TreeKVCache,
-    WindowKVCache,
-)
+from .caches import SlotKVCache, TreeKVCache, WindowKVCache
 from .head_cache import HeadCache
 from .joint import JointCache, JointMode
 from .patches import HiddenStates, find_body, forward_at, install, logits_of
@@ -282,10 +278,8 @@ class HeadDrafts(HeadSource):
 
     @property
     def ready(self) -> bool:
-        target, cache = self._target, self._target.head
-        if cache is None or not cache.is_ready(target.length):
-            return False
-        return bool(cache.caches) or not target.quantized
+        cache = self._target.head
+        return cache is not None and cache.is_ready(self._target.length)
 
     @classmethod
     def run(cls, heads: Sequence[Self], depth: int) -> list[tuple[list[int], list[float]]]:

@@ -11,7 +11,8 @@ accepts any offset. This module checks the names before it makes lists of them, 
 shape against what a cache of its class can hold.
 
 What a trained head knows of the context follows the caches, as if it were one more, and the
-metadata names the head. mlx-lm takes as many caches as there are classes, and ignores the rest.
+metadata names the head. mlx-lm takes as many caches as there are classes, and ignores the rest. If
+it saves them again with their metadata, that names a head, but nothing is known of it.
 """
 
 from __future__ import annotations
@@ -364,8 +365,9 @@ def _read_caches(path: Path) -> tuple[list[Any], dict[str, str], KeptHead | None
         for place, kind in pairs:
             values[place] = _value(arrays[place], kind)
         held, metadata, head = _unflattened(values), _below("0", flat), None
-        if _HEAD in metadata:
-            head = _head(metadata[_HEAD], *held.pop())
+        identity = metadata.pop(_HEAD, None)
+        if identity and len(held) > len(classes):
+            head = _head(identity, *held.pop())
         states = zip(classes, held, strict=True)
         cache = [_CLASSES[name].from_state(state) for name, state in states]
         for part in parts(cache):
