@@ -607,7 +607,8 @@ class _Step:
             if planner.head and planner.head.trials and plan.p_next < _UNSURE:
                 return False
         # A drafting sequence pays for the time that its rows cost all sequences.
-        table = [0.0, *(1 + self.more_time(n) for n in range(len(self._table) - 1))]
+        costs = self._curve.table[1 + self._taken :]
+        table = [0.0, *(1 + self._sequences * (cost / costs[0] - 1) for cost in costs)]
         gains = (
             planner.gain_of_waiting(plan.candidates, table)
             for planner, plan in zip(self._planners, plans, strict=True)

@@ -17,7 +17,7 @@ from dataclasses import asdict, is_dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -177,7 +177,8 @@ def least_free_memory(model: nn.Module) -> int:
     if group is None:
         return free_memory()
     free = mx.array(free_memory(), mx.int64)
-    return int(mx.distributed.all_min(free, group=group, stream=mx.cpu).item())
+    least = mx.distributed.all_min(free, group=group, stream=mx.cpu)
+    return cast(int, least.item())
 
 
 _TRIED = 32  # rows of the forward that measures the memory of a row

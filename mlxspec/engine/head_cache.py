@@ -14,6 +14,7 @@ from .caches import cut, for_steps, held_arrays
 from .patches import HiddenStates
 
 _MOST_UNSEEN = 64  # rows of steps that a head has not seen
+_MOST_HELD = 512  # rows of their forwards
 
 
 class _Rows(NamedTuple):
@@ -122,9 +123,14 @@ class HeadCache:
             self.cut(start)
             if self.length < start:
                 self._seen, self._unseen = start, []
-        while self.length - self._seen > _MOST_UNSEEN:
+        while self.length - self._seen > _MOST_UNSEEN or self._held_rows > _MOST_HELD:
             self._seen += len(self._unseen.pop(0).kept)
         self._unseen.append(noted._replace(kept=rows))
+
+    @property
+    def _held_rows(self) -> int:
+        """The rows whose states are in memory: all of each forward of which any was kept."""
+        return sum(len(rows.states[0]) for rows in self._unseen)
 
     def see(self) -> None:
         """Append the entries of all rows but the last one, whose next token is not known."""
