@@ -101,6 +101,11 @@ class HeadSource:
         """Whether it can draft after the current token."""
         return True
 
+    @property
+    def behind(self) -> int:
+        """The rows that it has to see before it drafts, which takes time."""
+        return 0
+
     @classmethod
     def run(cls, heads: Sequence[Self], depth: int) -> list[tuple[list[int], list[float]]]:
         """Draft ``depth`` tokens after each current token.

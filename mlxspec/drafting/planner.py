@@ -36,6 +36,7 @@ _log = logging.getLogger(__name__)
 _FIRST_DRAFT = [0.6**depth for depth in range(1, 9)]
 
 _STEPS_PER_OUTLOOK = 16  # plain steps; what a head would gain changes slowly while it does not run
+_FEW_ROWS = 8  # as after a step
 _UNSURE = 0.5  # a head is tried only if nothing else is as likely as this
 
 
@@ -477,7 +478,8 @@ class _Step:
         if not depth:
             return plans
         members = [*heads.values()]
-        times, started = members[0].times, time.perf_counter()
+        times, behind = members[0].times, max(head.behind for head in members)
+        started = time.perf_counter()
         try:
             drafts = members[0].run(members, depth)
         except Exception as error:  # text is still drafted
@@ -486,7 +488,8 @@ class _Step:
                 self._planners[index].head = None
             return plans
         seconds = time.perf_counter() - started
-        times.record(depth, len(members), seconds)
+        if behind <= _FEW_ROWS:  # a head that has not run for long takes longer once
+            times.record(depth, len(members), seconds)
         taken = self._time_of_heads(depth, members)
         plans = [plan._replace(head=taken, head_seconds=seconds) for plan in plans]
         for (index, head), draft in zip(heads.items(), drafts, strict=True):

@@ -101,6 +101,11 @@ class HeadCache:
         unseen = (array for rows in self._unseen for array in (rows.tokens, *rows.states))
         return [*held_arrays(self.caches), *unseen]
 
+    @property
+    def behind(self) -> int:
+        """The rows that the head has not seen."""
+        return self.length - self._seen
+
     def is_ready(self, length: int) -> bool:
         """Whether it can draft after ``length`` positions: it knows the states of the last one."""
         return bool(self._unseen) and self.length == length
@@ -123,7 +128,7 @@ class HeadCache:
             self.cut(start)
             if self.length < start:
                 self._seen, self._unseen = start, []
-        while self.length - self._seen > _MOST_UNSEEN or self._held_rows > _MOST_HELD:
+        while self.behind > _MOST_UNSEEN or self._held_rows > _MOST_HELD:
             self._seen += len(self._unseen.pop(0).kept)
         self._unseen.append(noted._replace(kept=rows))
 

@@ -281,6 +281,11 @@ class HeadDrafts(HeadSource):
         cache = self._target.head
         return cache is not None and cache.is_ready(self._target.length)
 
+    @property
+    def behind(self) -> int:
+        cache = self._target.head
+        return cache.behind if cache else 0
+
     @classmethod
     def run(cls, heads: Sequence[Self], depth: int) -> list[tuple[list[int], list[float]]]:
         members = [Member(head._target, head.last, head._perturb) for head in heads]
