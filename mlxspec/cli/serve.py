@@ -27,7 +27,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ..distributed.launch import leading
+from ..distributed import leading
 from ..engine.params import CacheOptions, SamplingParams
 from ..errors import OptionError, printable
 from ..files import is_ours_alone

@@ -11,3 +11,33 @@ those of a pipeline between the ranks' layers. The leader's messages have separa
 So they do not wait behind a running forward, and a rank that dies or stops is noticed, whatever MLX
 is waiting for.
 """
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from .launch import launched_rank
+
+if TYPE_CHECKING:
+    from .ranks import Leader
+
+
+@contextmanager
+def leading() -> Iterator[Leader | None]:
+    """Take part in the ranks that ``mlx.launch`` has started; only rank 0 runs the block.
+
+    Yields:
+        the leader; None in a process that ``mlx.launch`` has not started.
+
+    Raises:
+        DistributedError: the ranks cannot be connected.
+    """
+    if launched_rank() is None:
+        yield None
+        return
+    from .ranks import taking_part
+
+    with taking_part() as leader:
+        yield leader

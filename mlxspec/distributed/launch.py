@@ -1,6 +1,6 @@
 """A process that ``mlx.launch`` has started: its rank, its output, its end, and its signals.
 
-Only :func:`leading` imports MLX, and only if there are several ranks.
+Nothing here imports MLX.
 """
 
 from __future__ import annotations
@@ -12,10 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
-
-if TYPE_CHECKING:
-    from .ranks import Leader
+from typing import NoReturn
 
 _ending = threading.Lock()
 
@@ -27,25 +24,6 @@ def launched_rank() -> int | None:
     # For a single rank mlx.launch writes an empty file of hosts, on which MLX fails.
     is_alone = hosts.is_file() and not hosts.read_bytes().strip()
     return int(rank) if rank.isdecimal() and not is_alone else None
-
-
-@contextmanager
-def leading() -> Iterator[Leader | None]:
-    """Take part in the ranks that ``mlx.launch`` has started; only rank 0 runs the block.
-
-    Yields:
-        the leader; None in a process that ``mlx.launch`` has not started.
-
-    Raises:
-        DistributedError: the ranks cannot be connected.
-    """
-    if launched_rank() is None:
-        yield None
-        return
-    from .ranks import taking_part
-
-    with taking_part() as leader:
-        yield leader
 
 
 def silence_followers() -> None:

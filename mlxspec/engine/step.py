@@ -624,8 +624,12 @@ class Batch:
             return None
         own, count = planner.costs, step.sequences
         rows = 1 + step.rows - count
-        costs = own if count == 1 else self._costs_for(count)
-        return self._planned(lambda: costs.curve(rows) + planner.head_time)
+
+        def cost() -> float:
+            costs = own if count == 1 else self._costs_for(count)
+            return costs.curve(rows) + planner.head_time
+
+        return self._planned(cost)
 
     def _costs_for(self, count: int) -> LiveCosts:
         """The costs of joint steps of ``count`` sequences."""

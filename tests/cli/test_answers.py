@@ -273,13 +273,6 @@ def test_a_wrong_use_is_one_line_before_any_model_is_loaded(
     assert_one_line_error(generate("--model", "any", *given, stdin=""), named)
 
 
-def test_prompts_are_not_shared_out_by_mlx_launch(
-    prompts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MLX_RANK", "0")
-    assert_one_line_error(generate("--prompts", write(prompts, IDS)), "mlx.launch")
-
-
 @pytest.mark.parametrize(
     ("options", "named"),
     [(("--chat",), "no chat template"), (("--stop-token", "nothing like it"), "nothing like it")],

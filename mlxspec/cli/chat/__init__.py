@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 
-from ...distributed.launch import leading
+from ...distributed import leading
 from ...engine.params import SamplingParams
 from ...errors import ChatFileError, MlxspecError, OptionError, PromptError
 from ...files import replaced
