@@ -175,7 +175,7 @@ def states(model: nn.Module, tokens: mx.array) -> list[mx.array]:
 
 
 def chain(head: Eagle3, embedded: mx.array, read: mx.array, depths: int) -> list[mx.array]:
-    """The head's normed states at each depth and pair, as if all drafts before were right.
+    """The head's states at each depth and pair, as if all drafts before were right.
 
     Args:
         embedded: the embeddings of t[p + 1], (batch, length, width).
@@ -193,7 +193,7 @@ def chain(head: Eagle3, embedded: mx.array, read: mx.array, depths: int) -> list
         earlier.append(seen)
         x = residual + attended
         x = x + swiglu(layer.mlp, layer.post_attention_layernorm(x))
-        outputs.append(head.norm(x))
+        outputs.append(x)
         x = delayed(x, 1)
     return outputs
 
@@ -343,7 +343,7 @@ def train(
     def loss(embedded: mx.array, states: mx.array, wanted: mx.array, depths: int) -> mx.array:
         total = mx.array(0.0)
         for depth, output in enumerate(chain(head, embedded, states, depths)):
-            logits = head.lm_head(output[:, depth:])
+            logits = head.lm_head(head.norm(output[:, depth:]))
             # Its gradient is that of the cross entropy, for less time.
             error = mx.stop_gradient(softmax(logits) - wanted[:, depth:])
             total = total + 0.8**depth * (error * logits).sum()
