@@ -23,10 +23,10 @@ from .body import (
     Body,
     Integer,
     Items,
-    JsonReader,
     Name,
     new_request_id,
     parse,
+    read_json,
     refuse,
 )
 from .requests import (
@@ -337,7 +337,7 @@ def _block(part: Part, text: str) -> dict[str, Any]:
 def _read_input(text: str) -> dict[str, Any]:
     """A call's arguments; empty if they were cut off or are not an object."""
     try:
-        arguments = JsonReader(text.encode()).read()
+        arguments, _ = read_json(text.encode())
     except (ValueError, ApiError):
         return {}
     return arguments if isinstance(arguments, dict) else {}

@@ -28,9 +28,9 @@ from .body import (
     Dictionary,
     Integer,
     Items,
-    JsonReader,
     TokenId,
     as_integer,
+    read_json,
     refuse,
     without_nulls,
 )
@@ -257,11 +257,10 @@ def conversation(
     for call in (call for message in messages for call in message.get("tool_calls", ())):
         function = call["function"]
         if isinstance(function["arguments"], str):  # templates expect objects
-            reader = JsonReader(function["arguments"].encode(), left)
             with suppress(ValueError):
-                if isinstance(arguments := reader.read(), dict):
+                arguments, left = read_json(function["arguments"].encode(), left)
+                if isinstance(arguments, dict):
                     function["arguments"] = arguments
-            left = reader.left
     last = messages[-1] if messages else {"role": ""}
     is_answer = last["role"] == "assistant" and "tool_calls" not in last
     if continues and not is_answer:
