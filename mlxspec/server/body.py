@@ -22,6 +22,7 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    Tag,
     ValidationError,
     model_validator,
 )
@@ -216,9 +217,12 @@ Integer = Annotated[int, BeforeValidator(as_integer)]
 TokenId = Annotated[Integer, Field(ge=0, le=2**31 - 1)]
 Name = Annotated[str, Field(min_length=1)]
 
-TEXT, NO_TEXT = "[text]", "[other]"
-BY_TEXT = Discriminator(lambda value: TEXT if isinstance(value, str) else NO_TEXT)
-"""Tags strings as TEXT and other values as NO_TEXT, so that errors concern the type sent."""
+_String = TypeVar("_String")
+StringOr = Annotated[
+    Annotated[_String, Tag("[string]")] | Annotated[_T, Tag("[other]")],
+    Discriminator(lambda value: "[string]" if isinstance(value, str) else "[other]"),
+]
+"""A string of the first type, or another value of the second. Errors concern the type sent."""
 
 
 class Body(BaseModel):
@@ -279,21 +283,17 @@ def _refuse_first(error: ValidationError, body: Any) -> NoReturn:
         raise ApiError(f"{path} is missing: send it.", param=path)
     remedy = re.sub(r"^(Input|String|List|Dictionary) should", "it should", wrong["msg"])
     remedy = re.sub(r"a valid dictionary( or instance of \w+)?", "an object", remedy)
-    remedy = "leave it out" if wrong["type"] == "extra_forbidden" else remedy
     refuse(path, wrong["input"], remedy.replace(" after validation", ""))
-
-
-_NO_FIELDS = ("[key]", TEXT, NO_TEXT)
 
 
 def _path(location: Sequence[int | str], body: Any) -> str:
     """A field's path in OpenAI's notation, such as ``messages[2].role``."""
     path, value = "", body
     for part in location:
-        # Other parts name an alternative of a union, or belong to a converted value.
+        # Other parts, as "[key]" or "[string]", are Pydantic's or belong to a converted value.
         if isinstance(part, int) and isinstance(value, list):
             path, value = f"{path}[{part}]", value[part]
-        elif isinstance(part, str) and isinstance(value, dict) and part not in _NO_FIELDS:
+        elif isinstance(part, str) and isinstance(value, dict) and part[:1] != "[":
             path, value = f"{path}.{part}" if path else part, value.get(part)
     return path
 

@@ -28,6 +28,7 @@ from .body import (
     parse,
     read_json,
     refuse,
+    without_nulls,
 )
 from .requests import (
     UNSUPPORTED,
@@ -119,8 +120,7 @@ class _MessagesTool(Body):
         """The tool in OpenAI's form."""
         function: dict[str, Any] = {"name": self.name, "description": self.description}
         function |= {"parameters": self.input_schema, "strict": self.strict}
-        given = {name: value for name, value in function.items() if value is not None}
-        return {"type": "function", "function": given}
+        return {"type": "function", "function": without_nulls(function)}
 
 
 class _MessagesToolChoice(Body):

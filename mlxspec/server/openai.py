@@ -21,14 +21,12 @@ from .. import __version__
 from ..models.detokenizer import token_bytes
 from .answer import ApiAnswer, Choice, OutputFormat, Part, TextRun
 from .body import (
-    BY_TEXT,
-    NO_TEXT,
-    TEXT,
     ApiError,
     Body,
     Integer,
     Items,
     Name,
+    StringOr,
     TokenId,
     parse,
     refuse,
@@ -117,10 +115,7 @@ class ChatBody(CommonBody):
 
     messages: Annotated[Items[_Message], Field(min_length=1)]
     tools: Items[Annotated[_Tool, WrapValidator(_as_sent)]] = []
-    tool_choice: Annotated[
-        Annotated[Literal["none", "auto", "required"], Tag(TEXT)] | Annotated[_Tool, Tag(NO_TEXT)],
-        BY_TEXT,
-    ] = "auto"
+    tool_choice: StringOr[Literal["none", "auto", "required"], _Tool] = "auto"
     logprobs: bool = False
     top_logprobs: _Top = 0
 
@@ -158,19 +153,21 @@ def parse_chat(body: object) -> ChatRequest:
 
 def _form(prompt: Any) -> str:
     if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], (int, float))):
-        return "several"
-    return TEXT if isinstance(prompt, str) else NO_TEXT
+        return "[several]"
+    return "[one]"
 
 
-_Text = Annotated[str, Tag(TEXT)]
-_Ids = Annotated[Items[TokenId], Field(min_length=1), Tag(NO_TEXT)]
-_Several = Annotated[Items[Annotated[_Text | _Ids, BY_TEXT]], Field(min_length=1), Tag("several")]
+_Prompt = StringOr[str, Annotated[Items[TokenId], Field(min_length=1)]]
+_Prompts = Annotated[Items[_Prompt], Field(min_length=1)]
 
 
 class CompletionBody(CommonBody):
     """A body of ``/v1/completions``."""
 
-    prompt: Annotated[_Text | _Ids | _Several, Discriminator(_form)]
+    prompt: Annotated[
+        Annotated[_Prompt, Tag("[one]")] | Annotated[_Prompts, Tag("[several]")],
+        Discriminator(_form),
+    ]
     suffix: str = ""
     echo: bool = False
     best_of: Annotated[Integer, Field(ge=1, le=MOST_CHOICES)] | None = None

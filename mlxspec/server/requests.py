@@ -12,22 +12,20 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Tag, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from ..engine.constraint import Constraint
 from ..engine.params import SamplingParams
 from ..errors import OptionError
 from .body import (
-    BY_TEXT,
     MOST_VALUES,
-    NO_TEXT,
-    TEXT,
     ApiError,
     Body,
     Dictionary,
     Integer,
     Items,
+    StringOr,
     TokenId,
     as_integer,
     read_json,
@@ -366,27 +364,15 @@ class ResponseFormat(Body):
 
 
 class _StructuredOutputs(Body):
-    """vLLM's constraints."""
+    """vLLM's constraints, and its other options, which are refused unless they are off."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="allow")
 
     json_: Any = Field(default=None, validation_alias="json")
     regex: str = ""
     choice: Items[Any] = []
     grammar: str = ""
     json_object: bool = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_false(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        return {name: one for name, one in value.items() if one is not False}
-
-    @property
-    def by_kind(self) -> list[tuple[str, Any]]:
-        """The constraints with their kinds."""
-        return [(name.rstrip("_"), value) for name, value in self]
 
 
 class _Prediction(Body):
@@ -517,9 +503,7 @@ class CommonBody(SamplingBody):
     safety_identifier: str | None = None
     service_tier: str | None = None
     response_format: ResponseFormat | None = None
-    format: Annotated[
-        Annotated[Literal["json", ""], Tag(TEXT)] | Annotated[dict[str, Any], Tag(NO_TEXT)], BY_TEXT
-    ] = ""
+    format: StringOr[Literal["json", ""], dict[str, Any]] = ""
     regex: str = ""
     ebnf: str = ""
     grammar: str = ""
@@ -590,22 +574,23 @@ class CommonBody(SamplingBody):
 
         Clients of several servers send the same constraint under several names.
         """
-        more = self.structured_outputs
+        structured = [(name.rstrip("_"), value) for name, value in self.structured_outputs]
         asked = [
             (*(format or ("", None)), "json"),
             *((f"guided_{kind}", getattr(self, f"guided_{kind}"), kind) for kind in _GUIDED),
-            *((f"structured_outputs.{kind}", value, kind) for kind, value in more.by_kind),
+            *((f"structured_outputs.{kind}", value, kind) for kind, value in structured),
             ("grammar", self.grammar, "grammar"),
             ("json_schema", self.json_schema, "json"),
             ("format", self.format, "json_object" if self.format == "json" else "json"),
             ("regex", self.regex, "regex"),
             ("ebnf", self.ebnf, "grammar"),
         ]
-        found = {
-            path: made_constraint(_MAKE_CONSTRAINT[kind], value, path)
-            for path, value, kind in asked
-            if value
-        }
+        found = {}
+        for path, value, kind in asked:
+            if value:
+                if kind not in _MAKE_CONSTRAINT:
+                    refuse(path, value, "leave it out")
+                found[path] = made_constraint(_MAKE_CONSTRAINT[kind], value, path)
         return same(**found), next(iter(found), "")
 
 

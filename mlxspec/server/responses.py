@@ -13,25 +13,24 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from pydantic import BeforeValidator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import from_json
 
 from .answer import ApiAnswer, Choice, OutputFormat, Part, TextRun
 from .body import (
-    BY_TEXT,
-    NO_TEXT,
-    TEXT,
     ApiError,
     Body,
     Dictionary,
     Integer,
     Items,
     Name,
+    StringOr,
     TokenId,
     parse,
     refuse,
     shown,
     without_lone_surrogates,
+    without_nulls,
 )
 from .openai import TokenNames
 from .requests import (
@@ -149,9 +148,7 @@ class _InputItem(Body):
     namespace: str | None = None
     arguments: dict[str, Any] | str = ""
     input: str = ""
-    output: Annotated[
-        Annotated[str, Tag(TEXT)] | Annotated[Items[dict[str, Any]], Tag(NO_TEXT)], BY_TEXT
-    ] = ""
+    output: StringOr[str, Items[dict[str, Any]]] = ""
     tools: Items[_ToolBody] = []
 
     needed = {
@@ -181,11 +178,7 @@ class ResponsesBody(CommonBody):
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: Items[_ToolBody] = []
-    tool_choice: Annotated[
-        Annotated[Literal["none", "auto", "required"], Tag(TEXT)]
-        | Annotated[_ToolBody, Tag(NO_TEXT)],
-        BY_TEXT,
-    ] = "auto"
+    tool_choice: StringOr[Literal["none", "auto", "required"], _ToolBody] = "auto"
     include: Items[str] = []
     top_logprobs: Annotated[Integer, Field(ge=0, le=20)] = 0
     max_tool_calls: TokenId | None = None
@@ -333,8 +326,8 @@ def _add_tools(tool: _ToolBody, path: str, known: dict[str, Tool], again: bool =
         if name not in known:
             function: dict[str, Any] = {"name": name, "description": about, "strict": one.strict}
             function["parameters"] = _text_schema(one.format) if custom else one.parameters
-            function = {key: value for key, value in function.items() if value is not None}
-            known[name] = made._replace(function={"type": "function", "function": function})
+            function = {"type": "function", "function": without_nulls(function)}
+            known[name] = made._replace(function=function)
         elif not again:
             refuse(f"{place}.name", one.name, "give each tool a different name")
 
@@ -440,9 +433,8 @@ _ITEM_FIELDS: dict[str, tuple[str, tuple[str, ...]]] = {
 def _item(one: _InputItem, path: str) -> dict[str, Any]:
     """An item as the server stores and returns it."""
     prefix, names = _ITEM_FIELDS[one.type]
-    item: dict[str, Any] = {"id": one.id or new_id(prefix), "type": one.type}
-    item |= {"status": "completed"}
-    item |= {name: value for name in names if (value := getattr(one, name)) is not None}
+    item: dict[str, Any] = {"id": one.id or new_id(prefix), "type": one.type, "status": "completed"}
+    item |= without_nulls({name: getattr(one, name) for name in names})
     if one.type == "additional_tools":
         tools = [tool.model_dump(exclude_unset=True) for tool in one.tools]
         item |= {"role": "developer", "tools": tools}
