@@ -1,7 +1,7 @@
 """The public names and their modules: ``__init__.py`` reads this list, as type checkers do."""
 
-from .compat.augmentation import Augmentation as Augmentation
-from .compat.augmentation import augment as augment
+from .compat.generation import Augmentation as Augmentation
+from .compat.generation import augment as augment
 from .compat.generation import batch_generate as batch_generate
 from .compat.generation import generate as generate
 from .compat.generation import stream_generate as stream_generate
