@@ -15,8 +15,7 @@ import mlx.nn as nn
 from ..errors import ConversionError, OptionError
 from ..files import new_directory, recover_directory
 from ..models.model_files import check_name, check_readable, one_line
-from .head import load_head_alone, open_head
-from .hugging_face import copy_tokenizer, load_hugging_face, open_hugging_face
+from .hugging_face import copy_tokenizer, load_head_alone, load_hugging_face, open_hugging_face
 from .model_writer import MAX_SHARD_BYTES, Progress, Quantization, prepare, write_weights
 from .original import load_original, write_original_tokenizer
 
@@ -88,8 +87,9 @@ def convert(
     target = Path(mlx_path)
     check_name(target)
     with output_directory(target, force=force) as directory:
-        opened = open_head if head else open_hugging_face
-        source = Path(torch_path or "") if hf_path is None else opened(hf_path, revision)
+        source = Path(torch_path or "")
+        if hf_path is not None:
+            source = open_hugging_face(hf_path, revision, head)
         check_outside(source, target)
         check_readable(source)
         try:
