@@ -307,7 +307,7 @@ def write_original_tokenizer(source: Path, vocab_size: int, target: Path) -> dic
         ConversionError: the file is missing, or has more pieces than the model has embeddings.
         LoadError: the file is of another kind, or its ids cannot be reproduced.
     """
-    from ..models.sentencepiece_tokenizer import build_tokenizer, tokenizer_config
+    from ..models.sentencepiece_tokenizer import build_tokenizer
 
     candidates = [source / "tokenizer.model", *sorted(source.glob("tokenizer.model.v*"))]
     path = next((path for path in candidates if path.is_file()), None)
@@ -318,7 +318,7 @@ def write_original_tokenizer(source: Path, vocab_size: int, target: Path) -> dic
                 "Hugging Face version with --hf-path"
             )
         raise ConversionError(f"{candidates[0]}: does not exist; copy the model's own there")
-    tokenizer, settings = build_tokenizer(path), tokenizer_config(path)
+    tokenizer, settings = build_tokenizer(path)
     pieces = tokenizer.get_vocab_size()
     if pieces > vocab_size:
         raise ConversionError(f"{path}: has {pieces} pieces, but the model {vocab_size} embeddings")

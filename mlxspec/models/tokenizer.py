@@ -20,7 +20,7 @@ from .model_files import (
     one_line,
     read_json_object,
 )
-from .sentencepiece_tokenizer import build_tokenizer, tokenizer_config
+from .sentencepiece_tokenizer import build_tokenizer
 
 # Files from which transformers builds a tokenizer without further code, besides SentencePiece's.
 _HUGGING_FACE_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
@@ -112,7 +112,7 @@ def _no_tokenizer(directory: Path) -> str:
 def _sentencepiece(directory: Path, given: dict[str, Any]) -> PreTrainedTokenizerFast:
     """SentencePiece's model with the settings of ``tokenizer_config.json`` next to it."""
     path, own_settings = directory / "tokenizer.model", directory / "tokenizer_config.json"
-    tokenizer, settings = build_tokenizer(path), tokenizer_config(path)
+    tokenizer, settings = build_tokenizer(path)
     own = (read_json_object(own_settings) if own_settings.is_file() else {}) | given
     try:
         _add_tokens(tokenizer, own.get("added_tokens_decoder") or {}, path)
