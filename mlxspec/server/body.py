@@ -14,8 +14,10 @@ import math
 import re
 import uuid
 from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
 
+import yaml
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -233,8 +235,8 @@ class Body(BaseModel):
     needed: ClassVar[Mapping[str, Sequence[str]]] = {}
     """By type or role: required fields, besides the fields without a default."""
 
-    unsupported: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {}
-    """Unsupported fields: the values that ask for nothing and are accepted, and the remedy."""
+    unsupported: ClassVar[Sequence[str]] = ()
+    """The lists of ``unsupported.yaml`` with fields that the body does not support."""
 
     @model_validator(mode="before")
     @classmethod
@@ -248,6 +250,7 @@ class Body(BaseModel):
 
 
 _Body = TypeVar("_Body", bound=Body)
+_UNSUPPORTED = yaml.safe_load(files(__package__).joinpath("unsupported.yaml").read_bytes())
 
 
 def parse(model: type[_Body], body: object) -> _Body:
@@ -261,7 +264,8 @@ def parse(model: type[_Body], body: object) -> _Body:
             f"The body is {shown(body)}: send a JSON object, such as "
             '{"messages": [{"role": "user", "content": "Hello"}]}.'
         )
-    for name, (harmless, remedy) in model.unsupported.items():
+    fields = (field for one in model.unsupported for field in _UNSUPPORTED[one].items())
+    for name, (remedy, *harmless) in fields:
         value = body.get(name)
         # True equals 1 in Python, but not in JSON.
         same = (

@@ -31,13 +31,11 @@ from .body import (
     without_nulls,
 )
 from .requests import (
-    UNSUPPORTED,
     ChatRequest,
     Options,
     ResponseFormat,
     SamplingBody,
     Stops,
-    Unsupported,
     as_parts,
     chosen_tool,
     conversation,
@@ -131,28 +129,6 @@ class _MessagesToolChoice(Body):
     needed = {"tool": ("name",)}
 
 
-_OWN = ("stop_sequences", "system", "thinking")
-_OTHER_APIS: Unsupported = {
-    **dict.fromkeys(
-        (
-            *("ebnf", "format", "grammar", "guided_choice", "guided_grammar", "guided_json"),
-            *("guided_regex", "json_schema", "regex", "response_format", "structured_outputs"),
-        ),
-        (([], {}, ""), "use output_config.format, or /v1/chat/completions"),
-    ),
-    **dict.fromkeys(("max_completion_tokens", "max_output_tokens"), ((), "call it max_tokens")),
-    **dict.fromkeys(("reasoning", "reasoning_effort"), ((), "use output_config.effort")),
-    **dict.fromkeys(("logprobs", "prediction"), ((False,), "use /v1/chat/completions")),
-    "enable_thinking": ((), "use thinking"),
-    "instructions": ((), "call it system"),
-    "n": ((1,), "leave it out, or use /v1/chat/completions"),
-    "parallel_tool_calls": ((True,), "use tool_choice.disable_parallel_tool_use"),
-    "stop": (([],), "call it stop_sequences"),
-    "stop_token_ids": (([],), "use /v1/chat/completions"),
-}
-"""Fields of the other APIs that would change the answer."""
-
-
 class MessagesBody(SamplingBody):
     """A body of ``/v1/messages`` or ``/v1/messages/count_tokens``."""
 
@@ -169,13 +145,7 @@ class MessagesBody(SamplingBody):
     stream: bool = False
     chat_template_kwargs: dict[str, Any] = {}
 
-    unsupported = {
-        **{name: one for name, one in UNSUPPORTED.items() if name not in _OWN},
-        **_OTHER_APIS,
-        "compaction": ((), "leave it out, since the server does not summarise conversations"),
-        "container": ((), "leave it out, since the server does not run code"),
-        "mcp_servers": (([],), "send tools instead, since the server does not call any itself"),
-    }
+    unsupported = ("all", "/v1/messages")
 
 
 def parse_messages(body: object, *, to_count: bool = False) -> ChatRequest:

@@ -34,7 +34,6 @@ from .body import (
 )
 from .requests import (
     MOST_CHOICES,
-    UNSUPPORTED_IN_CHATS,
     ApiRequest,
     ChatRequest,
     CommonBody,
@@ -119,11 +118,7 @@ class ChatBody(CommonBody):
     logprobs: bool = False
     top_logprobs: _Top = 0
 
-    unsupported = {
-        **CommonBody.unsupported,
-        **UNSUPPORTED_IN_CHATS,
-        "instructions": ((), "send a system message"),
-    }
+    unsupported = (*CommonBody.unsupported, "chats", "/v1/chat/completions")
 
 
 def parse_chat(body: object) -> ChatRequest:
@@ -173,11 +168,7 @@ class CompletionBody(CommonBody):
     best_of: Annotated[Integer, Field(ge=1, le=MOST_CHOICES)] | None = None
     logprobs: _Top | None = None
 
-    unsupported = {
-        **CommonBody.unsupported,
-        "add_special_tokens": ((True,), "leave it out, or send token ids"),
-        "messages": (([],), "use /v1/chat/completions"),
-    }
+    unsupported = (*CommonBody.unsupported, "/v1/completions")
 
 
 def parse_completion(body: object) -> CompletionRequest:

@@ -402,79 +402,6 @@ _OneOrMoreStops = Annotated[
 ]
 
 
-Unsupported = Mapping[str, tuple[tuple[Any, ...], str]]
-
-UNSUPPORTED_IN_CHATS: Unsupported = {
-    "add_generation_prompt": ((True,), "leave it out, since the model always answers"),
-    "add_special_tokens": ((False,), "leave it out, since the chat template adds them"),
-    "audio": ((), "leave it out, since answers are text"),
-    "best_of": ((1,), "use n for several answers"),
-    "documents": (([],), "leave it out, and put the documents into a message"),
-    "echo": ((False,), "leave it out, or use /v1/completions"),
-    "function_call": (("auto", "none"), "use tool_choice"),
-    "functions": (([],), "use tools"),
-    "input_ids": ((), "use /v1/completions"),
-    "modalities": ((["text"], []), "leave it out, since answers are text"),
-    "role_mapping": ((), "leave it out, since the model's chat template is used"),
-    "web_search_options": ((), "offer a tool instead, since the server does not search the web"),
-}
-"""Unsupported fields of chats and responses, besides those of :class:`CommonBody`."""
-
-
-UNSUPPORTED: Unsupported = {
-    "adapters": ((), "start a server with the adapter's model"),
-    "allowed_token_ids": (([],), "leave it out, or use logit_bias"),
-    "bad_words": (([],), "leave it out, or use logit_bias"),
-    "chat_template": ((), "leave it out, since the model's own is used"),
-    "draft_model": ((), "leave it out, and choose the draft model when you start the server"),
-    "guided_whitespace_pattern": ((), "leave it out, or put x-guidance into the schema"),
-    "ignore_eos": ((False,), "leave it out, or forbid the end token with logit_bias"),
-    "include_reasoning": ((True,), "leave it out, and ignore reasoning_content"),
-    "length_penalty": ((1,), "leave it out, since there is no beam search"),
-    "lora": (([],), "start a server with the adapter's model"),
-    "lora_path": (([],), "start a server with the adapter's model"),
-    "max_new_tokens": ((), "call it max_tokens"),
-    "min_tokens": ((0,), "leave it out, or forbid the end token with logit_bias"),
-    "mm_processor_kwargs": (({},), "leave it out, since the model reads only text"),
-    "n_predict": ((-1,), "call it max_tokens"),
-    "n_probs": ((0,), "use logprobs"),
-    "num_draft_tokens": ((), "leave it out, since the server chooses each draft's length"),
-    "num_predict": ((-1,), "call it max_tokens"),
-    "options": (({},), "send its fields beside model instead"),
-    "plugins": (([],), "leave it out, since the server only runs the model"),
-    "prompt_logprobs": ((False,), "leave it out, since prompt tokens have no logprobs here"),
-    "repeat_penalty": ((1,), "call it repetition_penalty"),
-    "separate_reasoning": ((True,), "leave it out, since reasoning is always separate"),
-    "skip_special_tokens": ((True,), "leave it out, since texts have no special tokens"),
-    "system": ((), "put it into the messages or the prompt"),
-    "think": ((), "use enable_thinking or reasoning_effort"),
-    "thinking": ((), "use enable_thinking or reasoning_effort"),
-    "top_n_sigma": ((-1, 0), "leave it out"),
-    **dict.fromkeys(("stop_regex", "stop_sequences"), (([],), "use stop")),
-    **dict.fromkeys(
-        ("dry_multiplier", "dynatemp_range", "mirostat", "n_indent", "t_max_predict_ms", "top_a"),
-        ((0,), "leave it out"),
-    ),
-    **dict.fromkeys(("tfs_z", "typical_p"), ((1,), "leave it out")),
-    **dict.fromkeys(
-        (
-            *("include_stop_str_in_output", "no_stop_trim", "return_hidden_states"),
-            *("return_token_ids", "return_tokens_as_token_ids", "use_beam_search"),
-        ),
-        ((False,), "leave it out"),
-    ),
-    **dict.fromkeys(
-        (
-            *("custom_logit_processor", "custom_params", "logit_processors", "logits_processors"),
-            *("logprob_token_ids", "repetition_detection", "samplers", "session_params"),
-            *("thinking_token_budget", "truncate_prompt_tokens", "vllm_xargs"),
-        ),
-        (([], {}), "leave it out"),
-    ),
-}
-"""Unsupported fields of all APIs that would change the answer."""
-
-
 class CommonBody(SamplingBody):
     """The fields of chats, completions and responses."""
 
@@ -514,7 +441,7 @@ class CommonBody(SamplingBody):
     guided_grammar: str = ""
     structured_outputs: _StructuredOutputs = _StructuredOutputs()
 
-    unsupported = UNSUPPORTED
+    unsupported: ClassVar[Sequence[str]] = ("all", "openai")
 
     def common(self, format: tuple[str, Any] | None = None) -> dict[str, Any]:
         """The attributes of an :class:`ApiRequest`.

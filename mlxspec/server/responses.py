@@ -34,7 +34,6 @@ from .body import (
 )
 from .openai import TokenNames
 from .requests import (
-    UNSUPPORTED_IN_CHATS,
     ChatRequest,
     CommonBody,
     Options,
@@ -187,18 +186,7 @@ class ResponsesBody(CommonBody):
     text: Options = Options()
     truncation: Literal["auto", "disabled"] = "disabled"
 
-    unsupported = {
-        **CommonBody.unsupported,
-        **UNSUPPORTED_IN_CHATS,
-        "background": ((False,), "leave it out, since a response ends when its client disconnects"),
-        "context_management": (([],), "leave it out, and shorten the input yourself"),
-        "conversation": ((), "use previous_response_id, or send the whole conversation"),
-        "mlxspec": (({},), "leave it out, or use /v1/chat/completions"),
-        "moderation": ((), "leave it out, since the server does not moderate"),
-        "n": ((1,), "leave it out, or use /v1/chat/completions"),
-        "prompt": ((), "send instructions and input, since the server does not store prompts"),
-        "response_format": ((), "call it text.format"),
-    }
+    unsupported = (*CommonBody.unsupported, "chats", "/v1/responses")
 
 
 def parse_responses(
