@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import LoadError, OptionError, PromptError
-from ..jsonl import conversation_of, load_json
+from ..jsonl import conversation_of, json_lines
 from ..models.tokenizer import load_tokenizer_of, vocabulary_classes
 
 Messages = list[dict[str, str]]
@@ -123,21 +122,18 @@ def parse_json_lines(
         PromptError: a line has another form.
     """
     items = []
-    # Not splitlines(): U+2028 and its like may stand within a JSON string.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
+    for number, value in json_lines(text.split("\n")):
         try:
-            items.append(parse(load_json(line)))
-        except (ValueError, RecursionError) as error:
-            no_json = isinstance(error, (json.JSONDecodeError, RecursionError))
-            reason = "not valid JSON" if no_json else error
-            raise PromptError(f"{source}, line {number}: {reason}; {form}") from error
+            if value is None:
+                raise ValueError("not valid JSON")
+            items.append(parse(value))
+        except ValueError as error:
+            raise PromptError(f"{source}, line {number}: {error}; {form}") from error
     return items
 
 
 def _category(record: dict[str, Any], default: str, from_spec_bench: bool) -> str:
-    """The set that a line belongs to; Spec-Bench's questions of MT-bench are one."""
+    """The set that a line belongs to. Spec-Bench's questions from MT-bench are one set."""
     category = str(record.get("category", default))
     return "mt_bench" if from_spec_bench and category in MT_BENCH else category
 
@@ -259,7 +255,13 @@ def render(trace: Trace, encode: Encode, bos_id: int, eos_id: int) -> Iterator[C
     turn. Each part is stripped and encoded on its own; the end token counts as output.
     """
     vicuna = trace.model.startswith("vicuna")
-    header = cache(lambda role: encode(_header(role, vicuna)))
+
+    @cache
+    def header(role: str) -> list[int]:
+        if vicuna:
+            return encode("ASSISTANT:" if role == "assistant" else "USER:")
+        return encode(f"\n### {role.capitalize()}:\n")
+
     context = [bos_id, *(encode(_VICUNA_SYSTEM) if vicuna else ())]
     for index, message in enumerate(trace.messages):
         context += header(message["role"])
@@ -269,12 +271,6 @@ def render(trace: Trace, encode: Encode, bos_id: int, eos_id: int) -> Iterator[C
         context += body
         if message["role"] == "assistant":
             context.append(eos_id)
-
-
-def _header(role: str, vicuna: bool) -> str:
-    if vicuna:
-        return "ASSISTANT:" if role == "assistant" else "USER:"
-    return f"\n### {role.capitalize()}:\n"
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,7 @@
 """Detokenizers: turn token ids into pieces of text as they arrive.
 
-They have the interface of mlx-lm's ``StreamingDetokenizer`` (``reset``, ``add_token``,
-``finalize``, ``text``, ``last_segment``, ``tokens``). A loaded tokenizer has one of them besides
-mlx-lm's own. (The functions that replace mlx-lm's use mlx-lm's own.) They guarantee that a
-character is held back until all of its tokens have come, and that no space is dropped.
+A loaded tokenizer has one of them besides mlx-lm's own. (The functions that replace mlx-lm's use
+mlx-lm's own.) They hold a character back until all of its tokens have come, and drop no space.
 
 An output always follows a prompt, if only a BOS token. So they keep the space that a SentencePiece
 decoder strips from the start of a text. The text of a special token is its name. An id beyond the
@@ -24,6 +22,7 @@ from mlx_lm.tokenizer_utils import (
     BPEStreamingDetokenizer,
     NaiveStreamingDetokenizer,
     SPMStreamingDetokenizer,
+    StreamingDetokenizer,
     TokenizerWrapper,
     _is_bpe_decoder,
     _is_spm_decoder,
@@ -33,11 +32,10 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 
-class ByteDetokenizer:
+class ByteDetokenizer(StreamingDetokenizer):
     """Collects the text of tokens that stand for the same bytes in every context.
 
-    A token takes O(1). Bytes that are not UTF-8 become U+FFFD, as in ``bytes.decode("utf-8",
-    "replace")``.
+    Bytes that are not UTF-8 become U+FFFD, as in ``bytes.decode("utf-8", "replace")``.
 
     Args:
         bytes_of: the bytes of a single token; none for an id beyond the vocabulary.
@@ -53,30 +51,18 @@ class ByteDetokenizer:
     def reset(self) -> None:
         """Forget all tokens and their text."""
         self.tokens: list[int] = []
-        self._segments: list[str] = []
-        self._read = 0
+        self.text = ""
+        self.offset = 0  # of the text that was read
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def add_token(self, token: int) -> None:
         """Take the next token; its text may wait for the tokens after it."""
         self.tokens.append(token)
-        self._segments.append(self._next_text(token))
+        self.text += self._next_text(token)
 
     def finalize(self) -> None:
         """Release the text held back, with U+FFFD for an incomplete character."""
-        self._segments.append(self._remaining_text())
-
-    @property
-    def text(self) -> str:
-        """All text released so far."""
-        return "".join(self._segments)
-
-    @property
-    def last_segment(self) -> str:
-        """The text released since this property was last read."""
-        segment = "".join(self._segments[self._read :])
-        self._read = len(self._segments)
-        return segment
+        self.text += self._remaining_text()
 
     def _next_text(self, token: int) -> str:
         return self._decoder.decode(self.token_bytes(token))
