@@ -663,7 +663,10 @@ class ResponsesAnswer(ApiAnswer):
         for run in runs:
             if run.begins:
                 events += [*self._end_item("completed"), *self._begin_item(run.part)]
-            events += self._add(run.text, self._names.of_chat(run.pieces))
+            item, text = self._items[-1], run.text
+            if item.custom:
+                text = _input_so_far(run.part.text).removeprefix(item.text)
+            events += self._add(text, self._names.of_chat(run.pieces))
         if choice.end:
             if not self._items:
                 events += self._begin_item(Part("text"))
@@ -735,22 +738,17 @@ class ResponsesAnswer(ApiAnswer):
         tool = None
         if part.kind == "call":
             tool = self._request.known_tools.get(part.name, Tool(part.name))
-        item = _Item(part.kind, part.id, tool)
+        item = _Item(part, tool)
         self._items.append(item)
         events = [self._whole_item("output_item.added")]
-        return events if tool else [*events, self._of_item("content_part.added", part=item.part())]
+        if not tool:
+            events.append(self._of_item("content_part.added", part=item.content()))
+        return events
 
     def _add(self, text: str, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Add text to the last item; returns the events for it."""
         item = self._items[-1]
-        if item.custom:
-            item.written += text
-            text = _input_so_far(item.written).removeprefix(item.text)
-        return self._delta(text, logprobs)
-
-    def _delta(self, text: str, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        item = self._items[-1]
-        item.texts.append(text)
+        item.text += text
         if not text:
             return []
         if item.type != "message":
@@ -764,7 +762,7 @@ class ResponsesAnswer(ApiAnswer):
             return []
         item, events = self._items[-1], []
         if item.custom:
-            events = self._delta(_whole_input(item.written).removeprefix(item.text), [])
+            events = self._add(_whole_input(item.part.text).removeprefix(item.text), [])
         done: dict[str, Any] = {item.field: item.text}
         if item.type == "message":
             done["logprobs"] = item.logprobs
@@ -772,7 +770,7 @@ class ResponsesAnswer(ApiAnswer):
             done["name"] = item.tool.name
         events.append(self._of_item(f"{item.event}.done", **done))
         if not item.tool:
-            events.append(self._of_item("content_part.done", part=item.part()))
+            events.append(self._of_item("content_part.done", part=item.content()))
         item.status = status
         return [*events, self._whole_item("output_item.done")]
 
@@ -808,33 +806,25 @@ class _Item:
     """An item of the output: a message, reasoning, or a call.
 
     Args:
-        kind: the kind of the answer's part.
-        call_id: the id under which the client returns the call's result.
+        part: the answer's part.
         tool: the called tool.
 
     Attributes:
         status: "in_progress", "completed" or "incomplete".
-        texts: the pieces of text that were sent.
-        written: the arguments of a custom call so far, one of which is the text.
+        text: the text that was sent. Of a custom call it is one of the part's arguments.
+        logprobs: the log-probabilities that were sent.
     """
 
-    def __init__(self, kind: str, call_id: str = "", tool: Tool | None = None) -> None:
+    def __init__(self, part: Part, tool: Tool | None = None) -> None:
         self.custom = tool is not None and tool.custom
-        self.type, prefix, self.event, self.field = _KINDS["custom" if self.custom else kind]
+        self.type, prefix, self.event, self.field = _KINDS["custom" if self.custom else part.kind]
         self.id = new_id(prefix)
-        self.tool = tool
+        self.part, self.tool = part, tool
         self.status = "in_progress"
-        self.texts: list[str] = []
+        self.text = ""
         self.logprobs: list[dict[str, Any]] = []
-        self.written = ""
-        self._call_id = call_id
 
-    @property
-    def text(self) -> str:
-        """The text that was sent."""
-        return "".join(self.texts)
-
-    def part(self) -> dict[str, Any]:
+    def content(self) -> dict[str, Any]:
         """The only part of the content."""
         part: dict[str, Any] = {"type": self.event, "text": self.text}
         if self.type == "message":
@@ -845,10 +835,10 @@ class _Item:
         """The item's present state as JSON."""
         item: dict[str, Any] = {"id": self.id, "type": self.type, "status": self.status}
         if self.tool:
-            item |= {"call_id": self._call_id, "name": self.tool.name, self.field: self.text}
+            item |= {"call_id": self.part.id, "name": self.tool.name, self.field: self.text}
             space = self.tool.namespace
             return item if space is None else item | {"namespace": space}
-        item["content"] = [] if self.status == "in_progress" else [self.part()]
+        item["content"] = [] if self.status == "in_progress" else [self.content()]
         if self.type == "message":
             return item | {"role": "assistant"}
         return item | {"summary": [], "encrypted_content": None}
