@@ -27,7 +27,15 @@ import numpy as np
 
 from ..errors import OptionError, StoreError
 from ..files import remove_leftovers, replaced
-from .answers import INDEX, INDEX_FORMAT, KEPT_TOKENS, KeptAnswers, OnTrouble
+from .answers import (
+    INDEX,
+    INDEX_FORMAT,
+    KEPT_TOKENS,
+    KeptAnswers,
+    OnTrouble,
+    TokenizerIdentity,
+    identify,
+)
 from .suffix_array import (
     TOKEN_BITS,
     SuffixArray,
@@ -44,7 +52,6 @@ from .suffix_index import (
     SuffixIndex,
     excerpts,
 )
-from .tokenizer_identity import TokenizerIdentity, identify
 
 _log = logging.getLogger(__name__)
 

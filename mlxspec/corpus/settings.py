@@ -13,8 +13,7 @@ import platformdirs
 from ..errors import OptionError, StoreError
 from ..files import replaced
 from ..jsonl import load_json
-from .answers import KEPT_TOKENS, OnTrouble
-from .tokenizer_identity import TokenizerIdentity
+from .answers import KEPT_TOKENS, OnTrouble, TokenizerIdentity
 
 ENVIRONMENT_VARIABLE = "MLXSPEC_DATA_DIR"
 """Names a data directory other than the user's."""
