@@ -7,19 +7,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from ..errors import ConversionError, OptionError
 from ..files import new_directory, recover_directory
 from ..models.model_files import check_name, check_readable, one_line
 from .hugging_face import copy_tokenizer, load_head_alone, load_hugging_face, open_hugging_face
-from .model_writer import MAX_SHARD_BYTES, Progress, Quantization, prepare, write_weights
+from .model_writer import HALVES, MAX_SHARD_BYTES, Progress, Quantization, prepare, write_weights
 from .original import load_original, write_original_tokenizer
 
-_DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
+_DTYPES = (*HALVES, "float32")
 
 
 @dataclass(frozen=True)
@@ -94,13 +92,17 @@ def convert(
         check_readable(source)
         try:
             with TemporaryDirectory(dir=directory) as scratch:
-                told = None
+                about = None
                 if head:
-                    model, config, told = load_head_alone(source)
+                    model, config, about = load_head_alone(source)
+                elif hf_path is None:
+                    model, config = load_original(source, Path(scratch))
+                    config |= write_original_tokenizer(source, config["vocab_size"], directory)
                 else:
-                    model, config = _load(source, hf_path is None, directory, Path(scratch))
-                own = _DTYPES[dtype] if dtype else None
-                model, config = prepare(model, config, own, quantization)
+                    model, config = load_hugging_face(source)
+                    copy_tokenizer(source, directory)
+                to = getattr(mx, dtype) if dtype else None
+                model, config = prepare(model, config, to, quantization)
                 sizes = write_weights(directory, model, on_progress, max_shard_bytes)
         except OSError as error:
             if isinstance(error.filename, str) and source in Path(error.filename).parents:
@@ -110,30 +112,18 @@ def convert(
         # mlx-lm's save_config would add a key.
         text = json.dumps(dict(sorted(config.items())), indent=4)
         (directory / "config.json").write_text(text + "\n", encoding="utf-8")
-    return Conversion(target, *sizes, told)
-
-
-def _load(
-    source: Path, is_original: bool, directory: Path, scratch: Path
-) -> tuple[nn.Module, dict[str, Any]]:
-    """Load the unevaluated model and its configuration, and write the tokenizer's files."""
-    if is_original:
-        model, config = load_original(source, scratch)
-        return model, config | write_original_tokenizer(source, config["vocab_size"], directory)
-    model, config = load_hugging_face(source)
-    copy_tokenizer(source, directory)
-    return model, config
+    return Conversion(target, *sizes, about)
 
 
 def _quantization(
     quantize: bool, mode: str | None, bits: int | None, group_size: int | None
 ) -> Quantization | None:
     """The quantisation that the options request, if any."""
+    options = {"--q-mode": mode, "--q-bits": bits, "--q-group-size": group_size}
+    given = [f"{option} {value}" for option, value in options.items() if value is not None]
     if not quantize:
-        options = {"--q-mode": mode, "--q-bits": bits, "--q-group-size": group_size}
-        for option, value in options.items():
-            if value is not None:
-                raise OptionError(f"{option} {value}: has no effect without -q; add -q")
+        if given:
+            raise OptionError(f"{given[0]}: has no effect without -q; add -q")
         return None
     quantization: Quantization = {"mode": mode or "affine", "bits": bits, "group_size": group_size}
     try:  # so that it fails before a download
@@ -141,9 +131,7 @@ def _quantization(
             raise ValueError("a group needs at least one weight")
         mx.quantize(mx.zeros((32, 32 * (group_size or 32))), **quantization)
     except (OverflowError, TypeError, ValueError) as error:
-        given = {"--q-mode": mode, "--q-bits": bits, "--q-group-size": group_size}
-        asked = " ".join(f"{name} {value}" for name, value in given.items() if value is not None)
-        raise OptionError(f"{asked}: not supported by MLX ({one_line(error)})") from None
+        raise OptionError(f"{' '.join(given)}: not supported by MLX ({one_line(error)})") from None
     return quantization
 
 

@@ -91,18 +91,18 @@ def load_head_alone(directory: Path) -> tuple[Head, dict[str, Any], str]:
     config = dict(found.config)
     if not any(name.endswith(".scales") for name in tensors):  # in a model that is quantised
         config.pop("quantization", None)
-    told = heads.NAMES[found.kind]
+    about = heads.NAMES[found.kind]
     if found.kind is QwenMTP and not config.get(heads.CONVERTED):
-        told += f", {_norms(tensors)}"
-    return head, {**config, heads.CONVERTED: True}, told
+        about += f", {_norms(tensors)}"
+    return head, {**config, heads.CONVERTED: True}, about
 
 
 def _norms(tensors: dict[str, mx.array]) -> str:
     """What :meth:`QwenMTP.sanitize` does to the norms of a checkpoint with these tensors."""
     norms = sum("norm" in name and array.ndim == 1 for name, array in tensors.items())
     centred = len(norms_centred_at_zero(tensors))
-    told = (
+    changes = (
         f"{centred} centred at zero, 1.0 added" if centred else "",
         f"{norms - centred} as they are" if norms > centred else "",
     )
-    return f"norms: {'; '.join(filter(None, told))}"
+    return f"norms: {'; '.join(filter(None, changes))}"

@@ -22,7 +22,7 @@ Progress = Callable[[int, int], None]
 Quantization = dict[str, Any]
 """``mode``, ``bits`` and ``group_size``, as in MLX's arguments and in ``config.json``."""
 
-_HALVES = {"float16": mx.float16, "bfloat16": mx.bfloat16}
+HALVES = ("float16", "bfloat16")
 
 
 def prepare(
@@ -50,7 +50,7 @@ def prepare(
         _cast(model, dtype)
         for key in ("torch_dtype", "dtype"):
             if key in config:
-                config[key] = str(dtype).removeprefix("mlx.core.")
+                config[key] = type_name(dtype)
     if quantization is not None:
         model, config = _quantize(model, config, quantization)
     # As in mlx-lm: a model that is written without its vision tower cannot configure it.
@@ -64,10 +64,15 @@ def prepare(
 def _half_type(config: dict[str, Any], model: nn.Module) -> mx.Dtype | None:
     """The 16-bit type that the configuration names; else float16 if no tensor has one, or None."""
     named = str(config.get("torch_dtype") or (config.get("text_config") or {}).get("dtype"))
-    if named in _HALVES:
-        return _HALVES[named]
-    types = {array.dtype for _, array in tree_flatten(model.parameters())}
-    return None if types & set(_HALVES.values()) else mx.float16
+    if named in HALVES:
+        return getattr(mx, named)
+    types = {type_name(array.dtype) for _, array in tree_flatten(model.parameters())}
+    return mx.float16 if types.isdisjoint(HALVES) else None
+
+
+def type_name(dtype: mx.Dtype) -> str:
+    """A type's name, as in ``config.json``."""
+    return str(dtype).removeprefix("mlx.core.")
 
 
 def _cast(model: nn.Module, dtype: mx.Dtype) -> None:

@@ -19,13 +19,13 @@ from ..models.model_files import (
     one_line,
     read_json_object,
 )
+from .model_writer import HALVES, type_name
 from .torch_file import as_array, read_torch_file
 
 # Model parallelism splits a layer's first matrices by rows (outputs), and the second ones by
 # columns (inputs). Every shard has the norms.
 _SPLIT_BY_ROWS = {"wq", "wk", "wv", "w1", "w3", "output"}
 _SPLIT_BY_COLUMNS = {"wo", "w2"}
-_HALVES = {mx.float16: "float16", mx.bfloat16: "bfloat16"}
 
 
 def load_original(directory: Path, scratch: Path) -> tuple[nn.Module, dict[str, Any]]:
@@ -60,9 +60,8 @@ def load_original(directory: Path, scratch: Path) -> tuple[nn.Module, dict[str, 
     except LoadError as error:
         raise ConversionError(f"{path}: {error}") from None
     # The 16-bit type that most matrices have, or float16 if none has one.
-    halves = Counter(_HALVES.get(a.dtype) for a in tensors.values() if a.ndim == 2)
-    halves.pop(None, None)
-    config["torch_dtype"] = halves.most_common(1)[0][0] if halves else "float16"
+    types = Counter(type_name(a.dtype) for a in tensors.values() if a.ndim == 2)
+    config["torch_dtype"] = max(HALVES, key=types.__getitem__)
     try:
         weights = {}
         for name, array in tensors.items():
