@@ -199,7 +199,9 @@ def config_from_params(
         LoadError: a key is missing or has an impossible value, or is unknown, so the model might
             compute something else.
     """
-    given = _given(params)
+    given = {key: value for key, value in params.items() if value is not None}
+    if unknown := sorted(k for k in given.keys() - _KNOWN_PARAMS if given[k] is not False):
+        raise LoadError(f"the key {unknown[0]!r} is not one of Llama's or Mistral's")
     positive = partial(_positive, given)
     if "hidden_dim" not in given:
         given["hidden_dim"] = _rows(shapes, "layers.0.feed_forward.w1.weight")
@@ -242,14 +244,6 @@ def config_from_params(
         # (widths 2048 and 3072) were published with 32, everything from width 4096 on with 8.
         config["rope_scaling"] = _LLAMA3_ROPE | {"factor": 32.0 if dim < 4096 else 8.0}
     return config
-
-
-def _given(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters that have a value; raises LoadError for an unknown one."""
-    given = {key: value for key, value in params.items() if value is not None}
-    if unknown := sorted(k for k in given.keys() - _KNOWN_PARAMS if given[k] is not False):
-        raise LoadError(f"the key {unknown[0]!r} is not one of Llama's or Mistral's")
-    return given
 
 
 def _positive(

@@ -66,12 +66,10 @@ class Tool(NamedTuple):
     place: str = ""
     function: Mapping[str, Any] = {}
 
-    @property
-    def flat_name(self) -> str:
-        """The tool's name for the model. Models have no namespaces."""
-        if self.namespace is None:
-            return self.name
-        return f"{self.namespace.removesuffix('__')}__{self.name}"
+
+def _flat_name(name: str, namespace: str | None) -> str:
+    """A tool's name for the model. Models have no namespaces."""
+    return name if namespace is None else f"{namespace.removesuffix('__')}__{name}"
 
 
 @dataclass(frozen=True)
@@ -308,14 +306,13 @@ def _add_tools(tool: _ToolBody, path: str, known: dict[str, Tool], again: bool =
         about = one.description
         if space and space.description and not index:
             about = f"{space.description}\n\n{about or ''}".rstrip()
-        custom = one.type == "custom"
-        made = Tool(one.name, space.name if space else None, custom, f"{place}.parameters")
-        name = made.flat_name
+        custom, namespace = one.type == "custom", space.name if space else None
+        name = _flat_name(one.name, namespace)
         if name not in known:
             function: dict[str, Any] = {"name": name, "description": about, "strict": one.strict}
             function["parameters"] = _text_schema(one.format) if custom else one.parameters
             function = {"type": "function", "function": without_nulls(function)}
-            known[name] = made._replace(function=function)
+            known[name] = Tool(one.name, namespace, custom, f"{place}.parameters", function)
         elif not again:
             refuse(f"{place}.name", one.name, "give each tool a different name")
 
@@ -503,7 +500,7 @@ def _add_to_answer(messages: list[dict[str, Any]], item: dict[str, Any]) -> None
         last = {"role": "assistant", "content": []}
         messages.append(last)
     if is_call:
-        name = Tool(item["name"], item.get("namespace")).flat_name
+        name = _flat_name(item["name"], item.get("namespace"))
         custom = item["type"] == "custom_tool_call"
         arguments = {_INPUT: item["input"]} if custom else item["arguments"] or {}
         call = {"type": "function", "function": {"name": name, "arguments": arguments}}
