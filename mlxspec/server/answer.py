@@ -235,7 +235,7 @@ class OutputParser:
                 if not header:
                     break
                 deltas.append(self._begin(header[1]))
-                call.begin_arguments(header.end())
+                call.taken, call.in_arguments = header.end(), True
             if arguments := call.take_arguments():
                 deltas.append(Part("arguments", arguments, self.n_calls - 1))
             if call.in_arguments:
@@ -283,32 +283,25 @@ class OutputParser:
 _CLOSING = "}] \t\r\n"  # characters that may follow a call's arguments
 
 
+@dataclass
 class _CallText:
     """The text between two call markers, and how much of it was sent.
 
-    Args:
+    Attributes:
         start: the marker before the text; empty if the marker is in the prompt.
         begun: how many characters of the text are in the prompt.
-
-    Attributes:
         text: all of the text so far.
         taken: where the unsent part begins.
-        in_arguments: whether the unsent part is inside a JSON object.
+        in_arguments: whether the unsent part is inside the JSON object of the arguments.
     """
 
-    def __init__(self, start: str, begun: int = 0) -> None:
-        self.text = ""
-        self.start = start
-        self.begun = begun
-        self.taken = 0
-        self.in_arguments = False
-
-    def begin_arguments(self, at: int) -> None:
-        """Record where the JSON object of the arguments begins."""
-        self.taken = at
-        self.in_arguments = True
-        self._depth = 0
-        self._in_string = False
+    start: str
+    begun: int = 0
+    text: str = ""
+    taken: int = 0
+    in_arguments: bool = False
+    _depth: int = 0
+    _in_string: bool = False
 
     def take_arguments(self) -> str:
         """The unsent part of the object so far, without an incomplete escape at its end."""
@@ -434,7 +427,12 @@ class Choice:
                 cut = end.finish_reason == "length" or end.stop is not None
                 for delta in parser.finish(cut):
                     self._add(delta, False, runs)
-            self.end = self._counted(end)
+            if self.finished:  # tokens that follow the answer do not count, nor drafts as rejected
+                drafted = end.drafted - (end.accepted - self.accepted)
+                end = replace(
+                    end, completion_tokens=self.tokens, drafted=drafted, accepted=self.accepted
+                )
+            self.end = end
         return runs
 
     def _add(self, delta: Part, accepted: bool, runs: list[TextRun]) -> None:
@@ -451,14 +449,6 @@ class Choice:
         runs[-1].drafts.append((delta.text, accepted))
         runs[-1].pieces += self._silent
         self._silent = []
-
-    def _counted(self, end: Ended) -> Ended:
-        """The end, without counting tokens that follow the answer."""
-        if not self.finished:
-            return end
-        # Drafts that were accepted after the answer do not count as rejected.
-        drafted = end.drafted - (end.accepted - self.accepted)
-        return replace(end, completion_tokens=self.tokens, drafted=drafted, accepted=self.accepted)
 
     @property
     def finish_reason(self) -> str:

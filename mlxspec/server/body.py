@@ -13,7 +13,8 @@ import json
 import math
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.resources import files
 from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
 
@@ -30,7 +31,7 @@ from pydantic import (
 )
 from starlette.responses import JSONResponse
 
-from ..errors import MlxspecError, printable
+from ..errors import MlxspecError, OptionError, printable
 
 
 class ApiError(MlxspecError):
@@ -193,6 +194,16 @@ _DECODER = json.JSONDecoder(parse_float=_number, parse_int=_number, parse_consta
 
 
 # --- models ---
+
+
+@contextmanager
+def blaming(param: str) -> Iterator[None]:
+    """Raise an ApiError that names a field of the body for an OptionError."""
+    try:
+        yield
+    except OptionError as error:
+        raise ApiError(f"{param}: {error}.", param=param) from error
+
 
 _LONGEST_SHOWN = 60  # characters of a value in a message
 

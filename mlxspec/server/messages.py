@@ -24,6 +24,7 @@ from .body import (
     Integer,
     Items,
     Name,
+    blaming,
     new_request_id,
     parse,
     read_json,
@@ -40,7 +41,6 @@ from .requests import (
     chosen_tool,
     conversation,
     left_out,
-    made_constraint,
     same,
     template_kwargs,
 )
@@ -178,7 +178,9 @@ def parse_messages(body: object, *, to_count: bool = False) -> ChatRequest:
     path = next((path for path, one in formats.items() if one), "")
     if format and format.type != "json_schema":
         refuse(f"{path}.type", format.type, 'send "json_schema" with a schema')
-    place, schema = (format and format.schema_at(path, inner=False)) or ("", None)
+    place, schema = (format and format.schema_at(path, inner=False)) or ("", {})
+    with blaming(place):
+        constraint = Constraint.json_schema(schema) if place else None
     return ChatRequest(
         model=asked.model,
         sampling=asked.sampling,
@@ -186,7 +188,7 @@ def parse_messages(body: object, *, to_count: bool = False) -> ChatRequest:
         cuts_max_tokens=True,  # clients ask for what the largest models can write
         stop=tuple(asked.stop_sequences),
         stream=asked.stream,
-        constraint=made_constraint(Constraint.json_schema, schema, place) if place else None,
+        constraint=constraint,
         constrained_by=place,
         **conversation(_messages(asked), "messages"),
         **chosen_tool(word, named, tools, "tool_choice.name" if named else "tool_choice.type"),

@@ -19,7 +19,7 @@ from ..models.chat_template import apply_template, reserved_arguments
 from ..models.detokenizer import detokenizer_of
 from ..models.model import encode_prompt
 from .answer import OutputFormat, output_format, parser_name
-from .body import ApiError
+from .body import ApiError, blaming
 from .requests import ApiRequest, ChatRequest, CompletionRequest, check_ids
 
 
@@ -352,10 +352,8 @@ def _answer_phases(
 def _compiled(
     constraint: Constraint | Phases | None, vocabulary: Vocabulary, param: str
 ) -> Grammar | None:
-    try:
+    with blaming(param):
         return None if constraint is None else Grammar(constraint, vocabulary)
-    except OptionError as error:
-        raise ApiError(f"{param}: {error}.", param=param) from error
 
 
 def is_strict(tool: dict[str, Any]) -> bool:

@@ -17,7 +17,6 @@ from pydantic_core import PydanticCustomError
 
 from ..engine.constraint import Constraint
 from ..engine.params import SamplingParams
-from ..errors import OptionError
 from .body import (
     MOST_VALUES,
     ApiError,
@@ -28,6 +27,7 @@ from .body import (
     StringOr,
     TokenId,
     as_integer,
+    blaming,
     read_json,
     refuse,
     without_nulls,
@@ -517,7 +517,8 @@ class CommonBody(SamplingBody):
             if value:
                 if kind not in _MAKE_CONSTRAINT:
                     refuse(path, value, "leave it out")
-                found[path] = made_constraint(_MAKE_CONSTRAINT[kind], value, path)
+                with blaming(path):
+                    found[path] = _MAKE_CONSTRAINT[kind](value)
         return same(**found), next(iter(found), "")
 
 
@@ -559,18 +560,6 @@ def template_kwargs(
         thinking = False
     kwargs = {"reasoning_effort": effort, "enable_thinking": thinking, "verbosity": verbosity}
     return without_nulls(kwargs) | without_nulls(given)
-
-
-def made_constraint(make: Callable[[Any], Constraint], value: Any, path: str) -> Constraint:
-    """Make the constraint that the body's field ``path`` sets.
-
-    Raises:
-        ApiError: it cannot be enforced.
-    """
-    try:
-        return make(value)
-    except OptionError as error:
-        raise ApiError(f"{path}: {error}.", param=path) from error
 
 
 def left_out(kind: str) -> str:
