@@ -174,10 +174,10 @@ def read_json(data: bytes, most: int = MOST_VALUES) -> tuple[Any, int]:
         text = data.removeprefix(b"\xef\xbb\xbf").decode("utf-8", "surrogatepass")
         value = _DECODER.decode(without_lone_surrogates(text))
     except UnicodeDecodeError as error:
-        raise ValueError(f"expected UTF-8 at byte {error.start:,}") from None
+        raise ValueError(f"byte {error.start:,}: not UTF-8") from None
     except json.JSONDecodeError as error:
         place = len(error.doc[: error.pos].encode())
-        raise ValueError(f"{error.msg} at byte {place:,}") from None
+        raise ValueError(f"byte {place:,}: {error.msg}") from None
     if _SURROGATE.search(text):
         value = json.loads(without_lone_surrogates(json.dumps(value, ensure_ascii=False)))
     return value, left
