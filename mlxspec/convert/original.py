@@ -19,7 +19,6 @@ from ..models.model_files import (
     one_line,
     read_json_object,
 )
-from .model_writer import HALVES, type_name
 from .torch_file import as_array, read_torch_file
 
 # Model parallelism splits a layer's first matrices by rows (outputs), and the second ones by
@@ -60,8 +59,8 @@ def load_original(directory: Path, scratch: Path) -> tuple[nn.Module, dict[str, 
     except LoadError as error:
         raise ConversionError(f"{path}: {error}") from None
     # The 16-bit type that most matrices have, or float16 if none has one.
-    types = Counter(type_name(a.dtype) for a in tensors.values() if a.ndim == 2)
-    config["torch_dtype"] = max(HALVES, key=types.__getitem__)
+    types = Counter(str(a.dtype).rpartition(".")[2] for a in tensors.values() if a.ndim == 2)
+    config["torch_dtype"] = max(("float16", "bfloat16"), key=types.__getitem__)
     try:
         weights = {}
         for name, array in tensors.items():

@@ -18,7 +18,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from pydantic import Discriminator, Field, Tag, WrapValidator
 
 from .. import __version__
-from ..models.detokenizer import token_bytes
+from ..models.tokenizer import token_bytes
 from .answer import ApiAnswer, Choice, OutputFormat, Part, TextRun
 from .body import (
     ApiError,

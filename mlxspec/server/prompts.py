@@ -16,8 +16,8 @@ from ..engine.grammar import Grammar, Vocabulary, token_of
 from ..errors import OptionError, PromptError
 from ..generation.options import in_answer, leaves_reasoning_open
 from ..models.chat_template import apply_template, reserved_arguments
-from ..models.detokenizer import detokenizer_of
 from ..models.model import encode_prompt
+from ..models.tokenizer import detokenizer_of
 from .answer import OutputFormat, output_format, parser_name
 from .body import ApiError, blaming
 from .requests import ApiRequest, ChatRequest, CompletionRequest, check_ids

@@ -14,10 +14,14 @@ from mlx_lm.tokenizer_utils import SPMStreamingDetokenizer
 from sentencepiece import SentencePieceProcessor
 
 from mlxspec.errors import LoadError
-from mlxspec.models.detokenizer import ByteDetokenizer, detokenizer_of
 from mlxspec.models.model_files import DEMO_DIRECTORY
 from mlxspec.models.sentencepiece_tokenizer import build_tokenizer
-from mlxspec.models.tokenizer import load_tokenizer, load_tokenizer_of
+from mlxspec.models.tokenizer import (
+    ByteDetokenizer,
+    detokenizer_of,
+    load_tokenizer,
+    load_tokenizer_of,
+)
 from tests.support.local_hub import LocalHub, serve
 
 MODEL = DEMO_DIRECTORY / "tokenizer.model"
