@@ -111,7 +111,7 @@ def _module(name: str, arguments: Sequence[str]) -> Callable[[], object]:
 
 def _run(program: Callable[[], object], memories: Memories) -> None:
     """Run a program with speculation, and end this process as the program would end."""
-    from ..compat.generation import augment, remembering
+    from ..compat import augment, remembering
 
     with augment(), remembering(memories.of):
         try:
