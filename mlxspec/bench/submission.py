@@ -23,7 +23,6 @@ from ..drafting.measurement import COST_PER_ROW
 from ..errors import OptionError
 
 _LONGEST_URL = 8000  # bytes; GitHub refuses more than 8191
-_LONGEST_BODY = 1 << 16  # characters; GitHub allows no longer issue
 _MOST_ENTRIES = 20  # of a list or object
 _PLAIN = "A-Za-z0-9 ()@.,+-"  # characters that mean nothing in Markdown and HTML
 _REPOSITORY = "[A-Za-z0-9][A-Za-z0-9_.-]{0,63}/[A-Za-z0-9][A-Za-z0-9_.-]{0,95}"
@@ -212,15 +211,22 @@ class BenchReport(_Part):
         name = self.machine.chip.removeprefix("Apple ")
         return name if self.machine.device == "gpu" else f"{name} CPU"
 
-    @property
-    def folder(self) -> str:
-        """Where reports on this chip are filed: small letters, digits and dashes."""
-        return "-".join(re.findall("[a-z0-9]+", self.chip.lower()))
-
     def text(self) -> str:
         """The report as JSON that people can read: what has no other parts is on one line."""
         text = json.dumps(self.model_dump(exclude_none=True), indent=2)
         return re.sub(r"[\[{][^\[\]{}]*[\]}]", lambda part: " ".join(part[0].split()), text) + "\n"
+
+
+def read(text: str | bytes) -> BenchReport:
+    """The report in a text of JSON, which may be anybody's.
+
+    Raises:
+        OptionError: it is wrong. The message quotes nothing of the text.
+    """
+    try:
+        return BenchReport.model_validate_json(text)
+    except ValidationError as error:
+        raise OptionError(f"the report is wrong: {_first_problem(error)}") from None
 
 
 def _public_machine(machine: dict[str, Any]) -> dict[str, Any]:
@@ -262,28 +268,6 @@ def issue_url(report: BenchReport) -> tuple[str, bool]:
     return (filled, True) if len(filled) <= _LONGEST_URL else (empty, False)
 
 
-def report_in(body: str) -> BenchReport:
-    """The report in an issue's text, as the form makes it: the first block of JSON.
-
-    Raises:
-        OptionError: there is none, or it is wrong. The message quotes nothing of the text.
-    """
-    body = body.replace("\r\n", "\n")
-    if len(body) > _LONGEST_BODY:
-        raise OptionError("the issue is too long")
-    begin = body.find("```json\n{")
-    end = body.find("\n```", begin + len("```json"))
-    if begin < 0 or end < 0:
-        raise OptionError(
-            "there is no report in the issue: paste the file that mlxspec bench --submit has "
-            "written into the form's field"
-        )
-    try:
-        return BenchReport.model_validate_json(body[begin + len("```json\n") : end])
-    except ValidationError as error:
-        raise OptionError(f"the report is wrong, {_first_problem(error)}") from None
-
-
 # --- the files ---
 
 
@@ -296,25 +280,9 @@ class FiledReport(NamedTuple):
 
 
 def filed_reports(directory: Path) -> list[FiledReport]:
-    """All reports under a directory, newest first."""
+    """All reports under a directory, newest first; raises as :func:`read`."""
     found = []
     for path in directory.glob("*/*.json"):
         day, issue = path.stem[:10], path.stem[11:]
-        report = BenchReport.model_validate_json(path.read_bytes())
-        found.append(FiledReport(date.fromisoformat(day), int(issue), report))
+        found.append(FiledReport(date.fromisoformat(day), int(issue), read(path.read_bytes())))
     return sorted(found, key=lambda one: one[:2], reverse=True)
-
-
-def reported_chips(reports: Iterable[FiledReport]) -> dict[str, dict[str, Any]]:
-    """The newest curve of each chip, behind the shortest context, as in ``chips.json``."""
-    chips: dict[str, dict[str, Any]] = {}
-    # The demo model is so small that its steps cost little but their submission.
-    for day, issue, report in sorted(reports, key=lambda one: one.report.model.name == "demo"):
-        machine, curve = report.machine, min(report.curves, key=lambda one: one.context)
-        source = (
-            f"measured with mlxspec, report #{issue} of {day}: {report.model.label}, "
-            f"{machine.memory_gb} GB, {machine.system}, mlx {machine.mlx}"
-            + (f", BLAS: {machine.blas}" if machine.blas else "")
-        )
-        chips.setdefault(report.chip, {"rows": curve.rows, "cost": curve.cost, "source": source})
-    return dict(sorted(chips.items()))

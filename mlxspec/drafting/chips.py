@@ -20,8 +20,9 @@ from .costs import CostCurve
 ESTIMATED = "≈"
 """Marks estimates."""
 
-REPORT_FORM = "https://github.com/mlxspec/mlxspec/issues/new?template=bench-report.yml"
-"""Where users send the curves of their machines."""
+ISSUES = "https://github.com/mlxspec/mlxspec/issues"
+REPORT_FORM = f"{ISSUES}/new?template=bench-report.yml"
+"""Where users send the figures of their machines."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ def known_chip(name: str) -> Chip:
             raise OptionError(
                 f"no cost curve for the chip {name!r}: the nearest known ones are {first} and "
                 f"{second}; on that machine, mlxspec calibrate MODEL --json > curve.json measures "
-                f"one for --curve curve.json, and {REPORT_FORM} takes it for the next version"
+                "one for --curve curve.json, and mlxspec bench MODEL --submit sends one for the "
+                "next version"
             )
     raise OptionError(
         f"no cost curve for the chip {name!r}: choose one of {', '.join(chip_names())}, or "
