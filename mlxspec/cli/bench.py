@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import webbrowser
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -153,7 +153,7 @@ def bench_command(
     shows.check()
     if asked.tune and include_text:
         raise OptionError("--tune reports no texts: leave out --include-text")
-    file = _submission_file(asked, shows, include_text) if submit else None
+    file = _submission_file(asked, shows, backends) if submit else None
     tuned = None
     if asked.tune:
         tuned = _tuned(model, asked)
@@ -239,25 +239,17 @@ def _report(
     return report | ({"curves": curves} if with_curves else {})
 
 
-def _submission_file(asked: BenchOptions, shows: ReportOptions, include_text: bool) -> Path:
+def _submission_file(asked: BenchOptions, shows: ReportOptions, names: Iterable[str]) -> Path:
     """Check before the work that a report can be made and written; return the file for it."""
-    given = {
-        "--prompts": asked.prompts,
-        "--drafter": asked.drafter,
-        "--adapter-path": asked.adapter_path,
-        "--include-text": include_text,
-        "--json": shows.as_json,
-        "--html": shows.html,
-    }
-    for name in (name for name, value in given.items() if value):
+    given = {"--prompts": asked.prompts, "--drafter": asked.drafter, "--json": shows.as_json}
+    for option_name in (option_name for option_name, value in given.items() if value):
         raise OptionError(
-            f"{name} with --submit: reports can be compared and are shown in full, so they have "
-            "the bundled prompts and decoders and one form; leave out one of the two"
+            f"{option_name} with --submit: reports have the bundled prompts and decoders, and are "
+            "shown as they are sent; leave out one of the two"
         )
-    if "auto" not in (asked.decoders or "auto").split(","):
+    if "auto" not in names:
         raise OptionError(
-            f"--decoder {asked.decoders} with --submit: a report says what the default decoder "
-            "does; add auto"
+            f"--decoder {asked.decoders} with --submit: a report needs the default one; add auto"
         )
     file = Path(time.strftime("mlxspec-report-%Y%m%d-%H%M%S.json"))
     check_writable(file, OptionError)
@@ -271,21 +263,17 @@ def _submit(file: Path, report: Report, tuning: list[Report]) -> None:
     sent = BenchReport.of(report, tuning)
     with replaced(file, OptionError, SHARED) as writable:
         writable.write(sent.text().encode())
-    url, filled_in = issue_url(sent)
+    url, is_filled_in = issue_url(sent)
     click.echo(f"\nAll that the report says; it is in {file}, too:\n\n{sent.text()}")
     if sent.machine.device == "cpu":
-        click.echo("This is a report of MLX's CPU back end, and will be shown as one.")
-    if not filled_in:
-        click.echo(f"It is too long for an address: paste the content of {file} into the form.")
-    if at_terminal():
-        question = "Open it as a public issue on GitHub, for you to submit?"
-        if not click.confirm(question, err=True):
-            click.echo(f"Nothing was sent. The report stays in {file}.")
-            return
-        if webbrowser.open(url):
-            click.echo(f"If the form is empty, paste the content of {file}.")
-            return
-    click.echo(f"To send it, open this address, and submit the issue:\n{url}")
+        click.echo("It is shown as a report of MLX's CPU back end.")
+    if at_terminal() and not click.confirm("Open it as a public issue on GitHub?", err=True):
+        click.echo(f"Nothing was sent. The report stays in {file}.")
+        return
+    if not at_terminal() or not webbrowser.open(url):
+        click.echo(f"To send the report, open this address:\n{url}")
+    unless = "If the form is empty, paste" if is_filled_in else "The form is empty: paste"
+    click.echo(f"{unless} the content of {file}. Nothing is sent until you submit the form.")
 
 
 def _tuned(model: str, asked: BenchOptions) -> Report:
