@@ -154,14 +154,10 @@ def bench_command(
     if asked.tune and include_text:
         raise OptionError("--tune reports no texts: leave out --include-text")
     file = _submission_file(asked, shows, backends) if submit else None
-    tuned = None
+    tuned: Report = {"tuning": []}
     if asked.tune:
         tuned = _tuned(model, asked)
-        shows.show_tables("mlxspec bench --tune", tuned, lambda: _tuning_tables(tuned))
-        if tuned["best"] and not shows.as_json:  # on one line, even if the terminal is narrow
-            click.echo(f"To keep the best: mlxspec config set mlx-settings {tuned['best']}")
-            click.echo("Then measure the costs of steps again: mlxspec calibrate MODEL")
-        _exit(tuned, tuned["failed"])
+        _show_tuning(tuned, shows)
         if file is None:
             return
 
@@ -173,7 +169,7 @@ def bench_command(
     )
     _exit(report, wrong)
     if file is not None:
-        _submit(file, report, tuned["tuning"] if tuned else [])
+        _submit(file, report, tuned["tuning"])
 
 
 def _exit(report: Report, wrong: list[str]) -> None:
@@ -300,6 +296,15 @@ def _tuned(model: str, asked: BenchOptions) -> Report:
 
 
 # --- tables and the page ---
+
+
+def _show_tuning(report: Report, shows: ReportOptions) -> None:
+    """Show what settings bring; return if all was measured, or else exit as :func:`_exit`."""
+    shows.show_tables("mlxspec bench --tune", report, lambda: _tuning_tables(report))
+    if report["best"] and not shows.as_json:  # on one line, even if the terminal is narrow
+        click.echo(f"To keep the best: mlxspec config set mlx-settings {report['best']}")
+        click.echo("Then measure the costs of steps again: mlxspec calibrate MODEL")
+    _exit(report, report["failed"])
 
 
 def page_parts(report: Report) -> Iterator[RenderableType]:
