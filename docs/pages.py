@@ -100,7 +100,8 @@ def _report(filed: FiledReport) -> Iterator[str]:
         f"CPU, {machine.cores} cores, BLAS: {machine.blas}" if machine.device == "cpu" else "",
         f"mlxspec {machine.mlxspec}, mlx {machine.mlx}, mlx-lm {machine.mlx_lm}",
         machine.mlx_settings or "",
-        f"{report.repeats} runs of {report.max_tokens} tokens, temperature {report.temperature:g}",
+        f"at most {report.max_tokens} tokens, repeats: {report.repeats}",
+        f"temperature {report.temperature:g}",
         f"{report.outputs - report.differ} of {report.outputs} outputs equal plain decoding's",
         "these figures are **rough**" if report.rough else "",
     ]
