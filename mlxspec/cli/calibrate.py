@@ -167,16 +167,39 @@ def _measured(
     contexts: Sequence[int],
     sequences: int,
 ) -> tuple[list[Curve], bool, dict[str, Any] | None]:
-    """Measure carefully, and keep it. An interrupt before the end leaves the cache as it was.
+    """Load a model, measure it carefully, and keep that; see :func:`measured_curves`.
 
     Returns:
         the curves, whether the model verifies no drafts, and the times of a head, if any.
+    """
+    from ..engine.capability import Capability, chain_capability
+    from ..models.heads.loading import load_with_head
+    from ..models.model_files import given_name
+
+    model, _, its_head = load_with_head(name, head, adapter_path)
+    curves = measured_curves(cache, model, given_name(name), contexts, sequences)
+    if chain_capability(model) is Capability.PLAIN:
+        return curves, True, None
+    plain_step = curves[0]["times"][0]["seconds"]
+    return curves, False, _times_of_head(its_head, model, plain_step) if its_head else None
+
+
+def measured_curves(
+    cache: CostCache, model: nn.Module, name: str, contexts: Sequence[int] = (), sequences: int = 1
+) -> list[Curve]:
+    """Measure carefully, and keep it. An interrupt before the end leaves the cache as it was.
+
+    Args:
+        cache: where the times are kept.
+        model: an mlx-lm model.
+        name: what reports call it.
+        contexts: the lengths behind which to measure; by default a short one and longer ones.
+        sequences: how many share each step.
 
     Raises:
         MlxspecError: the times are noise; nothing is kept.
     """
     from ..drafting.measurement import CAREFUL, noise
-    from ..engine.capability import Capability, chain_capability
     from ..engine.costs import (
         calibrate,
         check_context,
@@ -186,10 +209,7 @@ def _measured(
         split_length,
     )
     from ..engine.patches import split_attention
-    from ..models.heads.loading import load_with_head
-    from ..models.model_files import given_name
 
-    model, _, its_head = load_with_head(name, head, adapter_path)
     for asked in contexts:
         check_context(model, CAREFUL, asked)
     # Shared steps are measured with their attention split as it will be.
@@ -209,10 +229,10 @@ def _measured(
             )
         if problem := noise(measured.times):
             raise MlxspecError(
-                f"{given_name(name)}: {problem}; nothing is kept, and what was known stays: close "
-                "other programs and measure again"
+                f"{name}: {problem}; nothing is kept, and what was known stays: close other "
+                "programs and measure again"
             )
-        found[context or short] = known_times(measured, CAREFUL, "careful", given_name(name))
+        found[context or short] = known_times(measured, CAREFUL, "careful", name)
     key = cost_key(model).of_sequences(sequences)
     cache.update(key, found)
     for context, known in cache.read(key).items():
@@ -221,11 +241,7 @@ def _measured(
                 f"the step times of {len(known.times)} numbers of rows that were known are kept, "
                 f"since this measurement has {len(found[context].times)}"
             )
-    curves = [_curve(key, context, known, given_name(name)) for context, known in found.items()]
-    if chain_capability(model) is Capability.PLAIN:
-        return curves, True, None
-    plain_step = curves[0]["times"][0]["seconds"]
-    return curves, False, _times_of_head(its_head, model, plain_step) if its_head else None
+    return [_curve(key, context, known, name) for context, known in found.items()]
 
 
 def _times_of_head(head: Head, model: nn.Module, plain_step: float) -> dict[str, Any]:
