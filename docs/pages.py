@@ -191,7 +191,5 @@ def _link(role: str, name: str, of: griffe.Object) -> str:
 
 def _public_names() -> set[str]:
     """``mlxspec.__all__``, read without importing anything."""
-    package = griffe.visit(
-        "mlxspec", _ROOT / "mlxspec" / "__init__.py", (_ROOT / "mlxspec/__init__.py").read_text()
-    )
-    return {str(name) for name in package.exports or ()}
+    stub = _ROOT / "mlxspec" / "__init__.pyi"
+    return {*griffe.visit("mlxspec", stub, stub.read_text()).imports}

@@ -251,7 +251,7 @@ class Pieces:
         return _readable(self._decode(tokens))
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        from ..models.detokenizer import detokenizer_of
+        from ..models.tokenizer import detokenizer_of
 
         detokenizer = detokenizer_of(self._tokenizer)
         for token in tokens:

@@ -111,8 +111,7 @@ def _module(name: str, arguments: Sequence[str]) -> Callable[[], object]:
 
 def _run(program: Callable[[], object], memories: Memories) -> None:
     """Run a program with speculation, and end this process as the program would end."""
-    from ..compat.augmentation import augment
-    from ..compat.generation import remembering
+    from ..compat.generation import augment, remembering
 
     with augment(), remembering(memories.of):
         try:

@@ -19,7 +19,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..drafting.drafter import DraftTree
 from ..errors import OptionError
-from ..models.detokenizer import token_bytes
+from ..models.tokenizer import token_bytes
 from .compiling import compiled, in_one_line, outline_of
 from .constraint import Constraint, Phase, Phases
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..corpus.answers import identify
 from ..corpus.memory import MAX_TOKENS, Memory
 from ..corpus.store import open_store
-from ..corpus.tokenizer_identity import identify
 from ..drafting.drafter import Drafter, checked_drafter
 from ..drafting.kept import Experience
 from ..drafting.sources import parse_lookup_config

@@ -16,7 +16,7 @@ from mlxspec.engine import grammar
 from mlxspec.engine.constraint import Constraint, Phase, Phases
 from mlxspec.engine.grammar import Grammar, GrammarState, Vocabulary
 from mlxspec.errors import OptionError
-from mlxspec.models.detokenizer import wrap
+from mlxspec.models.tokenizer import wrap
 from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.demo import demo, endless_tokenizer
 from tests.support.examples import LONG

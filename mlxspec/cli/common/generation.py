@@ -498,7 +498,7 @@ def _read_form(option: str, file: str, read: Callable[[str], Constraint]) -> Con
 
 def puts_space_first(decoder: Decoder) -> bool:
     """Whether the tokenizer puts a space before every text, even an answer in a chat."""
-    from ...models.detokenizer import detokenizer_of
+    from ...models.tokenizer import detokenizer_of
 
     return bool(detokenizer_of(decoder.tokenizer).prefix_space)
 
