@@ -8,7 +8,7 @@ from importlib import import_module
 import click
 from click.shell_completion import get_completion_class
 
-from .common.options import SETTINGS, Group, argument, command
+from .common.options import Group, argument, command, group
 
 _COMMANDS = {
     "Generate": ("generate", "chat", "serve", "run", "cache-prompt"),
@@ -59,7 +59,7 @@ class LazyGroup(Group):
         return f"unknown command {name!r}: to use it as a prompt, run mlxspec generate {repeated}"
 
 
-@click.group(cls=LazyGroup, context_settings=SETTINGS)
+@group("mlxspec", cls=LazyGroup)
 def main() -> None:
     """Lossless speculative decoding for LLMs on Apple MLX, without a second model."""
 

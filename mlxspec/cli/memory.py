@@ -23,7 +23,7 @@ from ..files import check_writable, replaced
 from ..terminal import one_line
 from .common.model_choice import MODEL
 from .common.notes import note, say
-from .common.options import FILE, SETTINGS, Group, option
+from .common.options import FILE, group, option
 from .common.output import (
     FoldingTable,
     at_terminal,
@@ -42,24 +42,6 @@ if TYPE_CHECKING:
 _DAYS = 7  # days that have a row of their own
 _ALWAYS = ("context", "memory")  # sources to show even if no draft came from them
 _QUIETLY = 1.0  # seconds of sorting before a note says so
-
-EPILOG = """\b
-Examples:
-  mlxspec memory on
-  mlxspec memory show
-  mlxspec memory forget --since 2h
-  mlxspec memory forget --matching "Jane Doe"
-  mlxspec memory export -o answers.jsonl
-
-Once the memory is on, generate, chat, serve and run keep the models' answers and draft from them.
-Prompts are not kept. The answers never leave this machine, and only you can read them.
-
-Whether it is on or off, mlxspec learns from each output which drafts are right. It keeps a few
-kilobytes of weights for each model, and no text.
-
---no-memory turns both off for a run, as does MLXSPEC_MEMORY=off. MLXSPEC_MEMORY=on turns the memory
-on, and MLXSPEC_MEMORY=DIR turns it on with the answers in DIR. All of these override on and off.
-"""
 
 _model_option = option(
     "-m --model MODEL",
@@ -163,18 +145,31 @@ def _absolute(model: str) -> str:
     return os.path.abspath(local_path(model)) if is_there else model
 
 
-@click.group(
-    "memory",
-    cls=Group,
-    short_help="Keep answers between runs, to draft from.",
-    epilog=EPILOG,
-    context_settings=SETTINGS,
-)
+@group("memory", short_help="Keep answers between runs, to draft from.")
 def memory_command() -> None:
-    """Keep answers between runs and draft from them; show, forget or export them."""
+    """Keep answers between runs and draft from them; show, forget or export them.
+
+    \b
+    Examples:
+      mlxspec memory on
+      mlxspec memory show
+      mlxspec memory forget --since 2h
+      mlxspec memory forget --matching "Jane Doe"
+      mlxspec memory export -o answers.jsonl
+
+    Once the memory is on, generate, chat, serve and run keep the models' answers and draft from
+    them. Prompts are not kept. The answers never leave this machine, and only you can read them.
+
+    Whether it is on or off, mlxspec learns from each output which drafts are right. It keeps a few
+    kilobytes of weights for each model, and no text.
+
+    --no-memory turns both off for a run, as does MLXSPEC_MEMORY=off. MLXSPEC_MEMORY=on turns the
+    memory on, and MLXSPEC_MEMORY=DIR turns it on with the answers in DIR. All of these override on
+    and off.
+    """
 
 
-@memory_command.command("on", context_settings=SETTINGS)
+@memory_command.command("on")
 @_model_option
 @option(
     "--max-tokens N",
@@ -192,7 +187,7 @@ def on_command(model: str | None, max_tokens: int | None) -> None:
     say(f"They are in {memory_directory()}; only you can read them.")
 
 
-@memory_command.command("off", context_settings=SETTINGS)
+@memory_command.command("off")
 @_model_option
 def off_command(model: str | None) -> None:
     """Stop keeping answers, and stop drafting from the kept ones."""
@@ -236,7 +231,7 @@ def _switch(
     return identity, settings.max_tokens
 
 
-@memory_command.command("show", context_settings=SETTINGS)
+@memory_command.command("show")
 @_model_option
 @option("--json", "Write one JSON object instead of text.", "as_json")
 def show_command(model: str | None, as_json: bool) -> None:
@@ -289,7 +284,7 @@ def show_command(model: str | None, as_json: bool) -> None:
         _show(one, settings)
 
 
-@memory_command.command("forget", context_settings=SETTINGS)
+@memory_command.command("forget")
 @option("--since WHEN", "Answers that ended since WHEN: 2h, 3d, 2026-11-23, 2026-11-23T14:30.")
 @option("--before WHEN", "Answers that ended before WHEN.")
 @option("--matching TEXT", "Answers that contain TEXT, in upper or lower case.")
@@ -368,7 +363,7 @@ def _chosen(
     return [one for one in within if text in decode(one[1]).casefold()]
 
 
-@memory_command.command("export", context_settings=SETTINGS)
+@memory_command.command("export")
 @_model_option
 @option("-o --output FILE", "Write to FILE instead of standard output.", type=FILE)
 @option("--force", "Replace an existing file.")

@@ -16,7 +16,7 @@ import click
 from ..errors import MlxspecError, OptionError
 from .common.generation import API_KEY
 from .common.notes import say
-from .common.options import SETTINGS, Command, Group, option
+from .common.options import Command, group, option
 from .common.output import output_console
 from .connect import write_texts
 from .serve import bracketed, checked, serve_options
@@ -37,12 +37,12 @@ class _Given(Command):
         return super().parse_args(ctx, args)
 
 
-@click.group("service", cls=Group, short_help="Keep a server running.", context_settings=SETTINGS)
+@group("service", short_help="Keep a server running.")
 def service_command() -> None:
     """Keep 'mlxspec serve' running from login on, by launchd on macOS and systemd on Linux."""
 
 
-@service_command.command("install", cls=_Given, context_settings=SETTINGS)
+@service_command.command("install", cls=_Given)
 @serve_options
 @option("--yes", "Write without asking.", group="Writing")
 @click.pass_obj
@@ -99,7 +99,7 @@ def _stable_path() -> str:
     return found if found and os.path.samefile(found, ours) else str(ours)
 
 
-@service_command.command("status", context_settings=SETTINGS)
+@service_command.command("status")
 def status_command() -> None:
     """Show whether the service runs, since when, its address, and whether it answers.
 
@@ -127,7 +127,7 @@ def _answers(address: str) -> str:
     return "yes" if status == 200 else f"no: /ready has status {status}"
 
 
-@service_command.command("logs", context_settings=SETTINGS)
+@service_command.command("logs")
 @option("-f --follow", "Show new lines as they come.")
 def logs_command(follow: bool) -> None:
     """Show the last 100 lines that the service printed."""
@@ -135,7 +135,7 @@ def logs_command(follow: bool) -> None:
     run(*system.reader, *["-f"] * follow, shown=True, remedy="see 'mlxspec service status'")
 
 
-@service_command.command("uninstall", context_settings=SETTINGS)
+@service_command.command("uninstall")
 def uninstall_command() -> None:
     """Stop the service, and remove what install wrote."""
     system, _ = _installed()
