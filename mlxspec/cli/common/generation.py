@@ -277,7 +277,7 @@ def _ids_or_texts(tokens: Sequence[str]) -> tuple[int | str, ...]:
     return tuple(int(token) if token.isdecimal() else token for token in tokens)
 
 
-_FORMS = ("json_schema", "regex", "grammar")
+FORMS = ("json_schema", "regex", "grammar")
 _form = partial(option_field, group="Form of the output")
 
 
@@ -327,7 +327,7 @@ class Generation:
     @cached_property
     def constraint(self) -> Constraint | None:
         """The form of the output; None for any."""
-        if len(given := [name for name in _FORMS if getattr(self, name) is not None]) > 1:
+        if len(given := [name for name in FORMS if getattr(self, name) is not None]) > 1:
             named = " and ".join(f"--{name.replace('_', '-')}" for name in given)
             raise OptionError(f"{named} are given together: choose one")
         if self.json_schema is not None:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 _UNLIMITED = 10_000  # columns
 _LONG_PROMPT = 1000  # tokens; shorter ones are processed in a blink
 _BAR = 60  # columns of the longest bar
+_PAGE_WIDTH = 160  # columns
 
 
 class _OutputConsole(Console):
@@ -161,9 +162,9 @@ class FoldingTable(Table):
             yield Text(f"{self._below}\n", style="dim")
 
 
-def print_tables(parts: Iterable[RenderableType]) -> None:
-    """Write tables and lines of text to standard output."""
-    console = output_console()
+def print_tables(parts: Iterable[RenderableType], color: bool | None = None) -> None:
+    """Write tables and lines of text to standard output, as :func:`output_console`."""
+    console = output_console(color)
     for part in parts:
         console.print(part)
 
@@ -186,9 +187,9 @@ pre {{ font: 14px/1.4 ui-monospace, Menlo, "DejaVu Sans Mono", monospace; overfl
 """
 
 
-def html_page(parts: Iterable[RenderableType], title: str, width: int = 120) -> str:
-    """Make an HTML page, ``width`` columns wide, of tables and lines of text; text is escaped."""
-    console = Console(file=io.StringIO(), record=True, width=width, force_terminal=True)
+def html_page(parts: Iterable[RenderableType], title: str) -> str:
+    """Make an HTML page of tables and lines of text; text is escaped."""
+    console = Console(file=io.StringIO(), record=True, width=_PAGE_WIDTH, force_terminal=True)
     for part in parts:
         console.print(part, highlight=False, markup=False, emoji=False)
     return console.export_html(code_format=_PAGE.replace("TITLE", title), inline_styles=True)
@@ -313,8 +314,12 @@ class ReportOptions:
         tables: Callable[[], Iterable[RenderableType]],
         page: Callable[[], Iterable[RenderableType]] | None = None,
         brief: Iterable[str] = (),
+        color: bool | None = None,
     ) -> None:
         """Show a report as JSON or as tables, and write it as a page if requested.
+
+        The page is written first, since a reader who closes the pipe ends the command. The report
+        is shown even if the page cannot be written.
 
         Args:
             title: the page's title.
@@ -322,47 +327,21 @@ class ReportOptions:
             tables: makes the tables.
             page: makes the content of the page; by default the tables.
             brief: lines to show instead of the tables if a page is written.
-        """
-
-        def show() -> None:
-            if self.as_json:
-                write_json(figures)
-            else:
-                print_tables(tables())
-
-        def show_briefly() -> None:
-            print_tables([*brief, shown(f"The tables are in {self.html}.")])
-
-        self.show(
-            show,
-            lambda: html_page((page or tables)(), title, 160),
-            show_briefly if brief and not self.as_json else None,
-        )
-
-    def show(
-        self,
-        show: Callable[[], None],
-        page: Callable[[], str],
-        briefly: Callable[[], None] | None = None,
-    ) -> None:
-        """Show a report, and write it as a page if requested.
-
-        The page is written first, since a reader who closes the pipe ends the command. The report
-        is shown even if the page cannot be written.
-
-        Args:
-            show: shows the report.
-            page: makes the page.
-            briefly: shows a summary if a page is written; by default ``show``.
+            color: as for :func:`mlxspec.terminal.wants_color`.
 
         Raises:
             OptionError: the page cannot be written.
         """
         try:
             if self.html:
-                write_page(self.html, page(), force=self.force)
+                write_page(self.html, html_page((page or tables)(), title), force=self.force)
         finally:
-            (briefly if self.html and briefly else show)()
+            if self.as_json:
+                write_json(figures)
+            elif self.html and brief:
+                print_tables([*brief, shown(f"The tables are in {self.html}.")], color)
+            else:
+                print_tables(tables(), color)
 
 
 def shown(name: str) -> str:
@@ -410,6 +389,7 @@ class Figures:
         plain_cost, cost: the cost of the generated tokens without drafts and with them, in the same
             unit; 0 if unknown. They come from the measured costs of rows, so other work of the
             machine does not count.
+        answers: how many there were.
     """
 
     context: int = 0
@@ -421,6 +401,7 @@ class Figures:
     stats: SpeculationStats | None = None
     plain_cost: float = 0.0
     cost: float = 0.0
+    answers: int = 0
 
     def add(
         self, answer: GenerationResponse | GenerationResult, generated: int, cost: float = 0.0
@@ -432,6 +413,7 @@ class Figures:
             generated: the number of its tokens.
             cost: the cost of its steps, in plain steps; 0 if unknown.
         """
+        self.answers += 1
         self.context = answer.prompt_tokens + generated
         self.prompt_tokens += answer.prompt_tokens
         self.reused_tokens += answer.reused_tokens
