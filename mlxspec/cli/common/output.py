@@ -228,10 +228,6 @@ def json_text(report: dict[str, Any], indent: int | None = None) -> str:
     return json.dumps(report, indent=indent).replace("\x7f", "\\u007f")
 
 
-def _same_file(path: Path, other: object) -> bool:
-    return isinstance(other, Path) and path.exists() and other.exists() and path.samefile(other)
-
-
 _MARK = b'<meta name="generator" content="mlxspec">'
 _BEGINNING = 1024  # bytes of a page that include the mark
 
@@ -246,14 +242,11 @@ def check_page(path: Path, *, force: bool) -> None:
     Raises:
         OptionError: ``path`` cannot be written, or holds something else.
     """
-    is_file = path.is_file() and not path.is_symlink()
-    if not is_file and not path.is_dir() and os.path.lexists(path):
-        raise OptionError(f"--html {path}: is a link, a pipe or a device; name a regular file")
     try:
         check_writable(path, OptionError)
     except OptionError as error:
         raise OptionError(f"--html {error}") from error
-    if is_file and not force:
+    if path.exists() and not force:
         with suppress(OSError), path.open("rb") as file:
             beginning = file.read(_BEGINNING)
             if not beginning or _MARK in beginning:
@@ -298,14 +291,13 @@ class ReportOptions:
         if not self.html:
             return
         check_page(self.html, force=self.force)
-        given = click.get_current_context().params
-        for name, value in given.items():
-            read = value if isinstance(value, tuple) else (value,)
-            if name != "html" and any(_same_file(self.html, path) for path in read):
-                raise OptionError(
-                    f"--html {self.html} would overwrite a file that this command reads; name "
-                    "another"
-                )
+        given = {**click.get_current_context().params, "html": None}.values()
+        paths = (one for value in given for one in (value if isinstance(value, tuple) else [value]))
+        page = os.path.realpath(self.html)
+        if any(isinstance(one, Path) and os.path.realpath(one) == page for one in paths):
+            raise OptionError(
+                f"--html {self.html} would overwrite a file that this command reads; name another"
+            )
 
     def show_tables(
         self,
