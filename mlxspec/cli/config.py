@@ -14,7 +14,7 @@ from ..terminal import one_line
 from .common.model_choice import default_model, known_names
 from .common.notes import reported, say
 from .common.options import argument, group
-from .common.output import output_console
+from .common.output import print_rows
 from .settings import (
     ALIAS,
     ALIAS_PREFIX,
@@ -127,17 +127,12 @@ def unset_command(key: str) -> None:
 
 
 def _show(config: UserConfig) -> None:
-    console, entries = output_console(), config.entries()
     there = "" if config.path.exists() else " (does not exist yet)"
-    rows = {"file": f"{config.path}{there}", **entries}
-    width = max(map(len, rows))
-    for key, value in rows.items():
-        console.print(f"{key:<{width}}  {one_line(value)}")
-    if not entries:
-        console.print("Nothing is set. 'mlxspec config --help' lists the settings.")
+    print_rows(("file", f"{config.path}{there}"), *config.entries().items())
+    if not config.entries():
+        say("Nothing is set. 'mlxspec config --help' lists the settings.")
     default = default_model()
-    named = f"{one_line(default[0])}, set by {default[1]}" if default else "demo"
-    console.print(f"The default model is {named}.")
+    say(f"The default model is {f'{default[0]}, set by {default[1]}' if default else DEMO}.")
 
 
 def _spelled(key: str) -> str:

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -20,7 +20,6 @@ import click
 
 from ..errors import LoadError, OptionError, StoreError
 from ..files import check_writable, replaced
-from ..terminal import one_line
 from .common.model_choice import MODEL
 from .common.notes import note, say
 from .common.options import FILE, group, option
@@ -29,6 +28,7 @@ from .common.output import (
     at_terminal,
     counted,
     json_text,
+    print_rows,
     print_tables,
     size_in_words,
     write_json,
@@ -278,7 +278,7 @@ def show_command(model: str | None, as_json: bool) -> None:
     if taught:
         learned = f"which drafts are right for {counted(taught, 'model')}; no text"
         rows += [("learned", learned), ("in", experience_directory())]
-    _print_rows(rows)
+    print_rows(*rows)
     for one in kept:
         click.echo()
         _show(one, settings)
@@ -477,14 +477,9 @@ def _show(kept: KeptAnswers, settings: Settings) -> None:
     ]
     if held["oldest"] is not None and held["newest"] is not None:
         rows += [("oldest", _at(held["oldest"])), ("newest", _at(held["newest"]))]
-    _print_rows(rows)
+    print_rows(*rows)
     if earned := kept.earned_by_day():
         print_tables([_table(earned)])
-
-
-def _print_rows(rows: Iterable[tuple[str, object]]) -> None:
-    for name, value in rows:
-        click.echo(f"{name:<10} {one_line(value)}")
 
 
 def _at(seconds: float) -> str:

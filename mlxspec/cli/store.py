@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 import click
 from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
-from ..terminal import one_line
 from .common.model_choice import MODEL
 from .common.notes import note, say
 from .common.options import NAME, argument, group, option
-from .common.output import ProgressBar, counted, size_in_words
+from .common.output import ProgressBar, counted, print_rows, size_in_words
 
 if TYPE_CHECKING:
     from ..corpus.store import Store
@@ -106,12 +105,8 @@ def info_command(file: str) -> None:
     from ..corpus.store import open_store
 
     store = open_store(file).verify()
-    for name, value in (
-        ("tokenizer", store.identity),
-        ("holds", _in_texts(store)),
-        ("size", size_in_words(store.nbytes)),
-    ):
-        click.echo(f"{name:<10} {one_line(value)}")
+    size = size_in_words(store.nbytes)
+    print_rows(("tokenizer", store.identity), ("holds", _in_texts(store)), ("size", size))
 
 
 def _write(

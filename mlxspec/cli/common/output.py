@@ -31,7 +31,7 @@ from rich.text import Text
 
 from ...errors import OptionError
 from ...files import SHARED, check_writable, replaced
-from ...terminal import visible, wants_color
+from ...terminal import one_line, visible, wants_color
 from .options import option_field
 
 if TYPE_CHECKING:
@@ -167,6 +167,13 @@ def print_tables(parts: Iterable[RenderableType], color: bool | None = None) -> 
     console = output_console(color)
     for part in parts:
         console.print(part)
+
+
+def print_rows(*rows: tuple[str, object]) -> None:
+    """Write names and what they stand for in two columns; each row is one line."""
+    width = max(9, *(len(name) for name, _ in rows))  # so that several blocks are usually aligned
+    for name, value in rows:
+        click.echo(f"{name:<{width}}  {one_line(value)}")
 
 
 _PAGE = """<!DOCTYPE html>
