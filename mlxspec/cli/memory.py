@@ -25,7 +25,7 @@ from .common.notes import note, say
 from .common.options import FILE, group, option
 from .common.output import (
     FoldingTable,
-    at_terminal,
+    confirm,
     counted,
     json_text,
     print_rows,
@@ -37,7 +37,7 @@ from .common.output import (
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..corpus import KeptAnswers, Memory, Settings, TokenizerIdentity
+    from ..corpus import KeptAnswers, Memory
 
 _DAYS = 7  # days that have a row of their own
 _ALWAYS = ("context", "memory")  # sources to show even if no draft came from them
@@ -179,56 +179,41 @@ def memory_command() -> None:
 )
 def on_command(model: str | None, max_tokens: int | None) -> None:
     """Keep answers from now on, and draft from them."""
-    from ..corpus import memory_directory
-
-    whose, most = _switch(model, keeps=True, max_tokens=max_tokens)
-    up_to = counted(most, "token") + (" each" if model is None else "")
-    say(f"Answers are kept from now on, for {whose or 'every tokenizer'}, up to {up_to}.")
-    say(f"They are in {memory_directory()}; only you can read them.")
+    _switch(model, keeps=True, max_tokens=max_tokens)
 
 
 @memory_command.command("off")
 @_model_option
 def off_command(model: str | None) -> None:
     """Stop keeping answers, and stop drafting from the kept ones."""
-    from ..corpus import memory_directory
-
-    whose, _ = _switch(model, keeps=False)
-    say(f"No answers are kept from now on, for {whose or 'any tokenizer'}.")
-    if any(one.count()["texts"] for one in _kept(_tokenizer_of(model))):
-        say(f"Kept answers stay in {memory_directory()}: mlxspec memory forget --all removes them.")
+    _switch(model, keeps=False)
 
 
-def _switch(
-    model: str | None, keeps: bool, max_tokens: int | None = None
-) -> tuple[TokenizerIdentity | None, int]:
-    """Turn the memory on or off, for one tokenizer or all; print a note if a variable overrides it.
+def _switch(model: str | None, keeps: bool, max_tokens: int | None = None) -> None:
+    """Turn the memory on or off, for one tokenizer or all, and print what that means."""
+    from .. import corpus
 
-    Returns:
-        the tokenizer, None for all, and how many tokens are kept per tokenizer.
-    """
-    from ..corpus import (
-        SWITCH,
-        KeptAnswers,
-        identify,
-        load_settings,
-        memory_directory,
-        save_settings,
-    )
-
-    settings, identity = load_settings(note), None
-    if model is None:
+    directory, tokenizer, identity = corpus.memory_directory(), _tokenizer_of(model), None
+    settings = corpus.load_settings(note)
+    settings = replace(settings, max_tokens=max_tokens or settings.max_tokens)
+    if tokenizer is None:
         settings = replace(settings, everything=keeps, tokenizers=frozenset())
     else:
-        identity = identify(_tokenizer_of(model))
+        identity = corpus.identify(tokenizer)
         settings = settings.with_tokenizer(identity, keeps)
         if keeps:
-            KeptAnswers(memory_directory(), identity, _absolute(model)).close()
-    settings = replace(settings, max_tokens=max_tokens or settings.max_tokens)
-    save_settings(settings)
-    if switch := os.environ.get(SWITCH):
-        note(f"{SWITCH} is {switch!r} here and overrides this")
-    return identity, settings.max_tokens
+            corpus.KeptAnswers(directory, identity, _absolute(str(model))).close()
+    corpus.save_settings(settings)
+    if switch := os.environ.get(corpus.SWITCH):
+        note(f"{corpus.SWITCH} is {switch!r} here and overrides this")
+    if keeps:
+        up_to = counted(settings.max_tokens, "token") + ("" if identity else " each")
+        say(f"Answers are kept from now on, for {identity or 'every tokenizer'}, up to {up_to}.")
+        say(f"They are in {directory}; only you can read them.")
+        return
+    say(f"No answers are kept from now on, for {identity or 'any tokenizer'}.")
+    if any(one.count()["texts"] for one in _kept(tokenizer)):
+        say(f"Kept answers stay in {directory}: mlxspec memory forget --all removes them.")
 
 
 @memory_command.command("show")
@@ -281,7 +266,17 @@ def show_command(model: str | None, as_json: bool) -> None:
     print_rows(*rows)
     for one in kept:
         click.echo()
-        _show(one, settings)
+        held, earned = one.count(), one.earned_by_day()
+        answers, tokens = counted(held["texts"], "answer"), counted(held["tokens"], "token")
+        rows = [
+            ("tokenizer", one.identity),
+            ("memory", "on" if settings.keeps(one.identity) else "off"),
+            ("holds", f"{answers}, {tokens}, {size_in_words(held['bytes'])}"),
+        ]
+        rows += [(name, _at(held[name])) for name in ("oldest", "newest") if held[name] is not None]
+        print_rows(*rows)
+        if earned:
+            print_tables([_table(earned)])
 
 
 @memory_command.command("forget")
@@ -332,11 +327,7 @@ def forget_command(
             say(f"{kept.identity}: {counted(len(chosen), 'answer')}, {tokens}, {ended}")
             found.append((kept, [row for row, _, _ in chosen]))
     if found and not yes:
-        if not at_terminal():
-            raise OptionError("forget asks for confirmation, which needs a terminal: add --yes")
-        if not click.confirm("Forget them?", err=True):
-            say("Nothing was forgotten.")
-            sys.exit(1)
+        confirm("forget", "Forget them?", "Nothing was forgotten.")
     for kept, rows in found:
         kept.forget(rows)
     for damaged in memory_directory().glob("*.damaged*"):
@@ -464,22 +455,6 @@ def _when(option: str, text: str | None) -> float | None:
         raise OptionError(
             f"{option} is {text!r}: write it as 30m, 2h, 3d, 2026-11-23 or 2026-11-23T14:30"
         ) from None
-
-
-def _show(kept: KeptAnswers, settings: Settings) -> None:
-    """Show what is kept for one tokenizer."""
-    held = kept.count()
-    answers, tokens = counted(held["texts"], "answer"), counted(held["tokens"], "token")
-    rows: list[tuple[str, object]] = [
-        ("tokenizer", kept.identity),
-        ("memory", "on" if settings.keeps(kept.identity) else "off"),
-        ("holds", f"{answers}, {tokens}, {size_in_words(held['bytes'])}"),
-    ]
-    if held["oldest"] is not None and held["newest"] is not None:
-        rows += [("oldest", _at(held["oldest"])), ("newest", _at(held["newest"]))]
-    print_rows(*rows)
-    if earned := kept.earned_by_day():
-        print_tables([_table(earned)])
 
 
 def _at(seconds: float) -> str:

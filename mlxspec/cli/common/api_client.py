@@ -9,9 +9,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from http.client import HTTPException, HTTPResponse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from ...engine.params import CacheOptions, SamplingParams
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 _SILENCE = 60.0  # seconds; mlxspec serve sends keep-alives sooner
 
 
-@dataclass(frozen=True)
-class ModelCard:
+class ModelCard(NamedTuple):
     """A model of a server.
 
     Attributes:

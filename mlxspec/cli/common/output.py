@@ -32,6 +32,7 @@ from rich.text import Text
 from ...errors import OptionError
 from ...files import SHARED, check_writable, replaced
 from ...terminal import one_line, visible, wants_color
+from .notes import say
 from .options import option_field
 
 if TYPE_CHECKING:
@@ -78,6 +79,19 @@ def _look(in_color: bool) -> dict[str, Any]:
 def at_terminal() -> bool:
     """Whether the command can ask the user at a terminal."""
     return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def confirm(asking: str, question: str, refused: str) -> None:
+    """Ask the user at a terminal; if the answer is no, print ``refused`` and exit.
+
+    Raises:
+        OptionError: there is no terminal; ``asking`` names what needs one.
+    """
+    if not at_terminal():
+        raise OptionError(f"{asking} asks for confirmation, which needs a terminal: add --yes")
+    if not click.confirm(question, err=True):
+        say(refused)
+        sys.exit(1)
 
 
 class ProgressBar:
