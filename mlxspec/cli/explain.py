@@ -80,8 +80,7 @@ def explain_command(
     console = error_console(color)
     with Memories(not generation.drafting.no_memory) as memories:
         decoder = generation.load(console, memories)
-        templated = prompt.uses_template(source, decoder.tokenizer)
-        tokens = prompt.tokens(source, decoder.tokenizer, templated)
+        tokens, templated = prompt.encoded(source, decoder.tokenizer)
         recorded: list[RecordedStep] = []
         decoder.wrap_drafter = partial(RecordingDrafter, steps=recorded)
         how = {"templated": templated, "begun": prompt.prefill_response}

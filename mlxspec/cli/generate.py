@@ -163,13 +163,13 @@ def answer(
     console = Console(quiet=True) if shows["quiet"] else error_console(shows["color"])
     with Memories(not generation.drafting.no_memory) as memories:
         decoder = generation.load(console, memories, leader)
-        templated = prompt.uses_template(source, decoder.tokenizer)
-        more: dict[str, Any] = {"templated": templated, "begun": prompt.prefill_response}
+        where: dict[str, Any] = {}
         if cached:
+            templated = prompt.uses_template(source, decoder.tokenizer)
             tokens, where = cached.continued(source, prompt, decoder, templated)
-            more |= where
         else:
-            tokens = prompt.tokens(source, decoder.tokenizer, templated)
+            tokens, templated = prompt.encoded(source, decoder.tokenizer)
+        more = {"templated": templated, "begun": prompt.prefill_response, **where}
         is_asked = templated and not generation.constraint
         question = source if is_asked and isinstance(source, str) else DEMO_CAN
         result = GenerationResult(logprobs=None if logprobs is None else [])

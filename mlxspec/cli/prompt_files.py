@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from itertools import chain
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import click
 from pydantic import BeforeValidator, ConfigDict, Field, Strict, ValidationError, create_model
@@ -153,7 +153,7 @@ def open_prompts(name: str) -> Iterator[tuple[Lines, int | None]]:
         yield chain([first], values), count
 
 
-def _lines(file: BinaryIO) -> Iterator[bytes]:
+def _lines(file: IO[bytes]) -> Iterator[bytes]:
     """The lines of a file; a line that is too long is cut to one byte, which is not a prompt."""
     while line := file.readline(_LONGEST_LINE):
         part = line
@@ -415,8 +415,7 @@ class PromptAnswers:
                 raise PromptError(
                     f"token ids need no chat template: leave out {given[0]}, or give a text"
                 )
-            templated = options.uses_template(prompt, tokenizer)
-            return options.tokens(prompt, tokenizer, templated), templated
+            return options.encoded(prompt, tokenizer)
         if options.chat is False:
             raise PromptError(
                 '"messages" need the chat template: leave out --raw, or give a "prompt"'

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -189,39 +188,20 @@ def model_argument(about: str = ABOUT + DEFAULT_OR_DEMO, *, several: bool = Fals
     """
     name, words = ("models", "[MODEL]...") if several else ("model", "[MODEL]")
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def called(*, named: Any, **options: Any) -> Any:
-            placed = options.pop(name)
-            both = (*placed, *named) if several else _one_of(placed, named)
-            return function(**{name: both}, **options)
+    def in_either_way(ctx: click.Context, _: click.Parameter, placed: Any) -> Any:
+        named = ctx.params.pop("named")
+        if several:
+            return *placed, *named
+        if placed and named and placed != named:
+            raise click.UsageError(f"MODEL is {placed}, and --model {named}: give one of them")
+        return placed or named
 
-        same = "Another way to name MODEL" + ("; repeatable." if several else ".")
-        by_name = option(
-            "-m --model MODEL", same, "named", type=MODEL, group=ARGUMENTS, multiple=several
-        )
-        by_place = argument(
-            name,
-            about,
-            required=False,
-            type=MODEL,
-            metavar=words,
-            nargs=-1 if several else 1,
-        )
-        return by_place(by_name(called))
-
-    return decorate
-
-
-def _one_of(placed: str | None, named: str | None) -> str | None:
-    """The model that was given, in either way.
-
-    Raises:
-        click.UsageError: two different models were given.
-    """
-    if placed and named and placed != named:
-        raise click.UsageError(f"MODEL is {placed}, and --model {named}: give one of them")
-    return placed or named
+    same = "Another way to name MODEL" + ("; repeatable." if several else ".")
+    early = {"group": ARGUMENTS, "is_eager": True}  # the argument's callback needs its value
+    by_name = option("-m --model MODEL", same, "named", type=MODEL, multiple=several, **early)
+    how = {"metavar": words, "nargs": -1 if several else 1, "callback": in_either_way}
+    by_place = argument(name, about, required=False, type=MODEL, **how)
+    return lambda function: by_place(by_name(function))
 
 
 def needed_model(model: str | None) -> str:
