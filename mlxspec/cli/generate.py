@@ -6,7 +6,6 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
@@ -20,9 +19,10 @@ from ..terminal import TokenPrinter, colored
 from .common.generation import Generation
 from .common.model_choice import DEMO_CAN, model_or_default, note_which_model
 from .common.notes import dispensable, silence_notes
-from .common.options import NAME, check_least, color_option, command, option, options_of
+from .common.options import NAME, check_least, check_one, color_option, command, option, options_of
 from .common.output import (
     Figures,
+    FoldingTable,
     error_console,
     prefill_bar,
     result_report,
@@ -113,8 +113,7 @@ def generate_command(*, prompts: str | None, concurrency: int | None, **options:
     """
     if options["quiet"]:
         silence_notes()
-        if options["stats"]:
-            raise OptionError("--quiet and --stats are given together: choose one")
+    check_one(quiet=options["quiet"], stats=options["stats"])
     if prompts is not None:
         from .prompt_files import answer_prompts
 
@@ -241,9 +240,7 @@ def figures_panel(result: GenerationResult, legend: bool, predicted_cost: float 
 
 def step_times_table(step_times: list[StepTime]) -> Table:
     """The median time of steps by their rows, and the verify cost."""
-    table = Table(box=SIMPLE)
-    for heading in ("rows", "steps", "ms", "cost"):
-        table.add_column(heading, justify="right")
+    table = FoldingTable("rows", "steps", "ms", "cost")
     for time in step_times:
         cost = "–" if time.cost is None else f"{time.cost:.2f}"
         rows = f"{time.rows} pipelined" if time.pipelined else str(time.rows)

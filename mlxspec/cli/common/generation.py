@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -32,8 +32,8 @@ from .options import (
     NO_HEAD_HELP,
     NO_MEMORY,
     NO_MEMORY_HELP,
-    check_head,
     check_least,
+    check_one,
     nested,
     option_field,
 )
@@ -150,11 +150,8 @@ class DraftingOptions:
         check_least(1, num_draft_tokens=self.num_draft_tokens)
         if self.num_draft_tokens is not None and self.draft_model is None:
             raise OptionError("--num-draft-tokens needs a draft model: name it with --draft-model")
-        if self.draft_model is not None and self.drafter is not None:
-            raise OptionError("--drafter and --draft-model are given together: choose one")
-        check_head(self.head, self.no_head)
-        if self.head is not None and self.draft_model is not None:
-            raise OptionError("--head and --draft-model are given together: choose one")
+        check_one(drafter=self.drafter, draft_model=self.draft_model)
+        check_one(head=self.head, no_head=self.no_head, draft_model=self.draft_model)
         _ = self.lookup, self.lookahead  # raises an error for a wrong value
 
     def _for_some_decoders(self) -> dict[str, tuple[str, ...]]:
@@ -279,6 +276,7 @@ def _ids_or_texts(tokens: Sequence[str]) -> tuple[int | str, ...]:
 
 FORMS = ("json_schema", "regex", "grammar")
 _form = partial(option_field, group="Form of the output")
+_model = partial(option_field, group="Model and prompt")
 
 
 @dataclass(frozen=True)
@@ -297,12 +295,10 @@ class Generation:
 
     model: str | None
     max_tokens: int
-    drafting: DraftingOptions = field(metadata=nested(DraftingOptions, "Drafting"))
-    ends: Ends = field(metadata=nested(Ends, "End of the output", stop_tokens=_ids_or_texts))
-    sampling: SamplingParams = field(
-        metadata=nested(SamplingParams, "Sampling", logit_bias=_biases)
-    )
-    caches: CacheOptions = field(metadata=nested(CacheOptions, "Memory"))
+    drafting: DraftingOptions = nested(DraftingOptions, "Drafting")
+    ends: Ends = nested(Ends, "End of the output", stop_tokens=_ids_or_texts)
+    sampling: SamplingParams = nested(SamplingParams, "Sampling", logit_bias=_biases)
+    caches: CacheOptions = nested(CacheOptions, "Memory")
     json_schema: str | None = _form(
         "--json-schema FILE",
         "Generate JSON that is valid under the JSON Schema in FILE.",
@@ -316,9 +312,7 @@ class Generation:
         "Generate text in the grammar in FILE: Lark in llguidance's variant, or llama.cpp's GBNF.",
         type=NAME,
     )
-    adapter_path: str | None = option_field(
-        ADAPTERS, ADAPTERS_HELP, type=NAME, group="Model and prompt"
-    )
+    adapter_path: str | None = _model(ADAPTERS, ADAPTERS_HELP, type=NAME)
 
     def __post_init__(self) -> None:
         check_least(1, max_tokens=self.max_tokens)
@@ -327,9 +321,7 @@ class Generation:
     @cached_property
     def constraint(self) -> Constraint | None:
         """The form of the output; None for any."""
-        if len(given := [name for name in FORMS if getattr(self, name) is not None]) > 1:
-            named = " and ".join(f"--{name.replace('_', '-')}" for name in given)
-            raise OptionError(f"{named} are given together: choose one")
+        check_one(**{name: getattr(self, name) for name in FORMS})
         if self.json_schema is not None:
             return _read_form("--json-schema", self.json_schema, Constraint.json_schema)
         if self.grammar is not None:
@@ -350,21 +342,16 @@ class Generation:
         from ...models.heads.loading import load_with_head
         from ...models.model import load
 
-        if leader and self.adapter_path is not None:
-            raise OptionError(
-                "--adapter-path: adapters cannot be split over several machines; merge them into "
-                "the model with mlx_lm.fuse, or run without mlx.launch"
-            )
         drafting = self.drafting
-        if leader and drafting.head is not None:
-            raise OptionError(
-                "--head: a head cannot draft for a model that is split over several machines; "
-                "leave it out, or run without mlx.launch"
-            )
-        if config := drafting.prompt_lookup_config:
-            *_, ignored = parse_lookup_config(config)
-            if ignored:
-                note(ignored)
+        for name, given in (("adapter-path", self.adapter_path), ("head", drafting.head)):
+            if leader and given is not None:
+                raise OptionError(
+                    f"--{name} is not for a model that is split over several machines: leave it "
+                    "out, or run without mlx.launch"
+                )
+        config = drafting.prompt_lookup_config
+        if config and (ignored := parse_lookup_config(config)[2]):
+            note(ignored)
         name = model_or_default(self.model)
         extra: Callable[[], Drafter] | None = None
         draft_model = head = None

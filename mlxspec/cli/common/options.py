@@ -220,15 +220,15 @@ def option_field(spelling: str, help: str, *, default: Any = None, **more: Any) 
 _TYPES = {"float": float, "int": int, "str": str, "Path": FILE}
 
 
-def nested(kind: type, group: str, **read: Callable) -> dict[str, Any]:
-    """The metadata of a field that is itself a dataclass of options, for :func:`options_of`.
+def nested(kind: type, group: str, **read: Callable) -> Any:
+    """A field that is itself a dataclass of options, for :func:`options_of`.
 
     Args:
         kind: the field's class.
         group: the heading of its options.
         read: functions, by field, that make the value from the given texts.
     """
-    return {"options": kind, "group": group, "read": read}
+    return field(metadata={"options": kind, "group": group, "read": read})
 
 
 def options_of(
@@ -340,11 +340,14 @@ def check_least(least: int, **options: int | None) -> None:
             raise OptionError(f"--{name.replace('_', '-')} is {value}: give at least {least}")
 
 
-def check_head(head: str | None, no_head: bool) -> None:
-    """Check that ``--head`` and ``--no-head`` are not given together.
+def check_one(**options: object) -> None:
+    """Check that at most one of these options is given, that is, neither None nor False.
 
     Raises:
-        OptionError: they are.
+        OptionError: several are.
     """
-    if head is not None and no_head:
-        raise OptionError("--head and --no-head are given together: choose one")
+    given = [
+        name.replace("_", "-") for name, value in options.items() if value not in (None, False)
+    ]
+    if len(given) > 1:
+        raise OptionError(f"--{given[0]} and --{given[1]} are given together: choose one")
