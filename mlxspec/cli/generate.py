@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -37,40 +38,36 @@ if TYPE_CHECKING:
     from .cache_prompt import CachedPrompt
 
 
+_model = partial(option, group="Model and prompt")
+_output = partial(option, group="Output")
+
+
 @command("generate")
 @prompt_argument
 @model_option
 @options_of(PromptOptions, "prompt", "Model and prompt")
-@option(
+@_model(
     "--prompt-cache-file FILE",
     "Continue a prompt cached by 'mlxspec cache-prompt' or mlx_lm.cache_prompt.",
     type=NAME,
-    group="Model and prompt",
 )
-@option(
+@_model(
     "--prompts FILE",
     "Answer each line of FILE, several at a time: see below; - reads standard input.",
     type=NAME,
-    group="Model and prompt",
 )
-@option(
-    "--concurrency N",
-    "With --prompts: answer N at once.  [default: 8]",
-    type=int,
-    group="Model and prompt",
-)
-@option("--max-tokens N", "Generate at most N tokens.", default=250, group="Model and prompt")
+@_model("--concurrency N", "With --prompts: answer N at once.  [default: 8]", type=int)
+@_model("--max-tokens N", "Generate at most N tokens.", default=250)
 @options_of(Generation, "generation")
-@option("-q --quiet", "Show only the text: no figures, progress or notes.", group="Output")
+@_output("-q --quiet", "Show only the text: no figures, progress or notes.")
 @color_option("Output")
-@option("--stats", "Show the measured time of a step by its number of rows.", group="Output")
-@option("--json", "Write one JSON object instead of text.", "as_json", group="Output")
-@option(
+@_output("--stats", "Show the measured time of a step by its number of rows.")
+@_output("--json", "Write one JSON object instead of text.", "as_json")
+@_output(
     "--logprobs K",
     "With --json or --prompts: log-probabilities of each token, and of the K likeliest tokens in "
     "its place.",
     type=int,
-    group="Output",
 )
 def generate_command(*, prompts: str | None, concurrency: int | None, **options: Any) -> None:
     """Generate text with speculative decoding.

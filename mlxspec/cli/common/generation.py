@@ -92,9 +92,7 @@ class DraftingOptions:
         of=PLANNED,
     )
     drafter: str | None = option_field(
-        DRAFTER,
-        "With auto: also draft with your own class, where that pays.",
-        of=("auto",),
+        DRAFTER, "With auto: also draft with your own class, where that pays.", of=("auto",)
     )
     draft_model: str | None = option_field(
         "--draft-model MODEL",
@@ -119,8 +117,7 @@ class DraftingOptions:
     )
     ngram_min: int | None = _lookup("--ngram-min N", "Shortest n-gram.  [default: 1]")
     prompt_lookup_config: str | None = _lookup(
-        "--prompt-lookup-config [N,N,[0]]",
-        "Set --n-draft and --ngram-max in TensorRT-LLM's form.",
+        "--prompt-lookup-config [N,N,[0]]", "Set --n-draft and --ngram-max in TensorRT-LLM's form."
     )
     window_size: str | None = _lookahead(
         "-W --window-size --WINDOW_SIZE W",
@@ -424,10 +421,7 @@ class Generation:
             yield from map(as_shown, generated)
 
     def options(
-        self,
-        decoder: Decoder,
-        conversation: Sequence[int] | None = None,
-        begun: str | None = None,
+        self, decoder: Decoder, conversation: Sequence[int] | None = None, begun: str | None = None
     ) -> GenerationOptions:
         """The options for :meth:`mlxspec.Decoder.decode`: sampling, form, ends and caches.
 

@@ -295,9 +295,7 @@ class ReportOptions:
 
     html: Path | None = option_field("--html FILE", "Also write the report as an HTML page.")  # noqa: RUF009
     force: bool = option_field(
-        "--force",
-        "Replace any file with the page, not only an older report.",
-        default=False,
+        "--force", "Replace any file with the page, not only an older report.", default=False
     )
     as_json: bool = option_field(
         "--json", "Write one JSON object instead of tables.", default=False
