@@ -64,8 +64,19 @@ def run_command(module: str | None, no_memory: bool, arguments: tuple[str, ...])
     if module is None and not arguments:
         raise click.UsageError("name a script, or a module with -m")
     program = _module(module, arguments) if module else _script(arguments[0], arguments[1:])
-    with Memories(not no_memory) as memories:
-        _run(program, memories)
+    from ..compat.augmentation import augment
+    from ..compat.generation import remembering
+
+    with Memories(not no_memory) as memories, augment(), remembering(memories.of):
+        try:
+            program()
+        except KeyboardInterrupt:
+            sys.exit(INTERRUPTED)
+        except Exception as error:
+            # Shown here, since click would handle some of these exceptions as its own.
+            shown = error.with_traceback(_from_program(error.__traceback__))
+            sys.excepthook(type(shown), shown, shown.__traceback__)
+            sys.exit(1)
 
 
 def _script(path: str, arguments: Sequence[str]) -> Callable[[], object]:
@@ -104,23 +115,6 @@ def _module(name: str, arguments: Sequence[str]) -> Callable[[], object]:
         raise click.ClickException(f"{name}: no such module; to run a script, leave out -m")
     sys.argv = [name, *arguments]
     return partial(runpy.run_module, name, run_name="__main__", alter_sys=True)
-
-
-def _run(program: Callable[[], object], memories: Memories) -> None:
-    """Run a program with speculation, and end this process as the program would end."""
-    from ..compat.augmentation import augment
-    from ..compat.generation import remembering
-
-    with augment(), remembering(memories.of):
-        try:
-            program()
-        except KeyboardInterrupt:
-            sys.exit(INTERRUPTED)
-        except Exception as error:
-            # Shown here, since click would handle some of these exceptions as its own.
-            shown = error.with_traceback(_from_program(error.__traceback__))
-            sys.excepthook(type(shown), shown, shown.__traceback__)
-            sys.exit(1)
 
 
 def _from_program(traceback: TracebackType | None) -> TracebackType | None:
