@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from textwrap import indent
+from textwrap import indent, shorten
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 
 _SEEDS = 1 << 64
 _GLANCE = 60  # characters of a message that are enough to recognise it
+_NOTHING_SAID = "nothing has been said yet: write a message first"
 
 _model = partial(option, group="Model and prompt")
 _output = partial(option, group="Output")
@@ -128,7 +129,7 @@ def chat_command(
 
 @dataclass(eq=False)
 class Chat:
-    """Takes messages and commands until the user leaves.
+    """A chat: commands and messages, and what is printed.
 
     Attributes:
         conversation: the conversation with the model.
@@ -155,14 +156,27 @@ class Chat:
         """The conversation after an answer at temperature 0, which a retry would not change."""
 
     def run(self, turns: LineInput | TerminalInput) -> None:
-        """Read messages and answer them."""
+        """Answer messages and run commands until the user leaves."""
         leaves = False  # whether the next Ctrl-C leaves
         while True:
             try:
                 message = turns.message()
                 leaves = False
-                if message is None or not self._take(message):
+                if message is None:
                     return
+                if found := command_in(message):
+                    command, argument = found
+                    if command.run is None:
+                        return
+                    command.run(self, argument)
+                elif message.strip():
+                    # The space marks it as a message instead of a command.
+                    text = message[1:] if message.startswith(" /") else message
+                    self._answer(partial(self.conversation.answer, text), self.sampling.temp)
+            except MlxspecError as error:
+                if not self.interactive:
+                    raise
+                note(error)
             except KeyboardInterrupt:
                 if not self.interactive:
                     raise
@@ -170,24 +184,6 @@ class Chat:
                     return
                 leaves = True
                 self.say("Press Ctrl-C again or Ctrl-D to leave.")
-
-    def _take(self, message: str) -> bool:
-        """Answer a message or run a command; return False if the command ends the chat."""
-        try:
-            if found := command_in(message):
-                command, argument = found
-                if command.run is None:
-                    return False
-                command.run(self, argument)
-            elif message.strip():
-                # The space marks it as a message instead of a command.
-                text = message[1:] if message.startswith(" /") else message
-                self._answer(partial(self.conversation.answer, text), self.sampling.temp)
-        except MlxspecError as error:
-            if not self.interactive:
-                raise
-            note(error)
-        return True
 
     def _answer(self, start: Callable[[Progress], _Answer], temp: float) -> None:
         """Answer a message, and write the text as it is generated; Ctrl-C ends only the answer.
@@ -277,14 +273,12 @@ class Chat:
             )
         if not self.conversation.unanswered:
             self._retries += 1
-        sampling: dict[str, Any] = {"temp": temp}
-        if seed is not None:
-            sampling["seed"] = (seed + self._retries) % _SEEDS
-        self._answer(partial(self.conversation.retry, **sampling), temp)
+        seed = None if seed is None else (seed + self._retries) % _SEEDS
+        self._answer(partial(self.conversation.retry, temp=temp, seed=seed), temp)
 
     def _undo(self, _: str) -> None:
-        message = one_line(self.conversation.undo())
-        self.say(f"Took back: {message[:_GLANCE]}{'…' * (len(message) > _GLANCE)}")
+        message = shorten(one_line(self.conversation.undo()), _GLANCE, placeholder=" …")
+        self.say(f"Took back: {message}")
 
     def _reset(self, _: str) -> None:
         self.conversation.reset()
@@ -310,13 +304,11 @@ class Chat:
             self.say(f"Now chatting with {self.model_name}.")
 
     def _save(self, file: str) -> None:
-        messages = self.conversation.saved
-        if not messages:
-            raise PromptError("nothing has been said yet: write a message first")
-        path = local_path(file)
-        write_chat(path, self.conversation.model.name, messages)
-        n_turns = sum(message["role"] != "system" for message in messages)
-        self.say(f"Saved {counted(n_turns, 'message')} in {one_line(path)}.")
+        conversation, path = self.conversation, local_path(file)
+        if not conversation.messages:
+            raise PromptError(_NOTHING_SAID)
+        write_chat(path, conversation.model.name, conversation.saved)
+        self.say(f"Saved {counted(len(conversation.messages), 'message')} in {one_line(path)}.")
 
     def _load(self, file: str) -> None:
         self.restore(*read_chat(local_path(file)))
@@ -603,7 +595,7 @@ class ChatConversation:
             PromptError: there is no message.
         """
         if not self.messages:
-            raise PromptError("nothing has been said yet: write a message first")
+            raise PromptError(_NOTHING_SAID)
         begin = self._turns()[-1]
         message = str(self.messages[begin]["content"])
         del self.messages[begin:]
