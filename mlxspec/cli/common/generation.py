@@ -390,7 +390,8 @@ class Generation:
             decoder: made by :meth:`load`.
             tokens: the prompt.
             templated: whether the output is an answer in a chat.
-            begun: the beginning of that answer, at the end of the prompt.
+            begun: the beginning of that answer, at the end of the prompt; the form applies to what
+                follows it.
             more: other arguments of :meth:`mlxspec.Decoder.decode`.
 
         Returns:
@@ -402,12 +403,23 @@ class Generation:
         """
         from ...engine.caches import cached_length
         from ...engine.model_sizes import context_length
+        from ...generation.options import ends_in_reasoning, in_answer, leaves_reasoning_open
+        from ...models.detokenizer import detokenizer_of
 
-        options = {**self.options(decoder, tokens if templated else None, begun), **more}
+        options: Any = {**self.options(decoder), **more}
+        tokenizer, constraint = decoder.tokenizer, self.constraint
+        trims = templated and begun is None and bool(detokenizer_of(tokenizer).prefix_space)
+        if templated and constraint is not None:
+            if begun is None:
+                reasons = ends_in_reasoning([*tokens], tokenizer)
+            else:
+                reasons = leaves_reasoning_open(begun, tokenizer)
+            options["constraint"] = in_answer(
+                constraint, tokenizer, reasons=reasons, trims_space=trims
+            )
         n_prompt = len(tokens) + cached_length(more.get("prompt_cache") or ())
         room = room_for(context_length(decoder.model), n_prompt, self.max_tokens)
-        request = decoder.new_request(tokens, room, cast("GenerationOptions", options))
-        trims = templated and begun is None and puts_space_first(decoder)
+        request = decoder.new_request(tokens, room, options)
         return request, without_first_space(trims)
 
     def stream(
@@ -420,37 +432,13 @@ class Generation:
         with closing(responses(request)) as generated:
             yield from map(as_shown, generated)
 
-    def options(
-        self, decoder: Decoder, conversation: Sequence[int] | None = None, begun: str | None = None
-    ) -> GenerationOptions:
-        """The options for :meth:`mlxspec.Decoder.decode`: sampling, form, ends and caches.
-
-        Args:
-            decoder: made by :meth:`load`.
-            conversation: the prompt's tokens, if the output is an answer in a chat.
-            begun: the beginning of that answer; the form applies to the rest.
-        """
-        from ...generation.options import ends_in_reasoning, in_answer, leaves_reasoning_open
-
-        tokenizer, constraint = decoder.tokenizer, self.constraint
+    def options(self, decoder: Decoder) -> GenerationOptions:
+        """The options for :meth:`mlxspec.Decoder.decode`: sampling, form, ends and caches."""
         # XTC never removes line breaks and end tokens, as on mlx-lm's command line.
-        kept = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
-        options: dict[str, Any] = {
-            **vars(self.ends),
-            **vars(self.caches),
-            "sampling": replace(self.sampling, xtc_special_tokens=kept),
-            "constraint": constraint,
-        }
-        if constraint is not None and conversation is not None:
-            if begun is None:
-                reasons = ends_in_reasoning([*conversation], tokenizer)
-            else:
-                reasons = leaves_reasoning_open(begun, tokenizer)
-            trims = begun is None and puts_space_first(decoder)
-            options["constraint"] = in_answer(
-                constraint, tokenizer, reasons=reasons, trims_space=trims
-            )
-        return cast("GenerationOptions", options)
+        kept = [*decoder.tokenizer.encode("\n"), *decoder.tokenizer.eos_token_ids]
+        sampling = replace(self.sampling, xtc_special_tokens=kept)
+        options = {"sampling": sampling, "constraint": self.constraint}
+        return cast("GenerationOptions", vars(self.ends) | vars(self.caches) | options)
 
     def note_if_full(self, model: nn.Module, finish_reason: str | None, generated: int) -> None:
         """Print a note if the output ended because the model's context is full."""
@@ -475,13 +463,6 @@ def _read_form(option: str, file: str, read: Callable[[str], Constraint]) -> Con
         if not message.startswith(source):
             message = f"{source}: {message}"
         raise OptionError(message) from error
-
-
-def puts_space_first(decoder: Decoder) -> bool:
-    """Whether the tokenizer puts a space before every text, even an answer in a chat."""
-    from ...models.detokenizer import detokenizer_of
-
-    return bool(detokenizer_of(decoder.tokenizer).prefix_space)
 
 
 def without_first_space(applies: bool) -> Callable[[GenerationResponse], GenerationResponse]:
