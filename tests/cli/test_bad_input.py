@@ -20,7 +20,7 @@ from mlxspec.cli.main import main
 pytestmark = pytest.mark.slow
 
 ROOT = Path(mlxspec.__file__).parents[1]
-START = "from mlxspec.cli.start import main; main()"
+START = "from mlxspec.__main__ import main; main()"
 LONG = "x" * 300
 PROMPT = ("--prompt", "a")
 
