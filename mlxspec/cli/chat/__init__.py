@@ -692,11 +692,7 @@ class LocalModel:
         return tokens
 
     def stream(
-        self,
-        tokens: Sequence[int],
-        max_tokens: int,
-        on_progress: Progress | None = None,
-        **sampling: Any,
+        self, tokens: Sequence[int], max_tokens: int, on_progress: object = None, **sampling: Any
     ) -> _Answer:
         """Generate an answer.
 
