@@ -137,14 +137,14 @@ def note_which_model(asked: str | None, prompt: str = DEMO_CAN) -> None:
     """
     default = None if asked else default_model()
     answers, source = default or (asked or DEMO, "")
-    unnamed = not (asked or default)
+    unnamed, here = not (asked or default), Path(DIRECTORY).resolve()
     if answers == DEMO and (unnamed or is_beyond_demo(prompt)):
         note(
             f"{'no model is named, so ' * unnamed}the demo model answers: a toy that repeats, "
             f"copies, edits and quotes text, such as '{DEMO_CAN}'; for more try "
             f"--model {SMALL_MODEL}"
         )
-    elif default and Path(DIRECTORY).is_dir() and not _is_same(answers, DIRECTORY):
+    elif default and Path(DIRECTORY).is_dir() and local_path(answers).resolve() != here:
         note(f"{answers} answers, set by {source}; to use the model here, add --model {DIRECTORY}")
 
 
@@ -162,10 +162,6 @@ def is_beyond_demo(prompt: str) -> bool:
     """
     lines = prompt.strip().splitlines() or [""]
     return not (_GIVEN.search(prompt.strip()) and any(map(_TASK.search, (lines[0], lines[-1]))))
-
-
-def _is_same(first: str, second: str) -> bool:
-    return os.path.realpath(local_path(first)) == os.path.realpath(local_path(second))
 
 
 # --- as options and arguments ---
