@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import platformdirs
 
 from ..errors import MlxspecError, OptionError, SettingsError
-from ..files import SHARED, check_writable, replaced
+from ..files import SHARED, check_writable, directory_in, replaced
 from ..models.model_files import DEMO
 from ..process import MLX_VARIABLES, variables_in
 
@@ -119,16 +119,8 @@ def config_path() -> Path:
     Raises:
         OptionError: the environment variable names the home directory of an unknown user.
     """
-    chosen = os.environ.get(ENVIRONMENT_VARIABLE)
-    if not chosen:
-        return platformdirs.user_config_path("mlxspec") / "config.toml"
-    try:
-        return Path(chosen).expanduser() / "config.toml"
-    except RuntimeError:
-        raise OptionError(
-            f"{ENVIRONMENT_VARIABLE} is {chosen!r}, but that user has no known home directory; "
-            "name another directory"
-        ) from None
+    directory = directory_in(ENVIRONMENT_VARIABLE) or platformdirs.user_config_path("mlxspec")
+    return directory / "config.toml"
 
 
 def load_config() -> UserConfig:
