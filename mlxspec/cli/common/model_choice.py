@@ -37,12 +37,7 @@ class _Model(Name):
     An alias or "demo" takes precedence over a directory with its name; "./demo" is the directory.
     """
 
-    def convert(
-        self,
-        value: str | os.PathLike[str],
-        param: click.Parameter | None,
-        ctx: click.Context | None,
-    ) -> str | bytes | os.PathLike[str]:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         name = os.fsdecode(super().convert(value, param, ctx))
         if ctx is not None and ctx.resilient_parsing:
             return name

@@ -6,7 +6,6 @@ command, which then gets an instance of it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import Field, field, fields
@@ -164,16 +163,9 @@ def _as_utf8(text: str) -> str:
 class Name(click.Path):
     """A name that must not be empty: as a path, "" would be the working directory."""
 
-    def convert(
-        self,
-        value: str | os.PathLike[str],
-        param: click.Parameter | None,
-        ctx: click.Context | None,
-    ) -> str | bytes | os.PathLike[str]:
-        if value == "" and param is not None:
-            long = [name for name in param.opts if name.startswith("--")]
-            label = long[0] if long else param.human_readable_name.strip("[].")
-            raise click.UsageError(f"{label} is empty: give a name, or leave it out", ctx)
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("it is empty; give a name, or leave it out", param, ctx)
         return super().convert(value, param, ctx)
 
 
