@@ -34,8 +34,8 @@ from .common.options import (
     NAME,
     NO_HEAD,
     NO_HEAD_HELP,
-    check_head,
     check_least,
+    check_one,
     command,
     names_completed,
     option,
@@ -142,7 +142,7 @@ def bench_command(
     backends = chosen_backends(asked.decoders)
     if asked.drafter is not None:
         backends |= backends_with(load_drafter(asked.drafter))
-    check_head(asked.head, asked.no_head)
+    check_one(head=asked.head, no_head=asked.no_head)
     uses_head = any(map(takes_head, backends))
     if asked.head is not None and not uses_head:
         raise OptionError("--head is for --decoder auto and combined: add one of them")

@@ -23,8 +23,8 @@ from .common.options import (
     NAME,
     NO_HEAD,
     NO_HEAD_HELP,
-    check_head,
     check_least,
+    check_one,
     command,
     option,
     options_of,
@@ -100,7 +100,7 @@ def calibrate_command(
     check_least(1, context=min(context, default=1), sequences=sequences)
     if adapter_path is not None and model is None:
         raise OptionError("--adapter-path is given without its MODEL: name that, too")
-    check_head(head, no_head)
+    check_one(head=head, no_head=no_head)
     if head is not None and (show or sequences > 1):
         other = "--show" if show else "--sequences"
         raise OptionError(f"--head is measured anew, for one sequence: leave out {other}")

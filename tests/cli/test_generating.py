@@ -342,7 +342,10 @@ def test_a_head_that_makes_no_sense_is_one_line_before_a_model_is_loaded(
 
 def test_a_model_that_is_split_takes_no_head() -> None:
     leader: Any = object()
-    with Memories(keeps=False) as memories, pytest.raises(OptionError, match="--head: a head can"):
+    with (
+        Memories(keeps=False) as memories,
+        pytest.raises(OptionError, match="--head is not for a model that is split"),
+    ):
         taken("--head", "a").load(error_console(), memories, leader)
 
 
