@@ -28,8 +28,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList
 
 from ..drafting.drafter import DraftTree
 from .caches import SlotKVCache, Slots, TreeKVCache, TreeRows, masked_for
-from .patches import forward_at, install
-from .tape import Tape
+from .patches import Tape, forward_at, install
 from .target import Capability, Target
 
 # Contexts in slots are padded to the longest one. Attention may read at most _MOST_PADDING times

@@ -40,8 +40,7 @@ from .caches import (
 )
 from .head_cache import HeadCache
 from .params import CacheOptions
-from .patches import forward_at, install, split_from
-from .tape import Tape
+from .patches import Tape, forward_at, install, split_from
 
 _AFTER_MARK = 16  # tokens of a prompt; what opens an answer in chat templates is shorter
 
