@@ -15,9 +15,8 @@ _PUBLIC = {
     ".drafting.drafter": "DraftTree Drafter VerifiedStep",
     ".drafting.lookahead": "LookaheadDrafter",
     ".drafting.sources": "PromptLookupDrafter",
-    ".engine.constraint": "Constraint",
     ".engine.draft_model": "DraftModelDrafter",
-    ".engine.params": "SamplingParams pure",
+    ".engine.params": "Constraint SamplingParams pure",
     ".engine.prompt_cache_file": "load_prompt_cache save_prompt_cache",
     ".errors": "ConversionError DistributedError DrafterError LoadError MlxspecError "
     "OptionError PromptCacheError PromptError StoreError",
@@ -43,8 +42,8 @@ if TYPE_CHECKING:  # for type checkers and editors; _PUBLIC lists the same names
     from .drafting.drafter import VerifiedStep as VerifiedStep
     from .drafting.lookahead import LookaheadDrafter as LookaheadDrafter
     from .drafting.sources import PromptLookupDrafter as PromptLookupDrafter
-    from .engine.constraint import Constraint as Constraint
     from .engine.draft_model import DraftModelDrafter as DraftModelDrafter
+    from .engine.params import Constraint as Constraint
     from .engine.params import SamplingParams as SamplingParams
     from .engine.params import pure as pure
     from .engine.prompt_cache_file import load_prompt_cache as load_prompt_cache

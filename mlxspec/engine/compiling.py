@@ -22,7 +22,7 @@ import llguidance
 
 from ..errors import OptionError
 from . import compiling_process
-from .constraint import ONE_LINE, Constraint
+from .params import ONE_LINE, Constraint
 
 # These are llguidance's defaults, with three exceptions: the grammar's size (compile time grows
 # with the cube of the optional properties: a second for 2000 of them), the automaton's states (one

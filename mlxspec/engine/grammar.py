@@ -21,7 +21,7 @@ from ..drafting.drafter import DraftTree
 from ..errors import OptionError
 from ..models.detokenizer import token_bytes
 from .compiling import compiled, in_one_line, outline_of
-from .constraint import Constraint, Phase, Phases
+from .params import Constraint, Phase, Phases
 
 _KEPT = 64  # compiled constraints per tokenizer
 _WORD = 32  # tokens in a word of a mask
@@ -176,35 +176,26 @@ class Grammar:
 
     def __init__(self, constraint: Constraint | Phases, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
-        self.phases = [
-            _Compiled(
-                # A tokenizer may have markers that the model lacks.
-                phase._replace(
-                    exits={t: p for t, p in phase.exits.items() if t < vocabulary.vocab_size}
-                ),
-                vocabulary.matcher(phase.constraint) if phase.constraint else None,
-            )
-            for phase in constraint.phases
-        ]
+        phases = (Phase(constraint),) if isinstance(constraint, Constraint) else constraint
+        self.beginnings = [_beginning(phase, vocabulary) for phase in phases]
+        """Per phase, the place at its beginning."""
 
     def begin(self) -> GrammarState:
         """The state before an output's first token."""
         return GrammarState(self)
 
 
-class _Compiled(NamedTuple):
-    """A phase, with a matcher in its initial state if the phase has a constraint."""
-
-    phase: Phase
-    matcher: llguidance.LLMatcher | None
-
-    @property
-    def moves_back(self) -> bool:
-        """Whether the matcher can take tokens back; after these attributes of rules it cannot."""
-        constraint = self.phase.constraint
-        return constraint is None or not _ONE_WAY.search(constraint.text)
+def _beginning(phase: Phase, vocabulary: Vocabulary) -> _Place:
+    # A tokenizer may have markers that the model lacks.
+    exits = {token: to for token, to in phase.exits.items() if token < vocabulary.vocab_size}
+    phase, constraint = phase._replace(exits=exits), phase.constraint
+    if constraint is None:
+        return _Place(phase, None)
+    moves_back = not _ONE_WAY.search(constraint.text)
+    return _Place(phase, vocabulary.matcher(constraint), moves_back=moves_back)
 
 
+# With these attributes of rules, a matcher cannot take tokens back.
 _ONE_WAY = re.compile(r"\b(?:max_tokens|stop)\s*=")
 
 
@@ -313,9 +304,8 @@ class GrammarState:
                 self._retreat()
 
     def _beginning_of(self, number: int) -> _Place:
-        compiled = self._grammar.phases[number]
-        matcher = compiled.matcher.deep_copy() if compiled.matcher else None
-        return _Place(compiled.phase, matcher, moves_back=compiled.moves_back)
+        place = self._grammar.beginnings[number]
+        return place._replace(matcher=place.matcher and place.matcher.deep_copy())
 
     def _advance(self, token: int, for_good: bool = False) -> bool:
         """Advance by a token, or return False without a change if it is not allowed."""
