@@ -199,7 +199,7 @@ _REPLACED_BY_SAMPLER = {
 }
 
 
-_LONGEST_CONSTRAINT = 1_000_000  # characters in a schema, regex or grammar
+_MOST_CHARACTERS = 1_000_000  # characters in a schema, regex or grammar
 _MOST_CHOICES = 10_000
 
 
@@ -225,9 +225,9 @@ class Constraint:
     lead: str = ""
 
     def __post_init__(self) -> None:
-        if len(self.text) > _LONGEST_CONSTRAINT:
+        if len(self.text) > _MOST_CHARACTERS:
             raise OptionError(
-                f"the {self.noun} has {len(self.text):,} characters: use {_LONGEST_CONSTRAINT:,} at most"
+                f"the {self.noun} has {len(self.text):,} characters: use {_MOST_CHARACTERS:,} at most"
             )
 
     @property
