@@ -12,17 +12,9 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
+from functools import partial
 from types import FunctionType
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Generic,
-    Literal,
-    NamedTuple,
-    SupportsFloat,
-    SupportsIndex,
-    TypeVar,
-)
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsFloat, SupportsIndex, TypeVar
 
 from ..errors import OptionError
 
@@ -56,14 +48,8 @@ def pure(function: _Function) -> _Function:
     return _Pure(function)  # type: ignore[return-value]
 
 
-class _Pure(Generic[_Function]):
-    # A class, since functools.wraps would copy an attribute of the function to impure wrappers.
-
-    def __init__(self, function: _Function) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any) -> mx.array:
-        return self._function(*args)
+class _Pure(partial[Any]):
+    """A marked function. An attribute would not do: functools.wraps copies it to any wrapper."""
 
 
 def _is_pure(function: object) -> bool:
@@ -199,7 +185,7 @@ _REPLACED_BY_SAMPLER = {
 }
 
 
-_MOST_CHARACTERS = 1_000_000  # characters in a schema, regex or grammar
+_LONGEST_TEXT = 1_000_000  # characters in a schema, regex or grammar
 _MOST_CHOICES = 10_000
 
 
@@ -225,9 +211,9 @@ class Constraint:
     lead: str = ""
 
     def __post_init__(self) -> None:
-        if len(self.text) > _MOST_CHARACTERS:
+        if len(self.text) > _LONGEST_TEXT:
             raise OptionError(
-                f"the {self.noun} has {len(self.text):,} characters: use {_MOST_CHARACTERS:,} at most"
+                f"the {self.noun} has {len(self.text):,} characters: use {_LONGEST_TEXT:,} at most"
             )
 
     @property
