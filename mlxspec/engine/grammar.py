@@ -20,7 +20,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..drafting.drafter import DraftTree
 from ..errors import OptionError
 from ..models.detokenizer import token_bytes
-from .compiling import compiled, in_one_line, outline_of
+from .compiling import compiled, in_one_line
 from .params import Constraint, Phase, Phases
 
 _KEPT = 64  # compiled constraints per tokenizer
@@ -69,9 +69,8 @@ class Vocabulary:
             n_vocab=vocab_size,
             eos_token=self.ends,
         )
-        outline = outline_of(
-            vocab_size, self.ends, {token: bytes_of[token] for token in sorted(special)}
-        )
+        texts = {token: bytes_of[token].decode("latin-1") for token in sorted(special)}
+        outline = {"size": vocab_size, "ends": self.ends, "special": texts}
         self.compiled = lru_cache(_KEPT)(partial(compiled, tokens=self.tokens, outline=outline))
 
     @classmethod
@@ -128,17 +127,14 @@ def _special_tokens(tokenizer: TokenizerWrapper, vocab_size: int) -> set[int]:
     special = {*tokenizer.all_special_ids}
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special |= {token for token, one in added.items() if getattr(one, "special", False)}
-    special |= {token for token in _markers(tokenizer) if token is not None}
-    return {token for token in special if 0 <= token < vocab_size}
-
-
-def _markers(tokenizer: TokenizerWrapper) -> list[int | None]:
     names: list[str] = ["[ARGS]"]
     if tokenizer.has_thinking:
         names += tokenizer.think_start, tokenizer.think_end
     if tokenizer.has_tool_calling:
         names += tokenizer.tool_call_start, tokenizer.tool_call_end
-    return [token_of(tokenizer, name) for name in names]
+    markers = (token_of(tokenizer, name) for name in names)
+    special |= {token for token in markers if token is not None}
+    return {token for token in special if 0 <= token < vocab_size}
 
 
 def token_of(tokenizer: TokenizerWrapper, marker: str) -> int | None:
