@@ -16,8 +16,7 @@ import click
 
 import mlxspec
 
-from ...engine.constraint import Constraint
-from ...engine.params import CacheOptions, SamplingParams
+from ...engine.params import CacheOptions, Constraint, SamplingParams
 from ...errors import MlxspecError, OptionError
 from .model_choice import MODEL, model_or_default
 from .notes import note
