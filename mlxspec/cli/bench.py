@@ -176,9 +176,12 @@ def _report(
 ) -> Report:
     """Load the model, measure until the end or Ctrl-C, and make the report."""
     from ..bench.measure import Measurement, bench_report, machine_facts, model_facts, with_head
+    from ..engine.heads import attach_head
     from ..models.heads.loading import load_with_head
 
     loaded, tokenizer, its_head = load_with_head(model, head, asked.adapter_path)
+    if its_head is not None and attach_head(its_head, loaded) is None:
+        its_head = None
     if its_head is not None:
         backends = with_head(backends, its_head)
     max_tokens, repeats = asked.max_tokens, asked.repeats

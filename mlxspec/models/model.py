@@ -148,7 +148,9 @@ def load_lazily(
     except SystemExit as error:  # from mlx-lm's OLMo 1, which prints the package's name
         raise LoadError(f"{directory}: the model needs a package that is not installed") from error
     except Exception as error:  # whatever a wrong configuration or file makes mlx-lm raise
-        raise LoadError(f"{directory}: {reason(error)}") from error
+        from .heads.loading import NO_MODEL, is_head  # which imports this module
+
+        raise LoadError(f"{directory}: {NO_MODEL if is_head(config) else reason(error)}") from error
     return model, config
 
 

@@ -61,9 +61,13 @@ def cached_repositories() -> Iterator[tuple[str, Path]]:
 
 def model_files(directory: Path) -> ModelFiles:
     """Examine a model's directory."""
+    from .heads.loading import NO_MODEL, is_head  # takes a second
+
     nbytes = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
     try:
         config = read_config(directory)
+        if is_head(config):
+            raise LoadError(NO_MODEL)
         tensors = check_weights(directory)
         architecture = config.get("model_type")
         if not isinstance(architecture, str) or not _is_known(architecture):

@@ -32,8 +32,11 @@ class Head(nn.Module):
             Empty if it reads the states after the final norm.
         most: the most tokens that it drafts at once.
         width: of its features.
+        asked: whether the user has named it; otherwise it comes with its target, and is left out
+            if it cannot draft.
     """
 
+    asked: bool = True
     reads: tuple[int, ...]
     most: int = 8
     width: int

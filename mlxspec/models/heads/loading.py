@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ...errors import LoadError, printable
+from ...errors import LoadError, OptionError, printable
 from ..model import evaluate, find_adapters, load, reason, widen
 from ..model_files import (
     BESIDE,
@@ -61,6 +61,15 @@ _FAMILIES: dict[type[Head], tuple[str, ...]] = {
     Gemma4Assistant: ("gemma4",),
     QwenMTP: ("qwen3_5", "qwen3_next"),
 }
+
+NO_MODEL = (
+    "a trained head, not a model; name the model that it was made for, and the head beside it: "
+    "--model MODEL --head HEAD"
+)
+"""What is wrong with a head's folder as a model."""
+
+LEFT_OUT = "the head that comes with the model is left out: %s"
+"""The warning of a head that cannot be used, though nobody has named it."""
 
 CONVERTED = "mlxspec_converted"
 """In ``config.json``: the tensors are the parameters. Norms must not be judged a second time."""
@@ -242,20 +251,29 @@ def head_for(
     Raises:
         LoadError: the head that is named cannot be used. One that comes with the model is left out,
             with a warning.
+        OptionError: ``head`` is True, and the model's directory is not known.
     """
     if isinstance(head, Head):
         return head
     config = dict(getattr(getattr(model, "args", None), "__dict__", {}))
     if isinstance(head, str | Path):
         return load_head(head, config)
+    if head is True and directory is None:
+        raise OptionError(
+            "head is True, but the model is given loaded: name the head's directory or repository, "
+            "or give the model by its name"
+        )
     if head is False or directory is None:
         return None
     try:
-        found = own_head(directory)
-        return _load(found, config) if found else None
+        if (found := own_head(directory)) is None:
+            return None
+        own = _load(found, config)
     except LoadError as error:
-        _log.warning("the head that comes with the model is left out: %s", error)
+        _log.warning(LEFT_OUT, error)
         return None
+    own.asked = False
+    return own
 
 
 def load_head(path_or_repo: str | Path, target_config: dict[str, Any]) -> Head:
