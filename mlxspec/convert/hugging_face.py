@@ -7,7 +7,7 @@ from typing import Any
 import mlx.nn as nn
 
 from ..errors import ConversionError
-from ..models.heads.loading import is_head
+from ..models.heads import named_kind
 from ..models.model import load_lazily
 from ..models.model_files import find_directory, local_path, read_config
 
@@ -47,7 +47,7 @@ def load_hugging_face(directory: Path) -> tuple[nn.Module, dict[str, Any]]:
     if not (directory / "config.json").is_file() and (directory / "params.json").is_file():
         raise ConversionError(f"{directory}: is an original checkpoint; use --torch-path for it")
     config = read_config(directory)
-    if is_head(config):
+    if named_kind(config):
         raise ConversionError(f"{directory}: a trained head, not a model; convert it with --head")
     return load_lazily(directory, config)
 

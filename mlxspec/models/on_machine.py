@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LoadError
+from .heads import NO_MODEL, named_kind
 from .model_files import check_weights, read_config
 
 _TYPES = {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}
@@ -61,12 +62,10 @@ def cached_repositories() -> Iterator[tuple[str, Path]]:
 
 def model_files(directory: Path) -> ModelFiles:
     """Examine a model's directory."""
-    from .heads.loading import NO_MODEL, is_head  # takes a second
-
     nbytes = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
     try:
         config = read_config(directory)
-        if is_head(config):
+        if named_kind(config):
             raise LoadError(NO_MODEL)
         tensors = check_weights(directory)
         architecture = config.get("model_type")
