@@ -195,9 +195,12 @@ def _report(
     """Load the model, measure until the end or Ctrl-C, and make the report."""
     from ..bench.measure import Measurement, bench_report, machine_facts, model_facts, with_head
     from ..drafting.kept import CostCache
+    from ..engine.heads import attach_head
     from ..models.heads.loading import load_with_head
 
     loaded, tokenizer, its_head = load_with_head(model, head, asked.adapter_path)
+    if its_head is not None and attach_head(its_head, loaded) is None:
+        its_head = None
     about = model_facts(loaded, model, its_head)
     # First, so that the planner knows them, and that a busy machine ends the command early.
     curves = measured_curves(CostCache(), loaded, about["name"]) if with_curves else []

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import mlx.nn as nn
 
     from ..drafting.kept import CostCache, CostKey, KnownTimes
-    from ..models.heads import Head
+    from ..engine.heads import TrainedHead
 
 _MOST_SEQUENCES = 64  # whose steps are shown
 _DIGEST = 8  # characters, enough to distinguish models of one kind and size
@@ -173,6 +173,7 @@ def _measured(
         the curves, whether the model verifies no drafts, and the times of a head, if any.
     """
     from ..engine.capability import Capability, chain_capability
+    from ..engine.heads import attach_head
     from ..models.heads.loading import load_with_head
     from ..models.model_files import given_name
 
@@ -181,7 +182,8 @@ def _measured(
     if chain_capability(model) is Capability.PLAIN:
         return curves, True, None
     plain_step = curves[0]["times"][0]["seconds"]
-    return curves, False, _times_of_head(its_head, model, plain_step) if its_head else None
+    trained = attach_head(its_head, model) if its_head else None
+    return curves, False, _times_of_head(trained, plain_step) if trained else None
 
 
 def measured_curves(
@@ -244,18 +246,16 @@ def measured_curves(
     return [_curve(key, context, known, name) for context, known in found.items()]
 
 
-def _times_of_head(head: Head, model: nn.Module, plain_step: float) -> dict[str, Any]:
+def _times_of_head(trained: TrainedHead, plain_step: float) -> dict[str, Any]:
     """The head's kind, and by the ``tokens`` of a draft its ``seconds`` and ``cost``.
 
     Args:
-        head: a trained head.
-        model: its target.
+        trained: a head, attached to its target.
         plain_step: the seconds of a plain step, the unit of the cost.
     """
-    from ..engine.heads import TrainedHead
     from ..models.heads.loading import NAMES
 
-    times = TrainedHead(head, model).times
+    head, times = trained.head, trained.times
     seconds = [times.seconds(tokens) for tokens in range(1, head.most + 1)]
     rows = [
         {"tokens": tokens, "seconds": taken, "cost": taken / plain_step}

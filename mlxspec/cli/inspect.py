@@ -54,13 +54,14 @@ def inspect_command(model: str | None, adapter_path: str | None, as_json: bool) 
     tests how several sequences can share a forward, in which each must get the same result as
     alone, and whether the result of a prompt depends on its chunks.
     """
-    from ..models.heads.loading import find_head, head_directory, is_head, own_head
+    from ..models.heads import named_kind
+    from ..models.heads.loading import find_head, head_directory, own_head
     from ..models.model import load
     from ..models.model_files import find_directory, read_config
 
     model = needed_model(model)
     directory = find_directory(model, None, weights=())
-    if is_head(read_config(directory)):
+    if named_kind(read_config(directory)):
         if adapter_path is not None:
             raise OptionError(f"--adapter-path {adapter_path}: a trained head takes no adapters")
         report = _head_report(find_head(head_directory(model)))

@@ -370,8 +370,6 @@ class Generation:
                 check_vocabularies(draft_model, decoder.vocab_size, len(decoder.tokenizer))
             if decoder.plans:
                 _ = decoder.costs
-            if head is not None:
-                _ = decoder.model.trained_head.times  # measured, too
         return decoder
 
     def request(
