@@ -132,6 +132,8 @@ def share(trees: Sequence[DraftTree], tokens: Sequence[mx.array] = ()) -> list[m
         return [mx.array(tree.tokens) for tree in trees]
     own = mx.concatenate([*tokens]) if tokens else mx.zeros(len(trees))
     shared = mx.distributed.all_sum(own.astype(mx.uint32))
+    # In a pipeline, no value of rank 0's forward depends on it, and the others would wait.
+    mx.async_eval(shared)
     return [shared[n : n + 1] for n in range(len(trees))]
 
 
