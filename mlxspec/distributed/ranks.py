@@ -151,8 +151,8 @@ class Leader:
     All that rank 0 changes in the memory of MLX, the followers change, too: models, targets and
     joints have numbers, by which the leader names them when it sends what is done with them.
 
-    Use split models in one thread at a time: MLX runs each thread's operations by themselves, and
-    the followers have one thread.
+    Threads take turns, since MLX runs the operations of each thread by themselves, and the
+    followers have one thread only.
 
     Args:
         group: the ranks.
@@ -164,6 +164,7 @@ class Leader:
         self.channel = channel
         self._numbers = count()
         self._dropped: list[int] = []
+        self._turn = threading.RLock()
         self._thread = threading.get_ident()
         self._dispatched = mx.array(0)
 
@@ -174,9 +175,11 @@ class Leader:
             LoadError: as :func:`.ranks.load_shard`.
         """
         number = next(self._numbers)
-        self.send("load", number, str(path_or_repo))
-        model, tokenizer = load_shard(path_or_repo, self.group)
-        wait_for_all()
+        with self._turn:
+            mx.eval(self._dispatched)
+            self.send("load", number, str(path_or_repo))
+            model, tokenizer = load_shard(path_or_repo, self.group)
+            wait_for_all()
         model.leader, model.number = self, number
         weakref.finalize(model, self._dropped.append, number)
         return model, tokenizer
@@ -221,8 +224,7 @@ class Leader:
 
     def run(self, function: Callable[..., Result], model: nn.Module, *args: Any) -> Result:
         """Call a function of :data:`.ranks.TOGETHER` with the model, at every rank."""
-        with uninterrupted(), mx.stream(generation_stream):
-            self.send("run", function.__name__, model.number, *args)
+        with self.sending("run", function.__name__, model.number, *args):
             return function(model, *args)
 
     def expect_loss(self) -> None:
@@ -234,14 +236,22 @@ class Leader:
         mx.async_eval(logits)
         self._dispatched = logits
 
+    @contextmanager
+    def sending(self, *message: Any) -> Iterator[None]:
+        """Send a command; in the block it is done here, to its end even if interrupted."""
+        with uninterrupted(), self._turn, mx.stream(generation_stream):
+            if self._thread != threading.get_ident():
+                mx.eval(self._dispatched)
+                self._thread = threading.get_ident()
+            self.send(*message)
+            yield
+
     def send(self, *message: Any) -> None:
-        """Send the followers a command."""
-        if self._thread != threading.get_ident():
-            mx.eval(self._dispatched)
-            self._thread = threading.get_ident()
-        while self._dropped:
-            self.channel.send("drop", self._dropped.pop())
-        self.channel.send(*message)
+        """Send the followers a command that computes nothing."""
+        with self._turn:
+            while self._dropped:
+                self.channel.send("drop", self._dropped.pop())
+            self.channel.send(*message)
 
 
 class _Led:
@@ -258,7 +268,7 @@ class _Led:
 
     @contextmanager
     def _sending(self, others: Sequence[_Led], *message: Any) -> Iterator[None]:
-        """Send a call, unless it is part of one that was sent; end it here even if interrupted.
+        """Send a call, unless it is part of one that was sent.
 
         Args:
             others: what the call uses besides this.
@@ -267,8 +277,7 @@ class _Led:
         if not self.leads:
             yield
             return
-        with uninterrupted(), mx.stream(generation_stream):
-            self._leader.send(*message)
+        with self._leader.sending(*message):
             try:
                 for one in (self, *others):
                     one.leads = False
