@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 import time
@@ -11,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -38,6 +39,8 @@ from .launch import end_with, uninterrupted
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+_log = logging.getLogger(__name__)
 
 
 def load_shard(
@@ -231,6 +234,15 @@ class Leader:
         """After an error in MLX: wait for the channel to notice that a rank is gone, if one is."""
         time.sleep(_SECONDS_TO_NOTICE)
 
+    def fail(self, error: Exception) -> NoReturn:
+        """End all ranks after an error in what they do together.
+
+        The followers wait for values that will not come, and whatever is sent waits behind them.
+        """
+        self.expect_loss()
+        _log.error("rank 0 has failed", exc_info=error)
+        self.channel.end(_error_line(0, error))
+
     def dispatch(self, logits: mx.array) -> None:
         """Compute logits without waiting: the other ranks wait for values of the same forward."""
         mx.async_eval(logits)
@@ -238,13 +250,22 @@ class Leader:
 
     @contextmanager
     def sending(self, *message: Any) -> Iterator[None]:
-        """Send a command; in the block it is done here, to its end even if interrupted."""
+        """Send a command; in the block it is done here, to its end even if interrupted.
+
+        A ValueError, such as that of a window that cannot be cut, is the same at every rank. After
+        other errors all end.
+        """
         with uninterrupted(), self._turn, mx.stream(generation_stream):
             if self._thread != threading.get_ident():
                 mx.eval(self._dispatched)
                 self._thread = threading.get_ident()
             self.send(*message)
-            yield
+            try:
+                yield
+            except ValueError:
+                raise
+            except Exception as error:
+                self.fail(error)
 
     def send(self, *message: Any) -> None:
         """Send the followers a command that computes nothing."""
@@ -427,8 +448,13 @@ def _follow_to_the_end(group: mx.distributed.Group) -> None:
     except Exception as error:
         if channel:
             time.sleep(_SECONDS_TO_NOTICE)  # rank 0 may have the same error, and report it
-        reason = "" if isinstance(error, MlxspecError) else f"{type(error).__name__}: "
-        end_with(f"Error: rank {group.rank()}: {reason}{error}")
+        end_with(_error_line(group.rank(), error))
+
+
+def _error_line(rank: int, error: Exception) -> str:
+    """What a rank says of the error that ends it."""
+    kind = "" if isinstance(error, MlxspecError) else f"{type(error).__name__}: "
+    return f"Error: rank {rank}: {kind}{error}"
 
 
 class Follower:
