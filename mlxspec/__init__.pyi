@@ -12,8 +12,8 @@ from .drafting.drafter import DraftTree as DraftTree
 from .drafting.drafter import VerifiedStep as VerifiedStep
 from .drafting.lookahead import LookaheadDrafter as LookaheadDrafter
 from .drafting.sources import PromptLookupDrafter as PromptLookupDrafter
-from .engine.constraint import Constraint as Constraint
 from .engine.draft_model import DraftModelDrafter as DraftModelDrafter
+from .engine.params import Constraint as Constraint
 from .engine.params import SamplingParams as SamplingParams
 from .engine.params import pure as pure
 from .engine.prompt_cache_file import load_prompt_cache as load_prompt_cache

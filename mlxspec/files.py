@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from .errors import MlxspecError
+from .errors import MlxspecError, OptionError
 
 PRIVATE = 0o600
 """The mode of files that hold prompts or outputs: only their owner may read them."""
@@ -32,6 +32,22 @@ SHARED = 0o644
 _PATIENCE = 30.0  # seconds to wait for another writer
 _POLL = 0.02
 _MAX_NAME_BYTES = 200  # of a file's name within its temporary name; file systems allow 255
+
+
+def directory_in(variable: str) -> Path | None:
+    """The directory that an environment variable names; None if it is not set.
+
+    Raises:
+        OptionError: it names the home directory of an unknown user.
+    """
+    named = os.environ.get(variable)
+    try:
+        return Path(named).expanduser() if named else None
+    except RuntimeError:
+        raise OptionError(
+            f"{variable} is {named!r}, but that user has no known home directory; name another "
+            "directory"
+        ) from None
 
 
 def check_writable(path: Path, error: type[MlxspecError]) -> None:

@@ -456,7 +456,6 @@ def _kept(served: list[ServedModel], directory: Path) -> Iterator[None]:
 
 def _panel(address: str, worker: Worker, with_key: bool) -> Panel:
     """The server's address and models, and how to use it."""
-    from ..generation.drafting import Auto
     from ..models.heads.loading import NAMES
     from ..server.prompts import why_no_tools
 
@@ -466,8 +465,8 @@ def _panel(address: str, worker: Worker, with_key: bool) -> Panel:
         length = served.context_length
         context = f"{length:,} tokens of context" if length else "context length unknown"
         rows.add_row("model", f"{shown(served.name)}, {context}")
-        if isinstance(drafting := served.decoder.drafting, Auto) and drafting.head is not None:
-            rows.add_row("head", NAMES[type(drafting.head)])
+        if trained := getattr(served.decoder.model, "trained_head", None):
+            rows.add_row("head", NAMES[type(trained.head)])
         if reason := why_no_tools(served.decoder.tokenizer):
             rows.add_row("tools", f"not supported, since {reason}")
         rows.add_row("memory", f"at most {served.memory.limit / 2**30:,.1f} GiB for KV caches")

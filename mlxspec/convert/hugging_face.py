@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import ConversionError
-from ..models.heads import Head
+from ..models.heads import Head, named_kind
 from ..models.heads import loading as heads
 from ..models.heads.chains import QwenMTP, norms_centred_at_zero
 from ..models.model import load_lazily
@@ -47,12 +47,15 @@ def load_hugging_face(directory: Path) -> tuple[nn.Module, dict[str, Any]]:
     """Load mlx-lm's model with a checkpoint's unevaluated weights, and its configuration.
 
     Raises:
-        ConversionError: the directory has an original checkpoint.
+        ConversionError: the directory has an original checkpoint, or a trained head.
         LoadError: a file is missing or damaged, or mlx-lm cannot load the checkpoint.
     """
     if not (directory / "config.json").is_file() and (directory / "params.json").is_file():
         raise ConversionError(f"{directory}: is an original checkpoint; use --torch-path for it")
-    return load_lazily(directory, read_config(directory))
+    config = read_config(directory)
+    if named_kind(config):
+        raise ConversionError(f"{directory}: a trained head, not a model; convert it with --head")
+    return load_lazily(directory, config)
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import platformdirs
 
 from ..errors import OptionError, StoreError
-from ..files import PRIVATE, replaced
+from ..files import PRIVATE, directory_in, replaced
 from ..jsonl import load_json
 from .suffix_array import TOKEN_BITS, read_arrays
 
@@ -507,14 +507,14 @@ def memory_directory() -> Path:
     Raises:
         OptionError: an environment variable names an impossible directory.
     """
-    switch = os.environ.get(SWITCH)
-    if not switch or switch in ("on", "off"):
+    switch, named = os.environ.get(SWITCH), directory_in(SWITCH)
+    if named is None or switch in ("on", "off"):
         return data_directory() / "memory"
-    if os.sep not in switch:
+    if os.sep not in str(switch):
         raise OptionError(
             f"{SWITCH} is {switch!r}: set it to on, off, or a directory with a {os.sep} in its name"
         )
-    return _expanded(SWITCH, switch)
+    return named
 
 
 def data_directory() -> Path:
@@ -523,19 +523,7 @@ def data_directory() -> Path:
     Raises:
         OptionError: :data:`ENVIRONMENT_VARIABLE` begins with ``~`` and an unknown user name.
     """
-    if chosen := os.environ.get(ENVIRONMENT_VARIABLE):
-        return _expanded(ENVIRONMENT_VARIABLE, chosen)
-    return platformdirs.user_data_path("mlxspec")
-
-
-def _expanded(variable: str, directory: str) -> Path:
-    try:
-        return Path(directory).expanduser()
-    except RuntimeError:
-        raise OptionError(
-            f"{variable} is {directory!r}, but that user has no known home directory; "
-            "name another directory"
-        ) from None
+    return directory_in(ENVIRONMENT_VARIABLE) or platformdirs.user_data_path("mlxspec")
 
 
 def load_settings(on_trouble: OnTrouble) -> Settings:

@@ -20,8 +20,8 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 import platformdirs
 from pydantic import AfterValidator, Field, TypeAdapter
 
-from ..errors import MlxspecError, OptionError
-from ..files import replaced
+from ..errors import MlxspecError
+from ..files import directory_in, replaced
 from .acceptance import MOST_SEEN, TOKEN_FEATURES, Corrections
 from .costs import MOST_UNCERTAINTY, STEP_SECONDS, WIDEST, KnownTime
 from .heads import HeadExperience
@@ -45,16 +45,7 @@ def cache_directory() -> Path:
     Raises:
         OptionError: ``MLXSPEC_CACHE_DIR`` begins with ``~`` and an unknown user name.
     """
-    chosen = os.environ.get(ENVIRONMENT_VARIABLE)
-    if not chosen:
-        return platformdirs.user_cache_path("mlxspec")
-    try:
-        return Path(chosen).expanduser()
-    except RuntimeError:
-        raise OptionError(
-            f"{ENVIRONMENT_VARIABLE} is {chosen!r}, but that user has no known home directory; "
-            "name another directory"
-        ) from None
+    return directory_in(ENVIRONMENT_VARIABLE) or platformdirs.user_cache_path("mlxspec")
 
 
 def _read_json(path: Path, head: Mapping[str, object]) -> dict[str, Any]:

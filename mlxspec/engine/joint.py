@@ -28,8 +28,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList
 
 from ..drafting.drafter import DraftTree
 from .caches import SlotKVCache, Slots, TreeKVCache, TreeRows, masked_for
-from .patches import forward_at, install
-from .tape import Tape
+from .patches import Tape, forward_at, install
 from .target import Capability, Target
 
 # Contexts in slots are padded to the longest one. Attention may read at most _MOST_PADDING times
@@ -116,7 +115,7 @@ class Joint:
         """
         trees = {target: _with_pending(target, tree) for target, _, tree in members}
         in_slots = SlotRows.of(
-            [(_held(target), trees.get(target)) for target in self._seated],
+            [(target.held, trees.get(target)) for target in self._seated],
             all_in_slots=len(members) == len(self._seated) and self._in_slots_only,
         )
         seats = {self._seated[slot]: slot for slot in in_slots.slots} if in_slots else {}
@@ -126,7 +125,7 @@ class Joint:
         with ExitStack() as masked:
             for target, *_ in ordered:
                 tree = trees[target]
-                positions += [_held(target) + depth for depth in tree.depths]
+                positions += [target.held + depth for depth in tree.depths]
                 if self.mode is JointMode.BLOCK or not tree.is_chain:
                     mask = TreeRows(tree)
                     masked.enter_context(masked_for(mask, target.trimmable))
@@ -245,11 +244,6 @@ def joint_for(model: nn.Module, mode: JointMode) -> Joint:
     leader = getattr(model, "leader", None)
     make = leader.joint if leader else Joint
     return make(model, mode)
-
-
-def _held(target: Target) -> int:
-    """The number of positions that a target's caches hold."""
-    return target.length - len(target.pending)
 
 
 def _with_pending(target: Target, tree: DraftTree) -> DraftTree:

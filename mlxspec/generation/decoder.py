@@ -331,7 +331,10 @@ class AutoDecoder(Decoder):
 
     Raises:
         LoadError, OptionError, DrafterError: as :class:`Decoder`.
-        OptionError: ``memory`` and ``memory_tokens`` are both given.
+        LoadError: ``head`` cannot draft for the model. One that comes with the model is left out
+            then, with a warning.
+        OptionError: ``memory`` and ``memory_tokens`` are both given, or ``head`` is True and the
+            model is given loaded.
         StoreError: the store cannot be read, or the store or ``memory`` was made with another
             tokenizer.
     """

@@ -154,9 +154,10 @@ class Auto(Drafting):
     plans = True
 
     def model_to_run(self, model: nn.Module) -> nn.Module:
-        from ..engine.heads import TrainedHead
+        from ..engine.heads import attach_head
 
-        return TrainedHead(self.head, model).model if self.head else model
+        trained = attach_head(self.head, model) if self.head else None
+        return trained.model if trained else model
 
     def apart(self, memory_tokens: int) -> Self:
         return replace(self, memory=Memory(memory_tokens)) if self.memory else self

@@ -307,24 +307,17 @@ class Request:
         finally:
             self._close_sequence()
             if self.sequence and _log.isEnabledFor(logging.DEBUG):
-                self._log_end()
+                stats, generated = self.stats, self.generated
+                _log.debug(
+                    "generation ended (%s): %d prompt tokens, %d of them cached; %d tokens in %d "
+                    "steps, %.1f a second; %d of %d drafted tokens accepted",
+                    *(self.output.finish_reason or "left", len(self.prompt), self.n_cached),
+                    *(generated, stats.steps),
+                    self._generation_tps(generated) if stats.steps else 0.0,
+                    *(stats.accepted, stats.drafted),
+                )
             # A finished request must not keep caches and index alive.
             self.drafter = self.lease = self.sequence = self.prefill = None
-
-    def _log_end(self) -> None:
-        stats, generated = self.stats, self.generated
-        _log.debug(
-            "generation ended (%s): %d prompt tokens, %d of them cached; %d tokens in %d steps, "
-            "%.1f a second; %d of %d drafted tokens accepted",
-            self.output.finish_reason or "left",
-            len(self.prompt),
-            self.n_cached,
-            generated,
-            stats.steps,
-            self._generation_tps(generated) if stats.steps else 0.0,
-            stats.accepted,
-            stats.drafted,
-        )
 
     def _close_sequence(self) -> None:
         if self.sequence:

@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten
 
 from ..errors import LoadError
 from ..process import occupy_standard_descriptors
+from .heads import NO_MODEL, named_kind
 from .model_files import (
     check_layers,
     check_readable,
@@ -148,7 +149,8 @@ def load_lazily(
     except SystemExit as error:  # from mlx-lm's OLMo 1, which prints the package's name
         raise LoadError(f"{directory}: the model needs a package that is not installed") from error
     except Exception as error:  # whatever a wrong configuration or file makes mlx-lm raise
-        raise LoadError(f"{directory}: {reason(error)}") from error
+        problem = NO_MODEL if named_kind(config) else reason(error)
+        raise LoadError(f"{directory}: {problem}") from error
     return model, config
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LoadError
+from .heads import NO_MODEL, named_kind
 from .model_files import check_weights, read_config
 
 _TYPES = {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}
@@ -64,6 +65,8 @@ def model_files(directory: Path) -> ModelFiles:
     nbytes = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
     try:
         config = read_config(directory)
+        if named_kind(config):
+            raise LoadError(NO_MODEL)
         tensors = check_weights(directory)
         architecture = config.get("model_type")
         if not isinstance(architecture, str) or not _is_known(architecture):

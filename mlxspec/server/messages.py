@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from pydantic import BeforeValidator, Field
 
-from ..engine.constraint import Constraint
+from ..engine.params import Constraint
 from .answer import ApiAnswer, Choice, OutputFormat, Part, TextRun
 from .body import (
     NO_THREADS,

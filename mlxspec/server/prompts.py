@@ -11,8 +11,8 @@ from typing import Any, cast
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..engine.constraint import ONE_LINE, Constraint, Phases
 from ..engine.grammar import Grammar, Vocabulary, token_of
+from ..engine.params import ONE_LINE, Constraint, Phases
 from ..errors import OptionError, PromptError
 from ..generation.options import in_answer, leaves_reasoning_open
 from ..models.chat_template import apply_template, reserved_arguments

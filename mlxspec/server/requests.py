@@ -15,8 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from ..engine.constraint import Constraint
-from ..engine.params import SamplingParams
+from ..engine.params import Constraint, SamplingParams
 from .body import (
     MOST_VALUES,
     ApiError,

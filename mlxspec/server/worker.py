@@ -233,7 +233,7 @@ def _failure(error: Exception, decoder: LoadedModel) -> ApiError:
     if isinstance(error, MlxspecError):
         return ApiError(str(error))
     if isinstance(error, RuntimeError) and (leader := getattr(decoder.model, "leader", None)):
-        leader.expect_loss()
+        leader.fail(error)
     _log.error("a generation has failed", exc_info=error)
     return ApiError(f"the generation has failed: {error}", status=500)
 

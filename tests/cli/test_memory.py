@@ -38,7 +38,7 @@ from tests.support.demo import FLAT, demo, given_costs, keep_costs, stand_in_dec
 from tests.support.tokenizers import FIRST
 
 ROOT = Path(mlxspec.__file__).parents[1]
-START = "from mlxspec.cli.start import main; main()"
+START = "from mlxspec.__main__ import main; main()"
 PROMPT = '[INST] Repeat the following phrase 2 times: "The red fox sees the river.". [/INST]'
 HINT = "mlxspec can remember answers between runs"
 

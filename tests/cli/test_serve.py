@@ -63,7 +63,7 @@ class Server:
 
 @contextmanager
 def serving(*arguments: object) -> Iterator[Server]:
-    start = "from mlxspec.cli.start import main; main()"
+    start = "from mlxspec.__main__ import main; main()"
     command = [sys.executable, "-c", start, "serve", "--port", "0", *map(str, arguments)]
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **streams) as process:

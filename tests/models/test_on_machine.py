@@ -10,6 +10,7 @@ import pytest
 
 from mlxspec.models.model_files import DEMO_DIRECTORY
 from mlxspec.models.on_machine import cached_repositories, model_files
+from tests.support.head_files import EAGLE_3
 
 
 def weights(path: Path, **types: mx.Dtype) -> None:
@@ -62,6 +63,7 @@ def test_how_weights_are_written(config: dict, types: dict, told: str, tmp_path:
         (None, ["vae.safetensors"], "no config.json"),
         ({"model_type": "bert"}, ["model.safetensors"], "does not know its architecture, 'bert'"),
         ({}, ["model.safetensors"], "does not know its architecture, None"),
+        (EAGLE_3, ["model.safetensors"], "a trained head, not a model"),
         ({"model_type": "x", "model_file": "x.py"}, ["model.safetensors"], "Python code"),
     ],
 )

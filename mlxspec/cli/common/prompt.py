@@ -8,7 +8,7 @@ import select
 import stat
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
@@ -136,13 +136,9 @@ class PromptOptions:
 
     def for_template(self) -> list[str]:
         """The given options that apply only to a text in a chat template."""
-        options = {
-            "--chat": self.chat or None,
-            "--system-prompt": self.system_prompt,
-            "--chat-template-config": self.chat_template_config,
-            "--prefill-response": self.prefill_response,
-        }
-        return [name for name, value in options.items() if value is not None]
+        names = [own.name for own in fields(self) if own.metadata.get("group") == _TEMPLATE]
+        given = [name for name in names if getattr(self, name) not in (None, False)]
+        return [f"--{name.replace('_', '-')}" for name in given]
 
     @property
     def reads_standard_input(self) -> bool:
@@ -235,33 +231,31 @@ class PromptOptions:
         turn = {"add_generation_prompt": True} if ended else _UNENDED
         return messages, {**(self.chat_template_config or {}), **turn}
 
-    def tokens(
-        self,
-        prompt: str | list[int],
-        tokenizer: TokenizerWrapper,
-        templated: bool,
-        ended: bool = True,
-    ) -> list[int]:
+    def encoded(
+        self, prompt: str | list[int], tokenizer: TokenizerWrapper, ended: bool = True
+    ) -> tuple[list[int], bool]:
         """Turn a prompt into token ids.
 
         Args:
             prompt: a text, or token ids, which are returned unchanged.
             tokenizer: the model's tokenizer.
-            templated: put the text into the chat template, as the user's message.
-            ended: whether the message is complete, and the answer comes next.
+            ended: whether the user's message is complete, and the answer comes next.
+
+        Returns:
+            the ids, and whether the text went into the chat template, as the user's message.
 
         Raises:
             OptionError: the chat template does not apply.
         """
         from ...models.model import encode_prompt
 
+        templated = self.uses_template(prompt, tokenizer)
         if not isinstance(prompt, str):
-            return prompt
+            return prompt, False
         if not templated:
-            return encode_prompt(tokenizer, prompt)
+            return encode_prompt(tokenizer, prompt), False
         messages, how = self.turns([{"role": "user", "content": prompt}], ended)
-        tokens: list[int] = in_template(messages, tokenizer, **how)
-        return tokens
+        return in_template(messages, tokenizer, **how), True
 
 
 _UNENDED = {"add_generation_prompt": False, "continue_final_message": True}
@@ -307,21 +301,13 @@ def _piped_text(waits: bool) -> str | None:
             comes = os.lseek(descriptor, 0, os.SEEK_CUR) == 0
         else:
             comes = stat.S_ISFIFO(kind) and _begins(descriptor, waits)
-        data = _all_of(descriptor) if comes else b""
+        if not comes:
+            return None
+        os.set_blocking(descriptor, True)  # another process may have made it non-blocking
+        data = sys.stdin.buffer.read(_MOST_BYTES + 1)
     except (AttributeError, OSError):  # closed, replaced by an object, or open only for writing
         return None
     return _text(data, "standard input") if data.strip() else None
-
-
-def _all_of(descriptor: int) -> bytes:
-    """Read to the end, even if another process has made the pipe non-blocking."""
-    data = bytearray()
-    while len(data) <= _MOST_BYTES and select.select([descriptor], [], []):
-        part = os.read(descriptor, 1 << 20)
-        if not part:
-            break
-        data += part
-    return bytes(data)
 
 
 def _begins(pipe: int, waits: bool) -> bool:
