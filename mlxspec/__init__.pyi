@@ -1,10 +1,10 @@
 """The public names and their modules: ``__init__.py`` reads this list, as type checkers do."""
 
-from .compat.generation import Augmentation as Augmentation
-from .compat.generation import augment as augment
-from .compat.generation import batch_generate as batch_generate
-from .compat.generation import generate as generate
-from .compat.generation import stream_generate as stream_generate
+from .compat import Augmentation as Augmentation
+from .compat import augment as augment
+from .compat import batch_generate as batch_generate
+from .compat import generate as generate
+from .compat import stream_generate as stream_generate
 from .corpus.memory import Memory as Memory
 from .drafting.combined import CombinedDrafter as CombinedDrafter
 from .drafting.drafter import Drafter as Drafter

@@ -64,7 +64,7 @@ def run_command(module: str | None, no_memory: bool, arguments: tuple[str, ...])
     if module is None and not arguments:
         raise click.UsageError("name a script, or a module with -m")
     program = _module(module, arguments) if module else _script(arguments[0], arguments[1:])
-    from ..compat.generation import augment, remembering
+    from ..compat import augment, remembering
 
     with Memories(not no_memory) as memories, augment(), remembering(memories.of):
         try:

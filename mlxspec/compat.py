@@ -32,20 +32,20 @@ from mlx_lm.generate_utils import BatchStats
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 
-from ..corpus.memory import Memory
-from ..engine.caches import parts
-from ..engine.draft_model import DraftModelDrafter, check_vocabularies
-from ..engine.joint import JointMode
-from ..engine.params import LogitsProcessor, Sampler
-from ..engine.target import Capability, Progress
-from ..errors import OptionError
-from ..generation.decoder import AutoDecoder
-from ..generation.engine import Engine, responses
-from ..generation.options import GenerationOptions, Prompt
-from ..generation.request import RecordTime, Request, hold_at_exit
-from ..generation.response import GenerationResponse, GenerationResult, SpeculationStats
-from ..models.model import load
-from ..models.model_files import DEMO
+from .corpus.memory import Memory
+from .engine.caches import parts
+from .engine.draft_model import DraftModelDrafter, check_vocabularies
+from .engine.joint import JointMode
+from .engine.params import LogitsProcessor, Sampler
+from .engine.target import Capability, Progress
+from .errors import OptionError
+from .generation.decoder import AutoDecoder
+from .generation.engine import Engine, responses
+from .generation.options import GenerationOptions, Prompt
+from .generation.request import RecordTime, Request, hold_at_exit
+from .generation.response import GenerationResponse, GenerationResult, SpeculationStats
+from .models.model import load
+from .models.model_files import DEMO
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
