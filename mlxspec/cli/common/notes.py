@@ -116,10 +116,8 @@ def _errors_in_one_line() -> Iterator[None]:
     """Exit with one line if the input is at fault."""
     try:
         yield
-    except OptionError as error:
-        _fail(in_option_names(str(error)))
     except MlxspecError as error:
-        _fail(error)
+        _fail(in_option_names(str(error)) if isinstance(error, OptionError) else error)
     except KeyboardInterrupt:
         _write("\nInterrupted.")
         sys.exit(INTERRUPTED)
