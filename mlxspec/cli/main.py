@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from importlib import import_module
 
 import click
@@ -20,7 +19,6 @@ _COMMANDS = {
 """Subcommands by their headings in the help."""
 
 _WHOLE = 200  # characters; all descriptions are shorter
-_SHORT = 40  # characters; shorter prompts are repeated in messages
 
 
 class LazyGroup(Group):
@@ -50,13 +48,6 @@ class LazyGroup(Group):
                         if command
                     ]
                 )
-
-    def complaint(self, ctx: click.Context, name: str) -> str:
-        """Message for an unknown command; several words are probably a prompt."""
-        if len(name.split()) < 2:
-            return super().complaint(ctx, name)
-        repeated = shlex.quote(name) if len(name) < _SHORT else '"..."'
-        return f"unknown command {name!r}: to use it as a prompt, run mlxspec generate {repeated}"
 
 
 @group("mlxspec", cls=LazyGroup)

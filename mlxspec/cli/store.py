@@ -33,12 +33,7 @@ _max_tokens_option = option(
 )
 
 _paths = argument(
-    "paths",
-    "Files and directories: text, code, chat logs.",
-    nargs=-1,
-    required=True,
-    type=NAME,
-    metavar="PATHS...",
+    "paths", "Files and directories: text, code, chat logs.", nargs=-1, required=True, type=NAME
 )
 _file = argument("file", "The store.", type=NAME)
 

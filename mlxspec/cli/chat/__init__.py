@@ -547,7 +547,7 @@ class ChatConversation:
     def answer(self, message: str, on_progress: Progress | None = None, **sampling: Any) -> _Answer:
         """Answer a message; if the generator is closed early, the partial answer is kept.
 
-        It takes the place of an unanswered message.
+        The message replaces an unanswered one.
 
         Args:
             message: the user's message.

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import Field, field, fields
-from difflib import get_close_matches
 from functools import partial, wraps
 from inspect import cleandoc
 from pathlib import Path
@@ -46,9 +45,9 @@ _version = click.version_option(mlxspec.__version__, prog_name="mlxspec")
 
 
 class _Described(click.Command):
-    """A command with ``--version`` whose help ends with the docstring's examples, and what follows.
+    """A command with ``--version``.
 
-    Both stand below the options.
+    Its help shows the docstring's examples, and the text after them, below the options.
     """
 
     context_class = _Context
@@ -96,29 +95,9 @@ class Command(_Described):
 
 
 class Group(_Described, click.Group):
-    """A command with subcommands; if one is mistyped, it suggests the nearest."""
+    """A command with subcommands."""
 
     command_class = Command
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Like click's, but with a message of our own.
-
-        Raises:
-            click.UsageError: the command is unknown.
-        """
-        name = args[0]
-        is_command = name.startswith("-") or self.get_command(ctx, name) is not None
-        if not (is_command or ctx.resilient_parsing):
-            raise click.UsageError(self.complaint(ctx, name), ctx)
-        return super().resolve_command(ctx, args)
-
-    def complaint(self, ctx: click.Context, name: str) -> str:
-        """Message for an unknown command."""
-        near = get_close_matches(name, self.list_commands(ctx), n=1)
-        guess = f": did you mean {near[0]}?" if near else ""
-        return f"unknown command {name!r}{guess}"
 
 
 def argument(name: str, help: str, **more: Any) -> Decorator:

@@ -455,19 +455,13 @@ class Figures:
             below: what follows the rows.
         """
         run, stats = self.prompt_tokens - self.reused_tokens, self.stats
+        generated = f"{self.generated_tokens:,}", rate(self.generated_tokens, self.seconds)
         rows = [
             *first,
             ("prompt tokens", f"{self.prompt_tokens:,}", rate(run, self.prefill_seconds)),
+            *([("reused", f"{self.reused_tokens:,}")] if self.reused_tokens else []),
+            ("generated tokens", *generated),
         ]
-        if self.reused_tokens:
-            rows.append(("reused", f"{self.reused_tokens:,}"))
-        rows.append(
-            (
-                "generated tokens",
-                f"{self.generated_tokens:,}",
-                rate(self.generated_tokens, self.seconds),
-            )
-        )
         if stats:
             share = f"{stats.acceptance_rate:.0%}" if stats.drafted else "–"
             accepted = f"{stats.accepted}/{stats.drafted}" if stats.drafted else "no drafts"

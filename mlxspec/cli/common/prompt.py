@@ -9,6 +9,7 @@ import stat
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from ...models.chat_template import Messages
 
 _MOST_BYTES = 100_000_000  # more than any context holds; some devices never end
+_SOURCES = ("prompt", "prompt_file", "prompt_ids")
 _PATIENCE = 10.0  # seconds of waiting for a pipe's first byte
 
 model_option = named_model("Model and prompt")
@@ -73,6 +75,7 @@ def _template_arguments(value: Any) -> Mapping[str, Any]:
 
 _EXAMPLE = "'{\"enable_thinking\": false}'"
 _TEMPLATE = "Chat template"
+_in_template = partial(option_field, group=_TEMPLATE)
 _ARGUMENTS = "--chat-template-config --chat-template-args JSON"
 _ARGUMENTS_HELP = f"Variables of the chat template, such as {_EXAMPLE}."
 
@@ -106,22 +109,17 @@ class PromptOptions:
     prompt_ids: str | None = option_field(
         "--prompt-ids IDS", "The prompt as token ids: 1,415,2936."
     )
-    chat: bool | None = option_field(
+    chat: bool | None = _in_template(
         "--chat/--raw",
         "Put the prompt into the model's chat template, or use it as it is.  [default: chat if "
         "the model has a template]",
-        group=_TEMPLATE,
     )
-    system_prompt: str | None = option_field(
-        "--system-prompt TEXT", "The system prompt.", group=_TEMPLATE
+    system_prompt: str | None = _in_template("--system-prompt TEXT", "The system prompt.")
+    chat_template_config: Mapping[str, Any] | None = _in_template(
+        _ARGUMENTS, _ARGUMENTS_HELP, type=_template_arguments
     )
-    chat_template_config: Mapping[str, Any] | None = option_field(
-        _ARGUMENTS, _ARGUMENTS_HELP, type=_template_arguments, group=_TEMPLATE
-    )
-    prefill_response: str | None = option_field(
-        "--prefill-response TEXT",
-        "Begin the model's answer with TEXT; the output continues it.",
-        group=_TEMPLATE,
+    prefill_response: str | None = _in_template(
+        "--prefill-response TEXT", "Begin the model's answer with TEXT; the output continues it."
     )
     argument: str | None = None
 
@@ -147,13 +145,9 @@ class PromptOptions:
 
     def named(self) -> list[str]:
         """The given sources of a prompt, as the help names them."""
-        sources = {
-            "PROMPT": self.argument,
-            "--prompt": self.prompt,
-            "--prompt-file": self.prompt_file,
-            "--prompt-ids": self.prompt_ids,
-        }
-        return [name for name, value in sources.items() if value is not None]
+        options = {f"--{name.replace('_', '-')}": getattr(self, name) for name in _SOURCES}
+        named = {"PROMPT": self.argument, **options}
+        return [name for name, value in named.items() if value is not None]
 
     def read(self, *, piped: bool = True) -> str | list[int]:
         """Read the prompt: a text, an instruction, both with a blank line between them, or ids.
@@ -186,10 +180,10 @@ class PromptOptions:
         if instruction is not None:
             # Python has made lone surrogates of bytes that are not UTF-8.
             parts.append(_decode(instruction.encode(errors="surrogateescape"), given[0]))
-        if self.prompt_file is not None:
-            source = f"--prompt-file {self.prompt_file}"
-            stdin = self.prompt_file == "-"
-            parts.insert(0, _standard_input() if stdin else read_text(self.prompt_file, source))
+        if self.prompt_file == "-":
+            parts.insert(0, _standard_input())
+        elif self.prompt_file is not None:
+            parts.insert(0, read_text(self.prompt_file, f"--prompt-file {self.prompt_file}"))
         elif piped and (text := _piped_text(waits=instruction is None)):
             parts.insert(0, text)
         if not parts:
