@@ -409,8 +409,8 @@ class LiveTimes:
                 if assumed or not own.assumed:
                     seconds = self._time(own, context)[0] * math.exp(self._correction(own))
                     # With its doubt, or short processes would believe wrong times for ever.
-                    variance = own.variance + (self._doubt if rows > self._beyond else 0.0)
-                    variance += exponent * own.power**2 + stddev**2
+                    doubt = self._doubt / _OWN_SHARE if rows > self._beyond else 0.0
+                    variance = own.variance + doubt + exponent * own.power**2 + stddev**2
                     times.append(KnownTime(rows, seconds, math.sqrt(variance)))
             found[context] = times
         return found
