@@ -59,6 +59,7 @@ class Engine:
 
     Attributes:
         prefill_seconds: the time that prompts have taken so far.
+        stall: as given.
         steps: how many steps have run so far; a shared step counts once.
         step_seconds: the wall time of the last step.
         step_shape: the rows and the sequences of its forward.
@@ -79,7 +80,7 @@ class Engine:
             raise OptionError(f"stall is {stall}: give a number of seconds above 0")
         self._decoder = decoder
         self._max_active = max_active
-        self._stall = stall
+        self.stall = stall
         self._max_unread = max_unread
         self._alone = alone
         self.prefill_seconds = 0.0
@@ -187,7 +188,7 @@ class Engine:
         self._deadline, started = math.inf, time.perf_counter()
         while prefilling := self._in(State.PREFILL):
             if (hurried or self._in(State.DECODE)) and self._deadline == math.inf:
-                self._deadline = time.perf_counter() + self._stall
+                self._deadline = time.perf_counter() + self.stall
             short = self._short_prompts(prefilling)
             if len(short) > 1:
                 self._run_together(short)
@@ -196,7 +197,7 @@ class Engine:
                 self._move_to_end(left[0])
                 self._run_chunk(left[0])
             # Even without decoding requests it stops, so that requests can be cancelled.
-            if time.perf_counter() >= min(self._deadline, started + self._stall):
+            if time.perf_counter() >= min(self._deadline, started + self.stall):
                 return
 
     def _move_to_end(self, request: Request) -> None:
@@ -360,7 +361,7 @@ class Engine:
         if self._alone:
             return Batch(self._decoder.model, JointMode.ALONE)
         costs = self._decoder.costs if self._decoder.plans else None
-        patient = self._stall == math.inf
+        patient = self.stall == math.inf
         return Batch(self._decoder.model, self._decoder.joint_mode, costs, patient)
 
 

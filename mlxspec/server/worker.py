@@ -13,11 +13,12 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from ..engine import step as steps
 from ..errors import MlxspecError
@@ -314,15 +315,16 @@ class ModelQueue(Engine):
 
     def __init__(self, served: ServedModel, worker: Worker) -> None:
         limits = worker.limits
-        stall = limits.stall / len(worker.models)
         super().__init__(
-            served.decoder, max_active=limits.active, stall=stall, max_unread=_MOST_UNREAD
+            served.decoder, max_active=limits.active, stall=limits.stall, max_unread=_MOST_UNREAD
         )
         self._served = served
+        self._open = ExitStack()
         self._metrics = worker.metrics
 
-    def warm_up(self) -> None:
+    def open(self) -> None:
         """Before any request, find out which drafts the model verifies and what steps cost."""
+        self._open.enter_context(self.running())
         decoder = self._served.decoder
         make_drafter = partial(self._served.make_drafter, (), self._served.owner)
         decoder.remembers = False  # these outputs are no user's
@@ -331,6 +333,11 @@ class ModelQueue(Engine):
         while super().turn():
             pass
         decoder.remembers = True
+
+    def leave(self, error: Exception | None = None) -> None:
+        """End all requests, and answer no more."""
+        with self._open:
+            self.close(error)
 
     @property
     def decoding(self) -> bool:
@@ -383,6 +390,8 @@ _RETRY_AFTER = 5  # seconds, in responses that say that the queue is full
 _RECENT = 12  # ended requests whose figures are kept
 _OUTCOMES = {499: "cancelled", 429: "refused", 503: "ending"}
 
+_Result = TypeVar("_Result")
+
 
 class WorkerLimits(NamedTuple):
     """Limits on the generations of a model.
@@ -429,7 +438,8 @@ class Worker:
         self.ready = threading.Event()
         self._outbox: dict[ServedRequest, list[Event | ApiError]] = {}
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._queues = {served.name: ModelQueue(served, self) for served in models}
+        self._queues: dict[str, ModelQueue] = {}
+        """The models' queues by name; used only in the thread."""
         self._stopping: ApiError | None = None
         """The error for further requests, once the worker stops."""
         self._taking = threading.Lock()
@@ -469,6 +479,34 @@ class Worker:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
+    # --- in other threads ---
+
+    def call(self, function: Callable[..., _Result], *args: Any) -> _Result:
+        """Call a function in the worker's thread, between two turns, and wait for its result.
+
+        Raises:
+            ApiError: 503, the server is ending.
+        """
+        result: Future[_Result] = Future()
+
+        def run() -> None:
+            try:
+                if self._stopping:
+                    raise self._stopping
+                result.set_result(function(*args))
+            except Exception as error:
+                result.set_exception(error)
+
+        self._put(run)
+        return result.result()
+
+    def _put(self, command: Callable[[], None]) -> None:
+        """Queue a command; raises ApiError if none is run any more."""
+        with self._taking:
+            if self._stopping:
+                raise self._stopping
+            self._commands.put(command)
+
     def submit(self, served: ServedModel, requests: Sequence[ServedRequest]) -> EventStream:
         """Queue generations, all or none; called in an event loop.
 
@@ -499,18 +537,37 @@ class Worker:
             if self._stopping:
                 raise self._stopping
             self.requests += requests
-            self._commands.put(partial(self._queues[served.name].add, *requests))
+            self._commands.put(partial(self._tell, requests[0], ModelQueue.add, *requests))
         return stream
 
     def end(self, request: ServedRequest, error: ApiError | None = None) -> None:
         """End a request before its next step, with an error or as if the model had ended it."""
-        self._commands.put(partial(self._queues[request.served.name].cancel, request, error))
+        self._commands.put(partial(self._tell, request, ModelQueue.cancel, request, error))
 
     def has_read(self, request: ServedRequest, count: int) -> None:
         """Record that the client has read ``count`` tokens; a paused request may resume."""
-        self._commands.put(partial(self._queues[request.served.name].has_read, request, count))
+        self._commands.put(partial(self._tell, request, ModelQueue.has_read, request, count))
 
     # --- in the thread ---
+
+    def open(self, served: ServedModel) -> None:
+        """Begin to answer requests to a model, after its first steps."""
+        queue = ModelQueue(served, self)
+        try:
+            queue.open()
+        except BaseException:
+            queue.leave()
+            raise
+        self._queues[served.name] = queue
+
+    def leave(self, name: str) -> None:
+        """Answer no more requests to a model."""
+        self._queues.pop(name).leave()
+
+    def _tell(self, request: ServedRequest, method: Callable[..., object], *args: Any) -> None:
+        """Call a method of the queue of a request's model, if the model is still there."""
+        if queue := self._queues.get(request.served.name):
+            method(queue, *args)
 
     def queue(self, request: ServedRequest, event: Event | ApiError) -> None:
         """Queue an event for the client, who receives it at the end of the turn."""
@@ -536,31 +593,31 @@ class Worker:
 
     def _run(self) -> None:
         """Run the thread: in a loop, run the commands and then a turn of every model."""
-        queues = [*self._queues.values()]
-        with ExitStack() as running:
-            try:
-                for queue in queues:
-                    running.enter_context(queue.running())
-                    queue.warm_up()
-                self.ready.set()
-                busy = False
-                while not self._stopping:
-                    self._obey(wait=not busy)
-                    busy = self._turn(queues)
-            except Exception:
-                _log.exception("the worker has failed")
-            finally:
-                self.ready.clear()
-                with self._taking:
-                    self._stop(ApiError("the worker has failed: restart the server", status=503))
-                self._obey(wait=False)  # earlier commands
-                for queue in queues:
-                    queue.close(self._stopping)
-                self._deliver()
+        try:
+            for served in self.models.values():
+                self.open(served)
+            self.ready.set()
+            busy = False
+            while not self._stopping:
+                self._obey(wait=not busy)
+                busy = self._turn()
+        except Exception:
+            _log.exception("the worker has failed")
+        finally:
+            self.ready.clear()
+            with self._taking:
+                self._stop(ApiError("the worker has failed: restart the server", status=503))
+            self._obey(wait=False)  # earlier commands
+            for queue in self._queues.values():
+                queue.leave(self._stopping)
+            self._deliver()
 
-    def _turn(self, queues: Sequence[ModelQueue]) -> bool:
+    def _turn(self) -> bool:
         """Run a turn of each model; returns whether there is more to do."""
+        queues = [*self._queues.values()]
         waiting = [queue for queue in queues if queue.decoding]
+        for queue in queues:
+            queue.stall = self.limits.stall / len(queues)
         busy = [queue.turn(hurried=any(one is not queue for one in waiting)) for queue in queues]
         self._deliver()
         return any(busy)
