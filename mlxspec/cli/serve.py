@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from ..distributed.ranks import Leader
     from ..generation.options import GenerationOptions
     from ..server.body import ApiError
+    from ..server.memory import ServerMemory
     from ..server.served_model import ServedModel
     from ..server.worker import ServedRequest, Worker
 
@@ -113,9 +114,16 @@ class ServeOptions:
         "The time for running requests to end after Ctrl-C or SIGTERM.",
         default=10.0,
     )
+    memory: int | None = option_field(
+        "--memory SIZE",
+        "The most memory of weights and caches, such as 12G; requests wait for it.  [default: what "
+        "the machine has]",
+        type=_size,
+        group="Memory",
+    )
     cache_bytes: int | None = option_field(
         "--cache-bytes SIZE",
-        "Memory for caches of earlier prompts, such as 8G.  [default: a share of the free memory]",
+        "Memory for caches of earlier prompts, such as 8G.  [default: half of what is left]",
         type=_size,
         group="Memory",
     )
@@ -252,16 +260,18 @@ def _run(
     with ExitStack() as serving:
         listening = serving.enter_context(_listening(options.host, options.port))
         from ..server.app import create_app
+        from ..server.memory import ServerMemory
         from ..server.worker import Worker, WorkerLimits
 
         keeps = _keeps_answers(asked[0].drafting, keys)
         memories = serving.enter_context(Memories(keeps, len(asked) > 1))
-        served = _load(asked, console, memories, options.cache_bytes, template, keys, leader)
+        memory = ServerMemory(options.memory, options.cache_bytes)
+        served = _load(asked, console, memories, memory, template, keys, leader)
         log = serving.enter_context(
             request_log(options.log_json, options.quiet, not console.no_color)
         )
         limits = WorkerLimits(options.concurrency, options.queue, options.stall)
-        worker = Worker(served, limits, lambda requests: log(end_record(requests)))
+        worker = Worker(served, limits, lambda requests: log(end_record(requests)), memory)
         # SIGTERM acts like Ctrl-C.
         usual = signal.signal(signal.SIGTERM, signal.default_int_handler)
         serving.callback(signal.signal, signal.SIGTERM, usual)
@@ -368,12 +378,12 @@ def _load(
     asked: list[Generation],
     console: Console,
     memories: Memories,
-    cache_bytes: int | None,
+    memory: ServerMemory,
     template_arguments: Mapping[str, Any],
     keys: list[str],
     leader: Leader | None,
 ) -> list[ServedModel]:
-    """Load the models; each gets an equal share of the memory that is left after loading all.
+    """Load the models.
 
     Requests use the last part of a directory's path as the model's name, unless another model has
     this name.
@@ -382,8 +392,9 @@ def _load(
         OptionError: a model is named twice.
     """
     from ..models.model_files import given_name
+    from ..server.memory import CacheMemory
     from ..server.prefix_cache import PrefixCache
-    from ..server.served_model import CacheMemory, ServedModel
+    from ..server.served_model import ServedModel
 
     paths = [model_or_default(one.model) for one in asked]
     for path in paths:
@@ -394,14 +405,12 @@ def _load(
     result = []
     for path, name, one, decoder in zip(paths, names, asked, decoders, strict=True):
         model, caches = decoder.model, one.caches
-        whole = CacheMemory(model, caches)
-        memory = CacheMemory(model, caches, whole.limit // len(asked))
-        kept = memory.default_cache_bytes if cache_bytes is None else cache_bytes
-        prefixes = PrefixCache(model, kept, caches, warn=note, chunks_matter=decoder.chunks_matter)
+        most, chunks_matter = memory.most_idle, decoder.chunks_matter
+        prefixes = PrefixCache(model, most, caches, warn=note, chunks_matter=chunks_matter)
         result.append(
             ServedModel(
                 name if name and names.count(name) == 1 else path,
-                *(decoder, prefixes, memory),
+                *(decoder, prefixes, CacheMemory(model, caches)),
                 cast("GenerationOptions", vars(caches)),
                 template_arguments,
                 owner=keys[0] if len(keys) == 1 else "",
@@ -470,7 +479,8 @@ def _panel(address: str, worker: Worker, with_key: bool) -> Panel:
             rows.add_row("head", NAMES[type(drafting.head)])
         if reason := why_no_tools(served.decoder.tokenizer):
             rows.add_row("tools", f"not supported, since {reason}")
-        rows.add_row("memory", f"at most {served.memory.limit / 2**30:,.1f} GiB for KV caches")
+    limit, room = (size / 2**30 for size in (worker.memory.limit, worker.memory.room))
+    rows.add_row("memory", f"at most {limit:,.1f} GiB, {room:,.1f} GiB of it for KV caches")
     key = "KEY" if with_key else "none"
     client = Text(f"export OPENAI_BASE_URL={address}/v1 OPENAI_API_KEY={key}", style="bold")
     return Panel(

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+import psutil
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.models.cache import (
@@ -145,7 +146,7 @@ def whole_memory() -> int:
     """How many bytes models and caches can take when nothing else runs."""
     if mx.default_device().type == mx.gpu:
         return _gpu_memory()
-    whole = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    whole = [psutil.virtual_memory().total]
     if sys.platform == "linux":
         with suppress(OSError, ValueError):  # there is no group, or it is unbounded ("max")
             whole.append(int((_GROUP / "memory.max").read_text()))
@@ -153,18 +154,16 @@ def whole_memory() -> int:
 
 
 def free_memory() -> int:
-    """How many bytes MLX can still take: on a GPU of what its driver recommends.
+    """How many bytes MLX can take besides those that it has, in use or kept for later arrays.
 
-    Elsewhere it is what the system, or the control group of this process, has left.
+    On a GPU it is what the driver recommends less that, and where the GPU shares the system's
+    memory, as on a Mac, no more than the system has left for programs without swapping. Elsewhere
+    it is what the system, or the control group of this process, has left.
     """
-    if mx.default_device().type == mx.gpu:
-        return max(0, _gpu_memory() - mx.get_active_memory())
-    free = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") - mx.get_active_memory()]
-    if sys.platform == "linux":
-        with suppress(OSError, ValueError):
-            lines = Path("/proc/meminfo").read_text().splitlines()
-            (available,) = (line for line in lines if line.startswith("MemAvailable:"))
-            free.append(int(available.split()[1]) * 1024)
+    free = [whole_memory() - mx.get_active_memory() - mx.get_cache_memory()]
+    if mx.default_device().type == mx.cpu or mx.metal.is_available():
+        free.append(psutil.virtual_memory().available)
+    if sys.platform == "linux" and mx.default_device().type == mx.cpu:
         with suppress(OSError, ValueError):  # as above
             most = int((_GROUP / "memory.max").read_text())
             free.append(most - int((_GROUP / "memory.current").read_text()))

@@ -389,7 +389,8 @@ class Endpoints:
             prediction = expected[: served.context_length]  # no output is longer
         requests: list[ServedRequest] = []
         for prompt in prompts:
-            max_tokens = served.max_tokens_for(len(prompt.tokens), body, self._max_tokens)
+            room = self._worker.memory.room
+            max_tokens = served.max_tokens_for(len(prompt.tokens), body, self._max_tokens, room)
             grammar = await self._grammar(served, body, prompt)
             shared = {"prediction": prediction, "partition": request.state.partition}
             make = partial(_choices, served, body, prompt, grammar, max_tokens)
@@ -534,7 +535,6 @@ def status_of(worker: Worker, catalog: Catalog) -> dict[str, Any]:
                 "cost_curve": _curve(served) if worker.ready.is_set() else None,
                 "cache": {"bytes": served.cache.nbytes}
                 | {name: getattr(served.cache, name) for name in _CACHE_FIGURES},
-                "memory_limit": served.memory.limit,
             }
             for served in worker.models.values()
         ],
@@ -543,6 +543,9 @@ def status_of(worker: Worker, catalog: Catalog) -> dict[str, Any]:
             "active": mx.get_active_memory(),
             "cache": mx.get_cache_memory(),
             "peak": mx.get_peak_memory(),
+            "limit": worker.memory.limit,
+            "room": worker.memory.room,
+            **worker.memory.parts,
         },
         "limits": worker.limits._asdict(),
         "history": metrics.history.columns(),

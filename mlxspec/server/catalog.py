@@ -371,6 +371,25 @@ class Catalog:
         Raises:
             ApiError: 413, it would not fit even then.
         """
+        memory = self._worker.memory
+        while not await self._in_thread(self._worker.call, self._reserves, entry):
+            others = [one for one in self.entries if one.served and not one.stays]
+            room = memory.room + sum(one.nbytes for one in others)
+            is_used = any(one.users + one.waiting for one in self.entries if one.served)
+            if entry.nbytes > room or not (others or is_used):
+                raise ApiError(
+                    f"the weights of {entry.name} need {entry.nbytes >> 20} MiB, but only "
+                    f"{room >> 20} MiB are left of {memory.limit >> 20} MiB: use a smaller model",
+                    status=413,
+                    param="model",
+                    code="out_of_memory",
+                )
+            if ready := [one for one in others if not one.waiting]:
+                oldest = min(ready, key=lambda one: (one.users > 0, one.used))
+                await self._unload(oldest, f"room for {entry.name}")
+            else:
+                self._left.clear()
+                await self._left.wait()
 
     async def _unload(self, entry: Entry, reason: str) -> None:
         """Unload a model once no request uses it."""
@@ -384,6 +403,29 @@ class Catalog:
         finally:
             entry.state = "not-loaded"
         self._log({"outcome": "unloaded", "model": entry.name, "reason": reason})
+
+    # --- in the worker's thread ---
+
+    def _reserves(self, entry: Entry) -> bool:
+        """Reserve the memory of a model's weights, if they fit."""
+        memory = self._worker.memory
+        if fits := memory.weights_fit(entry.nbytes):
+            memory.reserve(entry.name, entry.nbytes)
+        return fits
+
+    def _open(self, make: Callable[[], ServedModel]) -> ServedModel:
+        served = make()
+        self._worker.memory.add(served)
+        try:
+            self._worker.open(served)
+        except BaseException:
+            self._worker.memory.remove(served)
+            raise
+        return served
+
+    def _shut(self, served: ServedModel) -> None:
+        self._worker.leave(served.name)
+        self._worker.memory.remove(served)
 
     # --- in the thread ---
 
@@ -405,15 +447,13 @@ class Catalog:
                 record = {"outcome": "loading", "model": entry.name, "bytes": entry.nbytes}
                 self._log(record | {"read": entry.read})
 
-        make = self._loader.load(entry, on_read)
-        served = self._worker.call(self._open, make)
+        try:
+            served = self._worker.call(self._open, self._loader.load(entry, on_read))
+        except BaseException:
+            self._worker.call(self._worker.memory.release, entry.name)
+            raise
         if gc.get_freeze_count():
             gc.freeze()  # as at the start of the server
-        return served
-
-    def _open(self, make: Callable[[], ServedModel]) -> ServedModel:
-        served = make()
-        self._worker.open(served)
         return served
 
     def _close(self, entry: Entry) -> None:
@@ -421,7 +461,7 @@ class Catalog:
         served, entry.served = entry.served, None
         assert served
         assert self._loader
-        self._worker.call(self._worker.leave, served.name)
+        self._worker.call(self._shut, served)
         try:
             self._loader.close(served)
         finally:

@@ -10,6 +10,7 @@ There are no locks: one thread owns the cache, its model and the generations.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import time
@@ -47,6 +48,8 @@ _SAMPLES = 64  # numbers per weight that enter a model's fingerprint, roughly
 _MODEL, _PARTITION = "model_fingerprint", "partition"
 _N_PROMPT, _SHARED = "prompt_tokens", "shared"
 
+_uses = itertools.count(1)  # of the entries of all models, to compare which was used last
+
 
 @dataclass(eq=False)
 class _Entry:
@@ -62,6 +65,7 @@ class _Entry:
         branch: where other prompts continued differently; a copy is kept there for them.
         shared: whether the entry is such a copy, which is never continued itself.
         file: the file with the same session; None if there is no file.
+        used: when it was last used: the number of that use, of all models' entries.
     """
 
     tokens: array[int]
@@ -73,6 +77,7 @@ class _Entry:
     branch: int = 0
     shared: bool = False
     file: Path | None = None
+    used: int = 0
 
 
 class PrefixCache:
@@ -123,6 +128,11 @@ class PrefixCache:
     def nbytes(self) -> int:
         """The memory of all idle entries."""
         return sum(entry.nbytes for entry in self._idle.copy())  # for the status page
+
+    @property
+    def oldest(self) -> int | None:
+        """The number of the last use of the entry that :meth:`make_room` evicts next, if any."""
+        return next((entry.used for entry in self._idle if entry.session), None)
 
     @property
     def entries(self) -> int:
@@ -222,7 +232,7 @@ class PrefixCache:
             is_prefix = common == len(other.tokens) and not (other.lent or other.shared)
             if is_prefix and session.reach(common) == common:
                 del self._idle[other]
-        self._idle[entry] = None
+        self._touch(entry)
         if lent.branch and session.reach(lent.branch) == lent.branch:
             self._keep_branch(entry, lent.branch)
         self._evict(self.nbytes - self.max_bytes)
@@ -236,7 +246,7 @@ class PrefixCache:
                 return
         session = entry.session.fork(length)
         kept = _Entry(tokens, length, entry.partition, session, session.nbytes, shared=True)
-        self._idle[kept] = None
+        self._touch(kept)
 
     def make_room(self, nbytes: int) -> int:
         """Evict idle entries, the least recently used first.
@@ -317,9 +327,9 @@ class PrefixCache:
         return False
 
     def _touch(self, entry: _Entry) -> None:
-        """Make an entry the most recently used."""
-        del self._idle[entry]
-        self._idle[entry] = None
+        """Make an idle entry the most recently used."""
+        self._idle.pop(entry, None)
+        self._idle[entry], entry.used = None, next(_uses)
 
     def _evict(self, nbytes: int) -> int:
         """Take entries out of memory until ``nbytes`` are freed; returns the number of bytes."""

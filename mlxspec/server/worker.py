@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeVar, cast
 
 from ..engine import step as steps
@@ -28,8 +28,9 @@ from ..generation.options import GenerationOptions
 from ..generation.request import Request, State
 from ..generation.response import GenerationResponse
 from .body import ApiError
+from .memory import ServerMemory
 from .metrics import Metrics
-from .served_model import ServedModel
+from .served_model import ServedModel, never_fits
 
 _log = logging.getLogger("mlxspec.server")
 
@@ -221,6 +222,7 @@ class ServedRequest(Request):
         try:
             if self.session:
                 self.served.cache.give_back(self.session)
+                self.stream.worker.memory.make_room()
         except Exception:
             _log.exception("the caches of a prompt could not be kept")
         # The stream refers to this request, so its caches would wait for the garbage collector.
@@ -320,6 +322,7 @@ class ModelQueue(Engine):
         )
         self._served = served
         self._open = ExitStack()
+        self._memory = worker.memory
         self._metrics = worker.metrics
 
     def open(self) -> None:
@@ -361,32 +364,36 @@ class ModelQueue(Engine):
         """The next waiting request, if its caches fit into memory beside those in use.
 
         A request is skipped while another one computes a prefix of its prompt, which it will then
-        find in the cache.
+        find in the cache. One whose caches would not fit even if nothing else ran is refused: other
+        programs have taken memory since it came.
         """
-        for request in self._waiting:
+        for request in [*self._waiting]:
             if not isinstance(request, ServedRequest):  # for the warm-up
                 return request
-            if self._held + request.nbytes > self._served.memory.limit:
-                return None
-            if not self._served.cache.should_wait(request.prompt, request.partition):
+            if not self._memory.fits(request.nbytes):
+                if self._memory.is_reserved:
+                    return None
+                sizes = len(request.prompt), request.max_tokens, request.nbytes
+                self.cancel(request, never_fits(*sizes, self._memory.room))
+            elif not self._served.cache.should_wait(request.prompt, request.partition):
                 return request
         return None
 
     def start(self, request: Request) -> None:
         """Start a request; idle caches make room for its own."""
-        cache = self._served.cache
-        cache.make_room(cache.nbytes + self._held - self._served.memory.limit)
+        if isinstance(request, ServedRequest):
+            self._memory.reserve(request, request.nbytes)
         super().start(request)
 
-    @property
-    def _held(self) -> int:
-        """The most bytes that the running generations may need."""
-        return sum(one.nbytes for one in self._running if isinstance(one, ServedRequest))
+    def _forget(self, request: Request) -> None:
+        super()._forget(request)
+        self._memory.release(request)
 
 
 # --- the worker ---
 
 _RETRY_AFTER = 5  # seconds, in responses that say that the queue is full
+_LOOK = 1.0  # seconds after which an idle worker looks at the system's memory again
 _RECENT = 12  # ended requests whose figures are kept
 _OUTCOMES = {499: "cancelled", 429: "refused", 503: "ending"}
 
@@ -414,9 +421,11 @@ class Worker:
         models: the served models.
         limits: limits on the generations of each model.
         on_end: called in the worker's thread with all requests of one body, once they have ended.
+        memory: the memory that the models share; by default, all that the machine has.
 
     Attributes:
         models: the served models by name.
+        memory: the memory that they share.
         metrics: the server's metrics.
         requests: the requests that have not ended, in order of arrival.
         recent: the figures of the requests that ended last, with the times of their ends.
@@ -428,8 +437,12 @@ class Worker:
         models: Sequence[ServedModel],
         limits: WorkerLimits = WorkerLimits(),  # noqa: B008  # a constant
         on_end: Callable[[Sequence[ServedRequest]], object] = lambda requests: None,
+        memory: ServerMemory | None = None,
     ) -> None:
         self.models = {served.name: served for served in models}
+        self.memory = memory or ServerMemory()
+        for served in models:
+            self.memory.add(served)
         self.limits = limits
         self.on_end = on_end
         self.metrics = Metrics()
@@ -593,24 +606,25 @@ class Worker:
 
     def _run(self) -> None:
         """Run the thread: in a loop, run the commands and then a turn of every model."""
-        try:
-            for served in self.models.values():
-                self.open(served)
-            self.ready.set()
-            busy = False
-            while not self._stopping:
-                self._obey(wait=not busy)
-                busy = self._turn()
-        except Exception:
-            _log.exception("the worker has failed")
-        finally:
-            self.ready.clear()
-            with self._taking:
-                self._stop(ApiError("the worker has failed: restart the server", status=503))
-            self._obey(wait=False)  # earlier commands
-            for queue in self._queues.values():
-                queue.leave(self._stopping)
-            self._deliver()
+        with self.memory.in_force():
+            try:
+                for served in self.models.values():
+                    self.open(served)
+                self.ready.set()
+                busy = False
+                while not self._stopping:
+                    self._obey(wait=not busy)
+                    busy = self._turn()
+            except Exception:
+                _log.exception("the worker has failed")
+            finally:
+                self.ready.clear()
+                with self._taking:
+                    self._stop(ApiError("the worker has failed: restart the server", status=503))
+                self._obey(wait=False)  # earlier commands
+                for queue in self._queues.values():
+                    queue.leave(self._stopping)
+                self._deliver()
 
     def _turn(self) -> bool:
         """Run a turn of each model; returns whether there is more to do."""
@@ -626,9 +640,16 @@ class Worker:
         self._stopping = self._stopping or reason
 
     def _obey(self, wait: bool) -> None:
-        """Run all queued commands; if ``wait``, wait for the first one."""
+        """Run all queued commands; if ``wait``, wait for the first one.
+
+        While it waits, idle caches make room for other programs.
+        """
         while wait or not self._commands.empty():
-            command = self._commands.get()
+            try:
+                command = self._commands.get(timeout=_LOOK)
+            except Empty:
+                self.memory.make_room()
+                return
             wait = False
             try:
                 command()

@@ -15,8 +15,7 @@ import pytest
 import mlxspec
 from mlxspec.engine.heads import TrainedHead
 from mlxspec.engine.params import CacheOptions
-from mlxspec.server import served_model
-from mlxspec.server.served_model import CacheMemory
+from mlxspec.server.memory import CacheMemory
 from tests.support import heads
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import endless_tokenizer
@@ -109,17 +108,6 @@ def test_options_that_save_memory_are_taken_into_account(options: dict[str, int]
     if not start:
         assert memory.bytes_for(n + 8) <= 1.05 * real + memory.bytes_for(0)
     assert memory.bytes_for(50_000) < 0.5 * plain.bytes_for(50_000)
-
-
-def test_the_limit_leaves_room_for_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = ARCHITECTURES["llama3"].model()
-    assert CacheMemory(model, limit=12345).limit == 12345
-    assert CacheMemory(model, limit=12345).default_cache_bytes == 12345 // 2
-    monkeypatch.setattr(served_model, "least_free_memory", lambda model: 1 << 30)
-    memory = CacheMemory(model)
-    assert 0 < memory.default_cache_bytes < memory.limit < (1 << 30) - memory.forward_bytes
-    monkeypatch.setattr(served_model, "least_free_memory", lambda model: 1000)
-    assert CacheMemory(model).limit == 0
 
 
 def test_what_a_forward_takes_is_found_out_with_few_rows() -> None:

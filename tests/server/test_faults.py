@@ -28,11 +28,10 @@ from mlxspec.server.auth import MOST_BYTES
 from mlxspec.server.body import ApiError
 from mlxspec.server.connections import Bounds
 from mlxspec.server.openai import CompletionAnswer
-from mlxspec.server.served_model import CacheMemory
 from mlxspec.server.worker import ServedRequest, WorkerLimits
 from tests.support.brake import Brake, braked, until
 from tests.support.demo import given_costs, stand_in_decoder
-from tests.support.serving import Running, running_server, served
+from tests.support.serving import Running, memory_with_room, running_server, served
 
 pytestmark = pytest.mark.slow
 
@@ -822,9 +821,9 @@ def test_more_choices_than_there_are_places_are_no_matter_of_waiting() -> None:
 def test_requests_wait_for_memory() -> None:
     model = served()
     each = model.memory.bytes_for(64)
-    model.memory = CacheMemory(model.decoder.model, model.memory.options, limit=int(2.5 * each))
+    memory = memory_with_room(model, int(2.5 * each))
     with (
-        running_server(model) as server,
+        running_server(model, memory=memory) as server,
         braked(model.decoder.model) as brake,
         ThreadPoolExecutor(8) as pool,
     ):
@@ -846,7 +845,7 @@ def test_requests_wait_for_memory() -> None:
         refused = post(server, TEXT, {"prompt": "a", "max_tokens": 30_000})
         assert (refused.status_code, error_of(refused)["code"]) == (413, "out_of_memory")
         assert "30000" in error_of(refused)["message"]
-        assert f"{model.memory.limit >> 20} MiB" in error_of(refused)["message"]
+        assert f"{memory.room >> 20} MiB" in error_of(refused)["message"]
 
 
 # --- prefixes over requests ---
