@@ -92,6 +92,12 @@ class Entry:
             state="loaded",
         )
 
+    @property
+    def reading(self) -> dict[str, Any]:
+        """The log's record while its weights are read."""
+        told = {"outcome": "loading", "model": self.name}
+        return told | {"bytes": self.nbytes, "read": self.read}
+
     def figures(self, now: float) -> dict[str, Any]:
         """Its state, as JSON."""
         loading, idle = self.state == "loading", self.served and not self.users
@@ -217,7 +223,7 @@ class Catalog:
         """
         if name is not None and self._known(name) is None:
             await self.look()
-        default = self._entries.get(self._default)
+        default = self._known(self._default)
         only = self.entries[0] if len(self._entries) == 1 else None
         if name is None:
             found = default or only
@@ -333,7 +339,7 @@ class Catalog:
             async with self._moving:
                 await self._make_room(entry)
                 entry.state, entry.read, begun = "loading", 0, self._clock()
-                self._log({"outcome": "loading", "model": entry.name, "bytes": entry.nbytes})
+                self._log(entry.reading)
                 entry.served = await self._in_thread(self._read, entry)
                 self._worker.models[entry.name] = entry.served
                 entry.state, entry.used = "loaded", self._clock()
@@ -347,7 +353,7 @@ class Catalog:
             if entry.state == "loading":
                 entry.state = "not-loaded"
         if failure:  # no longer in the handler, so it does not hold what was loaded
-            await self._in_thread(_free)
+            await self._in_thread(self._give_up, entry)
             raise failure
 
     def _failed(self, entry: Entry, error: Exception) -> ApiError:
@@ -444,17 +450,18 @@ class Catalog:
             entry.read += nbytes
             if self._clock() >= next_line:
                 next_line = self._clock() + _TELL
-                record = {"outcome": "loading", "model": entry.name, "bytes": entry.nbytes}
-                self._log(record | {"read": entry.read})
+                self._log(entry.reading)
 
-        try:
-            served = self._worker.call(self._open, self._loader.load(entry, on_read))
-        except BaseException:
-            self._worker.call(self._worker.memory.release, entry.name)
-            raise
+        served = self._worker.call(self._open, self._loader.load(entry, on_read))
         if gc.get_freeze_count():
             gc.freeze()  # as at the start of the server
         return served
+
+    def _give_up(self, entry: Entry) -> None:
+        """Free the memory of a model that could not be loaded."""
+        with suppress(ApiError):  # the server is ending
+            self._worker.call(self._worker.memory.release, entry.name)
+        _free()
 
     def _close(self, entry: Entry) -> None:
         """Take a model from the worker, and free its memory."""
