@@ -751,7 +751,7 @@ def _serve(
 # --- a log line for each request ---
 
 _COMINGS = {
-    "loading": "loading {model}: {read} of {bytes}",
+    "loading": "loading {model}: {bytes}",
     "loaded": "loaded {model} in {seconds} s",
     "unloaded": "unloaded {model}: {reason}",
     "not loaded": "{model} was not loaded: {error}",
@@ -842,8 +842,9 @@ def _line(record: dict[str, Any]) -> str:
     line = f"{record['time'][11:19]}  "
     if about := _COMINGS.get(record["outcome"]):
         words = {name: shown(str(value)) for name, value in record.items()}
-        sizes = {name: size_in_words(record.get(name, 0)) for name in ("bytes", "read")}
+        sizes = {name: size_in_words(record[name]) for name in ("bytes", "read") if name in record}
         line += about.format_map(words | sizes)
+        line += f", {sizes['read']} so far" if "read" in sizes else ""
         return click.style(line, fg="red") if "error" in record else line
     if record["outcome"] == "refused":
         what = " ".join(shown(record[name]) for name in ("code", "param") if record[name])

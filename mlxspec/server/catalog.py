@@ -95,8 +95,8 @@ class Entry:
     @property
     def reading(self) -> dict[str, Any]:
         """The log's record while its weights are read."""
-        told = {"outcome": "loading", "model": self.name}
-        return told | {"bytes": self.nbytes, "read": self.read}
+        told = {"outcome": "loading", "model": self.name, "bytes": self.nbytes}
+        return told | ({"read": self.read} if self.read else {})
 
     def figures(self, now: float) -> dict[str, Any]:
         """Its state, as JSON."""
@@ -167,7 +167,7 @@ class Catalog:
         self._loader = loader
         self._entries = {entry.name: entry for entry in entries}
         self._named_at_start = frozenset(self._entries)
-        self._default = default or next(iter(self._entries), "")
+        self._default = default or next(iter(self._entries), None)
         self._log = log
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, "mlxspec models")
@@ -223,7 +223,7 @@ class Catalog:
         """
         if name is not None and self._known(name) is None:
             await self.look()
-        default = self._known(self._default)
+        default = self._known(self._default) if self._default else None
         only = self.entries[0] if len(self._entries) == 1 else None
         if name is None:
             found = default or only
@@ -328,7 +328,7 @@ class Catalog:
             for entry in self.entries:
                 idle = self._clock() - entry.used
                 if entry.served and not entry.users + entry.waiting and idle >= entry.keep_alive:
-                    await self._unload(entry, "idle")
+                    await self._unload(entry, f"idle for {entry.keep_alive:g} s")
 
     # --- coming and going ---
 
