@@ -309,6 +309,7 @@ def test_models_have_openais_form(server: Running) -> None:
         "id": "small",
         "object": "model",
         "owned_by": "mlxspec",
+        "state": "loaded",
         "context_length": length,
         "max_model_len": length,
     }
