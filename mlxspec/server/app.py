@@ -25,7 +25,7 @@ from .. import __version__
 from ..engine.grammar import Grammar, Vocabulary
 from ..errors import OptionError, printable
 from ..generation.request import State
-from .answer import FAILED, ApiAnswer, KeepAlive, answered, is_answered
+from .answer import FAILED, ApiAnswer, KeepAlive, answered, is_answered, patient
 from .auth import AuthMiddleware, OnRefusal, body_of
 from .body import ApiError, error_response, new_request_id, parse, read_body, shown
 from .catalog import Catalog, Entry, UseMiddleware
@@ -165,20 +165,24 @@ class Endpoints:
     def routes(self) -> list[Route]:
         """The routes of all endpoints."""
         post = ["POST"]
+        chat, complete, create_response, message = (
+            patient(endpoint, self._keep_alive.sign)
+            for endpoint in (self.chat, self.complete, self.create_response, self.message)
+        )
         return [
-            Route("/v1/chat/completions", self.chat, methods=post),
-            Route("/v1/completions", self.complete, methods=post),
+            Route("/v1/chat/completions", chat, methods=post),
+            Route("/v1/completions", complete, methods=post),
             Route("/v1/models", self.list_models),
             Route("/v1/models/{name:path}", self.show_model),
             Route("/v1/tokenize", self.tokenize, methods=post),
             Route("/v1/detokenize", self.detokenize, methods=post),
-            Route("/v1/responses", self.create_response, methods=post),
+            Route("/v1/responses", create_response, methods=post),
             Route("/v1/responses/input_tokens", self.count_input, methods=post),
             Route("/v1/responses/{id}", self.show_response),
             Route("/v1/responses/{id}", self.delete_response, methods=["DELETE"]),
             Route("/v1/responses/{id}/cancel", self.cancel_response, methods=post),
             Route("/v1/responses/{id}/input_items", self.input_items),
-            Route("/v1/messages", self.message, methods=post),
+            Route("/v1/messages", message, methods=post),
             Route("/v1/messages/count_tokens", self.count_tokens, methods=post),
         ]
 
@@ -193,7 +197,7 @@ class Endpoints:
     async def complete(self, request: Request) -> Response:
         """``/v1/completions``"""
         body = await self.read(request, parse_completion)
-        served = await self._served(request, body.model)
+        served = await self._served(request, body.model, streamed=body.stream)
         tokenizer, vocab_size = served.decoder.tokenizer, served.decoder.vocab_size
 
         def made() -> tuple[list[Prompt], CompletionAnswer]:
@@ -332,18 +336,25 @@ class Endpoints:
         Unknown model names that begin with ``elsewhere`` mean the default model.
         """
         body = await self.read(request, parse)
-        served = await self._served(request, body.model, elsewhere)
+        served = await self._served(request, body.model, elsewhere, body.stream)
         return body, served, await self._chat_prompt(served, body)
 
     async def _served(
-        self, request: Request, name: str | None, elsewhere: str = "\0"
+        self,
+        request: Request,
+        name: str | None,
+        elsewhere: str = "\0",
+        streamed: bool = False,
     ) -> ServedModel:
         """The model that answers a request for this name, loaded until the response is sent.
 
         Raises as :meth:`.Catalog.named` and :meth:`.Catalog.use` do.
         """
         entry = await self._catalog.named(name, elsewhere, self._strict)
-        return await self._catalog.use(entry, request.state.uses)
+        request.state.waits = streamed
+        served = await self._catalog.use(entry, request.state.uses)
+        request.state.waits = False
+        return served
 
     async def _tokenized(self, served: ServedModel, make: Callable[[], _Result]) -> _Result:
         """Call a function that uses a model's tokenizer, in a thread outside the event loop."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
+import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
@@ -18,6 +20,7 @@ import pytest
 import mlxspec
 from mlxspec.errors import LoadError
 from mlxspec.models.model import OnRead
+from mlxspec.server.answer import KeepAlive
 from mlxspec.server.app import create_app
 from mlxspec.server.body import ApiError
 from mlxspec.server.catalog import Catalog, Entry
@@ -90,15 +93,30 @@ class Server:
         log: the records of the log.
     """
 
-    def __init__(self, shelf: Shelf, starting: list[ServedModel], bound: int | None) -> None:
+    def __init__(
+        self,
+        shelf: Shelf,
+        starting: Sequence[ServedModel] = (),
+        bound: int | None = None,
+        sign: float = 10.0,
+        on_body: Callable[[bytes], object] = lambda body: None,
+    ) -> None:
         self.now = 0.0
         self.log: list[dict[str, Any]] = []
-        self.worker = Worker(starting, memory=ServerMemory(bound))
+        self.worker = Worker([*starting], memory=ServerMemory(bound))
         self.worker.start()
         self.worker.wait_until_ready()
         self.catalog = Catalog(self.worker, shelf, log=self.log.append, clock=lambda: self.now)
-        app = create_app(self.worker, catalog=self.catalog)
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        app = create_app(self.worker, catalog=self.catalog, keep_alive=KeepAlive(sign))
+
+        async def watched(scope: Any, receive: Any, send: Any) -> None:
+            async def sent(message: Any) -> None:
+                on_body(message.get("body", b""))
+                await send(message)
+
+            await app(scope, receive, sent)
+
+        transport = httpx.ASGITransport(watched, raise_app_exceptions=False)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://server", timeout=60)
 
     async def ask(self, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
@@ -117,10 +135,8 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(
-    shelf: Shelf, *starting: ServedModel, bound: int | None = None
-) -> AsyncIterator[Server]:
-    server = Server(shelf, [*starting], bound)
+async def serving(shelf: Shelf, *starting: ServedModel, **options: Any) -> AsyncIterator[Server]:
+    server = Server(shelf, starting, **options)
     try:
         async with server.http:
             yield server
@@ -310,6 +326,41 @@ def test_a_model_that_fails_in_its_first_steps_hurts_no_other(
             assert await server.said(model="hub/a") == first
             assert server.worker.alive
             assert await server.said(model="hub/b") == first
+
+    asyncio.run(run())
+
+
+def test_a_stream_is_kept_alive_while_its_model_is_loaded() -> None:
+    release = threading.Event()
+
+    class Slow(Shelf):
+        def load(self, entry: Entry, on_read: OnRead) -> Callable[[], ServedModel]:
+            assert release.wait(60)
+            return super().load(entry, on_read)
+
+    def on_body(body: bytes) -> None:
+        if body.startswith(b":"):
+            release.set()
+
+    async def streamed(server: Server, path: str, model: str) -> list[str]:
+        answer = await server.ask(path, model=model, stream=True)
+        assert answer.status_code == 200
+        return [line for line in answer.text.splitlines() if line]
+
+    async def run() -> None:
+        shelf = Slow(Entry("a"), Entry("b", "/models/b"))
+        shelf.broken = {"b"}
+        async with serving(shelf, sign=0.01, on_body=on_body) as server:
+            first, *rest = await streamed(server, "/v1/completions", "a")
+            assert first == ": the model is being loaded"
+            chunks = [json.loads(line[6:]) for line in rest if line.startswith("data: {")]
+            text = "".join(one["choices"][0]["text"] for one in chunks if one["choices"])
+            assert text == alone()
+            assert rest[-1] == "data: [DONE]"
+            for path in PATHS:
+                release.clear()
+                last = (await streamed(server, path, "b"))[-1]
+                assert "cannot be loaded" in json.loads(last[6:])["error"]["message"]
 
     asyncio.run(run())
 
