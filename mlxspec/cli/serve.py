@@ -354,6 +354,7 @@ def _run(
             default=default and default[0],
             log=log,
         )
+        del served  # or it would hold the memory of models that leave
         serving.callback(catalog.close)
         if asked:
             note_which_model(asked[0].model)

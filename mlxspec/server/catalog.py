@@ -429,9 +429,10 @@ class Catalog:
             raise
         return served
 
-    def _shut(self, served: ServedModel) -> None:
-        self._worker.leave(served.name)
-        self._worker.memory.remove(served)
+    def _shut(self, entry: Entry) -> None:
+        assert entry.served
+        self._worker.leave(entry.name)
+        self._worker.memory.remove(entry.served)
 
     # --- in the thread ---
 
@@ -465,14 +466,13 @@ class Catalog:
 
     def _close(self, entry: Entry) -> None:
         """Take a model from the worker, and free its memory."""
-        served, entry.served = entry.served, None
-        assert served
+        assert entry.served
         assert self._loader
-        self._worker.call(self._shut, served)
         try:
-            self._loader.close(served)
+            self._worker.call(self._shut, entry)
+            self._loader.close(entry.served)
         finally:
-            del served
+            entry.served = None
             _free()
 
     def close(self) -> None:

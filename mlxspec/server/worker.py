@@ -608,8 +608,8 @@ class Worker:
         """Run the thread: in a loop, run the commands and then a turn of every model."""
         with self.memory.in_force():
             try:
-                for served in self.models.values():
-                    self.open(served)
+                for name in [*self.models]:
+                    self.open(self.models[name])
                 self.ready.set()
                 busy = False
                 while not self._stopping:

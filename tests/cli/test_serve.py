@@ -299,6 +299,17 @@ def test_models_of_a_folder_come_and_go(endless: Path, tmp_path: Path) -> None:
     assert {one["model"] for one in records if one["outcome"] in once} == {"one"}
 
 
+def test_a_named_model_comes_and_goes_only_with_keep_alive(endless: Path) -> None:
+    with serving(endless, "--keep-alive", 0, *PLAIN) as server:
+        asked = {"prompt": "a", "model": "any", "max_tokens": 4}
+        first = server.ask("/v1/completions", **asked)
+        until_unloaded(server, endless.name)
+        with urllib.request.urlopen(server.address + "/status") as answer:
+            status = json.load(answer)
+        assert status["memory"]["active"] < status["available"][0]["weight_bytes"] / 2
+        assert server.ask("/v1/completions", **asked)["choices"] == first["choices"]
+
+
 def until_unloaded(server: Server, name: str) -> None:
     def states() -> dict[str, str]:
         with urllib.request.urlopen(server.address + "/v1/models") as listed:
