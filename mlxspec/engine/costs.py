@@ -180,19 +180,41 @@ def least_free_memory(model: nn.Module) -> int:
     return cast(int, least.item())
 
 
-_TRIED = 32  # rows of the forward that measures the memory of a row
+_TRIED = 32  # rows of the forwards that measure their memory
+_BEHIND = 1024  # positions in front of the second one
 
 
-def row_memory(model: nn.Module, max_kv_size: int | None) -> int:
-    """The bytes that a forward takes for each row, besides the caches; measured."""
+def forward_memory(model: nn.Module, max_kv_size: int | None) -> tuple[int, float]:
+    """What a forward takes besides the caches; measured.
+
+    Returns:
+        the bytes for each row, and the bytes for each row and position in front of it: attention
+        that is not fused stores its scores.
+    """
     caches = make_prompt_cache(model, max_kv_size)
-    mx.synchronize()
-    mx.reset_peak_memory()
-    before = mx.get_active_memory()
-    model(mx.array([[0] * _TRIED]), cache=caches)
-    mx.eval([cache.state for cache in caches])
-    mx.synchronize()
-    return (mx.get_peak_memory() - before) // _TRIED
+    trained = getattr(model, "trained_head", None)
+    seen = trained.new_cache(0) if trained else None
+
+    def taken() -> int:
+        mx.synchronize()
+        mx.reset_peak_memory()
+        before, tokens = mx.get_active_memory(), mx.array([0] * _TRIED)
+        model(tokens[None], cache=caches)
+        if seen:
+            seen.note(tokens)
+            seen.keep(seen.length, range(_TRIED))
+            seen.see()
+        mx.eval([cache.state for cache in caches], seen.arrays if seen else [])
+        mx.synchronize()
+        return mx.get_peak_memory() - before
+
+    taken()  # this one also allocates the caches
+    short = taken()
+    if not all(type(cache) in _FILLABLE for cache in parts(caches)):
+        return short // _TRIED, 0.0
+    _repeat(caches, 2 * _TRIED, _BEHIND)
+    taken()  # they grow
+    return short // _TRIED, max(0, taken() - short) / (_TRIED * _BEHIND)
 
 
 def _gpu_memory() -> int:
@@ -329,16 +351,21 @@ def _fill(target: Target, length: int) -> None:
     The time of attention does not depend on the keys, and a prompt of that length would take long.
     """
     missing = length - target.length
-    for cache in parts(target.cache):
-        if not isinstance(cache, ArraysCache):
-            held = cache.keys[..., : target.length, :], cache.values[..., : target.length, :]
-            taken = mx.arange(missing) % held[0].shape[2]
-            cache.update_and_fetch(*(array[..., taken, :] for array in held))
+    _repeat(target.cache, target.length, missing)
     drop_unseen(target.cache)
     head, target.head = target.head, None  # it has seen none of these positions
     target.prefilled(missing)
     target.head = head
     mx.eval(target.arrays)
+
+
+def _repeat(caches: abc.Sequence[Any], length: int, count: int) -> None:
+    """Append ``count`` copies of the first ``length`` positions in caches, in turn."""
+    for cache in parts(caches):
+        if not isinstance(cache, ArraysCache):
+            held = cache.keys[..., :length, :], cache.values[..., :length, :]
+            taken = mx.arange(count) % held[0].shape[2]
+            cache.update_and_fetch(*(array[..., taken, :] for array in held))
 
 
 class ModelSteps:

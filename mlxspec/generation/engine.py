@@ -53,6 +53,7 @@ class Engine:
         max_unread: a request with this many unread responses is paused until :meth:`has_read`
             has counted most of them; None never pauses.
         alone: whether it runs only one request, with the prompt chunks of that request's options.
+        spare: as for :class:`.engine.joint.Joint`.
 
     Raises:
         OptionError: ``max_active`` is below 1, or ``stall`` is not positive.
@@ -73,6 +74,7 @@ class Engine:
         stall: float = 0.15,
         max_unread: int | None = None,
         alone: bool = False,
+        spare: int | None = None,
     ) -> None:
         if max_active < 1:
             raise OptionError(f"max_active is {max_active}: run at least 1 generation at once")
@@ -83,6 +85,7 @@ class Engine:
         self.stall = stall
         self._max_unread = max_unread
         self._alone = alone
+        self._spare = spare
         self.prefill_seconds = 0.0
         self.steps = 0
         self.step_seconds = 0.0
@@ -362,7 +365,8 @@ class Engine:
             return Batch(self._decoder.model, JointMode.ALONE)
         costs = self._decoder.costs if self._decoder.plans else None
         patient = self.stall == math.inf
-        return Batch(self._decoder.model, self._decoder.joint_mode, costs, patient)
+        mode = self._decoder.joint_mode
+        return Batch(self._decoder.model, mode, costs, patient, self._spare)
 
 
 def responses(

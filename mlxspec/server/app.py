@@ -400,8 +400,8 @@ class Endpoints:
             prediction = expected[: served.context_length]  # no output is longer
         requests: list[ServedRequest] = []
         for prompt in prompts:
-            room = self._worker.memory.room
-            max_tokens = served.max_tokens_for(len(prompt.tokens), body, self._max_tokens, room)
+            given = body, self._max_tokens, self._worker.memory
+            max_tokens = served.max_tokens_for(len(prompt.tokens), *given)
             grammar = await self._grammar(served, body, prompt)
             shared = {"prediction": prediction, "partition": request.state.partition}
             make = partial(_choices, served, body, prompt, grammar, max_tokens)

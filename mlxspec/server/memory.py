@@ -6,33 +6,51 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generation_stream, wired_limit
 
-from ..engine.costs import free_memory, least_free_memory, row_memory, whole_memory
+from ..corpus.suffix_index import MOST_BYTES
+from ..engine.costs import forward_memory, free_memory, least_free_memory, whole_memory
 from ..engine.model_sizes import CacheKind, cache_kinds
 from ..engine.params import CacheOptions
 from ..engine.target import together, vocabulary_size
+from ..generation.request import State
 from ..generation.session import MARKS, UNDOABLE
 
 if TYPE_CHECKING:
+    from ..engine.heads import TrainedHead
     from .served_model import ServedModel
+    from .worker import ServedRequest
 
 _STEP = 256  # positions by which caches grow
 _SLACK = 16 + _STEP  # positions that a window holds beyond its size
 _ROWS = 64  # rows of a step of all sequences; more rarely pay
 _SCORES = 4  # arrays over the vocabulary for each row: logits, log-probabilities, filters
 _RESERVE = 0.1  # share of the room for growing joint caches and the process
+_FAR = 1 << 20  # tokens; further than any window
 _CACHE_SHARE = 0.5  # share of the room for idle entries of the prefix caches
+_INDEX = 2 * MOST_BYTES  # bytes per token of an index, which may hold as many of abandoned turns
 _LOOK = 1.0  # seconds between two looks at the system's memory
 
 
+class Need(NamedTuple):
+    """The memory that a request may take.
+
+    Attributes:
+        caches: bytes of its caches and of the index that it drafts from, which are its own.
+        forward: bytes of the buffers of a forward, which follow each other.
+    """
+
+    caches: int
+    forward: int
+
+
 class CacheMemory:
-    """What one model's caches and forwards take.
+    """What one model's weights, caches and forwards take.
 
     Args:
         model: an mlx-lm model, with its weights in memory.
@@ -49,6 +67,12 @@ class CacheMemory:
         self._quantized: list[CacheKind] = []
         if self.options.kv_bits is not None:
             self._quantized = cache_kinds(model, self.options, quantized=True)
+        self._trained: TrainedHead | None = getattr(model, "trained_head", None)
+        self._waiting = self._trained.new_cache(0).waiting_bytes(_ROWS) if self._trained else 0
+
+    def needs(self, tokens: int) -> Need:
+        """What a request takes whose prompt and answer have so many tokens."""
+        return Need(self.bytes_for(tokens) + _INDEX * tokens, self.forward_bytes(tokens))
 
     def bytes_for(self, tokens: int) -> int:
         """The most bytes that the caches of one sequence with a session take.
@@ -57,33 +81,38 @@ class CacheMemory:
             tokens: the number of tokens of the prompt and the answer.
         """
         if not self._quantized:
-            return _taken(self._plain, tokens)
+            return self._waiting + _taken(self._plain, tokens)
         # A whole chunk of the prompt is cached before the cache is quantised.
         start = self.options.quantized_kv_start + self.options.prefill_step_size
         first = min(tokens, start)
         at_first = _taken(self._plain, first) + _taken(self._quantized, first)
-        return max(at_first, _taken(self._quantized, tokens))
+        return self._waiting + max(at_first, _taken(self._quantized, tokens))
 
     @cached_property
     def weights(self) -> int:
         """The bytes of the model's weights, a trained head's included."""
-        trained = getattr(self._model, "trained_head", None)
-        modules = [self._model, *([trained.head] if trained else ())]
+        modules = [self._model, *([self._trained.head] if self._trained else ())]
         arrays = [array for module in modules for _, array in tree_flatten(module.parameters())]
         return sum(array.nbytes for array in {id(array): array for array in arrays}.values())
 
-    @cached_property
-    def forward_bytes(self) -> int:
+    def forward_bytes(self, tokens: int = 0) -> int:
         """The memory of a forward besides the caches, for a chunk of a prompt or a step.
 
-        It is measured with a forward over a few rows. On a CPU, attention also stores its scores
-        over a long context, and these must fit into the reserve.
+        It is measured with forwards over a few rows.
+
+        Args:
+            tokens: the length of the context that the rows attend to.
         """
+        (row, row_and_position), scores = self._measured
+        row += int(row_and_position * tokens)
+        return max(row * self.options.prefill_step_size, _ROWS * (row + scores))
+
+    @cached_property
+    def _measured(self) -> tuple[tuple[int, float], int]:
+        """What :func:`forward_memory` returns, and the bytes of the scores of a step's row."""
         with mx.stream(generation_stream):
-            row = together(row_memory, self._model, self.options.max_kv_size)
-        chunk = row * self.options.prefill_step_size
-        step = _ROWS * (row + _SCORES * 4 * vocabulary_size(self._model))
-        return max(chunk, step)
+            found = together(forward_memory, self._model, self.options.max_kv_size)
+        return found, _SCORES * 4 * vocabulary_size(self._model)
 
 
 def _taken(kinds: list[CacheKind], tokens: int) -> int:
@@ -104,12 +133,12 @@ def _taken_by_one(kind: CacheKind, tokens: int) -> int:
 class ServerMemory:
     """The memory of a server, which all its models share.
 
-    What they take for certain comes first: weights, and the buffers of a forward. The rest is the
-    :attr:`room`, for reservations, such as the caches of running requests, and for idle entries of
-    the prefix caches, which make room for reservations.
+    Weights and the memories of earlier answers come first. The rest is the :attr:`room`: for the
+    buffers of a forward, for reservations, such as the caches of running requests, and for idle
+    entries of the prefix caches, which make room for reservations.
 
-    The figures may be read in any thread. All methods belong to the worker's thread; before it
-    runs, to the thread that starts it.
+    The figures may be read in any thread. The methods that change something belong to the worker's
+    thread; before it runs, to the thread that starts it.
 
     Args:
         bound: the most bytes of everything; by default, what the machine has.
@@ -120,8 +149,11 @@ class ServerMemory:
         self._bound = whole_memory() if bound is None else min(bound, whole_memory())
         self._cache_bytes = cache_bytes
         self._models: dict[str, ServedModel] = {}
-        self._reserved: dict[object, int] = {}
+        self._reserved: dict[object, Need] = {}
+        self._first: ServedRequest | None = None
+        """The request that came first of those that wait for memory."""
         self._limit, self._next_look = self._bound, 0.0
+        self._is_in_force = False
 
     # --- figures ---
 
@@ -136,31 +168,57 @@ class ServerMemory:
 
     @property
     def parts(self) -> dict[str, int]:
-        """What is taken, in bytes, by what takes it."""
+        """What is taken or reserved, in bytes, by what takes it."""
         models = [*self._models.copy().values()]
+        memories = {id(memory): memory for one in models for memory in one.memories}
         return {
             "weights": sum(one.memory.weights for one in models),
-            "forward": max((one.memory.forward_bytes for one in models), default=0),
-            "reserved": sum(self._reserved.copy().values()),
+            "answers": sum(memory.nbytes for memory in memories.values()),
+            "forward": self._forward(),
+            "requests": self.reserved,
             "prefixes": sum(one.cache.nbytes for one in models),
         }
 
     @property
     def room(self) -> int:
-        """The bytes that reservations may take in all."""
+        """The bytes that are left beside weights and memories of earlier answers."""
         parts = self.parts
-        left = self.limit - parts["weights"] - parts["forward"]
-        return max(0, int(left * (1 - _RESERVE)))
+        return max(0, int((self.limit - parts["weights"] - parts["answers"]) * (1 - _RESERVE)))
+
+    @property
+    def reserved(self) -> int:
+        """The bytes that are reserved, without those of forwards."""
+        return sum(need.caches for need in self._reserved.copy().values())
 
     @property
     def most_idle(self) -> int:
         """The most bytes of idle entries of the prefix caches."""
-        room = self.room
-        return min(
-            room, int(room * _CACHE_SHARE) if self._cache_bytes is None else self._cache_bytes
-        )
+        left = max(0, self.room - self._forward())
+        return int(left * _CACHE_SHARE) if self._cache_bytes is None else self._cache_bytes
 
-    # --- in the worker's thread ---
+    def _forward(self, more: int = 0) -> int:
+        """The bytes of a forward, the largest of those that may run."""
+        ofs = [one.memory.forward_bytes() for one in self._models.copy().values()]
+        return max([more, *ofs, *(need.forward for need in self._reserved.copy().values())])
+
+    def fits(self, caches: int, forward: int = 0) -> bool:
+        """Whether so much could be reserved now, if idle entries make room for it."""
+        return self.reserved + caches + self._forward(forward) <= self.room
+
+    def ever_fits(self, need: Need) -> bool:
+        """Whether so much could be reserved if nothing else was."""
+        return sum(need) <= self.room
+
+    def weights_fit(self, nbytes: int) -> bool:
+        """Whether so many bytes of weights may be loaded now; reserve them before."""
+        return self.fits(nbytes)
+
+    def spare_positions(self, served: ServedModel) -> int:
+        """How many positions of a model's caches the reserve has room for."""
+        each = (served.memory.bytes_for(2 * _FAR) - served.memory.bytes_for(_FAR)) // _FAR
+        return int(self.room * _RESERVE / 2) // max(1, each)
+
+    # --- changes ---
 
     def add(self, served: ServedModel) -> None:
         """Count a model that is loaded; a reservation under its name ends."""
@@ -170,69 +228,69 @@ class ServerMemory:
         if hasattr(model, "leader"):  # each rank has a part of it, on a machine of its own
             held = mx.get_active_memory() + mx.get_cache_memory()
             self._bound = min(self._bound, held + together(least_free_memory, model))
+        self._limit_mlx()
         self.make_room()
 
     def remove(self, served: ServedModel) -> None:
         """Count a model no longer, nor its idle entries."""
         del self._models[served.name]
+        if self._first and self._first.served is served:  # it would hold the model's memory
+            self._first = None
+        self._limit_mlx()
 
-    def weights_fit(self, nbytes: int) -> bool:
-        """Whether so many bytes of weights may be loaded now; idle entries make room for them.
-
-        Reserve them, under the model's name, before they are loaded in another thread.
-        """
-        if not self.fits(nbytes):
+    def admits(self, request: ServedRequest) -> bool:
+        """Whether a request may start: it fits, and none that came earlier waits for memory."""
+        first = self._first
+        if first and first.state is State.WAITING and first.number < request.number:
             return False
-        self.make_room(nbytes)
-        return True
+        fits = self.fits(*request.need)
+        self._first = None if fits else request
+        return fits
 
-    def fits(self, nbytes: int) -> bool:
-        """Whether so much could be reserved now."""
-        return sum(self._reserved.values()) + nbytes <= self.room
-
-    def reserve(self, owner: object, nbytes: int) -> None:
+    def reserve(self, owner: object, caches: int, forward: int = 0) -> None:
         """Reserve memory; idle entries make room for it.
 
         Args:
             owner: until it is passed to :meth:`release`, the memory is reserved: a request, or the
-                name of a model.
-            nbytes: how much; what was reserved for the same owner before is included.
+                name of a model that is being loaded.
+            caches, forward: as for :class:`Need`; for a model, the bytes of its weights.
         """
-        self._reserved[owner] = nbytes
+        self._reserved[owner] = Need(caches, forward)
         self.make_room()
 
     def release(self, owner: object) -> None:
         """End a reservation, if there is one."""
         self._reserved.pop(owner, None)
 
-    @property
-    def is_reserved(self) -> bool:
-        """Whether anything is reserved."""
-        return bool(self._reserved)
-
-    def make_room(self, nbytes: int = 0) -> None:
-        """Evict idle entries, the least recently used of all models first, until all fits.
-
-        Args:
-            nbytes: how much more must fit.
-        """
-        parts = self.parts
-        free = self.room - parts["reserved"] - nbytes
-        over = parts["prefixes"] - max(0, min(free, self.most_idle))
-        while over > 0:
-            caches = [one.cache for one in self._models.values()]
-            found = [cache for cache in caches if cache.oldest is not None]
-            if not found:
-                return
-            over -= min(found, key=lambda cache: cache.oldest or 0).make_room(1)
+    def make_room(self) -> None:
+        """Evict idle entries, the least recently used of all models first, until all fits."""
+        free = self.room - self._forward() - self.reserved
+        caches = [one.cache for one in self._models.values()]
+        over = sum(cache.nbytes for cache in caches) - max(0, min(free, self.most_idle))
+        while over > 0 and (found := [cache for cache in caches if cache.oldest is not None]):
+            over -= min(found, key=lambda cache: cast(int, cache.oldest)).make_room(1)
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
         """Let MLX keep to the bound while the worker runs."""
-        limit = mx.set_memory_limit(self._bound)
-        # Each model's own use of the same limit ends with the model, in any order.
-        with wired_limit(nn.Module(), [generation_stream]):
-            try:
+        before = mx.set_memory_limit(self._bound), mx.set_cache_limit(0)
+        self._is_in_force = True
+        self._limit_mlx()
+        try:
+            # Each model's own use of the same limit may then end in any order.
+            with wired_limit(nn.Module(), [generation_stream]):
                 yield
-            finally:
-                mx.set_memory_limit(limit)
+        finally:
+            self._is_in_force = False
+            mx.set_memory_limit(before[0])
+            mx.set_cache_limit(before[1])
+
+    def _limit_mlx(self) -> None:
+        if self._is_in_force:
+            mx.set_memory_limit(self._bound)
+            mx.set_cache_limit(self._forward())  # the freed buffers that it keeps for later ones
+
+
+def mebibytes(nbytes: int) -> str:
+    """A size for people."""
+    return f"{nbytes / 2**20:,.0f} MiB"

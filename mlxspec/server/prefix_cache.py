@@ -141,7 +141,12 @@ class PrefixCache:
 
     # --- lending ---
 
-    def lend(self, prompt: Sequence[int], partition: str = "") -> Session:
+    def lend(
+        self,
+        prompt: Sequence[int],
+        partition: str = "",
+        make_room: Callable[[], object] = lambda: None,
+    ) -> Session:
         """Lend a session that holds as much of a prompt as possible.
 
         The caller returns it with :meth:`give_back`.
@@ -150,26 +155,30 @@ class PrefixCache:
             prompt: token ids.
             partition: the partition's name, such as the client's key. Entries of other partitions
                 are never used.
+            make_room: called before anything is copied. It may evict idle entries, among which the
+                one that is lent no longer is.
         """
         if self._shares_nothing(prompt):
+            make_room()
             self.misses += 1
             session = Session()
             self._lent[session] = None
             return session
         tokens, name = array("i", prompt), _digest(partition)
         entry, length, moves = self._best(tokens, name)
+        copies = not moves and length >= _LEAST
         if entry and moves:
-            assert entry.session
-            session = entry.session
             del self._idle[entry]
-        elif entry and length >= _LEAST:
-            assert entry.session
-            session = entry.session.fork(length, room=len(tokens))
-            if not entry.lent:
-                self._touch(entry)
-            self.forks += 1
+        elif entry and copies and not entry.lent:
+            self._touch(entry)
+        make_room()
+        if not (entry and entry.session and (moves or copies)):
+            session, entry, length = Session(), None, 0
+        elif moves:
+            session = entry.session
         else:
-            session, entry = Session(), None
+            session = entry.session.fork(length, room=len(tokens))
+            self.forks += 1
         if entry:
             self.hits += 1
         else:
@@ -223,7 +232,7 @@ class PrefixCache:
             return
         tokens = array("i", session.tokens)
         entry = _Entry(tokens, min(lent.n_prompt, len(tokens)), lent.partition, session)
-        entry.nbytes = session.nbytes
+        entry.nbytes = session.nbytes + session.index.nbytes
         if not tokens or entry.nbytes > self.max_bytes or self._is_in_another(entry):
             return
         if session.quantized and not self._quantized_alike(lent, len(tokens)):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from ..corpus import MAX_TOKENS
+from ..corpus import MAX_TOKENS, Memory
 from ..drafting.drafter import Drafter
 from ..engine.model_sizes import context_length
 from ..generation.decoder import Decoder
@@ -17,7 +17,7 @@ from ..generation.drafting import Auto
 from ..generation.options import GenerationOptions
 from ..generation.session import Session
 from .body import ApiError
-from .memory import CacheMemory
+from .memory import CacheMemory, Need, ServerMemory, mebibytes
 from .prefix_cache import PrefixCache
 from .requests import ApiRequest
 
@@ -26,12 +26,12 @@ _MOST_APART = 32
 _TOKENS_APART = MAX_TOKENS // 4
 
 
-def never_fits(n_prompt: int, max_tokens: int, needed: int, room: int) -> ApiError:
-    """The error for a request whose caches do not fit into the room, whatever else runs."""
+def never_fits(n_prompt: int, max_tokens: int, need: Need, memory: ServerMemory) -> ApiError:
+    """The error for a request that does not fit into memory, even if nothing else ran."""
     return ApiError(
-        f"the caches of {n_prompt} prompt tokens and {max_tokens} answer tokens need "
-        f"{needed >> 20} MiB, but only {room >> 20} MiB are available: shorten the prompt or ask "
-        "for fewer tokens",
+        f"{n_prompt} prompt tokens and {max_tokens} answer tokens need {mebibytes(sum(need))} of "
+        f"memory, but beside its models the server has {mebibytes(memory.room)}: shorten the "
+        "prompt or ask for fewer tokens",
         status=413,
         code="out_of_memory",
     )
@@ -77,6 +77,13 @@ class ServedModel:
         """The context length in tokens; None if the model does not state it."""
         return context_length(self.decoder.model)
 
+    @property
+    def memories(self) -> list[Memory]:
+        """The memories that all partitions draft from."""
+        decoders = [self.decoder, *self._apart.copy().values()]
+        found = (getattr(decoder.drafting, "memory", None) for decoder in decoders)
+        return [memory for memory in found if memory]
+
     @cached_property
     def special_tokens(self) -> list[int]:
         """The tokens that XTC never drops: line breaks and end tokens."""
@@ -88,20 +95,22 @@ class ServedModel:
         """Whether it drafts from clients' predictions."""
         return isinstance(self.decoder.drafting, Auto)
 
-    def max_tokens_for(self, n_prompt: int, body: ApiRequest, default: int, room: int) -> int:
+    def max_tokens_for(
+        self, n_prompt: int, body: ApiRequest, default: int, memory: ServerMemory
+    ) -> int:
         """The most tokens of an answer: what the request asks for, or as many as fit.
 
         Args:
             n_prompt: the number of tokens of the prompt.
             body: the request.
             default: the number of tokens if the request has none.
-            room: the bytes that caches may take if nothing else runs.
+            memory: the server's.
 
         Raises:
             ApiError: 400, prompt and answer exceed the context; 413, their caches would not fit
                 into memory even if nothing else ran.
         """
-        longest, memory, wanted = self.context_length, self.memory, body.max_tokens
+        longest, needs, wanted = self.context_length, self.memory.needs, body.max_tokens
         if longest is not None and n_prompt >= longest:
             raise ApiError(
                 # Claude Code parses both numbers, and shortens the conversation.
@@ -114,7 +123,7 @@ class ServedModel:
             wanted = wanted or default
             if longest is not None:
                 wanted = min(wanted, longest - n_prompt)
-            while wanted > 1 and memory.bytes_for(n_prompt + wanted) > room:
+            while wanted > 1 and not memory.ever_fits(needs(n_prompt + wanted)):
                 wanted //= 2
         elif longest is not None and n_prompt + wanted > longest:
             raise ApiError(
@@ -123,9 +132,9 @@ class ServedModel:
                 param=body.param,
                 code="context_length_exceeded",
             )
-        needed = memory.bytes_for(n_prompt + wanted)
-        if needed > room:
-            raise never_fits(n_prompt, wanted, needed, room)
+        need = needs(n_prompt + wanted)
+        if not memory.ever_fits(need):
+            raise never_fits(n_prompt, wanted, need, memory)
         return wanted
 
     def make_drafter(

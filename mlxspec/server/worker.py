@@ -127,7 +127,7 @@ class ServedRequest(Request):
         stream: the stream of its events.
         asked: when it arrived, by ``time.perf_counter``.
         first_token: when its first token was generated.
-        nbytes: the most bytes that its caches may take.
+        need: the memory that it may take.
         failure: the error that ended it; None if it ended otherwise.
         outcome: how it has ended, in a word; None while it runs.
     """
@@ -159,7 +159,7 @@ class ServedRequest(Request):
         self.partition = partition
         self.asked = time.perf_counter()
         self.first_token: float | None = None
-        self.nbytes = served.memory.bytes_for(len(prompt) + max_tokens)
+        self.need = served.memory.needs(len(prompt) + max_tokens)
         self.failure: ApiError | None = None
         self.outcome: str | None = None
 
@@ -187,7 +187,8 @@ class ServedRequest(Request):
         }
 
     def start(self) -> steps.Sequence:
-        self.session = self.served.cache.lend(self.prompt, self.partition)
+        make_room = partial(self.stream.worker.memory.reserve, self, *self.need)
+        self.session = self.served.cache.lend(self.prompt, self.partition, make_room)
         return super().start()
 
     def on_step(self, step: steps.DecodedStep, seconds: float, plain_seconds: float | None) -> None:
@@ -318,7 +319,11 @@ class ModelQueue(Engine):
     def __init__(self, served: ServedModel, worker: Worker) -> None:
         limits = worker.limits
         super().__init__(
-            served.decoder, max_active=limits.active, stall=limits.stall, max_unread=_MOST_UNREAD
+            served.decoder,
+            max_active=limits.active,
+            stall=limits.stall,
+            max_unread=_MOST_UNREAD,
+            spare=worker.memory.spare_positions(served),
         )
         self._served = served
         self._open = ExitStack()
@@ -361,29 +366,23 @@ class ModelQueue(Engine):
         return busy
 
     def next_waiting(self) -> Request | None:
-        """The next waiting request, if its caches fit into memory beside those in use.
+        """The next waiting request, if it fits into memory beside those that run.
 
         A request is skipped while another one computes a prefix of its prompt, which it will then
-        find in the cache. One whose caches would not fit even if nothing else ran is refused: other
-        programs have taken memory since it came.
+        find in the cache. One that no longer fits even alone, since other programs have taken
+        memory, is refused.
         """
         for request in [*self._waiting]:
             if not isinstance(request, ServedRequest):  # for the warm-up
                 return request
-            if not self._memory.fits(request.nbytes):
-                if self._memory.is_reserved:
+            if not self._memory.admits(request):
+                if self._memory.reserved or self._memory.ever_fits(request.need):
                     return None
-                sizes = len(request.prompt), request.max_tokens, request.nbytes
-                self.cancel(request, never_fits(*sizes, self._memory.room))
+                sizes = len(request.prompt), request.max_tokens, request.need
+                self.cancel(request, never_fits(*sizes, self._memory))
             elif not self._served.cache.should_wait(request.prompt, request.partition):
                 return request
         return None
-
-    def start(self, request: Request) -> None:
-        """Start a request; idle caches make room for its own."""
-        if isinstance(request, ServedRequest):
-            self._memory.reserve(request, request.nbytes)
-        super().start(request)
 
     def _forget(self, request: Request) -> None:
         super()._forget(request)

@@ -236,7 +236,7 @@ def test_models_of_the_start_stay() -> None:
 def bound_for_one() -> tuple[int, int]:
     """A bound, and bytes of weights that fit into it unless another model is loaded."""
     memory = served().memory
-    bound = 8 * (memory.weights + memory.forward_bytes)
+    bound = 8 * (memory.weights + memory.forward_bytes(100))
     return bound, bound * 85 // 100
 
 
@@ -264,7 +264,7 @@ def test_a_model_that_needs_the_room_takes_it_from_the_one_used_longest_ago() ->
             assert await waiting == first
             assert await late == first
             assert shelf.loads == ["a", "b", "a", "b"]
-            assert server.worker.memory.parts["reserved"] == 0
+            assert server.worker.memory.reserved == 0
 
     asyncio.run(run())
 
@@ -306,7 +306,7 @@ def test_a_load_that_fails_is_an_error_of_its_requests_alone() -> None:
                 )
             told = [record["outcome"] for record in server.log if record["model"] == "hub/b"]
             assert told == ["loading", "not loaded"]
-            assert server.worker.memory.parts["reserved"] == 0
+            assert server.worker.memory.reserved == 0
             shelf.broken = set()
             assert await server.said(model="hub/b") == good.json()["choices"][0]["text"]
 

@@ -89,9 +89,9 @@ def served_random(
 
 
 def memory_with_room(model: ServedModel, nbytes: int) -> ServerMemory:
-    """A server's memory in which this model leaves so much room for caches."""
-    fixed = model.memory.weights + model.memory.forward_bytes
-    return ServerMemory(fixed + math.ceil(nbytes / 0.9))
+    """A server's memory in which this model leaves so much room."""
+    taken = model.memory.weights + sum(memory.nbytes for memory in model.memories)
+    return ServerMemory(taken + math.ceil(nbytes / 0.9))
 
 
 @contextmanager
