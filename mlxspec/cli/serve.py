@@ -320,7 +320,6 @@ def _run(
     with ExitStack() as serving:
         listening = serving.enter_context(_listening(options.host, options.port))
         from ..server.app import create_app
-        from ..server.catalog import Catalog
         from ..server.memory import ServerMemory
         from ..server.worker import Worker, WorkerLimits
 
@@ -328,17 +327,16 @@ def _run(
         several = len(asked) > 1 or bool(options.available)
         memories = serving.enter_context(Memories(keeps, several))
         memory = ServerMemory(options.memory, options.cache_bytes)
-        prefixes = options.cache_dir
-        if prefixes and not serving.enter_context(_ours_alone(prefixes)):
-            prefixes = None
-        owner = keys[0] if len(keys) == 1 else ""
-        loader = _Loader(asked, base, options, memories, memory, template, owner, prefixes)
-        served = loader.start(console, leader)
+        loader = _Loader(asked, base, options, memories, memory, template, keys)
+        if options.cache_dir and serving.enter_context(_ours_alone(options.cache_dir)):
+            loader.prefixes = options.cache_dir
         log = serving.enter_context(
             request_log(options.log_json, options.quiet, not console.no_color)
         )
         limits = WorkerLimits(options.concurrency, options.queue, options.stall)
+        served = loader.start(console, leader)
         worker = Worker(served, limits, lambda requests: log(end_record(requests)), memory)
+        del served  # or it would hold the memory of models that leave
         # SIGTERM acts like Ctrl-C.
         usual = signal.signal(signal.SIGTERM, signal.default_int_handler)
         serving.callback(signal.signal, signal.SIGTERM, usual)
@@ -346,15 +344,7 @@ def _run(
         worker.start()
         serving.callback(worker.stop)
         worker.wait_until_ready()
-        default = default_model() if not asked else None
-        catalog = Catalog(
-            worker,
-            loader if options.available or options.keep_alive is not None else None,
-            entries=loader.entries(served),
-            default=default and default[0],
-            log=log,
-        )
-        del served  # or it would hold the memory of models that leave
+        catalog = loader.catalog(worker, log)
         serving.callback(catalog.close)
         if asked:
             note_which_model(asked[0].model)
@@ -462,7 +452,9 @@ class _Loader:
         memories: hold the earlier answers to draft from.
         memory: the memory of the server.
         template: default arguments of the chat template.
-        owner: the key whose requests use the decoder's own memory.
+        keys: the valid API keys; an only one's requests use the decoder's own memory.
+
+    Attributes:
         prefixes: the directory in which prefixes are kept; None for none.
 
     Raises:
@@ -477,8 +469,7 @@ class _Loader:
         memories: Memories,
         memory: ServerMemory,
         template: Mapping[str, Any],
-        owner: str,
-        prefixes: Path | None,
+        keys: Sequence[str],
     ) -> None:
         from ..models.model_files import given_name
 
@@ -498,8 +489,8 @@ class _Loader:
         self._memories = memories
         self._memory = memory
         self._template = template
-        self._owner = owner
-        self._prefixes = prefixes
+        self._owner = keys[0] if len(keys) == 1 else ""
+        self.prefixes: Path | None = None
         self._known: dict[Path, ModelFiles] = {}
 
     def start(self, console: Console, leader: Leader | None) -> list[ServedModel]:
@@ -521,8 +512,8 @@ class _Loader:
             warn=note,
             chunks_matter=decoder.chunks_matter,
         )
-        if self._prefixes:
-            prefixes.load(_place(self._prefixes, path))
+        if self.prefixes:
+            prefixes.load(_place(self.prefixes, path))
         return ServedModel(
             *(name, decoder, prefixes, CacheMemory(model, caches)),
             cast("GenerationOptions", vars(caches)),
@@ -531,16 +522,27 @@ class _Loader:
             path=path,
         )
 
-    def entries(self, served: Sequence[ServedModel]) -> list[Entry]:
-        """The entries of the models asked for; they stay, unless --keep-alive is given."""
-        from ..server.catalog import Entry
+    def catalog(self, worker: Worker, log: Callable[[dict[str, Any]], None]) -> Catalog:
+        """The models that requests may name.
 
-        entries = [Entry.of(one) for one in served]
+        Those that were loaded at the start stay, unless --keep-alive is given.
+        """
+        from ..server.catalog import Catalog, Entry
+
+        seconds = self._options.keep_alive
+        entries = [*map(Entry.of, worker.models.values())]
         for entry in entries:
             entry.others = _other_names(entry.name, entry.path)
-            if (seconds := self._options.keep_alive) is not None:
+            if seconds is not None:
                 entry.keep_alive, entry.stays = seconds, False
-        return entries
+        loads = self._options.available or seconds is not None
+        default = default_model() if not entries else None
+        return Catalog(
+            *(worker, self if loads else None),
+            entries=entries,
+            default=default and default[0],
+            log=log,
+        )
 
     def find(self) -> list[Entry]:
         """The models that can be loaded later; of two with the same name the first one."""
@@ -593,8 +595,8 @@ class _Loader:
 
     def save(self, served: ServedModel) -> None:
         """Keep a model's prefixes, if they are kept."""
-        if self._prefixes:
-            served.cache.save(_place(self._prefixes, served.path or served.name))
+        if self.prefixes:
+            served.cache.save(_place(self.prefixes, served.path or served.name))
 
 
 def _found(available: Sequence[str]) -> Iterator[tuple[str, Path]]:
