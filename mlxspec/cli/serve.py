@@ -272,6 +272,7 @@ def _run(
         )
         limits = WorkerLimits(options.concurrency, options.queue, options.stall)
         worker = Worker(served, limits, lambda requests: log(end_record(requests)), memory)
+        _check_memory(memory, served)
         # SIGTERM acts like Ctrl-C.
         usual = signal.signal(signal.SIGTERM, signal.default_int_handler)
         serving.callback(signal.signal, signal.SIGTERM, usual)
@@ -420,6 +421,20 @@ def _load(
     return result
 
 
+def _check_memory(memory: ServerMemory, served: Sequence[ServedModel]) -> None:
+    """Raise OptionError if a model could not answer even the shortest request."""
+    from ..server.memory import in_words
+
+    for one in served:
+        need = one.memory.needs(1)
+        if not memory.ever_fits(need):
+            raise OptionError(
+                f"{in_words(memory.limit)} of memory are too little for {shown(one.name)}: allow "
+                f"at least {in_words(memory.bound_for(need) + (1 << 20))} with --memory, where "
+                "the machine has them, or serve a smaller or more quantised model"
+            )
+
+
 @contextmanager
 def _ours_alone(directory: Path) -> Iterator[bool]:
     """Lock a directory of prefixes against other servers; yield whether it can be used."""
@@ -467,6 +482,7 @@ def _panel(address: str, worker: Worker, with_key: bool) -> Panel:
     """The server's address and models, and how to use it."""
     from ..generation.drafting import Auto
     from ..models.heads.loading import NAMES
+    from ..server.memory import in_words
     from ..server.prompts import why_no_tools
 
     rows = Table.grid(padding=(0, 2))
@@ -479,8 +495,8 @@ def _panel(address: str, worker: Worker, with_key: bool) -> Panel:
             rows.add_row("head", NAMES[type(drafting.head)])
         if reason := why_no_tools(served.decoder.tokenizer):
             rows.add_row("tools", f"not supported, since {reason}")
-    limit, room = (size / 2**30 for size in (worker.memory.limit, worker.memory.room))
-    rows.add_row("memory", f"at most {limit:,.1f} GiB, {room:,.1f} GiB of it for KV caches")
+    limit, weights = worker.memory.limit, worker.memory.parts["weights"]
+    rows.add_row("memory", f"at most {in_words(limit)}, with {in_words(weights)} of weights")
     key = "KEY" if with_key else "none"
     client = Text(f"export OPENAI_BASE_URL={address}/v1 OPENAI_API_KEY={key}", style="bold")
     return Panel(

@@ -516,7 +516,7 @@ def _state(good: bool, word: str, other: str) -> Response:
 
 
 _WIDEST = 32  # rows; the end of the cost curve that is shown
-_CACHE_FIGURES = ("entries", "max_bytes", "hits", "misses", "forks", "evictions")
+_CACHE_FIGURES = ("entries", "hits", "misses", "forks", "evictions")
 
 
 def status_of(worker: Worker) -> dict[str, Any]:
@@ -538,7 +538,7 @@ def status_of(worker: Worker) -> dict[str, Any]:
                 "name": served.name,
                 "context_length": served.context_length,
                 "cost_curve": _curve(served) if worker.ready.is_set() else None,
-                "cache": {"bytes": served.cache.nbytes}
+                "cache": {"bytes": served.cache.nbytes, "max_bytes": worker.memory.most_idle}
                 | {name: getattr(served.cache, name) for name in _CACHE_FIGURES},
             }
             for served in worker.models.values()
@@ -549,7 +549,7 @@ def status_of(worker: Worker) -> dict[str, Any]:
             "peak": mx.get_peak_memory(),
             "limit": worker.memory.limit,
             "room": worker.memory.room,
-            **worker.memory.parts,
+            "parts": worker.memory.parts,
         },
         "limits": worker.limits._asdict(),
         "history": metrics.history.columns(),
@@ -579,4 +579,9 @@ def _add_gauges(worker: Worker) -> None:
     kept = gauge("cache_bytes", "Bytes of cached prefixes.", "model")
     for served in worker.models.values():
         kept.labels(served.name).set_function(partial(getattr, served.cache, "nbytes"))
+    memory = worker.memory
     gauge("memory_bytes", "Memory that MLX uses.").set_function(mx.get_active_memory)
+    gauge("memory_limit_bytes", "The bound on memory now.").set_function(lambda: memory.limit)
+    parts = gauge("memory_part_bytes", "Memory that is taken or reserved.", "part")
+    for part in memory.parts:
+        parts.labels(part).set_function(partial(lambda name: memory.parts[name], part))
