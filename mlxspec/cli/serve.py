@@ -336,6 +336,7 @@ def _run(
         limits = WorkerLimits(options.concurrency, options.queue, options.stall)
         served = loader.start(console, leader)
         worker = Worker(served, limits, lambda requests: log(end_record(requests)), memory)
+        _check_memory(memory, served)
         del served  # or it would hold the memory of models that leave
         # SIGTERM acts like Ctrl-C.
         usual = signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -629,6 +630,20 @@ def _other_names(name: str, path: str) -> frozenset[str]:
     return frozenset({name.rpartition("/")[2], *own, *same})
 
 
+def _check_memory(memory: ServerMemory, served: Sequence[ServedModel]) -> None:
+    """Raise OptionError if a model could not answer even the shortest request."""
+    from ..server.memory import in_words
+
+    for one in served:
+        need = one.memory.needs(1)
+        if not memory.ever_fits(need):
+            raise OptionError(
+                f"{in_words(memory.limit)} of memory are too little for {shown(one.name)}: allow "
+                f"at least {in_words(memory.bound_for(need) + (1 << 20))} with --memory, where "
+                "the machine has them, or serve a smaller or more quantised model"
+            )
+
+
 @contextmanager
 def _ours_alone(directory: Path) -> Iterator[bool]:
     """Lock a directory of prefixes against other servers; yield whether it can be used."""
@@ -680,6 +695,7 @@ def _panel(address: str, worker: Worker, catalog: Catalog, with_key: bool) -> Pa
     """The server's address and models, and how to use it."""
     from ..generation.drafting import Auto
     from ..models.heads.loading import NAMES
+    from ..server.memory import in_words
     from ..server.prompts import why_no_tools
 
     rows = Table.grid(padding=(0, 2))
@@ -697,8 +713,8 @@ def _panel(address: str, worker: Worker, catalog: Catalog, with_key: bool) -> Pa
         rows.add_row("on demand", f"{shown(entry.name)}, {size_in_words(entry.nbytes)}")
     if len(others) > _LISTED:
         rows.add_row("", f"and {len(others) - _LISTED} more, which /v1/models lists")
-    limit, room = (size / 2**30 for size in (worker.memory.limit, worker.memory.room))
-    rows.add_row("memory", f"at most {limit:,.1f} GiB, {room:,.1f} GiB of it for KV caches")
+    limit, weights = worker.memory.limit, worker.memory.parts["weights"]
+    rows.add_row("memory", f"at most {in_words(limit)}, with {in_words(weights)} of weights")
     key = "KEY" if with_key else "none"
     client = Text(f"export OPENAI_BASE_URL={address}/v1 OPENAI_API_KEY={key}", style="bold")
     return Panel(

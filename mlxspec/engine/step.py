@@ -511,7 +511,7 @@ def keep(sequences: Iterable[Sequence]) -> None:
             move_rows(moved)
 
 
-_SHORT = 128  # tokens; longer prompts gain nothing by sharing a forward
+SHORT = 128  # tokens; longer prompts gain nothing by sharing a forward
 
 
 class Batch:
@@ -557,7 +557,7 @@ class Batch:
         """Whether :meth:`begin` takes a sequence that has not begun."""
         if self._joint is None or self._joint.mode is not JointMode.SPLIT:
             return False
-        short = 0 < len(sequence.to_prefill) <= _SHORT
+        short = 0 < len(sequence.to_prefill) <= SHORT
         return short and sequence.target.prefills_jointly and not sequence.prefills_as_mlx_lm
 
     def begin(self, sequences: abc.Sequence[Sequence]) -> dict[Sequence, Exception]:

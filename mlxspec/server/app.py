@@ -522,7 +522,7 @@ def _state(good: bool, word: str, other: str) -> Response:
 
 
 _WIDEST = 32  # rows; the end of the cost curve that is shown
-_CACHE_FIGURES = ("entries", "max_bytes", "hits", "misses", "forks", "evictions")
+_CACHE_FIGURES = ("entries", "hits", "misses", "forks", "evictions")
 
 
 def status_of(worker: Worker, catalog: Catalog) -> dict[str, Any]:
@@ -544,7 +544,7 @@ def status_of(worker: Worker, catalog: Catalog) -> dict[str, Any]:
                 "name": served.name,
                 "context_length": served.context_length,
                 "cost_curve": _curve(served) if worker.ready.is_set() else None,
-                "cache": {"bytes": served.cache.nbytes}
+                "cache": {"bytes": served.cache.nbytes, "max_bytes": worker.memory.most_idle}
                 | {name: getattr(served.cache, name) for name in _CACHE_FIGURES},
             }
             for served in worker.models.values()
@@ -556,7 +556,7 @@ def status_of(worker: Worker, catalog: Catalog) -> dict[str, Any]:
             "peak": mx.get_peak_memory(),
             "limit": worker.memory.limit,
             "room": worker.memory.room,
-            **worker.memory.parts,
+            "parts": worker.memory.parts,
         },
         "limits": worker.limits._asdict(),
         "history": metrics.history.columns(),
@@ -587,5 +587,10 @@ def _add_gauges(worker: Worker) -> Gauge:
     for states in ((State.WAITING,), (State.PREFILL,), (State.DECODE, State.PAUSED)):
         now = gauge(f"{states[0]}_generations", f"Generations now: {states[0]}.")
         now.set_function(partial(count, *states))
+    memory = worker.memory
     gauge("memory_bytes", "Memory that MLX uses.").set_function(mx.get_active_memory)
+    gauge("memory_limit_bytes", "The bound on memory now.").set_function(lambda: memory.limit)
+    parts = gauge("memory_part_bytes", "Memory that is taken or reserved.", "part")
+    for part in memory.parts:
+        parts.labels(part).set_function(partial(lambda name: memory.parts[name], part))
     return gauge("cache_bytes", "Bytes of cached prefixes.", "model")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from ..corpus.suffix_index import MOST_BYTES
 from ..engine.costs import forward_memory, free_memory, least_free_memory, whole_memory
 from ..engine.model_sizes import CacheKind, cache_kinds
 from ..engine.params import CacheOptions
+from ..engine.step import SHORT
 from ..engine.target import together, vocabulary_size
 from ..generation.request import State
 from ..generation.session import MARKS, UNDOABLE
@@ -30,7 +32,7 @@ _STEP = 256  # positions by which caches grow
 _SLACK = 16 + _STEP  # positions that a window holds beyond its size
 _ROWS = 64  # rows of a step of all sequences; more rarely pay
 _SCORES = 4  # arrays over the vocabulary for each row: logits, log-probabilities, filters
-_RESERVE = 0.1  # share of the room for growing joint caches and the process
+_RESERVE = 0.1  # share of what is left beside weights, for slots and freed buffers
 _FAR = 1 << 20  # tokens; further than any window
 _CACHE_SHARE = 0.5  # share of the room for idle entries of the prefix caches
 _INDEX = 2 * MOST_BYTES  # bytes per token of an index, which may hold as many of abandoned turns
@@ -42,11 +44,13 @@ class Need(NamedTuple):
 
     Attributes:
         caches: bytes of its caches and of the index that it drafts from, which are its own.
-        forward: bytes of the buffers of a forward, which follow each other.
+        forward: bytes of the buffers of its largest forward; forwards follow each other.
+        shared: its part in a forward that several prompts share.
     """
 
     caches: int
-    forward: int
+    forward: int = 0
+    shared: int = 0
 
 
 class CacheMemory:
@@ -72,7 +76,10 @@ class CacheMemory:
 
     def needs(self, tokens: int) -> Need:
         """What a request takes whose prompt and answer have so many tokens."""
-        return Need(self.bytes_for(tokens) + _INDEX * tokens, self.forward_bytes(tokens))
+        caches = self.bytes_for(tokens) + _INDEX * tokens
+        chunk = min(tokens, self.options.prefill_step_size)
+        forward = max(self.forward_bytes(tokens, chunk), self.step_bytes(tokens))
+        return Need(caches, forward, self.forward_bytes(tokens, min(tokens, SHORT)))
 
     def bytes_for(self, tokens: int) -> int:
         """The most bytes that the caches of one sequence with a session take.
@@ -95,17 +102,21 @@ class CacheMemory:
         arrays = [array for module in modules for _, array in tree_flatten(module.parameters())]
         return sum(array.nbytes for array in {id(array): array for array in arrays}.values())
 
-    def forward_bytes(self, tokens: int = 0) -> int:
-        """The memory of a forward besides the caches, for a chunk of a prompt or a step.
+    def forward_bytes(self, tokens: int, rows: int) -> int:
+        """The memory of a forward over so many rows of a prompt, besides the caches.
 
         It is measured with forwards over a few rows.
 
         Args:
             tokens: the length of the context that the rows attend to.
+            rows: theirs.
         """
-        (row, row_and_position), scores = self._measured
-        row += int(row_and_position * tokens)
-        return max(row * self.options.prefill_step_size, _ROWS * (row + scores))
+        (row, row_and_position), _ = self._measured
+        return int(rows * (row + row_and_position * tokens))
+
+    def step_bytes(self, tokens: int = 0) -> int:
+        """The same for the largest step of all sequences, with the scores of its rows."""
+        return self.forward_bytes(tokens, _ROWS) + _ROWS * self._measured[1]
 
     @cached_property
     def _measured(self) -> tuple[tuple[int, float], int]:
@@ -196,27 +207,39 @@ class ServerMemory:
         left = max(0, self.room - self._forward())
         return int(left * _CACHE_SHARE) if self._cache_bytes is None else self._cache_bytes
 
-    def _forward(self, more: int = 0) -> int:
+    def _forward(self, *more: Need) -> int:
         """The bytes of a forward, the largest of those that may run."""
-        ofs = [one.memory.forward_bytes() for one in self._models.copy().values()]
-        return max([more, *ofs, *(need.forward for need in self._reserved.copy().values())])
+        needs = [*self._reserved.copy().values(), *more]
+        steps = (one.memory.step_bytes() for one in self._models.copy().values())
+        return max(sum(need.shared for need in needs), *(need.forward for need in needs), *steps, 0)
 
-    def fits(self, caches: int, forward: int = 0) -> bool:
+    def fits(self, need: Need) -> bool:
         """Whether so much could be reserved now, if idle entries make room for it."""
-        return self.reserved + caches + self._forward(forward) <= self.room
+        return self.reserved + need.caches + self._forward(need) <= self.room
 
     def ever_fits(self, need: Need) -> bool:
         """Whether so much could be reserved if nothing else was."""
-        return sum(need) <= self.room
+        return need.caches + need.forward <= self.room
+
+    def bound_for(self, need: Need) -> int:
+        """The least bound with room for so much, beside the models."""
+        parts = self.parts
+        room = (need.caches + need.forward) / (1 - _RESERVE)
+        return parts["weights"] + parts["answers"] + math.ceil(room)
 
     def weights_fit(self, nbytes: int) -> bool:
         """Whether so many bytes of weights may be loaded now; reserve them before."""
-        return self.fits(nbytes)
+        return self.fits(Need(nbytes))
 
     def spare_positions(self, served: ServedModel) -> int:
         """How many positions of a model's caches the reserve has room for."""
         each = (served.memory.bytes_for(2 * _FAR) - served.memory.bytes_for(_FAR)) // _FAR
-        return int(self.room * _RESERVE / 2) // max(1, each)
+        return self._spare // max(1, each)
+
+    @property
+    def _spare(self) -> int:
+        """Half of the reserve: one is for slots of several sequences, one for freed buffers."""
+        return int(self.room * _RESERVE / 2)
 
     # --- changes ---
 
@@ -243,19 +266,19 @@ class ServerMemory:
         first = self._first
         if first and first.state is State.WAITING and first.number < request.number:
             return False
-        fits = self.fits(*request.need)
+        fits = self.fits(request.need)
         self._first = None if fits else request
         return fits
 
-    def reserve(self, owner: object, caches: int, forward: int = 0) -> None:
+    def reserve(self, owner: object, need: Need | int) -> None:
         """Reserve memory; idle entries make room for it.
 
         Args:
             owner: until it is passed to :meth:`release`, the memory is reserved: a request, or the
                 name of a model that is being loaded.
-            caches, forward: as for :class:`Need`; for a model, the bytes of its weights.
+            need: what a request needs; for a model, the bytes of its weights.
         """
-        self._reserved[owner] = Need(caches, forward)
+        self._reserved[owner] = Need(need) if isinstance(need, int) else need
         self.make_room()
 
     def release(self, owner: object) -> None:
@@ -288,9 +311,10 @@ class ServerMemory:
     def _limit_mlx(self) -> None:
         if self._is_in_force:
             mx.set_memory_limit(self._bound)
-            mx.set_cache_limit(self._forward())  # the freed buffers that it keeps for later ones
+            mx.set_cache_limit(self._spare)  # of freed buffers that it keeps for later arrays
 
 
-def mebibytes(nbytes: int) -> str:
-    """A size for people."""
-    return f"{nbytes / 2**20:,.0f} MiB"
+def in_words(nbytes: int) -> str:
+    """A size for people, in the units of ``--memory``, rounded down."""
+    mebibytes = nbytes >> 20
+    return f"{mebibytes / 1024:,.1f} GiB" if mebibytes >= 10_000 else f"{mebibytes:,} MiB"

@@ -17,7 +17,7 @@ from ..generation.drafting import Auto
 from ..generation.options import GenerationOptions
 from ..generation.session import Session
 from .body import ApiError
-from .memory import CacheMemory, Need, ServerMemory, mebibytes
+from .memory import CacheMemory, Need, ServerMemory, in_words
 from .prefix_cache import PrefixCache
 from .requests import ApiRequest
 
@@ -28,10 +28,11 @@ _TOKENS_APART = MAX_TOKENS // 4
 
 def never_fits(n_prompt: int, max_tokens: int, need: Need, memory: ServerMemory) -> ApiError:
     """The error for a request that does not fit into memory, even if nothing else ran."""
+    needed = in_words(need.caches + need.forward + (1 << 20))
     return ApiError(
-        f"{n_prompt} prompt tokens and {max_tokens} answer tokens need {mebibytes(sum(need))} of "
-        f"memory, but beside its models the server has {mebibytes(memory.room)}: shorten the "
-        "prompt or ask for fewer tokens",
+        f"{n_prompt} prompt tokens and {max_tokens} answer tokens need {needed} of memory, but "
+        f"beside its models the server has {in_words(memory.room)}: shorten the prompt or ask for "
+        "fewer tokens",
         status=413,
         code="out_of_memory",
     )

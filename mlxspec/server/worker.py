@@ -187,7 +187,7 @@ class ServedRequest(Request):
         }
 
     def start(self) -> steps.Sequence:
-        make_room = partial(self.stream.worker.memory.reserve, self, *self.need)
+        make_room = partial(self.stream.worker.memory.reserve, self, self.need)
         self.session = self.served.cache.lend(self.prompt, self.partition, make_room)
         return super().start()
 

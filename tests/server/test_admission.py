@@ -119,5 +119,5 @@ def test_what_a_forward_takes_is_found_out_with_few_rows() -> None:
         mx.reset_peak_memory()
         before, real = mx.get_active_memory(), taken(model, 130, prefill_step_size=64)
         found.append(mx.get_peak_memory() - before - real)
-        estimates.append(CacheMemory(model, CacheOptions(prefill_step_size=64)).forward_bytes(130))
+        estimates.append(CacheMemory(model).forward_bytes(130, rows=64))
     assert 0.1 * median(estimates) < median(found) < median(estimates)

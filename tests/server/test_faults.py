@@ -27,7 +27,7 @@ from mlxspec.server.answer import KeepAlive
 from mlxspec.server.auth import MOST_BYTES
 from mlxspec.server.body import ApiError
 from mlxspec.server.connections import Bounds
-from mlxspec.server.memory import mebibytes
+from mlxspec.server.memory import in_words
 from mlxspec.server.openai import CompletionAnswer
 from mlxspec.server.worker import ServedRequest, WorkerLimits
 from tests.support.brake import Brake, braked, until
@@ -824,7 +824,7 @@ def test_requests_wait_for_memory() -> None:
     prompts = ["a b", "c d", "e f", "g h", "i j"]
     (length,) = {len(model.decoder.tokenizer.encode(prompt)) for prompt in prompts}
     each = model.memory.needs(length + 16)
-    memory = memory_with_room(model, each.forward + int(2.5 * each.caches))
+    memory = memory_with_room(model, int(2.5 * (each.caches + each.shared)))
     with (
         running_server(model, memory=memory) as server,
         braked(model.decoder.model) as brake,
@@ -847,7 +847,7 @@ def test_requests_wait_for_memory() -> None:
         refused = post(server, TEXT, {"prompt": "a", "max_tokens": 30_000})
         assert (refused.status_code, error_of(refused)["code"]) == (413, "out_of_memory")
         assert "30000" in error_of(refused)["message"]
-        assert mebibytes(memory.room) in error_of(refused)["message"]
+        assert in_words(memory.room) in error_of(refused)["message"]
 
 
 # --- prefixes over requests ---

@@ -193,7 +193,8 @@ def test_an_answer_has_the_tokens_that_the_context_has_room_for(
 
 def test_an_answer_has_the_tokens_that_memory_has_room_for() -> None:
     model = served()
-    memory = memory_with_room(model, sum(model.memory.needs(256)))
+    need = model.memory.needs(256)
+    memory = memory_with_room(model, need.caches + need.forward)
     with running_server(model, memory=memory) as server:
         made = streamed(client_of(server), max_tokens=64000)
     assert made.stop_reason == "model_context_window_exceeded"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import socket
 import threading
 import time
@@ -18,7 +17,7 @@ import mlxspec
 from mlxspec.engine.params import CacheOptions
 from mlxspec.server.app import create_app
 from mlxspec.server.connections import Bounds, HttpServer
-from mlxspec.server.memory import CacheMemory, ServerMemory
+from mlxspec.server.memory import CacheMemory, Need, ServerMemory
 from mlxspec.server.prefix_cache import PrefixCache
 from mlxspec.server.served_model import ServedModel
 from mlxspec.server.worker import Worker, WorkerLimits
@@ -90,8 +89,9 @@ def served_random(
 
 def memory_with_room(model: ServedModel, nbytes: int) -> ServerMemory:
     """A server's memory in which this model leaves so much room."""
-    taken = model.memory.weights + sum(memory.nbytes for memory in model.memories)
-    return ServerMemory(taken + math.ceil(nbytes / 0.9))
+    memory = ServerMemory()
+    memory.add(model)
+    return ServerMemory(memory.bound_for(Need(nbytes)))
 
 
 @contextmanager
