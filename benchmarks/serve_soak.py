@@ -1,6 +1,6 @@
 """Eight clients, good and bad, use `mlxspec serve` for a while; nothing may go wrong.
 
-    python benchmarks/serve_soak.py [MINUTES] [--model MODEL] [--seed SEED]
+    python benchmarks/serve_soak.py [MINUTES] [--model MODEL | --memory SIZE] [--seed SEED]
 
 First the server is killed a few times, while it works and while it writes its files, and must start
 again without a broken file. Then, for MINUTES (20 by default), clients with several keys send
@@ -12,7 +12,11 @@ files.
 It checks that valid requests succeed, that complete answers equal those of generations alone, that
 the server is always healthy, and that it is idle at the end. Each minute it prints the server's
 memory by kind. In runs of 10 minutes or more, none may grow from the third quarter of the time to
-the last. Exits with 1 if a check failed. Runs with the BLAS of MLX's wheel, where a joint forward
+the last, and the resident memory not from the second.
+
+With --memory, such as 300M, the server has this bound, and its model is a random one whose caches
+are large, so that requests wait for memory. MLX may never take more. Exits with 1 if a check
+failed. Runs with the BLAS of MLX's wheel, where a joint forward
 gives each sequence exactly the numbers that it gets alone.
 """
 
@@ -25,6 +29,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -60,6 +65,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _CLIENTS = 8
 _CONCURRENCY = 6  # fewer than clients, to make some wait
 _CACHE_BYTES = 16 << 20  # small, to force evictions
+_WIDE = 80  # heads of the random model: 82 kB of caches per token in its four layers
 _REQUEST_SECONDS = 120  # the longest wait for an answer
 _LONGEST_PROMPT = 1500  # characters; leaves room in the context for an answer
 _KILLS = 3
@@ -177,6 +183,9 @@ class Soak:
         failures: messages of failed checks.
         answers: per request, all complete answers that it got.
         memory: the samples of the server's memory, in order.
+        most: the most bytes that MLX has taken.
+        limit: the server's bound then.
+        waiting: the samples in which requests waited though fewer ran than may.
     """
 
     def __init__(self, running: Server, until: float, seed: int) -> None:
@@ -187,6 +196,7 @@ class Soak:
         self.failures: list[str] = []
         self.answers: dict[Body, set[tuple[tuple[Choice, ...], int]]] = defaultdict(set)
         self.memory: list[Memory] = []
+        self.most = self.limit = self.waiting = 0
         self.slowest_health = 0.0
 
     async def run(self) -> None:
@@ -284,6 +294,7 @@ class Soak:
         else:
             response = await client.post(body.path, json=content)
             if response.status_code != 200:
+                self.counts[f"status {response.status_code}"] += 1
                 raise RuntimeError(f"{response.status_code} for {body.json[:300]}: {response.text}")
             events = [response.json()]
         return self._note(body, events)
@@ -307,6 +318,7 @@ class Soak:
         ended = False
         async with client.stream("POST", path, json=asked) as response:
             if response.status_code != 200:
+                self.counts[f"status {response.status_code}"] += 1
                 text = (await response.aread()).decode()
                 raise RuntimeError(f"{response.status_code} for {asked}: {text}")
             async for line in response.aiter_lines():
@@ -352,6 +364,7 @@ class Soak:
         path, body, statuses = self._random.choice(_BAD_BODIES)
         response = await client.post(path, content=body)
         if response.status_code not in statuses:
+            self.counts[f"status {response.status_code}"] += 1
             self.fail(f"{response.status_code} for {body[:80]!r} at {path}: {response.text[:300]}")
         elif not response.json()["error"]["message"]:
             self.fail(f"no message for {body[:80]!r}")
@@ -413,6 +426,11 @@ class Soak:
                 if health.status_code != 200:
                     self.fail(f"health: {health.status_code} {health.text}")
                 self.memory.append(memory_of(self._server, status))
+                self.most = max(self.most, status["memory"]["peak"])
+                self.limit = status["memory"]["limit"]
+                states = Counter(one["state"] for one in status["requests"])
+                running = states.total() - states["queued"]
+                self.waiting += bool(states["queued"] and running < _CONCURRENCY)
                 if looked - told >= _TELL_SECONDS or len(self.memory) == 1:
                     told = looked
                     minutes = (looked - started) / 60
@@ -436,7 +454,7 @@ class Soak:
         self.fail(f"requests are left though no client is: {left}")
 
     def check_memory(self, judged: bool) -> str:
-        """Print the memory in each quarter; if judged, the last may not exceed the third."""
+        """Describe the memory in each quarter; if judged, the last may not exceed the third."""
         quarter = max(1, len(self.memory) // 4)
         told = []
         for name in Memory._fields:
@@ -446,6 +464,8 @@ class Soak:
             times, more = _MOST_GROWTH
             if judged and medians[3] > medians[2] * times + more:
                 self.fail(f"memory, {name}, grows from {medians[2]:.0f} to {medians[3]:.0f} MiB")
+            if judged and name == "resident" and medians[3] > medians[1] * times:
+                self.fail(f"resident memory grows from {medians[1]:.0f} to {medians[3]:.0f} MiB")
             told.append(f"{name} {' '.join(f'{one:.0f}' for one in medians)}")
         return "; ".join(told)
 
@@ -613,12 +633,31 @@ def compare(soak: Soak, model: str, seconds: float) -> int:
 # --- kills and ends ---
 
 
-def serve(model: str, directory: Path) -> Any:
+def write_wide_model(directory: Path) -> str:
+    """Write a random model with large caches, and the bundled tokenizer; return its path."""
+    sys.path.append(str(Path(__file__).parents[1]))  # where the tests are
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    from tests.support.llamas import repetitive_llama
+
+    names = "hidden_size", "num_attention_heads", "num_key_value_heads"
+    sizes = {**dict.fromkeys(names, _WIDE), "num_hidden_layers": 4}
+    model = repetitive_llama(**sizes, max_position_embeddings=1024)
+    weights = dict(tree_flatten(model.parameters()))
+    shutil.copytree(DEMO_DIRECTORY, directory, ignore=shutil.ignore_patterns("model*"))
+    mx.save_safetensors(str(directory / "model.safetensors"), weights)
+    (directory / "config.json").write_text(json.dumps(vars(model.args)))
+    return str(directory)
+
+
+def serve(model: str, directory: Path, memory: str | None) -> Any:
     """Our server of a model and of the model with tools, which keeps prefixes in a directory.
 
     The keys and the model with tools are in the current directory.
     """
-    limits = ["--concurrency", str(_CONCURRENCY), "--cache-bytes", str(_CACHE_BYTES)]
+    bound = ["--memory", memory] if memory else ["--cache-bytes", str(_CACHE_BYTES)]
+    limits = ["--concurrency", str(_CONCURRENCY), *bound]
     files = ["--cache-dir", str(directory), "--api-key-file", "keys"]
     models = ["--model", model, "--model", _TOOLS]
     return server(MLXSPEC, "serve", "-q", *models, *limits, *files, openblas=False)
@@ -633,11 +672,13 @@ def problems_of(directory: Path, log: str) -> Iterator[str]:
         yield f"the server has written: {log[-_LOG_END:]}"
 
 
-def kill_again_and_again(model: str, directory: Path, rng: random.Random) -> list[str]:
+def kill_again_and_again(
+    model: str, directory: Path, memory: str | None, rng: random.Random
+) -> list[str]:
     """Kill servers while they work and while they write files; return what was wrong."""
     found: list[str] = []
     for turn in range(_KILLS + 1):
-        with serve(model, directory) as running:
+        with serve(model, directory, memory) as running:
             found += problems_of(directory, running.log)
             if turn == _KILLS:
                 return found
@@ -706,30 +747,40 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("minutes", nargs="?", type=float, default=20.0)
     parser.add_argument("--model", default="demo")
+    parser.add_argument("--memory")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
+    memory = asked.memory
     model = str(Path(asked.model).resolve()) if Path(asked.model).exists() else asked.model
     with tempfile.TemporaryDirectory() as temporary, chdir(temporary):
         copy_with_tools(DEMO_DIRECTORY, Path(_TOOLS))
+        if memory:
+            model = write_wide_model(Path(temporary) / "wide")
         Path("keys").write_text("\n".join(_KEYS))
         directory = Path(temporary) / "cache"
         directory.mkdir()
-        found = kill_again_and_again(model, directory, random.Random(asked.seed))
+        found = kill_again_and_again(model, directory, memory, random.Random(asked.seed))
         print(f"killed {_KILLS} times: {len(found)} problems", *found, sep="\n  ", flush=True)
         last = Body(CHAT, json.dumps({"messages": [{"role": "user", "content": "The last. " * 9}]}))
-        with serve(model, directory) as running:
+        with serve(model, directory, memory) as running:
             soak = Soak(running, time.monotonic() + asked.minutes * 60, asked.seed)
             asyncio.run(soak.run())
             goes_on(running.address, last)
             for problem in [*end(running), *problems_of(directory, running.log)]:
                 soak.fail(problem)
-        with serve(model, directory) as running:
+        with serve(model, directory, memory) as running:
             for problem in problems_of(directory, running.log):
                 soak.fail(problem)
             if not goes_on(running.address, last):
                 soak.fail("a new server finds nothing in the files of the one before")
     print(*(f"{count:8} {what}" for what, count in soak.counts.most_common()), sep="\n")
     print(f"MiB in the quarters of the time: {soak.check_memory(asked.minutes >= _LEAST_MINUTES)}")
+    print(
+        f"most of MLX: {soak.most >> 20} of {soak.limit >> 20} MiB; requests waited for memory in"
+    )
+    print(f"{soak.waiting} of {len(soak.memory)} looks")
+    if soak.most > soak.limit:
+        soak.fail("MLX has taken more than the bound")
     print(f"slowest look at health and metrics: {soak.slowest_health:.2f} s", flush=True)
     compared = compare(soak, model, asked.minutes * 60 * _COMPARING)
     answers = sum(map(len, soak.answers.values()))

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -77,6 +78,7 @@ class Memories:
         self._asked = False
         self._needs_identity = shared or self._settings.keeps_some
         self._memories: dict[bytes, Memory] = {}
+        self._users: Counter[bytes] = Counter()
 
     def of(self, tokenizer: Any, model: str = "") -> Memory | None:
         """The memory for a tokenizer; None if a decoder's own memory is enough.
@@ -100,7 +102,17 @@ class Memories:
                 except StoreError as error:
                     note(f"{error}; answers are remembered only until this command ends")
             self._memories[identity.fingerprint] = Memory(kept=kept, on_trouble=note)
+        self._users[identity.fingerprint] += 1
         return self._memories[identity.fingerprint]
+
+    def close(self, memory: Memory | None) -> None:
+        """Close a memory of :meth:`of`, unless another model uses it; others stay as they are."""
+        for key, own in [*self._memories.items()]:
+            if own is memory:
+                self._users[key] -= 1
+                if not self._users[key]:
+                    del self._memories[key]
+                    own.close(patience=0)
 
     def suggest_once(self) -> None:
         """Suggest at a terminal to keep answers, once per user.

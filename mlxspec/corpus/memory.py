@@ -200,6 +200,12 @@ class Memory:
         if isinstance(segment, Segment):
             self._worker.used.add(segment.row_at(position))
 
+    @property
+    def nbytes(self) -> int:
+        """The memory of the indexes, without those in files, which are only mapped."""
+        indexes = self._worker.searched
+        return sum(index.nbytes for index in indexes if getattr(index, "path", None) is None)
+
     def refresh(self) -> None:
         """Soon index what other processes have kept, and drop what they have forgotten."""
         if self.kept:

@@ -57,6 +57,11 @@ class SuffixArray:
         tokens = np.ndarray(len(data) // TOKEN_BYTES, np.int32, data)
         return cls(tokens, sorted_places(tokens))
 
+    @property
+    def nbytes(self) -> int:
+        """The size of the texts and their order."""
+        return self.tokens.nbytes + self.order.nbytes
+
     def matches(self, tail: Sequence[int], limit: int) -> list[tuple[int, int]]:
         """Find up to ``limit`` places, the longest matches first, then the newest.
 

@@ -16,6 +16,9 @@ SEPARATOR = -1
 MAX_LENGTH = 64
 """Matches are measured up to this many tokens."""
 
+MOST_BYTES = 52
+"""The most bytes that an index takes for each of many tokens."""
+
 # Where these come from: notes/planner.md, "Constants".
 _SIZES = (8, 4, 2, 1)  # the n-grams under which positions are filed, longest first
 _MAX_OCCURRENCES = 8  # looked up per n-gram
@@ -46,8 +49,8 @@ class SuffixIndex:
 
     Every position is filed under the 8-, 4-, 2- and 1-gram before it in hash chains as in
     Deflate (RFC 1951, section 4). For each n-gram size, a table holds the newest position of each
-    bucket, and each position has a link to the next older one. This takes 28 to 52 bytes a token
-    for any text, and the time to file a token does not depend on the text's length.
+    bucket, and each position has a link to the next older one. This takes 28 to MOST_BYTES a
+    token for any text, and the time to file a token does not depend on the text's length.
 
     Args:
         tokens: the initial text.
@@ -61,6 +64,12 @@ class SuffixIndex:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of the text and its tables."""
+        arrays = [self.tokens, *(array for _, _, *both in self._tables for array in both)]
+        return sum(len(array) * array.itemsize for array in arrays)
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens to the text."""
@@ -352,6 +361,12 @@ class ContextIndex:
         """The index of the context; waits until it is built."""
         assert self._building is not None
         return self._building.result()
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of the index; 0 before it is built."""
+        built = self._building is not None and self._building.done()
+        return self.index.nbytes if built else 0
 
     @property
     def output(self) -> Sequence[int]:

@@ -28,7 +28,7 @@ from ..engine.capability import (
     row_error,
     tree_agrees,
 )
-from ..engine.costs import least_free_memory, row_memory
+from ..engine.costs import forward_memory, least_free_memory
 from ..engine.joint import Joint, JointMode, JointRows
 from ..engine.params import CacheOptions
 from ..engine.target import Capability, Target, vocabulary_size
@@ -212,10 +212,10 @@ class Leader:
         self.open(target, "target", model.number, *own)
         return target
 
-    def joint(self, model: nn.Module, mode: JointMode) -> LeadingJoint:
+    def joint(self, model: nn.Module, mode: JointMode, spare: int | None = None) -> LeadingJoint:
         """Make a joint at every rank, with the arguments of :class:`Joint`."""
-        joint = LeadingJoint(self, model, mode)
-        self.open(joint, "joint", model.number, mode.value)
+        joint = LeadingJoint(self, model, mode, spare)
+        self.open(joint, "joint", model.number, mode.value, spare)
         return joint
 
     def open(self, led: LeadingTarget | LeadingJoint, *how: Any) -> None:
@@ -355,8 +355,8 @@ class LeadingTarget(_Led, Target):
 class LeadingJoint(_Led, Joint):
     """A joint whose forwards the followers repeat; its targets are leading ones."""
 
-    def __init__(self, leader: Leader, model: nn.Module, mode: JointMode) -> None:
-        super().__init__(model, mode)
+    def __init__(self, leader: Leader, *args: Any) -> None:
+        super().__init__(*args)
         self._leader = leader
 
     def prefill(self, prompts: Sequence[tuple[Any, Sequence[int]]]) -> None:
@@ -392,7 +392,7 @@ TOGETHER: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
         *(chunk_error, joint_agrees, rounding_noise, row_error, tree_agrees),
-        *(least_free_memory, row_memory),
+        *(forward_memory, least_free_memory),
     )
 }
 """The functions that :meth:`.ranks.Leader.run` may call."""
@@ -489,8 +489,8 @@ class Follower:
             case ["target", model, capability, vocab_size, options, *kept, number]:
                 how = Capability(capability), vocab_size, CacheOptions(**options), None
                 known[number] = Target(known[model], *how, *kept)
-            case ["joint", model, mode, number]:
-                known[number] = Joint(known[model], JointMode(mode))
+            case ["joint", model, mode, spare, number]:
+                known[number] = Joint(known[model], JointMode(mode), spare)
             case ["fork", target, length, room, number]:
                 known[number] = known[target].fork(length, room)
             case ["drop", number]:

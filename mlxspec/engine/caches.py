@@ -264,6 +264,11 @@ class WindowKVCache(TreeSteps):
         self._start = start
 
 
+def whole_steps(positions: int) -> int:
+    """The positions for which buffers have room once they hold so many."""
+    return -(-positions // _STEP) * _STEP
+
+
 class Slots:
     """The keys and values of one layer, (slots, heads, positions, head_dim).
 
@@ -293,7 +298,7 @@ class Slots:
         if slots <= before[0] and positions <= before[1]:
             return
         slots = max(slots, before[0])
-        positions = before[1] if positions <= before[1] else -(-positions // _STEP) * _STEP
+        positions = before[1] if positions <= before[1] else whole_steps(positions)
 
         def grown(array: mx.array) -> mx.array:
             more = [(0, slots - before[0]), (0, 0), (0, positions - before[1]), (0, 0)]
@@ -309,7 +314,7 @@ class Slots:
 
     def cut(self, slots: int, positions: int) -> None:
         """Shrink to this many slots, and about this many positions."""
-        positions = min(self._shape[1], -(-positions // _STEP) * _STEP)
+        positions = min(self._shape[1], whole_steps(positions))
         self.keys = mx.contiguous(self.keys[:slots, :, :positions])
         self.values = mx.contiguous(self.values[:slots, :, :positions])
         mx.eval(self.keys, self.values)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+import psutil
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.models.cache import (
@@ -145,7 +146,7 @@ def whole_memory() -> int:
     """How many bytes models and caches can take when nothing else runs."""
     if mx.default_device().type == mx.gpu:
         return _gpu_memory()
-    whole = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    whole = [psutil.virtual_memory().total]
     if sys.platform == "linux":
         with suppress(OSError, ValueError):  # there is no group, or it is unbounded ("max")
             whole.append(int((_GROUP / "memory.max").read_text()))
@@ -153,18 +154,16 @@ def whole_memory() -> int:
 
 
 def free_memory() -> int:
-    """How many bytes MLX can still take: on a GPU of what its driver recommends.
+    """How many bytes MLX can take besides those that it has, in use or kept for later arrays.
 
-    Elsewhere it is what the system, or the control group of this process, has left.
+    On a GPU it is what the driver recommends less that, and where the GPU shares the system's
+    memory, as on a Mac, no more than the system has left for programs without swapping. Elsewhere
+    it is what the system, or the control group of this process, has left.
     """
-    if mx.default_device().type == mx.gpu:
-        return max(0, _gpu_memory() - mx.get_active_memory())
-    free = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") - mx.get_active_memory()]
-    if sys.platform == "linux":
-        with suppress(OSError, ValueError):
-            lines = Path("/proc/meminfo").read_text().splitlines()
-            (available,) = (line for line in lines if line.startswith("MemAvailable:"))
-            free.append(int(available.split()[1]) * 1024)
+    free = [whole_memory() - mx.get_active_memory() - mx.get_cache_memory()]
+    if mx.default_device().type == mx.cpu or mx.metal.is_available():
+        free.append(psutil.virtual_memory().available)
+    if sys.platform == "linux" and mx.default_device().type == mx.cpu:
         with suppress(OSError, ValueError):  # as above
             most = int((_GROUP / "memory.max").read_text())
             free.append(most - int((_GROUP / "memory.current").read_text()))
@@ -181,19 +180,41 @@ def least_free_memory(model: nn.Module) -> int:
     return cast(int, least.item())
 
 
-_TRIED = 32  # rows of the forward that measures the memory of a row
+_TRIED = 32  # rows of the forwards that measure their memory
+_BEHIND = 1024  # positions in front of the second one
 
 
-def row_memory(model: nn.Module, max_kv_size: int | None) -> int:
-    """The bytes that a forward takes for each row, besides the caches; measured."""
+def forward_memory(model: nn.Module, max_kv_size: int | None) -> tuple[int, float]:
+    """What a forward takes besides the caches; measured.
+
+    Returns:
+        the bytes for each row, and the bytes for each row and position in front of it: attention
+        that is not fused stores its scores.
+    """
     caches = make_prompt_cache(model, max_kv_size)
-    mx.synchronize()
-    mx.reset_peak_memory()
-    before = mx.get_active_memory()
-    model(mx.array([[0] * _TRIED]), cache=caches)
-    mx.eval([cache.state for cache in caches])
-    mx.synchronize()
-    return (mx.get_peak_memory() - before) // _TRIED
+    trained = getattr(model, "trained_head", None)
+    seen = trained.new_cache(0) if trained else None
+
+    def taken() -> int:
+        mx.synchronize()
+        mx.reset_peak_memory()
+        before, tokens = mx.get_active_memory(), mx.array([0] * _TRIED)
+        model(tokens[None], cache=caches)
+        if seen:
+            seen.note(tokens)
+            seen.keep(seen.length, range(_TRIED))
+            seen.see()
+        mx.eval([cache.state for cache in caches], seen.arrays if seen else [])
+        mx.synchronize()
+        return mx.get_peak_memory() - before
+
+    taken()  # this one also allocates the caches
+    short = taken()
+    if not all(type(cache) in _FILLABLE for cache in parts(caches)):
+        return short // _TRIED, 0.0
+    _repeat(caches, 2 * _TRIED, _BEHIND)
+    taken()  # they grow
+    return short // _TRIED, max(0, taken() - short) / (_TRIED * _BEHIND)
 
 
 def _gpu_memory() -> int:
@@ -330,16 +351,21 @@ def _fill(target: Target, length: int) -> None:
     The time of attention does not depend on the keys, and a prompt of that length would take long.
     """
     missing = length - target.length
-    for cache in parts(target.cache):
-        if not isinstance(cache, ArraysCache):
-            held = cache.keys[..., : target.length, :], cache.values[..., : target.length, :]
-            taken = mx.arange(missing) % held[0].shape[2]
-            cache.update_and_fetch(*(array[..., taken, :] for array in held))
+    _repeat(target.cache, target.length, missing)
     drop_unseen(target.cache)
     head, target.head = target.head, None  # it has seen none of these positions
     target.prefilled(missing)
     target.head = head
     mx.eval(target.arrays)
+
+
+def _repeat(caches: abc.Sequence[Any], length: int, count: int) -> None:
+    """Append ``count`` copies of the first ``length`` positions in caches, in turn."""
+    for cache in parts(caches):
+        if not isinstance(cache, ArraysCache):
+            held = cache.keys[..., :length, :], cache.values[..., :length, :]
+            taken = mx.arange(count) % held[0].shape[2]
+            cache.update_and_fetch(*(array[..., taken, :] for array in held))
 
 
 class ModelSteps:

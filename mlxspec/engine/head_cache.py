@@ -108,6 +108,11 @@ class HeadCache:
         """The rows that the head has not seen."""
         return self.length - self._seen
 
+    def waiting_bytes(self, rows: int) -> int:
+        """The most bytes of rows that wait for the head, if forwards of steps have ``rows``."""
+        state = self._head.embed(mx.array([0]))
+        return (_MOST_HELD + rows) * (self._width * state.dtype.size + mx.int32.size)
+
     def is_ready(self, length: int) -> bool:
         """Whether it can draft after ``length`` positions: it knows the states of the last one."""
         return bool(self._unseen) and self.length == length

@@ -17,6 +17,7 @@ from __future__ import annotations
 import enum
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -27,7 +28,16 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache, CacheList
 
 from ..drafting.drafter import DraftTree
-from .caches import SlotKVCache, Slots, TreeKVCache, TreeRows, masked_for
+from .caches import (
+    SlotKVCache,
+    Slots,
+    TreeKVCache,
+    TreeRows,
+    held_arrays,
+    masked_for,
+    parts,
+    whole_steps,
+)
 from .patches import Tape, forward_at, install
 from .target import Capability, Target
 
@@ -74,11 +84,14 @@ class Joint:
     Args:
         model: an mlx-lm model.
         mode: the model's, from :func:`mlxspec.engine.capability.joint_mode`; not ``ALONE``.
+        spare: the most positions in slots beside those that the contexts would take in caches of
+            their own. By default they may be three times as many as the contexts', and more.
     """
 
-    def __init__(self, model: nn.Module, mode: JointMode) -> None:
+    def __init__(self, model: nn.Module, mode: JointMode, spare: int | None = None) -> None:
         self.model = model
         self.mode = mode
+        self._spare = math.inf if spare is None else spare
         self._slots: list[Slots] = []
         self._seated: list[Target] = []
         """The targets with caches in slots, in the order of the slots."""
@@ -114,6 +127,7 @@ class Joint:
             pending tokens.
         """
         trees = {target: _with_pending(target, tree) for target, _, tree in members}
+        self._leave_long_ones()
         in_slots = SlotRows.of(
             [(target.held, trees.get(target)) for target in self._seated],
             all_in_slots=len(members) == len(self._seated) and self._in_slots_only,
@@ -189,6 +203,7 @@ class Joint:
             or not layers
             or any(cache.keys is None for cache in layers)
             or len(lengths) * max(lengths) > _MOST_PADDING * sum(lengths) + _SHORT
+            or not self._spares(lengths)
         ):
             return
         slots = self._slots or [Slots() for _ in layers]
@@ -213,37 +228,49 @@ class Joint:
         """
         if target not in self._seated:
             return
-        target.use([_unseated(cache) for cache in target.cache] if keep else [])
-        mx.eval(target.arrays)  # before the slot is reused
         slot, last = self._seated.index(target), self._seated.pop()
         if last is not target:
             self._seated[slot] = last
-            for cache in last.cache:
-                if isinstance(cache, SlotKVCache):
-                    cache.move(slot)
-        self._cut_slots()
-
-    def _cut_slots(self) -> None:
-        """Free the memory of sequences that have left, if that is much."""
-        held = [
-            cache.offset
-            for target in self._seated
-            for cache in target.cache
-            if isinstance(cache, SlotKVCache)
-        ]
-        if not held:
+        lengths = [other.held for other in self._seated]
+        most = min(_MOST_PADDING * _MOST_PADDING * sum(lengths) + _SHORT, self._most(lengths))
+        kept = []
+        # One layer after the other, so that only one is in memory twice.
+        for cache, moving in zip(target.cache, last.cache, strict=True):
+            if keep:
+                kept.append(_unseated(cache))
+                mx.eval(held_arrays(parts(kept[-1:])))  # before the slot is reused
+            if isinstance(moving, SlotKVCache):
+                if last is not target:
+                    moving.move(slot)
+                if not lengths or moving.slots.capacity > most:
+                    moving.slots.cut(len(lengths), max(lengths, default=0))
+        target.use(kept)
+        mx.eval(target.arrays)
+        if not lengths:
             self._slots = []
-        needed = _MOST_PADDING * _MOST_PADDING * sum(target.length for target in self._seated)
-        for slots in self._slots:
-            if slots.capacity > needed + _SHORT:
-                slots.cut(len(self._seated), max(held))
+
+    def _leave_long_ones(self) -> None:
+        """Give caches of their own to the longest contexts, while the others' padding is too much.
+
+        Contexts that share slots grow apart if some of them pause.
+        """
+        while not self._spares([target.held + 1 for target in self._seated]):
+            self.leave(max(self._seated, key=lambda target: target.held))
+
+    def _spares(self, lengths: Sequence[int]) -> bool:
+        """Whether slots for contexts of these lengths are not too much."""
+        return len(lengths) * whole_steps(max(lengths, default=0)) <= self._most(lengths)
+
+    def _most(self, lengths: Sequence[int]) -> float:
+        """The most positions in slots for contexts of these lengths."""
+        return sum(map(whole_steps, lengths)) + self._spare
 
 
-def joint_for(model: nn.Module, mode: JointMode) -> Joint:
+def joint_for(model: nn.Module, mode: JointMode, spare: int | None = None) -> Joint:
     """A :class:`Joint` of a model, on all machines over which the model is split."""
     leader = getattr(model, "leader", None)
     make = leader.joint if leader else Joint
-    return make(model, mode)
+    return make(model, mode, spare)
 
 
 def _with_pending(target: Target, tree: DraftTree) -> DraftTree:

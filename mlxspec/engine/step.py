@@ -511,7 +511,7 @@ def keep(sequences: Iterable[Sequence]) -> None:
             move_rows(moved)
 
 
-_SHORT = 128  # tokens; longer prompts gain nothing by sharing a forward
+SHORT = 128  # tokens; longer prompts gain nothing by sharing a forward
 
 
 class Batch:
@@ -526,6 +526,7 @@ class Batch:
             sequence has a forward of its own in every step.
         costs: what rows cost, to plan drafts together; None if no drafts are planned.
         patient: whether a sequence may wait for others' drafts as long as all gain together.
+        spare: as for :class:`.joint.Joint`.
     """
 
     def __init__(
@@ -534,9 +535,10 @@ class Batch:
         mode: JointMode,
         costs: LiveCosts | None = None,
         patient: bool = False,
+        spare: int | None = None,
     ) -> None:
         self._patient = patient
-        self._joint = None if mode is JointMode.ALONE else joint_for(model, mode)
+        self._joint = None if mode is JointMode.ALONE else joint_for(model, mode, spare)
         self._costs = costs
         self._costs_of: dict[int, LiveCosts] = {}
         self._has_failed = False
@@ -555,7 +557,7 @@ class Batch:
         """Whether :meth:`begin` takes a sequence that has not begun."""
         if self._joint is None or self._joint.mode is not JointMode.SPLIT:
             return False
-        short = 0 < len(sequence.to_prefill) <= _SHORT
+        short = 0 < len(sequence.to_prefill) <= SHORT
         return short and sequence.target.prefills_jointly and not sequence.prefills_as_mlx_lm
 
     def begin(self, sequences: abc.Sequence[Sequence]) -> dict[Sequence, Exception]:

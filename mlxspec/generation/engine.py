@@ -53,12 +53,14 @@ class Engine:
         max_unread: a request with this many unread responses is paused until :meth:`has_read`
             has counted most of them; None never pauses.
         alone: whether it runs only one request, with the prompt chunks of that request's options.
+        spare: as for :class:`.engine.joint.Joint`.
 
     Raises:
         OptionError: ``max_active`` is below 1, or ``stall`` is not positive.
 
     Attributes:
         prefill_seconds: the time that prompts have taken so far.
+        stall: as given.
         steps: how many steps have run so far; a shared step counts once.
         step_seconds: the wall time of the last step.
         step_shape: the rows and the sequences of its forward.
@@ -72,6 +74,7 @@ class Engine:
         stall: float = 0.15,
         max_unread: int | None = None,
         alone: bool = False,
+        spare: int | None = None,
     ) -> None:
         if max_active < 1:
             raise OptionError(f"max_active is {max_active}: run at least 1 generation at once")
@@ -79,9 +82,10 @@ class Engine:
             raise OptionError(f"stall is {stall}: give a number of seconds above 0")
         self._decoder = decoder
         self._max_active = max_active
-        self._stall = stall
+        self.stall = stall
         self._max_unread = max_unread
         self._alone = alone
+        self._spare = spare
         self.prefill_seconds = 0.0
         self.steps = 0
         self.step_seconds = 0.0
@@ -187,7 +191,7 @@ class Engine:
         self._deadline, started = math.inf, time.perf_counter()
         while prefilling := self._in(State.PREFILL):
             if (hurried or self._in(State.DECODE)) and self._deadline == math.inf:
-                self._deadline = time.perf_counter() + self._stall
+                self._deadline = time.perf_counter() + self.stall
             short = self._short_prompts(prefilling)
             if len(short) > 1:
                 self._run_together(short)
@@ -196,7 +200,7 @@ class Engine:
                 self._move_to_end(left[0])
                 self._run_chunk(left[0])
             # Even without decoding requests it stops, so that requests can be cancelled.
-            if time.perf_counter() >= min(self._deadline, started + self._stall):
+            if time.perf_counter() >= min(self._deadline, started + self.stall):
                 return
 
     def _move_to_end(self, request: Request) -> None:
@@ -360,8 +364,9 @@ class Engine:
         if self._alone:
             return Batch(self._decoder.model, JointMode.ALONE)
         costs = self._decoder.costs if self._decoder.plans else None
-        patient = self._stall == math.inf
-        return Batch(self._decoder.model, self._decoder.joint_mode, costs, patient)
+        patient = self.stall == math.inf
+        mode = self._decoder.joint_mode
+        return Batch(self._decoder.model, mode, costs, patient, self._spare)
 
 
 def responses(

@@ -15,7 +15,7 @@ import secrets
 import string
 from abc import ABC, abstractmethod
 from asyncio import FIRST_COMPLETED
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -28,7 +28,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from .body import ApiError
+from .body import ApiError, error_response
 from .worker import Begun, Ended, Event, EventStream, Piece
 
 # --- the format of an output ---
@@ -582,12 +582,8 @@ async def answered(
     """
     request.state.answered = True
     if streamed:
-        return _Streamed(
-            _server_sent_events(stream, answer, keep_alive.sign),
-            on_end=stream.close,
-            media_type="text/event-stream",
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **answer.headers},
-        )
+        events = _server_sent_events(stream, answer, keep_alive.sign)
+        return _event_stream(events, stream.close, answer.headers)
     making = asyncio.create_task(_whole(stream, answer, keep_alive.sign))
     gone = asyncio.create_task(_disconnected(request))
     try:
@@ -611,6 +607,54 @@ async def answered(
     )
 
 
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def patient(endpoint: Endpoint, sign: float) -> Endpoint:
+    """An endpoint whose streams begin while a model is being loaded for them.
+
+    Args:
+        endpoint: it sets ``request.state.waits`` to True while a streamed answer waits for a model.
+        sign: seconds without data after which such a stream sends a keep-alive.
+    """
+
+    async def answer(request: Request) -> Response:
+        making = asyncio.ensure_future(endpoint(request))
+        try:
+            while not making.done():
+                await asyncio.wait({making}, timeout=sign)
+                if not making.done() and getattr(request.state, "waits", False):
+                    events = _after_loading(making, request.url.path, sign)
+                    return _event_stream(events, making.cancel, {})
+        except asyncio.CancelledError:
+            making.cancel()
+            raise
+        return making.result()
+
+    return answer
+
+
+async def _after_loading(
+    making: asyncio.Future[Response], path: str, sign: float
+) -> AsyncIterator[str]:
+    """Keep-alives until there is a streamed response, and then its content."""
+    response: Response | None = None
+    try:
+        while not making.done():
+            yield ": the model is being loaded\n\n"
+            await asyncio.wait({making}, timeout=sign)
+        response = making.result()
+        assert isinstance(response, _Streamed)
+        async for chunk in response.body_iterator:
+            yield str(chunk)
+    except Exception as error:
+        body = bytes(error_response(_as_api_error(error), path).body)
+        yield f"event: error\ndata: {body.decode()}\n\n"
+    finally:
+        if isinstance(response, _Streamed):
+            response.on_end()
+
+
 def is_answered(request: Request) -> bool:
     """Whether generations have begun for a request."""
     return getattr(request.state, "answered", False)
@@ -623,13 +667,20 @@ class _Streamed(StreamingResponse):
         self, content: AsyncIterator[str], *, on_end: Callable[[], object], **options: Any
     ) -> None:
         super().__init__(content, **options)
-        self._on_end = on_end
+        self.on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._on_end()
+            self.on_end()
+
+
+def _event_stream(
+    events: AsyncIterator[str], on_end: Callable[[], object], headers: Mapping[str, str]
+) -> _Streamed:
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers}
+    return _Streamed(events, on_end=on_end, media_type="text/event-stream", headers=headers)
 
 
 async def _whole(stream: EventStream, answer: ApiAnswer, keep_alive: float) -> dict[str, Any]:

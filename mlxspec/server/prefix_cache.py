@@ -10,6 +10,7 @@ There are no locks: one thread owns the cache, its model and the generations.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import time
@@ -47,6 +48,8 @@ _SAMPLES = 64  # numbers per weight that enter a model's fingerprint, roughly
 _MODEL, _PARTITION = "model_fingerprint", "partition"
 _N_PROMPT, _SHARED = "prompt_tokens", "shared"
 
+_uses = itertools.count(1)  # of the entries of all models, to compare which was used last
+
 
 @dataclass(eq=False)
 class _Entry:
@@ -62,6 +65,7 @@ class _Entry:
         branch: where other prompts continued differently; a copy is kept there for them.
         shared: whether the entry is such a copy, which is never continued itself.
         file: the file with the same session; None if there is no file.
+        used: when it was last used: the number of that use, of all models' entries.
     """
 
     tokens: array[int]
@@ -73,6 +77,7 @@ class _Entry:
     branch: int = 0
     shared: bool = False
     file: Path | None = None
+    used: int = 0
 
 
 class PrefixCache:
@@ -125,13 +130,23 @@ class PrefixCache:
         return sum(entry.nbytes for entry in self._idle.copy())  # for the status page
 
     @property
+    def oldest(self) -> int | None:
+        """The number of the last use of the entry that :meth:`make_room` evicts next, if any."""
+        return next((entry.used for entry in self._idle if entry.session), None)
+
+    @property
     def entries(self) -> int:
         """How many idle entries are in memory."""
         return sum(entry.session is not None for entry in self._idle.copy())
 
     # --- lending ---
 
-    def lend(self, prompt: Sequence[int], partition: str = "") -> Session:
+    def lend(
+        self,
+        prompt: Sequence[int],
+        partition: str = "",
+        make_room: Callable[[], object] = lambda: None,
+    ) -> Session:
         """Lend a session that holds as much of a prompt as possible.
 
         The caller returns it with :meth:`give_back`.
@@ -140,26 +155,30 @@ class PrefixCache:
             prompt: token ids.
             partition: the partition's name, such as the client's key. Entries of other partitions
                 are never used.
+            make_room: called before anything is copied. It may evict idle entries, among which the
+                one that is lent no longer is.
         """
         if self._shares_nothing(prompt):
+            make_room()
             self.misses += 1
             session = Session()
             self._lent[session] = None
             return session
         tokens, name = array("i", prompt), _digest(partition)
         entry, length, moves = self._best(tokens, name)
+        copies = not moves and length >= _LEAST
         if entry and moves:
-            assert entry.session
-            session = entry.session
             del self._idle[entry]
-        elif entry and length >= _LEAST:
-            assert entry.session
-            session = entry.session.fork(length, room=len(tokens))
-            if not entry.lent:
-                self._touch(entry)
-            self.forks += 1
+        elif entry and copies and not entry.lent:
+            self._touch(entry)
+        make_room()
+        if not (entry and entry.session and (moves or copies)):
+            session, entry, length = Session(), None, 0
+        elif moves:
+            session = entry.session
         else:
-            session, entry = Session(), None
+            session = entry.session.fork(length, room=len(tokens))
+            self.forks += 1
         if entry:
             self.hits += 1
         else:
@@ -213,7 +232,7 @@ class PrefixCache:
             return
         tokens = array("i", session.tokens)
         entry = _Entry(tokens, min(lent.n_prompt, len(tokens)), lent.partition, session)
-        entry.nbytes = session.nbytes
+        entry.nbytes = session.nbytes + session.index.nbytes
         if not tokens or entry.nbytes > self.max_bytes or self._is_in_another(entry):
             return
         if session.quantized and not self._quantized_alike(lent, len(tokens)):
@@ -222,7 +241,7 @@ class PrefixCache:
             is_prefix = common == len(other.tokens) and not (other.lent or other.shared)
             if is_prefix and session.reach(common) == common:
                 del self._idle[other]
-        self._idle[entry] = None
+        self._touch(entry)
         if lent.branch and session.reach(lent.branch) == lent.branch:
             self._keep_branch(entry, lent.branch)
         self._evict(self.nbytes - self.max_bytes)
@@ -236,7 +255,7 @@ class PrefixCache:
                 return
         session = entry.session.fork(length)
         kept = _Entry(tokens, length, entry.partition, session, session.nbytes, shared=True)
-        self._idle[kept] = None
+        self._touch(kept)
 
     def make_room(self, nbytes: int) -> int:
         """Evict idle entries, the least recently used first.
@@ -317,9 +336,9 @@ class PrefixCache:
         return False
 
     def _touch(self, entry: _Entry) -> None:
-        """Make an entry the most recently used."""
-        del self._idle[entry]
-        self._idle[entry] = None
+        """Make an idle entry the most recently used."""
+        self._idle.pop(entry, None)
+        self._idle[entry], entry.used = None, next(_uses)
 
     def _evict(self, nbytes: int) -> int:
         """Take entries out of memory until ``nbytes`` are freed; returns the number of bytes."""

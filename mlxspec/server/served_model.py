@@ -9,115 +9,33 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-import mlx.core as mx
-import mlx.nn as nn
-from mlx_lm.generate import generation_stream
-
-from ..corpus import MAX_TOKENS
+from ..corpus import MAX_TOKENS, Memory
 from ..drafting.drafter import Drafter
-from ..engine.costs import least_free_memory, row_memory
-from ..engine.model_sizes import CacheKind, cache_kinds, context_length
-from ..engine.params import CacheOptions
-from ..engine.target import together, vocabulary_size
+from ..engine.model_sizes import context_length
 from ..generation.decoder import Decoder
 from ..generation.drafting import Auto
 from ..generation.options import GenerationOptions
-from ..generation.session import MARKS, UNDOABLE, Session
+from ..generation.session import Session
 from .body import ApiError
+from .memory import CacheMemory, Need, ServerMemory, in_words
 from .prefix_cache import PrefixCache
 from .requests import ApiRequest
-
-_STEP = 256  # positions by which caches grow
-_SLACK = 16 + _STEP  # positions that a window holds beyond its size
-_ROWS = 64  # rows of a step of all sequences; more rarely pay
-_SCORES = 4  # arrays over the vocabulary for each row: logits, log-probabilities, filters
-_RESERVE = 0.1  # share of the memory for growing joint caches, drafters' indexes, the process
-_CACHE_SHARE = 0.5  # share of the caches' limit for idle entries of the prefix cache
-
-
-class CacheMemory:
-    """The memory of one model's caches.
-
-    Args:
-        model: an mlx-lm model, with its weights in memory.
-        options: the cache options.
-        limit: the most bytes of all caches. By default it is what remains after the weights, a
-            forward and a reserve. Read :attr:`limit` once before there are caches.
-
-    Attributes:
-        options: the cache options.
-    """
-
-    def __init__(
-        self, model: nn.Module, options: CacheOptions | None = None, limit: int | None = None
-    ) -> None:
-        self.options = options or CacheOptions()
-        self._model = model
-        self._given_limit = limit
-        self._plain = cache_kinds(model, self.options)
-        self._quantized: list[CacheKind] = []
-        if self.options.kv_bits is not None:
-            self._quantized = cache_kinds(model, self.options, quantized=True)
-
-    def bytes_for(self, tokens: int) -> int:
-        """The most bytes that the caches of one sequence with a session take.
-
-        Args:
-            tokens: the number of tokens of the prompt and the answer.
-        """
-        if not self._quantized:
-            return _taken(self._plain, tokens)
-        # A whole chunk of the prompt is cached before the cache is quantised.
-        start = self.options.quantized_kv_start + self.options.prefill_step_size
-        first = min(tokens, start)
-        at_first = _taken(self._plain, first) + _taken(self._quantized, first)
-        return max(at_first, _taken(self._quantized, tokens))
-
-    @cached_property
-    def limit(self) -> int:
-        """The most bytes of all caches, used and idle."""
-        if self._given_limit is not None:
-            return self._given_limit
-        free = together(least_free_memory, self._model)
-        return max(0, int(free * (1 - _RESERVE)) - self.forward_bytes)
-
-    @property
-    def default_cache_bytes(self) -> int:
-        """The part of the limit that the prefix cache takes by default."""
-        return int(self.limit * _CACHE_SHARE)
-
-    @cached_property
-    def forward_bytes(self) -> int:
-        """The memory of a forward besides the caches, for a chunk of a prompt or a step.
-
-        It is measured with a forward over a few rows. On a CPU, attention also stores its scores
-        over a long context, and these must fit into the reserve.
-        """
-        with mx.stream(generation_stream):
-            row = together(row_memory, self._model, self.options.max_kv_size)
-        chunk = row * self.options.prefill_step_size
-        step = _ROWS * (row + _SCORES * 4 * vocabulary_size(self._model))
-        return max(chunk, step)
-
-
-def _taken(kinds: list[CacheKind], tokens: int) -> int:
-    return sum(kind.count * _taken_by_one(kind, tokens) for kind in kinds)
-
-
-def _taken_by_one(kind: CacheKind, tokens: int) -> int:
-    """The size of one cache, including the earlier states that it can be rewound to."""
-    if kind.state_bytes is not None:
-        return kind.state_bytes * (1 + MARKS + UNDOABLE)
-    each = kind.bytes_per_position or 0
-    whole = (tokens + _STEP) * each
-    if kind.positions is None:
-        return whole
-    return min(whole, (kind.positions + _SLACK) * each) * (1 + MARKS)
-
 
 # The most partitions with a memory, and the tokens that each remembers: about 100 MB in all.
 _MOST_APART = 32
 _TOKENS_APART = MAX_TOKENS // 4
+
+
+def never_fits(n_prompt: int, max_tokens: int, need: Need, memory: ServerMemory) -> ApiError:
+    """The error for a request that does not fit into memory, even if nothing else ran."""
+    needed = in_words(need.caches + need.forward + (1 << 20))
+    return ApiError(
+        f"{n_prompt} prompt tokens and {max_tokens} answer tokens need {needed} of memory, but "
+        f"beside its models the server has {in_words(memory.room)}: shorten the prompt or ask for "
+        "fewer tokens",
+        status=413,
+        code="out_of_memory",
+    )
 
 
 @dataclass
@@ -132,7 +50,7 @@ class ServedModel:
         name: the model's name in requests.
         decoder: the decoder, with its model loaded and its costs known.
         cache: the prefix cache.
-        memory: the memory of its caches.
+        memory: what its caches and forwards take.
         options: default generation options, overridden by a request's.
         template_arguments: default arguments of the chat template, overridden by a request's.
         owner: the partition that uses the decoder's own memory. The others have memories of their
@@ -160,6 +78,13 @@ class ServedModel:
         """The context length in tokens; None if the model does not state it."""
         return context_length(self.decoder.model)
 
+    @property
+    def memories(self) -> list[Memory]:
+        """The memories that all partitions draft from."""
+        decoders = [self.decoder, *self._apart.copy().values()]
+        found = (getattr(decoder.drafting, "memory", None) for decoder in decoders)
+        return [memory for memory in found if memory]
+
     @cached_property
     def special_tokens(self) -> list[int]:
         """The tokens that XTC never drops: line breaks and end tokens."""
@@ -171,19 +96,22 @@ class ServedModel:
         """Whether it drafts from clients' predictions."""
         return isinstance(self.decoder.drafting, Auto)
 
-    def max_tokens_for(self, n_prompt: int, body: ApiRequest, default: int) -> int:
+    def max_tokens_for(
+        self, n_prompt: int, body: ApiRequest, default: int, memory: ServerMemory
+    ) -> int:
         """The most tokens of an answer: what the request asks for, or as many as fit.
 
         Args:
             n_prompt: the number of tokens of the prompt.
             body: the request.
             default: the number of tokens if the request has none.
+            memory: the server's.
 
         Raises:
             ApiError: 400, prompt and answer exceed the context; 413, their caches would not fit
                 into memory even if nothing else ran.
         """
-        longest, memory, wanted = self.context_length, self.memory, body.max_tokens
+        longest, needs, wanted = self.context_length, self.memory.needs, body.max_tokens
         if longest is not None and n_prompt >= longest:
             raise ApiError(
                 # Claude Code parses both numbers, and shortens the conversation.
@@ -196,7 +124,7 @@ class ServedModel:
             wanted = wanted or default
             if longest is not None:
                 wanted = min(wanted, longest - n_prompt)
-            while wanted > 1 and memory.bytes_for(n_prompt + wanted) > memory.limit:
+            while wanted > 1 and not memory.ever_fits(needs(n_prompt + wanted)):
                 wanted //= 2
         elif longest is not None and n_prompt + wanted > longest:
             raise ApiError(
@@ -205,15 +133,9 @@ class ServedModel:
                 param=body.param,
                 code="context_length_exceeded",
             )
-        needed = memory.bytes_for(n_prompt + wanted)
-        if needed > memory.limit:
-            raise ApiError(
-                f"the caches of {n_prompt} prompt tokens and {wanted} answer tokens need "
-                f"{needed >> 20} MiB, but only {memory.limit >> 20} MiB are available: "
-                "shorten the prompt or ask for fewer tokens",
-                status=413,
-                code="out_of_memory",
-            )
+        need = needs(n_prompt + wanted)
+        if not memory.ever_fits(need):
+            raise never_fits(n_prompt, wanted, need, memory)
         return wanted
 
     def make_drafter(

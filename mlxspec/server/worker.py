@@ -13,11 +13,12 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from queue import SimpleQueue
-from typing import Any, NamedTuple, cast
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple, TypeVar, cast
 
 from ..engine import step as steps
 from ..errors import MlxspecError
@@ -27,8 +28,9 @@ from ..generation.options import GenerationOptions
 from ..generation.request import Request, State
 from ..generation.response import GenerationResponse
 from .body import ApiError
+from .memory import ServerMemory
 from .metrics import Metrics
-from .served_model import ServedModel
+from .served_model import ServedModel, never_fits
 
 _log = logging.getLogger("mlxspec.server")
 
@@ -125,7 +127,7 @@ class ServedRequest(Request):
         stream: the stream of its events.
         asked: when it arrived, by ``time.perf_counter``.
         first_token: when its first token was generated.
-        nbytes: the most bytes that its caches may take.
+        need: the memory that it may take.
         failure: the error that ended it; None if it ended otherwise.
         outcome: how it has ended, in a word; None while it runs.
     """
@@ -157,7 +159,7 @@ class ServedRequest(Request):
         self.partition = partition
         self.asked = time.perf_counter()
         self.first_token: float | None = None
-        self.nbytes = served.memory.bytes_for(len(prompt) + max_tokens)
+        self.need = served.memory.needs(len(prompt) + max_tokens)
         self.failure: ApiError | None = None
         self.outcome: str | None = None
 
@@ -185,7 +187,8 @@ class ServedRequest(Request):
         }
 
     def start(self) -> steps.Sequence:
-        self.session = self.served.cache.lend(self.prompt, self.partition)
+        make_room = partial(self.stream.worker.memory.reserve, self, self.need)
+        self.session = self.served.cache.lend(self.prompt, self.partition, make_room)
         return super().start()
 
     def on_step(self, step: steps.DecodedStep, seconds: float, plain_seconds: float | None) -> None:
@@ -220,6 +223,7 @@ class ServedRequest(Request):
         try:
             if self.session:
                 self.served.cache.give_back(self.session)
+                self.stream.worker.memory.make_room()
         except Exception:
             _log.exception("the caches of a prompt could not be kept")
         # The stream refers to this request, so its caches would wait for the garbage collector.
@@ -314,15 +318,21 @@ class ModelQueue(Engine):
 
     def __init__(self, served: ServedModel, worker: Worker) -> None:
         limits = worker.limits
-        stall = limits.stall / len(worker.models)
         super().__init__(
-            served.decoder, max_active=limits.active, stall=stall, max_unread=_MOST_UNREAD
+            served.decoder,
+            max_active=limits.active,
+            stall=limits.stall,
+            max_unread=_MOST_UNREAD,
+            spare=worker.memory.spare_positions(served),
         )
         self._served = served
+        self._open = ExitStack()
+        self._memory = worker.memory
         self._metrics = worker.metrics
 
-    def warm_up(self) -> None:
+    def open(self) -> None:
         """Before any request, find out which drafts the model verifies and what steps cost."""
+        self._open.enter_context(self.running())
         decoder = self._served.decoder
         make_drafter = partial(self._served.make_drafter, (), self._served.owner)
         decoder.remembers = False  # these outputs are no user's
@@ -331,6 +341,11 @@ class ModelQueue(Engine):
         while super().turn():
             pass
         decoder.remembers = True
+
+    def leave(self, error: Exception | None = None) -> None:
+        """End all requests, and answer no more."""
+        with self._open:
+            self.close(error)
 
     @property
     def decoding(self) -> bool:
@@ -351,37 +366,37 @@ class ModelQueue(Engine):
         return busy
 
     def next_waiting(self) -> Request | None:
-        """The next waiting request, if its caches fit into memory beside those in use.
+        """The next waiting request, if it fits into memory beside those that run.
 
         A request is skipped while another one computes a prefix of its prompt, which it will then
-        find in the cache.
+        find in the cache. One that no longer fits even alone, since other programs have taken
+        memory, is refused.
         """
-        for request in self._waiting:
+        for request in [*self._waiting]:
             if not isinstance(request, ServedRequest):  # for the warm-up
                 return request
-            if self._held + request.nbytes > self._served.memory.limit:
-                return None
-            if not self._served.cache.should_wait(request.prompt, request.partition):
+            if not self._memory.admits(request):
+                if self._memory.reserved or self._memory.ever_fits(request.need):
+                    return None
+                sizes = len(request.prompt), request.max_tokens, request.need
+                self.cancel(request, never_fits(*sizes, self._memory))
+            elif not self._served.cache.should_wait(request.prompt, request.partition):
                 return request
         return None
 
-    def start(self, request: Request) -> None:
-        """Start a request; idle caches make room for its own."""
-        cache = self._served.cache
-        cache.make_room(cache.nbytes + self._held - self._served.memory.limit)
-        super().start(request)
-
-    @property
-    def _held(self) -> int:
-        """The most bytes that the running generations may need."""
-        return sum(one.nbytes for one in self._running if isinstance(one, ServedRequest))
+    def _forget(self, request: Request) -> None:
+        super()._forget(request)
+        self._memory.release(request)
 
 
 # --- the worker ---
 
 _RETRY_AFTER = 5  # seconds, in responses that say that the queue is full
+_LOOK = 1.0  # seconds after which an idle worker looks at the system's memory again
 _RECENT = 12  # ended requests whose figures are kept
 _OUTCOMES = {499: "cancelled", 429: "refused", 503: "ending"}
+
+_Result = TypeVar("_Result")
 
 
 class WorkerLimits(NamedTuple):
@@ -405,9 +420,11 @@ class Worker:
         models: the served models.
         limits: limits on the generations of each model.
         on_end: called in the worker's thread with all requests of one body, once they have ended.
+        memory: the memory that the models share; by default, all that the machine has.
 
     Attributes:
         models: the served models by name.
+        memory: the memory that they share.
         metrics: the server's metrics.
         requests: the requests that have not ended, in order of arrival.
         recent: the figures of the requests that ended last, with the times of their ends.
@@ -419,8 +436,12 @@ class Worker:
         models: Sequence[ServedModel],
         limits: WorkerLimits = WorkerLimits(),  # noqa: B008  # a constant
         on_end: Callable[[Sequence[ServedRequest]], object] = lambda requests: None,
+        memory: ServerMemory | None = None,
     ) -> None:
         self.models = {served.name: served for served in models}
+        self.memory = memory or ServerMemory()
+        for served in models:
+            self.memory.add(served)
         self.limits = limits
         self.on_end = on_end
         self.metrics = Metrics()
@@ -429,7 +450,8 @@ class Worker:
         self.ready = threading.Event()
         self._outbox: dict[ServedRequest, list[Event | ApiError]] = {}
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._queues = {served.name: ModelQueue(served, self) for served in models}
+        self._queues: dict[str, ModelQueue] = {}
+        """The models' queues by name; used only in the thread."""
         self._stopping: ApiError | None = None
         """The error for further requests, once the worker stops."""
         self._taking = threading.Lock()
@@ -469,6 +491,34 @@ class Worker:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
+    # --- in other threads ---
+
+    def call(self, function: Callable[..., _Result], *args: Any) -> _Result:
+        """Call a function in the worker's thread, between two turns, and wait for its result.
+
+        Raises:
+            ApiError: 503, the server is ending.
+        """
+        result: Future[_Result] = Future()
+
+        def run() -> None:
+            try:
+                if self._stopping:
+                    raise self._stopping
+                result.set_result(function(*args))
+            except Exception as error:
+                result.set_exception(error)
+
+        self._put(run)
+        return result.result()
+
+    def _put(self, command: Callable[[], None]) -> None:
+        """Queue a command; raises ApiError if none is run any more."""
+        with self._taking:
+            if self._stopping:
+                raise self._stopping
+            self._commands.put(command)
+
     def submit(self, served: ServedModel, requests: Sequence[ServedRequest]) -> EventStream:
         """Queue generations, all or none; called in an event loop.
 
@@ -499,18 +549,37 @@ class Worker:
             if self._stopping:
                 raise self._stopping
             self.requests += requests
-            self._commands.put(partial(self._queues[served.name].add, *requests))
+            self._commands.put(partial(self._tell, requests[0], ModelQueue.add, *requests))
         return stream
 
     def end(self, request: ServedRequest, error: ApiError | None = None) -> None:
         """End a request before its next step, with an error or as if the model had ended it."""
-        self._commands.put(partial(self._queues[request.served.name].cancel, request, error))
+        self._commands.put(partial(self._tell, request, ModelQueue.cancel, request, error))
 
     def has_read(self, request: ServedRequest, count: int) -> None:
         """Record that the client has read ``count`` tokens; a paused request may resume."""
-        self._commands.put(partial(self._queues[request.served.name].has_read, request, count))
+        self._commands.put(partial(self._tell, request, ModelQueue.has_read, request, count))
 
     # --- in the thread ---
+
+    def open(self, served: ServedModel) -> None:
+        """Begin to answer requests to a model, after its first steps."""
+        queue = ModelQueue(served, self)
+        try:
+            queue.open()
+        except BaseException:
+            queue.leave()
+            raise
+        self._queues[served.name] = queue
+
+    def leave(self, name: str) -> None:
+        """Answer no more requests to a model."""
+        self._queues.pop(name).leave()
+
+    def _tell(self, request: ServedRequest, method: Callable[..., object], *args: Any) -> None:
+        """Call a method of the queue of a request's model, if the model is still there."""
+        if queue := self._queues.get(request.served.name):
+            method(queue, *args)
 
     def queue(self, request: ServedRequest, event: Event | ApiError) -> None:
         """Queue an event for the client, who receives it at the end of the turn."""
@@ -536,17 +605,15 @@ class Worker:
 
     def _run(self) -> None:
         """Run the thread: in a loop, run the commands and then a turn of every model."""
-        queues = [*self._queues.values()]
-        with ExitStack() as running:
+        with self.memory.in_force():
             try:
-                for queue in queues:
-                    running.enter_context(queue.running())
-                    queue.warm_up()
+                for name in [*self.models]:
+                    self.open(self.models[name])
                 self.ready.set()
                 busy = False
                 while not self._stopping:
                     self._obey(wait=not busy)
-                    busy = self._turn(queues)
+                    busy = self._turn()
             except Exception:
                 _log.exception("the worker has failed")
             finally:
@@ -554,13 +621,16 @@ class Worker:
                 with self._taking:
                     self._stop(ApiError("the worker has failed: restart the server", status=503))
                 self._obey(wait=False)  # earlier commands
-                for queue in queues:
-                    queue.close(self._stopping)
+                for queue in self._queues.values():
+                    queue.leave(self._stopping)
                 self._deliver()
 
-    def _turn(self, queues: Sequence[ModelQueue]) -> bool:
+    def _turn(self) -> bool:
         """Run a turn of each model; returns whether there is more to do."""
+        queues = [*self._queues.values()]
         waiting = [queue for queue in queues if queue.decoding]
+        for queue in queues:
+            queue.stall = self.limits.stall / len(queues)
         busy = [queue.turn(hurried=any(one is not queue for one in waiting)) for queue in queues]
         self._deliver()
         return any(busy)
@@ -569,9 +639,16 @@ class Worker:
         self._stopping = self._stopping or reason
 
     def _obey(self, wait: bool) -> None:
-        """Run all queued commands; if ``wait``, wait for the first one."""
+        """Run all queued commands; if ``wait``, wait for the first one.
+
+        While it waits, idle caches make room for other programs.
+        """
         while wait or not self._commands.empty():
-            command = self._commands.get()
+            try:
+                command = self._commands.get(timeout=_LOOK)
+            except Empty:
+                self.memory.make_room()
+                return
             wait = False
             try:
                 command()

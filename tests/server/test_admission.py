@@ -15,8 +15,7 @@ import pytest
 import mlxspec
 from mlxspec.engine.heads import TrainedHead
 from mlxspec.engine.params import CacheOptions
-from mlxspec.server import served_model
-from mlxspec.server.served_model import CacheMemory
+from mlxspec.server.memory import CacheMemory
 from tests.support import heads
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import endless_tokenizer
@@ -111,17 +110,6 @@ def test_options_that_save_memory_are_taken_into_account(options: dict[str, int]
     assert memory.bytes_for(50_000) < 0.5 * plain.bytes_for(50_000)
 
 
-def test_the_limit_leaves_room_for_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = ARCHITECTURES["llama3"].model()
-    assert CacheMemory(model, limit=12345).limit == 12345
-    assert CacheMemory(model, limit=12345).default_cache_bytes == 12345 // 2
-    monkeypatch.setattr(served_model, "least_free_memory", lambda model: 1 << 30)
-    memory = CacheMemory(model)
-    assert 0 < memory.default_cache_bytes < memory.limit < (1 << 30) - memory.forward_bytes
-    monkeypatch.setattr(served_model, "least_free_memory", lambda model: 1000)
-    assert CacheMemory(model).limit == 0
-
-
 def test_what_a_forward_takes_is_found_out_with_few_rows() -> None:
     model = ARCHITECTURES["llama3"].model()
     estimates, found = [], []
@@ -131,5 +119,5 @@ def test_what_a_forward_takes_is_found_out_with_few_rows() -> None:
         mx.reset_peak_memory()
         before, real = mx.get_active_memory(), taken(model, 130, prefill_step_size=64)
         found.append(mx.get_peak_memory() - before - real)
-        estimates.append(CacheMemory(model, CacheOptions(prefill_step_size=64)).forward_bytes)
+        estimates.append(CacheMemory(model).forward_bytes(130, rows=64))
     assert 0.1 * median(estimates) < median(found) < median(estimates)

@@ -6,7 +6,6 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -175,9 +174,9 @@ def read(data: bytes, parse: Callable[[Any], Any]) -> Any:
                 yield data[start : start + (1 << 16)]
 
     async def ask() -> Any:
-        worker: Any = SimpleNamespace(models={"small": SimpleNamespace(name="small")})
+        nothing: Any = None
         sent: Any = Sent()
-        return await Endpoints(worker, 10, KeepAlive()).read(sent, parse)
+        return await Endpoints(nothing, nothing, 10, KeepAlive()).read(sent, parse)
 
     return asyncio.run(ask())
 

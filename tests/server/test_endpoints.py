@@ -20,8 +20,9 @@ from openai import OpenAI
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 import mlxspec
+from mlxspec.server.memory import CacheMemory
 from mlxspec.server.prefix_cache import PrefixCache
-from mlxspec.server.served_model import CacheMemory, ServedModel
+from mlxspec.server.served_model import ServedModel
 from tests.support.brake import until
 from tests.support.chat_tokenizer import with_tools
 from tests.support.demo import FLAT, given_costs, stand_in_decoder
@@ -232,7 +233,7 @@ def test_a_right_prediction_is_accepted_and_changes_nothing(client: OpenAI) -> N
 def test_a_prediction_is_refused_where_no_draft_comes_from_it() -> None:
     decoder = stand_in_decoder(mlxspec.PromptLookupDecoder)
     decoder.costs = given_costs(FLAT)
-    memory, cache = CacheMemory(decoder.model, limit=1 << 32), PrefixCache(decoder.model, 1 << 28)
+    memory, cache = CacheMemory(decoder.model), PrefixCache(decoder.model, 1 << 28)
     with (
         running_server(ServedModel("small", decoder, cache, memory)) as server,
         pytest.raises(openai.BadRequestError, match="leave prediction out") as refused,
@@ -308,6 +309,7 @@ def test_models_have_openais_form(server: Running) -> None:
         "id": "small",
         "object": "model",
         "owned_by": "mlxspec",
+        "state": "loaded",
         "context_length": length,
         "max_model_len": length,
     }

@@ -27,12 +27,12 @@ from mlxspec.server.answer import KeepAlive
 from mlxspec.server.auth import MOST_BYTES
 from mlxspec.server.body import ApiError
 from mlxspec.server.connections import Bounds
+from mlxspec.server.memory import in_words
 from mlxspec.server.openai import CompletionAnswer
-from mlxspec.server.served_model import CacheMemory
 from mlxspec.server.worker import ServedRequest, WorkerLimits
 from tests.support.brake import Brake, braked, until
 from tests.support.demo import given_costs, stand_in_decoder
-from tests.support.serving import Running, running_server, served
+from tests.support.serving import Running, memory_with_room, running_server, served
 
 pytestmark = pytest.mark.slow
 
@@ -821,10 +821,12 @@ def test_more_choices_than_there_are_places_are_no_matter_of_waiting() -> None:
 
 def test_requests_wait_for_memory() -> None:
     model = served()
-    each = model.memory.bytes_for(64)
-    model.memory = CacheMemory(model.decoder.model, model.memory.options, limit=int(2.5 * each))
+    prompts = ["a b", "c d", "e f", "g h", "i j"]
+    (length,) = {len(model.decoder.tokenizer.encode(prompt)) for prompt in prompts}
+    each = model.memory.needs(length + 16)
+    memory = memory_with_room(model, int(2.5 * (each.caches + each.shared)))
     with (
-        running_server(model) as server,
+        running_server(model, memory=memory) as server,
         braked(model.decoder.model) as brake,
         ThreadPoolExecutor(8) as pool,
     ):
@@ -835,7 +837,6 @@ def test_requests_wait_for_memory() -> None:
             at_once.add(len(running))
 
         brake.on_forward = look
-        prompts = ["a b", "c d", "e f", "g h", "i j"]
         bodies = [{"prompt": prompt, "max_tokens": 16} for prompt in prompts]
         with brake.holding():
             answers = [pool.submit(post, server, TEXT, body) for body in bodies]
@@ -846,7 +847,7 @@ def test_requests_wait_for_memory() -> None:
         refused = post(server, TEXT, {"prompt": "a", "max_tokens": 30_000})
         assert (refused.status_code, error_of(refused)["code"]) == (413, "out_of_memory")
         assert "30000" in error_of(refused)["message"]
-        assert f"{model.memory.limit >> 20} MiB" in error_of(refused)["message"]
+        assert in_words(memory.room) in error_of(refused)["message"]
 
 
 # --- prefixes over requests ---

@@ -21,13 +21,19 @@ from anthropic import Anthropic
 from anthropic.types import Message
 
 from mlxspec.server.answer import KeepAlive
-from mlxspec.server.served_model import CacheMemory, ServedModel
+from mlxspec.server.served_model import ServedModel
 from mlxspec.server.worker import WorkerLimits
 from tests.server.test_endpoints import HELLO, PIECES, answer_alone, ids_of, scripted_caller
 from tests.server.test_messages_answer import EVENT, extras
 from tests.server.test_messages_requests import FULL_MESSAGES, WEATHER
 from tests.support.brake import braked, until
-from tests.support.serving import Running, running_server, served, served_with_tools
+from tests.support.serving import (
+    Running,
+    memory_with_room,
+    running_server,
+    served,
+    served_with_tools,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -187,9 +193,9 @@ def test_an_answer_has_the_tokens_that_the_context_has_room_for(
 
 def test_an_answer_has_the_tokens_that_memory_has_room_for() -> None:
     model = served()
-    limit = model.memory.bytes_for(256)
-    model.memory = CacheMemory(model.decoder.model, model.memory.options, limit=limit)
-    with running_server(model) as server:
+    need = model.memory.needs(256)
+    memory = memory_with_room(model, need.caches + need.forward)
+    with running_server(model, memory=memory) as server:
         made = streamed(client_of(server), max_tokens=64000)
     assert made.stop_reason == "model_context_window_exceeded"
     assert 20 < made.usage.output_tokens < 256

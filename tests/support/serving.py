@@ -17,8 +17,9 @@ import mlxspec
 from mlxspec.engine.params import CacheOptions
 from mlxspec.server.app import create_app
 from mlxspec.server.connections import Bounds, HttpServer
+from mlxspec.server.memory import CacheMemory, Need, ServerMemory
 from mlxspec.server.prefix_cache import PrefixCache
-from mlxspec.server.served_model import CacheMemory, ServedModel
+from mlxspec.server.served_model import ServedModel
 from mlxspec.server.worker import Worker, WorkerLimits
 from tests.support.chat_tokenizer import CHATML, chat_tokenizer, with_tools
 from tests.support.demo import FLAT, given_costs, stand_in_decoder
@@ -54,7 +55,7 @@ def served(name: str = "small", cache_bytes: int = 1 << 28, **options: Any) -> S
     decoder = stand_in_decoder(mlxspec.AutoDecoder, memory_tokens=0)
     decoder.costs = given_costs(FLAT)
     caches = CacheOptions(**options)
-    memory = CacheMemory(decoder.model, caches, limit=1 << 32)
+    memory = CacheMemory(decoder.model, caches)
     chunks_matter = decoder.chunks_matter
     cache = PrefixCache(decoder.model, cache_bytes, caches, chunks_matter=chunks_matter)
     return ServedModel(name, decoder, cache, memory, options=vars(caches))  # type: ignore[arg-type]
@@ -86,12 +87,20 @@ def served_random(
     return ServedModel(name, decoder, PrefixCache(model, 1 << 24), CacheMemory(model))
 
 
+def memory_with_room(model: ServedModel, nbytes: int) -> ServerMemory:
+    """A server's memory in which this model leaves so much room."""
+    memory = ServerMemory()
+    memory.add(model)
+    return ServerMemory(memory.bound_for(Need(nbytes)))
+
+
 @contextmanager
 def running_server(
     model: ServedModel | None = None,
     limits: WorkerLimits | None = None,
     send_buffer: int | None = None,
     bounds: Bounds = Bounds(),  # noqa: B008  # a constant
+    memory: ServerMemory | None = None,
     **options: Any,
 ) -> Iterator[Running]:
     """A server that answers until the end of the block.
@@ -101,10 +110,11 @@ def running_server(
         limits: of its worker.
         send_buffer: bytes that the system takes of what a client has not read yet.
         bounds: of its connections.
+        memory: its bound on memory.
         options: as for :func:`mlxspec.server.app.create_app`.
     """
     model = model or served()
-    worker = Worker([model], limits or WorkerLimits())
+    worker = Worker([model], limits or WorkerLimits(), memory=memory)
     worker.start()
     worker.wait_until_ready()
     app = create_app(worker, **options)

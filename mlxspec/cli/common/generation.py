@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from ...generation.request import Request
     from ...generation.response import GenerationResponse
     from ...models.heads import Head
+    from ...models.model import OnRead
     from ..memory import Memories
 
 API_KEY = "MLXSPEC_API_KEY"
@@ -332,6 +333,25 @@ class Generation:
             memories: hold the earlier answers to draft from.
             leader: splits the model over its ranks; None for one process.
         """
+        with ProgressBar("Measuring step times", console=console) as bar:
+            decoder = self.load_unmeasured(memories, leader, on_measuring=bar)
+            measure(decoder)
+        return decoder
+
+    def load_unmeasured(
+        self,
+        memories: Memories,
+        leader: Leader | None = None,
+        on_read: OnRead = lambda nbytes: None,
+        on_measuring: Callable[[float], None] | None = None,
+    ) -> Decoder:
+        """As :meth:`load`, but without running the model, which :func:`measure` does.
+
+        Args:
+            memories, leader: as for :meth:`load`.
+            on_read: as for :func:`.models.model.evaluate`.
+            on_measuring: as for :class:`mlxspec.Decoder`.
+        """
         from ...drafting.drafter import load_drafter
         from ...drafting.sources import parse_lookup_config
         from ...engine.draft_model import DraftModelDrafter, check_vocabularies
@@ -356,20 +376,17 @@ class Generation:
         if drafting.draft_model is not None:
             draft_model, _ = load(drafting.draft_model)
             extra = partial(DraftModelDrafter, draft_model, drafting.num_draft_tokens or 2)
-        with ProgressBar("Measuring step times", console=console) as bar:
-            if leader:
-                model, tokenizer = leader.load(name)
-            else:
-                wanted = drafting.wanted_head
-                model, tokenizer, head = load_with_head(name, wanted, self.adapter_path)
-            memory = memories.of(tokenizer, name) if drafting.kind in PLANNED else None
-            drafts_from = drafting.of_model(tokenizer, memory, extra, head)
-            decoder = mlxspec.Decoder(model, tokenizer, drafts_from, on_measuring=bar)
-            decoder.keeps_experience = memories.keeps
-            if draft_model is not None:
-                check_vocabularies(draft_model, decoder.vocab_size, len(decoder.tokenizer))
-            if decoder.plans:
-                _ = decoder.costs
+        if leader:
+            model, tokenizer = leader.load(name)
+        else:
+            wanted = drafting.wanted_head
+            model, tokenizer, head = load_with_head(name, wanted, self.adapter_path, on_read)
+        memory = memories.of(tokenizer, name) if drafting.kind in PLANNED else None
+        drafts_from = drafting.of_model(tokenizer, memory, extra, head)
+        decoder = mlxspec.Decoder(model, tokenizer, drafts_from, on_measuring=on_measuring)
+        decoder.keeps_experience = memories.keeps
+        if draft_model is not None:
+            check_vocabularies(draft_model, decoder.vocab_size, len(decoder.tokenizer))
         return decoder
 
     def request(
@@ -444,6 +461,14 @@ class Generation:
         if finish_reason == "length" and generated < self.max_tokens:
             length = context_length(model)
             note(f"the model's context of {length:,} tokens is full: the output ends there")
+
+
+def measure(decoder: Decoder) -> None:
+    """Measure the cost of a decoder's steps, and of its head's, if that is needed and unknown."""
+    if decoder.plans:
+        _ = decoder.costs
+    if (head := getattr(decoder.model, "trained_head", None)) is not None:
+        _ = head.times
 
 
 def _read_form(option: str, file: str, read: Callable[[str], Constraint]) -> Constraint:

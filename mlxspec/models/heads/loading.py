@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...errors import LoadError, OptionError, printable
-from ..model import evaluate, find_adapters, load, reason, widen
+from ..model import OnRead, evaluate, find_adapters, load, reason, widen
 from ..model_files import (
     BESIDE,
     MOST_LAYERS,
@@ -205,12 +205,14 @@ def load_with_head(
     path_or_repo: str | Path,
     head: str | Path | Head | bool | None = None,
     adapter_path: str | Path | None = None,
+    on_read: OnRead = lambda nbytes: None,
 ) -> tuple[nn.Module, TokenizerWrapper, Head | None]:
     """Load a model, its tokenizer, and the head to use with it, if any.
 
     Args:
         path_or_repo, adapter_path: as for :func:`mlxspec.load`.
         head: as for :func:`head_for`.
+        on_read: as for :func:`.model.evaluate`, for the weights of the model.
 
     Raises:
         LoadError: the model or the head cannot be used. What is no head, or no adapters, is refused
@@ -222,7 +224,8 @@ def load_with_head(
         head = head_directory(head)
         find_head(head)
     directory = find_directory(path_or_repo, None)
-    model, tokenizer = load(directory, adapter_path=adapter_path)
+    model, tokenizer = load(directory, adapter_path=adapter_path, lazy=True)
+    evaluate(model, directory, on_read)
     return model, tokenizer, head_for(model, head, directory)
 
 
