@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 
-from ..drafting.combined import with_forced
 from ..drafting.drafter import Drafter, NoDraft, checked_drafter
 from ..drafting.planner import Planner
+from ..drafting.sources import with_forced
 from ..engine import step as steps
 from ..engine.capability import capability_with
 from ..engine.draft_model import DraftModelDrafter
