@@ -278,6 +278,8 @@ class VerifiedStep:
         pipelined: whether the previous step dispatched its forward.
         ahead: whether this step dispatched the next step's forward.
         context: positions of the context, including ``tokens``.
+        logprobs: per emitted token, the log-probabilities that it was chosen from, (vocabulary,),
+            before filters and temperature; dispatched, not yet evaluated.
     """
 
     tree: DraftTree
@@ -293,6 +295,7 @@ class VerifiedStep:
     pipelined: bool = False
     ahead: bool = False
     context: int = 0
+    logprobs: Sequence[Any] = field(default=(), compare=False, repr=False)
 
     @property
     def drafted(self) -> int:

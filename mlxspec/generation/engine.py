@@ -19,8 +19,9 @@ from typing import cast
 
 from mlx_lm.generate import generation_stream, wired_limit
 
+from ..drafting.drafter import VerifiedStep
 from ..engine.joint import JointMode
-from ..engine.step import Batch, DecodedStep, Sequence
+from ..engine.step import Batch, Sequence
 from ..errors import OptionError
 from .loaded import LoadedModel
 from .options import GenerationOptions
@@ -295,19 +296,18 @@ class Engine:
                 self._end(request, error)
             return
         for request, sequence, outcome in zip(requests, sequences, outcomes, strict=True):
-            if isinstance(outcome, DecodedStep):
+            if isinstance(outcome, VerifiedStep):
                 yield from self._respond(request, sequence, outcome)
             else:
                 self._end(request, outcome)
 
-    def _respond(self, request: Request, sequence: Sequence, step: DecodedStep) -> Iterator[None]:
+    def _respond(self, request: Request, sequence: Sequence, step: VerifiedStep) -> Iterator[None]:
         """Hand out the responses of a request's step."""
-        verified = step.verified
-        self.step_shape = verified.rows, verified.sequences
+        self.step_shape = step.rows, step.sequences
         try:
             # Other load slows plain steps too, so their time is estimated from this step's.
-            cost = self._batch.cost(sequence, verified)
-            plain_seconds = self.step_seconds * len(verified.tokens) / cost if cost else None
+            cost = self._batch.cost(sequence, step)
+            plain_seconds = self.step_seconds * len(step.tokens) / cost if cost else None
             request.on_step(step, self.step_seconds, plain_seconds)
             for response in request.responses_of(step):
                 if response.finish_reason:
