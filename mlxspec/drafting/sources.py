@@ -17,6 +17,7 @@ from .drafter import (
     Drafter,
     DraftTree,
     Limits,
+    NoDraft,
     VerifiedStep,
     checked_draft,
     checked_drafter,
@@ -349,23 +350,14 @@ class Guide(Protocol):
         """The nodes of a draft that the constraint allows."""
 
 
-class ForcedDrafter(Drafter):
-    """Drafts the tokens that a constraint forces."""
-
-    branching = False
-    pipelined = True
+class ForcedDrafter(NoDraft):
+    """Drafts the tokens that a constraint forces, and nothing else."""
 
     def __init__(self, guide: Guide) -> None:
         self._guide = guide
 
-    def begin(self, prompt: Sequence[int]) -> None:
-        self._last = prompt[-1]
-
     def propose(self, max_depth: int) -> DraftTree:
         return DraftTree.chain(self._last, self._guide.forced()[:max_depth], GRAMMAR)
-
-    def observe(self, step: VerifiedStep) -> None:
-        self._last = step.tokens[-1]
 
 
 def with_forced(drafter: Drafter, guide: Guide) -> Drafter:

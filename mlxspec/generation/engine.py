@@ -220,12 +220,6 @@ class Engine:
     def _run_together(self, short: dict[Request, Sequence]) -> None:
         """Run several prompts in one forward; then their requests decode."""
         started = time.perf_counter()
-        for request, sequence in [*short.items()]:
-            try:
-                request.on_progress(0, len(sequence.to_prefill))
-            except Exception as error:
-                self._end(request, error)
-                del short[request]
         try:
             faults = self._batch.begin([*short.values()])
         except Exception as error:  # from the forward itself
@@ -234,10 +228,12 @@ class Engine:
             return
         self._note_speed(sum(len(s.to_prefill) for s in short.values()), started)
         for request, sequence in short.items():
+            tokens = len(sequence.to_prefill)
             try:
                 if sequence in faults:
                     raise faults[sequence]
-                request.on_progress(len(sequence.to_prefill), len(sequence.to_prefill))
+                request.on_progress(0, tokens)
+                request.on_progress(tokens, tokens)
                 self._move_to_end(request)
                 self._decode(request, sequence)
             except Exception as error:
