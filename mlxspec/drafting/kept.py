@@ -122,9 +122,7 @@ class CostKey:
 
     def of_sequences(self, count: int) -> CostKey:
         """The key of steps shared by ``count`` sequences."""
-        return CostKey(
-            self.machine, {**self.model, "sequences": count} if count > 1 else self.model
-        )
+        return replace(self, model={**self.model, "sequences": count}) if count > 1 else self
 
     @property
     def file_name(self) -> str:
