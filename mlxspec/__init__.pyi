@@ -6,11 +6,11 @@ from .compat import batch_generate as batch_generate
 from .compat import generate as generate
 from .compat import stream_generate as stream_generate
 from .corpus.memory import Memory as Memory
-from .drafting.combined import CombinedDrafter as CombinedDrafter
 from .drafting.drafter import Drafter as Drafter
 from .drafting.drafter import DraftTree as DraftTree
 from .drafting.drafter import VerifiedStep as VerifiedStep
 from .drafting.lookahead import LookaheadDrafter as LookaheadDrafter
+from .drafting.sources import CombinedDrafter as CombinedDrafter
 from .drafting.sources import PromptLookupDrafter as PromptLookupDrafter
 from .engine.draft_model import DraftModelDrafter as DraftModelDrafter
 from .engine.params import Constraint as Constraint

@@ -132,7 +132,6 @@ _LOWEST, _HIGHEST = 1e-4, 0.998
 # p_accept rarely rises above 0.99.
 _SURE = 0.01
 _FIRST_HIT_RATE, _CHANGE = 0.3, 0.1  # of the best continuations
-_USUAL_AGE = 8192  # tokens; every occurrence in earlier texts counts as this far back
 
 # The features that experience corrects are numbered. Each kind of feature starts after the values
 # of the previous kind. Tokens, whose number is unlimited, come last.
@@ -316,16 +315,6 @@ def _weights() -> tuple[_Weights, _Weights, _Weights]:
         one["by_length"] = [
             constant + linear * x + square * x * x + inverse / (n + 1) for n, x in enumerate(logs)
         ]
-        one["by_rank"] = [0.0, 0.0, *one.get("rank", ())]
-        # By how many tokens the match is longer than the second best: 0, 1, 2 to 3, 4 or more; the
-        # last entry is for no second match.
-        none, some, few, many = one.get("gap", (0.0,) * 4)
-        one["by_gap"] = [none, some, few, few, many, 0.0]
-        # Two averages of hits were fitted; with online learning, one is enough.
-        one["hit_rate"] = one["logit_recent"] + one["logit_average"]
-        one["earlier"] = one["from_memory"] + one["log_age"] * math.log(_USUAL_AGE)
-        one.setdefault("share", 0.0)
-        one.setdefault("log_occurrences", 0.0)
     return chosen
 
 

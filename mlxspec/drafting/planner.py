@@ -11,9 +11,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .combined import Guide, guided, likelier_first, united, united_apart
 from .costs import CostCurve, Costs
-from .drafter import Drafter, DraftTree, Limits, VerifiedStep
+from .drafter import (
+    Drafter,
+    DraftTree,
+    Limits,
+    VerifiedStep,
+    likelier_first,
+    united,
+    united_apart,
+)
 from .heads import HeadSource
 from .kept import Experience
 from .policy import (
@@ -26,7 +33,7 @@ from .policy import (
     price_of_time,
     replayed_costs,
 )
-from .sources import DrafterSource
+from .sources import DrafterSource, Guide, guided
 from .suffix_source import SuffixSource
 
 _log = logging.getLogger(__name__)

@@ -11,14 +11,18 @@ from functools import reduce
 from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 from ..corpus.memory import Memory
-from ..drafting.combined import CombinedDrafter
 from ..drafting.costs import Costs, FixedCosts
 from ..drafting.drafter import Drafter, NoDraft, checked_drafter
 from ..drafting.kept import Experience
 from ..drafting.lookahead import LookaheadDrafter
 from ..drafting.planner import Planner
 from ..drafting.policy import trees_pay
-from ..drafting.sources import DrafterSource, PredictionDrafter, PromptLookupDrafter
+from ..drafting.sources import (
+    CombinedDrafter,
+    DrafterSource,
+    PredictionDrafter,
+    PromptLookupDrafter,
+)
 from ..drafting.suffix_source import SuffixSource
 from ..errors import OptionError
 

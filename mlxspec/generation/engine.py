@@ -19,8 +19,9 @@ from typing import cast
 
 from mlx_lm.generate import generation_stream, wired_limit
 
+from ..drafting.drafter import VerifiedStep
 from ..engine.joint import JointMode
-from ..engine.step import Batch, DecodedStep, Sequence
+from ..engine.step import Batch, Sequence
 from ..errors import OptionError
 from .loaded import LoadedModel
 from .options import GenerationOptions
@@ -223,12 +224,6 @@ class Engine:
     def _run_together(self, short: dict[Request, Sequence]) -> None:
         """Run several prompts in one forward; then their requests decode."""
         started = time.perf_counter()
-        for request, sequence in [*short.items()]:
-            try:
-                request.on_progress(0, len(sequence.to_prefill))
-            except Exception as error:
-                self._end(request, error)
-                del short[request]
         try:
             faults = self._batch.begin([*short.values()])
         except Exception as error:  # from the forward itself
@@ -237,10 +232,12 @@ class Engine:
             return
         self._note_speed(sum(len(s.to_prefill) for s in short.values()), started)
         for request, sequence in short.items():
+            tokens = len(sequence.to_prefill)
             try:
                 if sequence in faults:
                     raise faults[sequence]
-                request.on_progress(len(sequence.to_prefill), len(sequence.to_prefill))
+                request.on_progress(0, tokens)
+                request.on_progress(tokens, tokens)
                 self._move_to_end(request)
                 self._decode(request, sequence)
             except Exception as error:
@@ -299,19 +296,18 @@ class Engine:
                 self._end(request, error)
             return
         for request, sequence, outcome in zip(requests, sequences, outcomes, strict=True):
-            if isinstance(outcome, DecodedStep):
+            if isinstance(outcome, VerifiedStep):
                 yield from self._respond(request, sequence, outcome)
             else:
                 self._end(request, outcome)
 
-    def _respond(self, request: Request, sequence: Sequence, step: DecodedStep) -> Iterator[None]:
+    def _respond(self, request: Request, sequence: Sequence, step: VerifiedStep) -> Iterator[None]:
         """Hand out the responses of a request's step."""
-        verified = step.verified
-        self.step_shape = verified.rows, verified.sequences
+        self.step_shape = step.rows, step.sequences
         try:
             # Other load slows plain steps too, so their time is estimated from this step's.
-            cost = self._batch.cost(sequence, verified)
-            plain_seconds = self.step_seconds * len(verified.tokens) / cost if cost else None
+            cost = self._batch.cost(sequence, step)
+            plain_seconds = self.step_seconds * len(step.tokens) / cost if cost else None
             request.on_step(step, self.step_seconds, plain_seconds)
             for response in request.responses_of(step):
                 if response.finish_reason:

@@ -264,11 +264,9 @@ def grammar_of(
         return None
     from ..engine.grammar import Grammar, Vocabulary
 
-    phases = constraint if isinstance(constraint, tuple) else ()
-    in_phases = bool(phases) and all(isinstance(phase, Phase) for phase in phases)
-    if isinstance(constraint, Constraint) or in_phases:
-        known = cast("Constraint | Phases", constraint)
-        return Grammar(known, Vocabulary.of(tokenizer, vocab_size))
+    phases = (Phase(constraint),) if isinstance(constraint, Constraint) else constraint
+    if phases and isinstance(phases, tuple) and all(isinstance(one, Phase) for one in phases):
+        return Grammar(phases, Vocabulary.of(tokenizer, vocab_size))
     if not isinstance(constraint, Grammar):
         raise OptionError(
             f"constraint is of type {type(constraint).__name__}: make one with "

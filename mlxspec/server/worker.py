@@ -20,6 +20,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeVar, cast
 
+from ..drafting.drafter import VerifiedStep
 from ..engine import step as steps
 from ..errors import MlxspecError
 from ..generation.engine import Engine
@@ -191,9 +192,9 @@ class ServedRequest(Request):
         self.session = self.served.cache.lend(self.prompt, self.partition, make_room)
         return super().start()
 
-    def on_step(self, step: steps.DecodedStep, seconds: float, plain_seconds: float | None) -> None:
+    def on_step(self, step: VerifiedStep, seconds: float, plain_seconds: float | None) -> None:
         super().on_step(step, seconds, plain_seconds)
-        self.stream.worker.metrics.add_step(step.verified, seconds, plain_seconds)
+        self.stream.worker.metrics.add_step(step, seconds, plain_seconds)
 
     def on_response(self, response: GenerationResponse) -> None:
         """Turn a response into events."""

@@ -11,9 +11,17 @@ import pytest
 from mlxspec.bench.heads import FixedTimes
 from mlxspec.bench.policies import verify
 from mlxspec.bench.replay import replay
-from mlxspec.drafting.combined import likelier_first, united, united_apart
 from mlxspec.drafting.costs import CostCurve, FixedCosts
-from mlxspec.drafting.drafter import DraftTree, Limits, NoDraft, TreeBuilder, VerifiedStep
+from mlxspec.drafting.drafter import (
+    DraftTree,
+    Limits,
+    NoDraft,
+    TreeBuilder,
+    VerifiedStep,
+    likelier_first,
+    united,
+    united_apart,
+)
 from mlxspec.drafting.heads import HEAD, HeadExperience, HeadSource, HeadTimes
 from mlxspec.drafting.planner import Planner, plan_drafts
 from mlxspec.drafting.suffix_source import SuffixSource
