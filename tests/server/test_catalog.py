@@ -236,7 +236,7 @@ def test_models_of_the_start_stay() -> None:
 def bound_for_one() -> tuple[int, int]:
     """A bound, and bytes of weights that fit into it unless another model is loaded."""
     memory = served().memory
-    bound = 8 * (memory.weights + memory.forward_bytes(100))
+    bound = 8 * (memory.weights + sum(memory.needs(100)))
     return bound, bound * 85 // 100
 
 
