@@ -406,7 +406,7 @@ def _load(
     result = []
     for path, name, one, decoder in zip(paths, names, asked, decoders, strict=True):
         model, caches = decoder.model, one.caches
-        most, chunks_matter = memory.most_idle, decoder.chunks_matter
+        most, chunks_matter = memory.most_cached, decoder.chunks_matter
         prefixes = PrefixCache(model, most, caches, warn=note, chunks_matter=chunks_matter)
         result.append(
             ServedModel(
