@@ -14,10 +14,11 @@ the server is always healthy, and that it is idle at the end. Each minute it pri
 memory by kind. In runs of 10 minutes or more, none may grow from the third quarter of the time to
 the last, and the resident memory not from the second.
 
-With --memory, such as 300M, the server has this bound, and its model is a random one whose caches
-are large, so that requests wait for memory. MLX may never take more. Exits with 1 if a check
-failed. Runs with the BLAS of MLX's wheel, where a joint forward
-gives each sequence exactly the numbers that it gets alone.
+With --memory, such as 160M, the server has this bound, and its model is a random one whose caches
+are large, so that requests wait for memory. MLX may never take more.
+
+Exits with 1 if a check failed. Runs with the BLAS of MLX's wheel, where a joint forward gives each
+sequence exactly the numbers that it gets alone.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _CLIENTS = 8
 _CONCURRENCY = 6  # fewer than clients, to make some wait
 _CACHE_BYTES = 16 << 20  # small, to force evictions
-_WIDE = 80  # heads of the random model: 82 kB of caches per token in its four layers
-_REQUEST_SECONDS = 120  # the longest wait for an answer
+_WIDE = 40  # heads of the random model: 41 kB of caches per token in its four layers
+_REQUEST_SECONDS = 300  # the longest wait for an answer
 _LONGEST_PROMPT = 1500  # characters; leaves room in the context for an answer
 _KILLS = 3
 _KEYS = ("one", "two", "three")  # each client has one
@@ -773,6 +774,7 @@ def main() -> None:
                 soak.fail(problem)
             if not goes_on(running.address, last):
                 soak.fail("a new server finds nothing in the files of the one before")
+        compared = compare(soak, model, asked.minutes * 60 * _COMPARING)
     print(*(f"{count:8} {what}" for what, count in soak.counts.most_common()), sep="\n")
     print(f"MiB in the quarters of the time: {soak.check_memory(asked.minutes >= _LEAST_MINUTES)}")
     print(
@@ -782,7 +784,6 @@ def main() -> None:
     if soak.most > soak.limit:
         soak.fail("MLX has taken more than the bound")
     print(f"slowest look at health and metrics: {soak.slowest_health:.2f} s", flush=True)
-    compared = compare(soak, model, asked.minutes * 60 * _COMPARING)
     answers = sum(map(len, soak.answers.values()))
     print(f"{compared} of {len(soak.answers)} requests generated again ({answers} answers kept)")
     failures = [*found, *soak.failures]

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import httpx
 
-_START_SECONDS = 120  # to wait for a server's first answer
+_START_SECONDS = 600  # to wait for a server's first answer
 _END_SECONDS = 60
 _LOG_LINES = 30  # to show of a failed server
 

@@ -509,7 +509,7 @@ class _Loader:
 
         model, caches = decoder.model, self._base.caches
         prefixes = PrefixCache(
-            *(model, self._memory.most_idle, caches),
+            *(model, self._memory.most_cached, caches),
             warn=note,
             chunks_matter=decoder.chunks_matter,
         )

@@ -140,6 +140,7 @@ def _configuration(model: nn.Module) -> Any:
 # --- how much memory there is ---
 
 _GROUP = Path("/sys/fs/cgroup")
+_OF_FILES = "active_file", "inactive_file"
 
 
 def whole_memory() -> int:
@@ -166,7 +167,10 @@ def free_memory() -> int:
     if sys.platform == "linux" and mx.default_device().type == mx.cpu:
         with suppress(OSError, ValueError):  # as above
             most = int((_GROUP / "memory.max").read_text())
-            free.append(most - int((_GROUP / "memory.current").read_text()))
+            figures = (line.split() for line in (_GROUP / "memory.stat").read_text().splitlines())
+            # Cached files count as its memory, and give way.
+            files = sum(int(size) for name, size in figures if name in _OF_FILES)
+            free.append(most - int((_GROUP / "memory.current").read_text()) + files)
     return max(0, min(free))
 
 
@@ -181,7 +185,7 @@ def least_free_memory(model: nn.Module) -> int:
 
 
 _TRIED = 32  # rows of the forwards that measure their memory
-_BEHIND = 1024  # positions in front of the second one
+_BEHIND = 512  # positions in front of the later ones
 
 
 def forward_memory(model: nn.Module, max_kv_size: int | None) -> tuple[int, float]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -153,7 +153,8 @@ class ServerMemory:
 
     Args:
         bound: the most bytes of everything; by default, what the machine has.
-        cache_bytes: the most bytes of idle entries; by default, half of the room.
+        cache_bytes: the most bytes of idle entries; by default half of the room, or as many as the
+            entry has that was used last.
     """
 
     def __init__(self, bound: int | None = None, cache_bytes: int | None = None) -> None:
@@ -203,9 +204,14 @@ class ServerMemory:
 
     @property
     def most_idle(self) -> int:
-        """The most bytes of idle entries of the prefix caches."""
+        """The most bytes of idle entries of the prefix caches, if they are several."""
         left = max(0, self.room - self._forward())
         return int(left * _CACHE_SHARE) if self._cache_bytes is None else self._cache_bytes
+
+    @property
+    def most_cached(self) -> int:
+        """The most bytes of one idle entry."""
+        return self._bound if self._cache_bytes is None else self._cache_bytes
 
     def _forward(self, *more: Need) -> int:
         """The bytes of a forward, the largest of those that may run."""
@@ -287,11 +293,18 @@ class ServerMemory:
 
     def make_room(self) -> None:
         """Evict idle entries, the least recently used of all models first, until all fits."""
-        free = self.room - self._forward() - self.reserved
+        self._evict(self.room - self._forward() - self.reserved)
+        self._evict(self.most_idle, kept=self._cache_bytes is None)
+
+    def _evict(self, most: int, kept: int = 0) -> None:
+        """Evict idle entries until they have at most so many bytes, or so many are left."""
         caches = [one.cache for one in self._models.values()]
-        over = sum(cache.nbytes for cache in caches) - max(0, min(free, self.most_idle))
-        while over > 0 and (found := [cache for cache in caches if cache.oldest is not None]):
-            over -= min(found, key=lambda cache: cast(int, cache.oldest)).make_room(1)
+        over = sum(cache.nbytes for cache in caches) - max(0, most)
+        while over > 0 and sum(cache.entries for cache in caches) > kept:
+            oldest = min(
+                caches, key=lambda cache: math.inf if cache.oldest is None else cache.oldest
+            )
+            over -= oldest.make_room(1)
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
