@@ -199,7 +199,7 @@ def attach_head(head: Head, model: nn.Module) -> TrainedHead | None:
         reason = one_line(error) or type(error).__name__
         if head.asked:
             about = f"the head, {NAMES[type(head)]}, cannot draft for this model"
-            raise LoadError(f"{about}: {reason}; leave it out") from error
+            raise LoadError(f"{about} ({reason}); leave it out") from error
         _log.warning(LEFT_OUT, reason)
         return None
     return trained

@@ -328,7 +328,7 @@ def test_a_head_that_cannot_draft_is_an_error_only_if_it_is_named(
     told = f"the head that comes with the model is left out: {reason}"
     assert result.stderr.count(told) == 1
     named = generate("--model", finite, "--head", headed, *prompt)
-    told = f"the head, DSpark, cannot draft for this model: {reason}; leave it out"
+    told = f"the head, DSpark, cannot draft for this model ({reason}); leave it out"
     assert_one_line_error(named, told)
 
 
