@@ -23,7 +23,6 @@ from tests.distributed.conftest import SECONDS, launched
 from tests.support.examples import LONG
 
 pytestmark = pytest.mark.slow
-LONG_ONLY = pytest.mark.skipif(not LONG, reason="three ranks serve in the long form")
 
 REQUESTS = 200 if LONG else 60
 REGEX = "[a-z]{2,9}( [a-z]{2,9}){0,3}"
@@ -54,9 +53,16 @@ class Serving:
                 self.address = address[1]
                 self._ready.set()
 
-    def post(self, **body: Any) -> httpx.Response:
-        """The answer to a request for a completion."""
-        return httpx.post(f"{self.address}/v1/completions", json=body, timeout=SECONDS)
+    def post(self, path: str = "completions", **body: Any) -> httpx.Response:
+        """The answer to a request."""
+        return httpx.post(f"{self.address}/v1/{path}", json=body, timeout=SECONDS)
+
+    def cancel(self, path: str, **body: Any) -> int:
+        """The status of a streamed answer whose client goes when it begins."""
+        url, body = f"{self.address}/v1/{path}", {**body, "stream": True, "max_tokens": 500}
+        with httpx.stream("POST", url, json=body, timeout=SECONDS) as answer:
+            next(answer.iter_bytes())
+            return answer.status_code
 
     def signal(self, rank: int, number: signal.Signals) -> None:
         os.kill(int((self._folder / f"rank {rank}").read_text()), number)
@@ -70,44 +76,62 @@ class Serving:
 
 @contextmanager
 def serving(model: Path, folder: Path, n: int) -> Iterator[Serving]:
-    """A server of ``n`` ranks that answers, for up to 200 requests at once."""
-    command = ("serve", "--model", str(model), "--port", "0", "--no-memory", "--queue", "200")
+    """A server of ``n`` ranks that answers, for up to 220 requests at once."""
+    command = ("serve", "--model", str(model), "--port", "0", "--no-memory", "--queue", "220")
     script = ("-m", "tests.support.command", str(folder))
-    with launched(*script, *command, folder=folder, n=n) as launcher:
-        try:
+    try:
+        with launched(*script, *command, folder=folder, n=n) as launcher:
             yield Serving(launcher, folder)
-        finally:  # mlx.launch does not end them if it is killed
-            for rank in folder.glob("rank *"):
-                with suppress(ProcessLookupError):
-                    os.kill(int(rank.read_text()), signal.SIGKILL)
-
-
-@pytest.fixture(scope="module")
-def decoder(small_model: Path) -> Decoder:
-    """Decodes in this process."""
-    return Decoder(small_model)
+    finally:  # the ranks outlive a launcher that is killed
+        for file in folder.glob("rank *"):
+            with suppress(ProcessLookupError):
+                os.kill(int(file.read_text()), signal.SIGKILL)
 
 
 def asked(number: int) -> dict[str, Any]:
-    """A random request, some of which begin alike."""
+    """A random request to one of the APIs, some of which begin alike."""
     pick = random.Random(number)
-    prompt = [1, *range(300, 300 + pick.choice([6, 60, 60])), *range(300, 300 + pick.randint(1, 9))]
-    body: dict[str, Any] = {"prompt": prompt, "max_tokens": pick.randint(1, 24), "temperature": 0}
-    if pick.random() < 0.3:
+    body: dict[str, Any] = {"max_tokens": pick.randint(1, 24), "temperature": 0}
+    path = pick.choice(["completions", "completions", "chat/completions", "messages"])
+    if path == "completions":
+        start = range(300, 300 + pick.choice([6, 60, 60]))
+        body["prompt"] = [1, *start, *range(300, 300 + pick.randint(1, 9))]
+        if pick.random() < 0.4:
+            body["guided_regex"] = REGEX
+    else:
+        body["messages"] = [{"role": "user", "content": "a red fox " * pick.randint(1, 20)}]
+    if path != "messages" and pick.random() < 0.3:  # Anthropic's has no seeds
         body |= {"temperature": 0.3, "top_p": 0.9, "seed": number}
-    if pick.random() < 0.2:
-        body["guided_regex"] = REGEX
-    return body
+    return {"path": path, **body}
 
 
-@pytest.mark.parametrize("n", [2, pytest.param(3, marks=LONG_ONLY)])
+def text_of(answer: dict[str, Any]) -> str:
+    """What an answer of any of the APIs says."""
+    (said,) = answer.get("choices") or answer["content"]
+    text: str = said["message"]["content"] if "message" in said else said["text"]
+    return text
+
+
+@pytest.mark.parametrize(
+    ("n", "kind"),
+    [
+        (2, "small_model"),
+        (2, "small_hybrid"),
+        *([(3, "small_model"), (3, "small_hybrid")] if LONG else []),
+    ],
+)
 def test_requests_at_once_get_what_one_process_generates(
-    n: int, small_model: Path, decoder: Decoder, tmp_path: Path
+    n: int, kind: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
+    """Every tenth is also cancelled at its first token. A hybrid runs in a pipeline."""
+    model: Path = request.getfixturevalue(kind)
     bodies = [asked(number) for number in range(REQUESTS)]
-    with serving(small_model, tmp_path, n) as server, ThreadPoolExecutor(REQUESTS) as clients:
+    with serving(model, tmp_path, n) as server, ThreadPoolExecutor(220) as clients:
+        cancelled = [clients.submit(server.cancel, **body) for body in bodies[::10]]
         found = [*clients.map(lambda body: server.post(**body), bodies)]
-    texts = [response.json()["choices"][0]["text"] for response in found]
+        assert all(future.result() == 200 for future in cancelled)
+    texts = [text_of(response.json()) for response in found]
+    decoder = Decoder(model)
     differing = [
         (body, text, one_process)
         for body, text in zip(bodies, texts, strict=True)
@@ -117,18 +141,21 @@ def test_requests_at_once_get_what_one_process_generates(
     assert len(differing) <= 1  # at a near tie, since the ranks' sums have other rounding
 
 
-def alone(decoder: Decoder, prompt: list[int], max_tokens: int, **fields: Any) -> str:
-    """What plain decoding writes."""
+def alone(decoder: Decoder, path: str, max_tokens: int, **fields: Any) -> str:
+    """What plain decoding writes; an answer of a chat begins without a space."""
+    prompt = fields.pop("prompt", None) or fields.pop("messages")
     sampling: dict[str, Any] = {"temp": fields.pop("temperature")}
     if "guided_regex" in fields:
         sampling["constraint"] = Constraint.regex(fields.pop("guided_regex"))
-    return "".join(one.text for one in decoder.stream(prompt, max_tokens, **sampling, **fields))
+    text = "".join(one.text for one in decoder.stream(prompt, max_tokens, **sampling, **fields))
+    return text if path == "completions" else text.removeprefix(" ")
 
 
 @pytest.mark.parametrize(
     ("n", "rank", "end", "what"),
     [
         (2, 1, signal.SIGKILL, "is gone"),
+        *([(3, 1, signal.SIGKILL, "is gone")] if LONG else []),
         (3, 2, signal.SIGKILL, "is gone"),
         (2, 1, signal.SIGSTOP, "has been silent for 5 seconds"),
     ],
