@@ -503,9 +503,8 @@ class _Loader:
         ]
 
     def _served(self, name: str, path: str, decoder: Decoder) -> ServedModel:
-        from ..server.memory import CacheMemory
         from ..server.prefix_cache import PrefixCache
-        from ..server.served_model import ServedModel
+        from ..server.served_model import CacheMemory, ServedModel
 
         model, caches = decoder.model, self._base.caches
         prefixes = PrefixCache(

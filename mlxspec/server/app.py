@@ -400,8 +400,8 @@ class Endpoints:
             prediction = expected[: served.context_length]  # no output is longer
         requests: list[ServedRequest] = []
         for prompt in prompts:
-            given = body, self._max_tokens, self._worker.memory
-            max_tokens = served.max_tokens_for(len(prompt.tokens), *given)
+            given = len(prompt.tokens), body, self._max_tokens
+            max_tokens = self._worker.memory.max_tokens_for(served, *given)
             grammar = await self._grammar(served, body, prompt)
             shared = {"prediction": prediction, "partition": request.state.partition}
             make = partial(_choices, served, body, prompt, grammar, max_tokens)

@@ -31,7 +31,7 @@ from ..generation.response import GenerationResponse
 from .body import ApiError
 from .memory import ServerMemory
 from .metrics import Metrics
-from .served_model import ServedModel, never_fits
+from .served_model import ServedModel
 
 _log = logging.getLogger("mlxspec.server")
 
@@ -328,8 +328,7 @@ class ModelQueue(Engine):
         )
         self._served = served
         self._open = ExitStack()
-        self._memory = worker.memory
-        self._metrics = worker.metrics
+        self._worker = worker
 
     def open(self) -> None:
         """Before any request, find out which drafts the model verifies and what steps cost."""
@@ -363,7 +362,7 @@ class ModelQueue(Engine):
             self.close(error)
             return False
         if self.steps > steps:
-            self._metrics.add_forward(self.step_seconds, *self.step_shape)
+            self._worker.metrics.add_forward(self.step_seconds, *self.step_shape)
         return busy
 
     def next_waiting(self) -> Request | None:
@@ -376,18 +375,18 @@ class ModelQueue(Engine):
         for request in [*self._waiting]:
             if not isinstance(request, ServedRequest):  # for the warm-up
                 return request
-            if not self._memory.admits(request):
-                if self._memory.reserved or self._memory.ever_fits(request.need):
+            if not self._worker.admits(request):
+                if self._worker.memory.reserved or self._worker.memory.ever_fits(request.need):
                     return None
                 sizes = len(request.prompt), request.max_tokens, request.need
-                self.cancel(request, never_fits(*sizes, self._memory))
+                self.cancel(request, self._worker.memory.refusal(*sizes))
             elif not self._served.cache.should_wait(request.prompt, request.partition):
                 return request
         return None
 
     def _forget(self, request: Request) -> None:
         super()._forget(request)
-        self._memory.release(request)
+        self._worker.memory.release(request)
 
 
 # --- the worker ---
@@ -453,6 +452,8 @@ class Worker:
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._queues: dict[str, ModelQueue] = {}
         """The models' queues by name; used only in the thread."""
+        self._first: ServedRequest | None = None
+        """The request that came first of those that wait for memory."""
         self._stopping: ApiError | None = None
         """The error for further requests, once the worker stops."""
         self._taking = threading.Lock()
@@ -576,6 +577,17 @@ class Worker:
     def leave(self, name: str) -> None:
         """Answer no more requests to a model."""
         self._queues.pop(name).leave()
+        if self._first and self._first.served.name == name:  # it would hold the model's memory
+            self._first = None
+
+    def admits(self, request: ServedRequest) -> bool:
+        """Whether a request may start: it fits, and none that came earlier waits for memory."""
+        first = self._first
+        if first and first.state is State.WAITING and first.number < request.number:
+            return False
+        fits = self.memory.fits(request.need)
+        self._first = None if fits else request
+        return fits
 
     def _tell(self, request: ServedRequest, method: Callable[..., object], *args: Any) -> None:
         """Call a method of the queue of a request's model, if the model is still there."""

@@ -24,9 +24,9 @@ from mlxspec.server.answer import KeepAlive
 from mlxspec.server.app import create_app
 from mlxspec.server.body import ApiError
 from mlxspec.server.catalog import Catalog, Entry
-from mlxspec.server.memory import CacheMemory, ServerMemory
+from mlxspec.server.memory import ServerMemory
 from mlxspec.server.prefix_cache import PrefixCache
-from mlxspec.server.served_model import ServedModel
+from mlxspec.server.served_model import CacheMemory, ServedModel
 from mlxspec.server.worker import Worker
 from tests.support.demo import FLAT, given_costs, stand_in
 from tests.support.llamas import repetitive_llama
