@@ -20,7 +20,7 @@ from mlxspec.server import memory as server_memory
 from mlxspec.server.memory import ServerMemory
 from mlxspec.server.prefix_cache import PrefixCache
 from mlxspec.server.served_model import CacheMemory, Need, ServedModel
-from mlxspec.server.worker import WorkerLimits
+from mlxspec.server.worker import Worker, WorkerLimits
 from tests.support import heads
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import FLAT, demo, given_costs
