@@ -327,7 +327,7 @@ def test_other_drafts_leave_out_the_head_that_comes_with_the_model(
         (("--head", "a", "--decoder", "plain"), "--head is for --decoder auto and combined, not"),
         (("--head", "a", "--n-draft", "3"), "--head is for --decoder auto and combined, not"),
         (("--head", "nowhere"), "nowhere: no such directory"),
-        (("--head", ""), "--head is empty"),
+        (("--head", ""), "'--head': it is empty"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
