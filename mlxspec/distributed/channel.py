@@ -210,7 +210,9 @@ class Channel:
             self.end(f"Error: {what}, so rank {self._rank} ends, too")
 
     def end(self, line: str) -> NoReturn:
-        """End this process with an error line; the other ranks end because it is gone."""
+        """End this process with an error line. If it is rank 0, the others then end without one."""
         self._losing.acquire()  # for good: only one rank is named
         self.on_loss(line)
+        if self._rank == 0:
+            self.send(_END)
         end_with(line)

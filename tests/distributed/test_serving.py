@@ -152,26 +152,29 @@ def alone(decoder: Decoder, path: str, max_tokens: int, **fields: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("n", "rank", "end", "what"),
+    ("n", "rank", "end", "kind"),
     [
-        (2, 1, signal.SIGKILL, "is gone"),
-        *([(3, 1, signal.SIGKILL, "is gone")] if LONG else []),
-        (3, 2, signal.SIGKILL, "is gone"),
-        (2, 1, signal.SIGSTOP, "has been silent for 5 seconds"),
+        (2, 1, signal.SIGKILL, "small_model"),
+        (3, 2, signal.SIGKILL, "small_model"),
+        (2, 1, signal.SIGSTOP, "small_model"),
+        *([(3, 1, signal.SIGKILL, "small_model")] if LONG else []),
+        *((n, n - 1, signal.SIGKILL, "small_hybrid") for n in (2, 3) if LONG),
     ],
 )
 def test_requests_get_an_error_if_a_rank_dies_or_hangs(
     n: int,
     rank: int,
     end: signal.Signals,
-    what: str,
-    small_model: Path,
+    kind: str,
+    request: pytest.FixtureRequest,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    what = "is gone" if end is signal.SIGKILL else "has been silent for 5 seconds"
+    model: Path = request.getfixturevalue(kind)
     monkeypatch.setenv("TEST_SECONDS_SILENT", "5")
     endless = {"prompt": [1, *range(300, 310)], "max_tokens": 4000, "temperature": 0}
-    with serving(small_model, tmp_path, n) as server, ThreadPoolExecutor(4) as clients:
+    with serving(model, tmp_path, n) as server, ThreadPoolExecutor(4) as clients:
         running = [clients.submit(server.post, **endless) for _ in range(4)]
         assert server.post(**{**endless, "max_tokens": 2}).status_code == 200
         server.signal(rank, end)
@@ -181,13 +184,21 @@ def test_requests_get_an_error_if_a_rank_dies_or_hangs(
             assert line in response.result().json()["error"]["message"]
         if end is signal.SIGSTOP:
             server.signal(rank, signal.SIGKILL)  # or mlx.launch would wait for it
-        assert server.errors().count(f"Error: {line}") == 1
+        assert f"Error: {line}" in server.errors()
+        assert server.errors().count("Error") == 1
 
 
-def test_a_server_without_its_first_rank_ends(small_model: Path, tmp_path: Path) -> None:
-    with serving(small_model, tmp_path, 2) as server:
+@pytest.mark.parametrize("n", [2, 3] if LONG else [2])
+def test_a_server_without_its_first_rank_ends(n: int, small_model: Path, tmp_path: Path) -> None:
+    endless = {"prompt": [1, *range(300, 310)], "max_tokens": 4000, "temperature": 0}
+    with serving(small_model, tmp_path, n) as server, ThreadPoolExecutor(4) as clients:
+        running = [clients.submit(server.post, **endless) for _ in range(4)]
+        assert server.post(**{**endless, "max_tokens": 2}).status_code == 200
         server.signal(0, signal.SIGKILL)
-        assert server.errors().count("Error: rank 0 is gone, so rank 1 ends, too") == 1
+        assert all(isinstance(one.exception(SECONDS), httpx.TransportError) for one in running)
+        for rank in range(1, n):
+            line = f"Error: rank 0 is gone, so rank {rank} ends, too"
+            assert server.errors().count(line) == 1
 
 
 def test_a_server_that_is_asked_to_ends_with_all_its_ranks(
