@@ -116,14 +116,14 @@ class ServeOptions:
     )
     memory: int | None = option_field(
         "--memory SIZE",
-        "The most memory of weights and caches, such as 12G; requests wait for it.  [default: what "
-        "the machine has]",
+        "The most memory of all models with their caches, such as 12G; requests wait for it.  "
+        "[default: what the machine has]",
         type=_size,
         group="Memory",
     )
     cache_bytes: int | None = option_field(
         "--cache-bytes SIZE",
-        "Memory for caches of earlier prompts, such as 8G.  [default: half of what is left]",
+        "Of it, what caches of earlier prompts take, such as 8G.  [default: half, beside weights]",
         type=_size,
         group="Memory",
     )

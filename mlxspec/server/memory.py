@@ -35,7 +35,7 @@ _SCORES = 4  # arrays over the vocabulary for each row: logits, log-probabilitie
 _RESERVE = 0.1  # share of what is left beside weights, for slots and freed buffers
 _FAR = 1 << 20  # tokens; further than any window
 _CACHE_SHARE = 0.5  # share of the room for idle entries of the prefix caches
-_INDEX = 2 * MOST_BYTES  # bytes per token of an index, which may hold as many of abandoned turns
+_INDEX = 2 * MOST_BYTES  # bytes per token; an index may also hold abandoned turns
 _LOOK = 1.0  # seconds between two looks at the system's memory
 
 

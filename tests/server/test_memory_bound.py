@@ -88,10 +88,10 @@ def test_requests_for_twice_the_bound_are_all_answered_within_it() -> None:
     assert model.cache.evictions >= COUNT - BOUND // entry
     assert mx.get_peak_memory() - others <= BOUND
     assert refused.status_code == 413
-    message = refused.json()["error"]["message"]
-    need = model.memory.needs(PROMPT + 2000)
-    for number in (PROMPT, 2000, (need.caches + need.forward >> 20) + 1):
-        assert f"{number:,}" in message
+    message, need = refused.json()["error"]["message"], model.memory.needs(PROMPT + 2000)
+    assert f"{PROMPT} prompt tokens and 2000 answer tokens" in message
+    assert f"need {(need.caches + need.forward >> 20) + 1:,} MiB" in message
+    assert f"has {memory.room >> 20} MiB" in message
 
 
 def two() -> tuple[ServerMemory, ServedModel, ServedModel]:
