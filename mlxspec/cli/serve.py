@@ -407,11 +407,12 @@ def _load(
     for path, name, one, decoder in zip(paths, names, asked, decoders, strict=True):
         model, caches = decoder.model, one.caches
         most, chunks_matter = memory.most_cached, decoder.chunks_matter
+        draft_model = getattr(decoder.drafting, "draft_model", None)
         prefixes = PrefixCache(model, most, caches, warn=note, chunks_matter=chunks_matter)
         result.append(
             ServedModel(
                 name if name and names.count(name) == 1 else path,
-                *(decoder, prefixes, CacheMemory(model, caches)),
+                *(decoder, prefixes, CacheMemory(model, caches, draft_model)),
                 cast("GenerationOptions", vars(caches)),
                 template_arguments,
                 owner=keys[0] if len(keys) == 1 else "",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 from ..corpus.memory import Memory
@@ -157,6 +157,15 @@ class Auto(Drafting):
         from ..engine.heads import TrainedHead
 
         return TrainedHead(self.head, model).model if self.head else model
+
+    @property
+    def draft_model(self) -> nn.Module | None:
+        """The draft model that ``extra`` makes drafters of, if it does."""
+        from ..engine.draft_model import DraftModelDrafter
+
+        if isinstance(self.extra, partial) and self.extra.func is DraftModelDrafter:
+            return cast("nn.Module", self.extra.args[0])
+        return None
 
     def apart(self, memory_tokens: int) -> Self:
         return replace(self, memory=Memory(memory_tokens)) if self.memory else self

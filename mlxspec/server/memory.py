@@ -59,12 +59,19 @@ class CacheMemory:
     Args:
         model: an mlx-lm model, with its weights in memory.
         options: the cache options.
+        draft_model: the draft model of its requests, if any.
 
     Attributes:
         options: the cache options.
     """
 
-    def __init__(self, model: nn.Module, options: CacheOptions | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        options: CacheOptions | None = None,
+        draft_model: nn.Module | None = None,
+    ) -> None:
+        self._draft = CacheMemory(draft_model) if draft_model else None
         self.options = options or CacheOptions()
         self._model = model
         self._plain = cache_kinds(model, self.options)
@@ -79,6 +86,9 @@ class CacheMemory:
         caches = self.bytes_for(tokens) + _INDEX * tokens
         chunk = min(tokens, self.options.prefill_step_size)
         forward = max(self.forward_bytes(tokens, chunk), self.step_bytes(tokens))
+        if self._draft:
+            drafts = self._draft.needs(tokens)
+            caches, forward = caches + drafts.caches, max(forward, drafts.forward)
         return Need(caches, forward, self.forward_bytes(tokens, min(tokens, SHORT)))
 
     def bytes_for(self, tokens: int) -> int:
@@ -97,10 +107,11 @@ class CacheMemory:
 
     @cached_property
     def weights(self) -> int:
-        """The bytes of the model's weights, a trained head's included."""
+        """The bytes of all weights, a trained head's and a draft model's included."""
         modules = [self._model, *([self._trained.head] if self._trained else ())]
         arrays = [array for module in modules for _, array in tree_flatten(module.parameters())]
-        return sum(array.nbytes for array in {id(array): array for array in arrays}.values())
+        own = sum(array.nbytes for array in {id(array): array for array in arrays}.values())
+        return own + (self._draft.weights if self._draft else 0)
 
     def forward_bytes(self, tokens: int, rows: int) -> int:
         """The memory of a forward over so many rows of a prompt, besides the caches.
@@ -181,21 +192,28 @@ class ServerMemory:
     @property
     def parts(self) -> dict[str, int]:
         """What is taken or reserved, in bytes, by what takes it."""
-        models = [*self._models.copy().values()]
-        memories = {id(memory): memory for one in models for memory in one.memories}
+        models = self._models.copy().values()
         return {
-            "weights": sum(one.memory.weights for one in models),
-            "answers": sum(memory.nbytes for memory in memories.values()),
+            **self._lasting,
             "forward": self._forward(),
             "requests": self.reserved,
             "prefixes": sum(one.cache.nbytes for one in models),
         }
 
     @property
+    def _lasting(self) -> dict[str, int]:
+        """The parts that no request changes."""
+        models = [*self._models.copy().values()]
+        memories = {id(memory): memory for one in models for memory in one.memories}
+        return {
+            "weights": sum(one.memory.weights for one in models),
+            "answers": sum(memory.nbytes for memory in memories.values()),
+        }
+
+    @property
     def room(self) -> int:
         """The bytes that are left beside weights and memories of earlier answers."""
-        parts = self.parts
-        return max(0, int((self.limit - parts["weights"] - parts["answers"]) * (1 - _RESERVE)))
+        return max(0, int((self.limit - sum(self._lasting.values())) * (1 - _RESERVE)))
 
     @property
     def reserved(self) -> int:
@@ -229,9 +247,8 @@ class ServerMemory:
 
     def bound_for(self, need: Need) -> int:
         """The least bound with room for so much, beside the models."""
-        parts = self.parts
         room = (need.caches + need.forward) / (1 - _RESERVE)
-        return parts["weights"] + parts["answers"] + math.ceil(room)
+        return sum(self._lasting.values()) + math.ceil(room)
 
     def weights_fit(self, nbytes: int) -> bool:
         """Whether so many bytes of weights may be loaded now; reserve them before."""
@@ -267,11 +284,15 @@ class ServerMemory:
 
     def admits(self, request: ServedRequest) -> bool:
         """Whether a request may start: it fits, and none that came earlier waits for memory."""
-        first = self._first
-        if first and first.state is State.WAITING and first.number < request.number:
+        if self._first and self._first.state is not State.WAITING:
+            self._first = None
+        if self._first and self._first.number < request.number:
             return False
         fits = self.fits(request.need)
-        self._first = None if fits else request
+        if not fits:
+            self._first = request
+        elif self._first is request:
+            self._first = None
         return fits
 
     def reserve(self, owner: object, need: Need | int) -> None:
