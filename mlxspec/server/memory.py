@@ -7,26 +7,27 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generation_stream, wired_limit
 
+from ..corpus.memory import Memory
 from ..corpus.suffix_index import MOST_BYTES
 from ..engine.costs import forward_memory, free_memory, least_free_memory, whole_memory
 from ..engine.model_sizes import CacheKind, cache_kinds
 from ..engine.params import CacheOptions
 from ..engine.step import SHORT
 from ..engine.target import together, vocabulary_size
+from ..generation.decoder import Decoder
 from ..generation.request import State
 from ..generation.session import MARKS, UNDOABLE
+from .prefix_cache import PrefixCache
 
 if TYPE_CHECKING:
     from ..engine.heads import TrainedHead
-    from .served_model import ServedModel
-    from .worker import ServedRequest
 
 _STEP = 256  # positions by which caches grow
 _SLACK = 16 + _STEP  # positions that a window holds beyond its size
@@ -152,6 +153,27 @@ def _taken_by_one(kind: CacheKind, tokens: int) -> int:
     return min(whole, (kind.positions + _SLACK) * each) * (1 + MARKS)
 
 
+class Model(Protocol):
+    """What is counted of a served model; see :class:`.served_model.ServedModel`."""
+
+    name: str
+    decoder: Decoder
+    cache: PrefixCache
+    memory: CacheMemory
+
+    @property
+    def memories(self) -> list[Memory]:
+        """The memories of earlier answers."""
+
+
+class Candidate(Protocol):
+    """A request that may start; see :class:`.worker.ServedRequest`."""
+
+    number: int
+    state: State
+    need: Need
+
+
 class ServerMemory:
     """The memory of a server, which all its models share.
 
@@ -171,9 +193,9 @@ class ServerMemory:
     def __init__(self, bound: int | None = None, cache_bytes: int | None = None) -> None:
         self._bound = whole_memory() if bound is None else min(bound, whole_memory())
         self._cache_bytes = cache_bytes
-        self._models: dict[str, ServedModel] = {}
+        self._models: dict[str, Model] = {}
         self._reserved: dict[object, Need] = {}
-        self._first: ServedRequest | None = None
+        self._first: Candidate | None = None
         """The request that came first of those that wait for memory."""
         self._limit, self._next_look = self._bound, 0.0
         self._is_in_force = False
@@ -254,7 +276,7 @@ class ServerMemory:
         """Whether so many bytes of weights may be loaded now; reserve them before."""
         return self.fits(Need(nbytes))
 
-    def spare_positions(self, served: ServedModel) -> int:
+    def spare_positions(self, served: Model) -> int:
         """How many positions of a model's caches the reserve has room for."""
         each = (served.memory.bytes_for(2 * _FAR) - served.memory.bytes_for(_FAR)) // _FAR
         return self._spare // max(1, each)
@@ -266,7 +288,7 @@ class ServerMemory:
 
     # --- changes ---
 
-    def add(self, served: ServedModel) -> None:
+    def add(self, served: Model) -> None:
         """Count a model that is loaded; a reservation under its name ends."""
         self._models[served.name] = served
         self.release(served.name)
@@ -277,12 +299,12 @@ class ServerMemory:
         self._limit_mlx()
         self.make_room()
 
-    def remove(self, served: ServedModel) -> None:
+    def remove(self, served: Model) -> None:
         """Count a model no longer, nor its idle entries."""
         del self._models[served.name]
         self._limit_mlx()
 
-    def admits(self, request: ServedRequest) -> bool:
+    def admits(self, request: Candidate) -> bool:
         """Whether a request may start: it fits, and none that came earlier waits for memory."""
         if self._first and self._first.state is not State.WAITING:
             self._first = None

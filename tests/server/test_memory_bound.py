@@ -209,13 +209,13 @@ def test_a_request_that_waits_is_not_overtaken_by_smaller_ones_of_another_model(
             self.number, self.need = number, first.memory.needs(tokens)
 
     small, large, later = Waiting(1, 40), Waiting(2, 300), Waiting(3, 40)
-    assert memory.admits(small)  # type: ignore[arg-type]
+    assert memory.admits(small)
     memory.reserve(small, Need(memory.room - later.need.caches - later.need.forward))
     assert memory.fits(later.need)
-    assert not memory.admits(large)  # type: ignore[arg-type]
-    assert not memory.admits(later)  # type: ignore[arg-type]
+    assert not memory.admits(large)
+    assert not memory.admits(later)
     large.state = State.DONE
-    assert memory.admits(later)  # type: ignore[arg-type]
+    assert memory.admits(later)
 
 
 def test_rows_that_wait_for_a_head_count() -> None:
