@@ -35,9 +35,10 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Builds wheel and sdist, and tries both in environments of their own.
+# Builds wheel and sdist, and tries both in environments of their own; pip fetches the formula's files.
 packages: $(VENV)/.dev
 	$(BIN)/python .ci/packages.py dist
+	$(BIN)/python .ci/formula.py --check
 
 # The pages, into build/site; `.venv/bin/mkdocs serve` shows them while you write.
 docs: $(VENV)/.dev

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from mlxspec.cli.start import run
+from mlxspec.__main__ import run
 
 if TYPE_CHECKING:
     from mlxspec import LookaheadDecoder, PromptLookupDecoder

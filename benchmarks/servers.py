@@ -21,7 +21,7 @@ _START_SECONDS = 600  # to wait for a server's first answer
 _END_SECONDS = 60
 _LOG_LINES = 30  # to show of a failed server
 
-MLXSPEC = "from mlxspec.cli.start import main; main()"
+MLXSPEC = "from mlxspec.__main__ import main; main()"
 """The code that runs the ``mlxspec`` command."""
 
 

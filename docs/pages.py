@@ -1,4 +1,4 @@
-"""What MkDocs needs to know of mlxspec: its docstrings' roles, and the curves of chips.
+"""What MkDocs needs to know of mlxspec: its docstrings' roles, the curves of chips, and reports.
 
 MkDocs loads it as a hook, and mkdocstrings as an extension of Griffe, which reads the code.
 """
@@ -6,24 +6,31 @@ MkDocs loads it as a hook, and mkdocstrings as an extension of Griffe, which rea
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import griffe
 
 if TYPE_CHECKING:
+    from mlxspec.bench.submission import Figures, FiledReport, Tuning
     from mlxspec.drafting.chips import Chip
 
 _ROOT = Path(__file__).parent.parent
-_CHIPS, _OTHER_CHIPS = "<!-- chips -->", "<!-- other chips -->"
+_REPORTS = _ROOT / "benchmarks" / "reports"
 _SHOWN_ROWS = (2, 4, 8, 16, 32)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put the known curves, and the chips without one, where a page asks for them."""
-    for mark, table in ((_CHIPS, _table_of_chips), (_OTHER_CHIPS, _table_of_other_chips)):
+    """Put the known curves, the chips without one, and reports where a page asks for them."""
+    for mark, made in (
+        ("<!-- chips -->", _table_of_chips),
+        ("<!-- other chips -->", _table_of_other_chips),
+        ("<!-- reports -->", reports),
+    ):
         if mark in markdown:
-            markdown = markdown.replace(mark, table())
+            markdown = markdown.replace(mark, made())
     return markdown
 
 
@@ -31,20 +38,17 @@ def _table_of_chips() -> str:
     """T(M)/T(1) of each chip that mlxspec knows, and where it comes from."""
     from mlxspec.drafting.chips import ESTIMATED, chip_names, known_chip
 
-    lines = [
-        f"| | {' | '.join(f'{rows} rows' for rows in _SHOWN_ROWS)} |",
-        "|---" * (len(_SHOWN_ROWS) + 1) + "|",
-    ]
+    lines = [["", *(f"{rows} rows" for rows in _SHOWN_ROWS)]]
     chips = [known_chip(name) for name in chip_names()]
     for chip in chips:
         costs = (
             f"{ESTIMATED + ' ' if _is_estimate(chip, rows) else ''}{chip.curve(rows):.2f}"
             for rows in _SHOWN_ROWS
         )
-        lines.append(f"| {chip.name} | {' | '.join(costs)} |")
+        lines.append([chip.name, *costs])
     sources = [f"- {chip.name}: {chip.source}" for chip in chips]
     origin = f"{ESTIMATED}: an estimate, or on the line to one. Where they come from:"
-    return "\n".join([*lines, "", origin, "", *sources])
+    return "\n".join([*_table(lines), "", origin, "", *sources])
 
 
 def _is_estimate(chip: Chip, rows: int) -> bool:
@@ -64,6 +68,93 @@ def _table_of_other_chips() -> str:
         nearest.setdefault(" and ".join(known), []).append(chip)
     rows = (f"| {', '.join(chips)} | {known} |" for known, chips in nearest.items())
     return "\n".join(["| no curve is known of | the nearest known |", "|---|---|", *rows])
+
+
+def reports(directory: Path = _REPORTS) -> str:
+    """All reports by chip, newest first, of the chip with the newest report first."""
+    from mlxspec.bench.submission import filed_reports
+
+    found = filed_reports(directory)
+    chips = list(dict.fromkeys(one.report.chip for one in found))
+    by_chip = sorted(found, key=lambda one: chips.index(one.report.chip))  # keeps the order
+    lines = []
+    if not any(one.report.machine.system.startswith("macOS") for one in found):
+        lines = ["**There is no report from a Mac yet.**", ""]
+    for chip, members in groupby(by_chip, lambda one: one.report.chip):
+        lines += [f"### {chip}", ""]
+        for one in members:
+            lines += [*_report(one), ""]
+    return "\n".join(lines)
+
+
+def _report(filed: FiledReport) -> Iterator[str]:
+    """A report: what was measured, the speeds by category, and the costs of rows."""
+    from mlxspec.drafting.chips import ISSUES
+
+    report, machine, model = filed.report, filed.report.machine, filed.report.model
+    facts = [
+        f"**{filed.day}, {model.label}**",
+        f"{model.bits_per_weight:g} bits per weight, {model.dtype}",
+        f"with the head {model.head}" if model.head else "",
+        f"{machine.memory_gb} GB, {machine.system}",
+        f"CPU, {machine.cores} cores, BLAS: {machine.blas}" if machine.device == "cpu" else "",
+        f"mlxspec {machine.mlxspec}, mlx {machine.mlx}, mlx-lm {machine.mlx_lm}",
+        machine.mlx_settings or "",
+        f"at most {report.max_tokens} tokens, repeats: {report.repeats}",
+        f"temperature {report.temperature:g}",
+        f"{report.outputs - report.differ} of {report.outputs} outputs equal plain decoding's",
+        "these figures are **rough**" if report.rough else "",
+    ]
+    yield "; ".join(fact.replace("_", r"\_") for fact in facts if fact)
+    yield f"([issue {filed.issue}]({ISSUES}/{filed.issue}))."
+    yield ""
+    every = [report.decoders, *report.categories.values()]
+    speeds = [["", "all", *report.categories]]
+    for decoder in report.decoders:
+        speeds.append([decoder, *(_speed(of.get(decoder)) for of in every)])
+    chosen = (of.get("auto") for of in every)
+    rows = (f"{of.rows_per_step:.1f}" if of and of.rows_per_step else "–" for of in chosen)
+    yield from _table([*speeds, ["rows per step of auto", *rows]])
+    yield ""
+    costs = [["behind", "plain step", *(f"{rows} rows" for rows in _SHOWN_ROWS)]]
+    for curve in report.curves:
+        known = dict(zip(curve.rows, zip(curve.cost, curve.error, strict=True), strict=True))
+        cells = (
+            f"{known[rows][0]:.2f} ± {known[rows][1]:.0%}" if rows in known else "–"
+            for rows in _SHOWN_ROWS
+        )
+        costs.append([f"{curve.context:,} tokens", f"{curve.plain_ms:.3g} ms", *cells])
+    yield from _table(costs)
+    if report.tuning:
+        yield ""
+        names = list(report.tuning[0].decoders)
+        gains = [
+            [entry.mlx_settings.replace(",", ", "), *(_gain(entry, name) for name in names)]
+            for entry in report.tuning
+        ]
+        yield from _table([["MLX's settings, against none", *names], *gains])
+
+
+def _speed(of: Figures | None) -> str:
+    """Tokens per second, and in brackets the ratio to plain decoding."""
+    if of is None:
+        return "–"
+    return f"{of.tokens_per_second:.3g}" + (f" ({of.speedup:.2f})" if of.speedup else "")
+
+
+def _gain(entry: Tuning, decoder: str) -> str:
+    """The speed with a setting of MLX's variables against none."""
+    of = entry.decoders.get(decoder)
+    if of is None:
+        return "–"
+    return f"{of.ratio:.3f}" + ("" if of.error is None else f" ± {of.error:.1%}")
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """A table of Markdown; its first row are the headings."""
+    heading, *others = rows
+    for cells in (heading, ["---"] * len(heading), *others):
+        yield f"| {' | '.join(cells)} |"
 
 
 class Roles(griffe.Extension):
@@ -100,7 +191,5 @@ def _link(role: str, name: str, of: griffe.Object) -> str:
 
 def _public_names() -> set[str]:
     """``mlxspec.__all__``, read without importing anything."""
-    package = griffe.visit(
-        "mlxspec", _ROOT / "mlxspec" / "__init__.py", (_ROOT / "mlxspec/__init__.py").read_text()
-    )
-    return {str(name) for name in package.exports or ()}
+    stub = _ROOT / "mlxspec" / "__init__.pyi"
+    return {*griffe.visit("mlxspec", stub, stub.read_text()).imports}

@@ -1,6 +1,47 @@
-"""``python -m mlxspec``: the ``mlxspec`` command."""
+"""``python -m mlxspec``, and the start of every command line: import its command, and run it.
 
-from .cli.start import main
+The import takes a while. Without this, an interrupt during it would end in a traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from importlib import import_module
+
+from .distributed.launch import silence_followers
+from .process import INTERRUPTED, occupy_standard_descriptors
+
+
+def main() -> None:
+    """The ``mlxspec`` command."""
+    run("mlxspec.cli.main", "main", "mlxspec")
+
+
+def run(module: str, command: str, name: str) -> None:
+    """Import a click command and run it; Ctrl-C ends the import with one line and status 130.
+
+    Args:
+        module: the module with the command.
+        command: the command's name in the module.
+        name: what the user calls it.
+    """
+    occupy_standard_descriptors()
+    usual = signal.getsignal(signal.SIGINT)
+    if usual is signal.default_int_handler:  # not if SIGINT is ignored, as under nohup
+        signal.signal(signal.SIGINT, _quit)
+    silence_followers()  # if mlx.launch has started several ranks
+    start = getattr(import_module(module), command)
+    import_module("mlxspec.cli.settings").apply_mlx_settings()
+    run_command = import_module("mlxspec.cli.common.notes").run_command
+    signal.signal(signal.SIGINT, usual)
+    run_command(start, name)
+
+
+def _quit(*_: object) -> None:
+    os.write(2, b"\nInterrupted.\n")
+    os._exit(INTERRUPTED)
+
 
 if __name__ == "__main__":
     main()

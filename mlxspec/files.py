@@ -21,9 +21,9 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO
 
-from .errors import MlxspecError
+from .errors import MlxspecError, OptionError
 
 PRIVATE = 0o600
 """The mode of files that hold prompts or outputs: only their owner may read them."""
@@ -32,6 +32,22 @@ SHARED = 0o644
 _PATIENCE = 30.0  # seconds to wait for another writer
 _POLL = 0.02
 _MAX_NAME_BYTES = 200  # of a file's name within its temporary name; file systems allow 255
+
+
+def directory_in(variable: str) -> Path | None:
+    """The directory that an environment variable names; None if it is not set.
+
+    Raises:
+        OptionError: it names the home directory of an unknown user.
+    """
+    named = os.environ.get(variable)
+    try:
+        return Path(named).expanduser() if named else None
+    except RuntimeError:
+        raise OptionError(
+            f"{variable} is {named!r}, but that user has no known home directory; name another "
+            "directory"
+        ) from None
 
 
 def check_writable(path: Path, error: type[MlxspecError]) -> None:
@@ -219,7 +235,7 @@ def _beside(path: Path, kind: str) -> list[Path]:
 def _new_file(path: Path, mode: int) -> BinaryIO:
     """Create a file under a temporary name, and lock it."""
     while True:
-        file = _open(path, "xb", mode)
+        file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb")
         with suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX)
         # Before it was locked, another process may have taken it for a leftover.
@@ -230,11 +246,11 @@ def _new_file(path: Path, mode: int) -> BinaryIO:
 
 def _wait_for_lock(path: Path, create: bool, error: type[MlxspecError]) -> BinaryIO:
     """Open and lock the file at ``path``, after waiting for other writers."""
-    flags = os.O_NONBLOCK | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
+    flags = os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
     deadline = time.monotonic() + _PATIENCE
     while True:
         _check_regular(path, error)
-        file = _open(path, "r+b", PRIVATE, flags)
+        file = os.fdopen(os.open(path, flags, PRIVATE), "r+b")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_at(file.fileno(), path):
@@ -247,15 +263,6 @@ def _wait_for_lock(path: Path, create: bool, error: type[MlxspecError]) -> Binar
                 ) from None
             time.sleep(_POLL)
         file.close()
-
-
-def _open(path: Path, access: str, mode: int, more_flags: int = 0) -> BinaryIO:
-    """Like :func:`open`, with the permissions of a new file."""
-
-    def opened(name: str, flags: int) -> int:
-        return os.open(name, flags | more_flags, mode)
-
-    return cast(BinaryIO, open(path, access, opener=opened))
 
 
 @contextmanager

@@ -16,9 +16,8 @@ import mlx_lm
 import pytest
 
 import mlxspec
-from mlxspec.server.memory import CacheMemory
 from mlxspec.server.prefix_cache import PrefixCache
-from mlxspec.server.served_model import ServedModel
+from mlxspec.server.served_model import CacheMemory, ServedModel
 from tests.server.test_endpoints import PIECES, scripted_caller
 from tests.support.demo import FLAT, demo, demo_decoder, given_costs
 from tests.support.serving import Running, running_server

@@ -71,3 +71,42 @@ def test_a_release_has_the_changelogs_section_of_its_version() -> None:
     assert section(changelog, "0.1.0") == "- A."
     assert section(changelog, "0.1") is None
     assert section(changelog, "Unreleased") is None
+
+
+@pytest.mark.skipif(not (ROOT / ".ci").is_dir(), reason="an sdist has no .ci")
+class TestFormula:
+    """What Homebrew installs, without a network; `make packages` lets pip fetch the files."""
+
+    @pytest.fixture(scope="class")
+    def script(self) -> dict[str, Any]:
+        return runpy.run_path(str(ROOT / ".ci" / "formula.py"))
+
+    def test_it_pins_what_the_package_needs(self, script: dict[str, Any]) -> None:
+        assert list(script["problems"]()) == []
+
+    def test_it_has_a_wheel_for_each_macos_where_they_differ(self) -> None:
+        text = (ROOT / "Formula" / "mlxspec.rb").read_text()
+        (metal,) = re.findall(r'^  resource "mlx-metal" do\n(.*?)^  end', text, re.M | re.S)
+        systems = ["_26_0_arm64", "_15_0_arm64", "_14_0_arm64"]
+        assert re.findall(r"_\d\d_0_arm64", metal) == systems
+        assert len(set(re.findall(r'sha256 "([0-9a-f]{64})"', metal))) == len(systems)
+        assert "linux" not in text
+
+    def test_a_stale_pin_is_named(self, script: dict[str, Any]) -> None:
+        pinned = [package for package in script["packages"]() if package["name"] != "rich"]
+        (mlx_lm,) = (package for package in pinned if package["name"] == "mlx-lm")
+        mlx_lm["version"] = "0.1"
+        unmet = map(Requirement, script["unmet"](pinned))
+        assert [need.name for need in unmet] == ["mlx-lm", "rich"]
+
+    def test_a_release_names_its_sdist(self, script: dict[str, Any], tmp_path: Path) -> None:
+        sdist = tmp_path / "mlxspec-1.2.3.tar.gz"
+        sdist.write_bytes(b"abc")
+        url, sha256 = script["release"](sdist).splitlines()
+        assert url.endswith('/releases/download/v1.2.3/mlxspec-1.2.3.tar.gz"')
+        # The hash of "abc" is an example of FIPS 180.
+        assert re.search(
+            '"ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"', sha256
+        )
+        with pytest.raises(SystemExit, match=r"dist/mlxspec-0\.x\.y\.tar\.gz"):
+            script["release"](tmp_path / "other.tar.gz")

@@ -250,7 +250,7 @@ STAND_IN = f"""\
 import os, re, sys
 {inspect.getsource(with_demo)}
 sys.argv[1:] = with_demo(sys.argv[1:])
-from mlxspec.cli.start import main
+from mlxspec.__main__ import main
 main()
 """
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import platform
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -31,7 +32,7 @@ import mlxspec
 
 from ..drafting.drafter import Drafter, DraftTree, NoDraft
 from ..drafting.sources import PromptLookupDrafter
-from ..engine.costs import machine_identity, model_identity
+from ..engine.costs import machine_identity, model_identity, whole_memory
 from ..engine.model_sizes import context_length
 from ..engine.params import SamplingParams
 from ..engine.sampling import Chooser
@@ -468,13 +469,21 @@ def machine_facts() -> Report:
     """The machine and the versions of what ran on it; no name of host or user."""
     tuned = mlx_settings()
     return {
+        "memory": whole_memory(),
         **machine_identity(),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "system": _system(),
         "python": platform.python_version(),
         "mlxspec": mlxspec.__version__,
         "mlx_lm": version("mlx-lm"),
         **({"mlx_settings": tuned} if tuned else {}),
     }
+
+
+def _system() -> str:
+    """The operating system, its version in numbers, which no custom name follows, and its kind."""
+    mac = platform.mac_ver()[0]
+    name, version = ("macOS", mac) if mac else (platform.system(), platform.release())
+    return f"{name} {re.match('[0-9.]*', version)[0]} {platform.machine()}"  # type: ignore[index]
 
 
 def model_facts(model: nn.Module, name: str, head: Head | None = None) -> Report:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import LoadError, OptionError, PromptError
-from ..jsonl import conversation_of, load_json
+from ..jsonl import conversation_of, json_lines
 from ..models.tokenizer import load_tokenizer_of, vocabulary_classes
 
 Messages = list[dict[str, str]]
@@ -20,18 +19,18 @@ Messages = list[dict[str, str]]
 MT_BENCH = {
     "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"
 }  # fmt: skip
-"""MT-bench's own categories, which its questions carry in Spec-Bench; results count all as one."""
+"""MT-bench's own categories, which its questions have in Spec-Bench. Reports count them as one."""
 
 
 @dataclass(frozen=True)
 class BenchPrompt:
-    """One conversation to be answered.
+    """A conversation to answer.
 
     Attributes:
-        category: under which its figures are summed up.
-        messages: what precedes the first answer, each with "role" and "content".
-        follow_ups: what the user says after each answer.
-        raw: the only message is a text to continue, not a question.
+        category: the category of its figures.
+        messages: the messages before the first answer, each with "role" and "content".
+        follow_ups: the user's messages, one after each answer.
+        raw: whether the only message is a text to continue, not a question.
     """
 
     category: str
@@ -41,7 +40,7 @@ class BenchPrompt:
 
 
 def bundled_prompts() -> list[BenchPrompt]:
-    """The prompts that come with the package: four grounded tasks and two free texts."""
+    """The package's own prompts: four grounded tasks and two free texts."""
     text = files(__package__).joinpath("prompts.jsonl").read_text(encoding="utf-8")
     return _parse_prompts(text, "the bundled prompts")
 
@@ -51,12 +50,12 @@ def read_prompts(path: str | Path) -> list[BenchPrompt]:
 
     A ``.jsonl`` or ``.ndjson`` file has one JSON object a line with one of
 
-    - ``"prompt"``: what the user says, or with ``"raw": true`` a text to continue,
+    - ``"prompt"``: the user's message, or with ``"raw": true`` a text to continue,
     - ``"messages"``: a conversation; answers at its end are cut off,
-    - ``"turns"``: what the user says, one after the other,
+    - ``"turns"``: the user's messages, each sent after the answer to the one before,
 
-    and optionally ``"category"``, such as Spec-Bench's ``question.jsonl``. Any other file is one
-    prompt, as it stands.
+    and optionally ``"category"``, as in Spec-Bench's ``question.jsonl``. The whole text of any
+    other file is one prompt.
 
     Raises:
         PromptError: the file cannot be read, or a line of it is not a prompt.
@@ -88,15 +87,15 @@ def limited(items: Iterable[_Item], per_category: int | None) -> list[_Item]:
 
 
 def message(role: str, content: str) -> dict[str, str]:
-    """One turn of a conversation, as chat templates take it."""
+    """A message in the form that chat templates expect."""
     return {"role": role, "content": content}
 
 
 def read_text(path: Path) -> str:
-    """The text of a user's file, a byte order mark left out.
+    """The text of a user's file, without a byte order mark.
 
     Raises:
-        PromptError: it cannot be read, or is not UTF-8.
+        PromptError: the file cannot be read, or is not UTF-8.
     """
     try:
         return path.read_text(encoding="utf-8-sig")
@@ -111,33 +110,30 @@ def read_text(path: Path) -> str:
 def parse_json_lines(
     text: str, source: str | Path, parse: Callable[[Any], _Item], form: str
 ) -> list[_Item]:
-    """Read a file of JSON lines, without the blank ones.
+    """Parse JSON lines; blank lines are skipped.
 
     Args:
-        text: the file's.
-        source: what the file is called in errors.
+        text: the lines.
+        source: the file's name in errors.
         parse: turns the value of a line into an item, or raises ValueError.
-        form: what a line should be, for errors.
+        form: the form of a line, for errors.
 
     Raises:
         PromptError: a line has another form.
     """
     items = []
-    # Not splitlines(): U+2028 and its like may stand within a JSON string.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
+    for number, value in json_lines(text.split("\n")):
         try:
-            items.append(parse(load_json(line)))
-        except (ValueError, RecursionError) as error:
-            no_json = isinstance(error, (json.JSONDecodeError, RecursionError))
-            reason = "not valid JSON" if no_json else error
-            raise PromptError(f"{source}, line {number}: {reason}; {form}") from error
+            if value is None:
+                raise ValueError("not valid JSON")
+            items.append(parse(value))
+        except ValueError as error:
+            raise PromptError(f"{source}, line {number}: {error}; {form}") from error
     return items
 
 
 def _category(record: dict[str, Any], default: str, from_spec_bench: bool) -> str:
-    """The set that a line belongs to; Spec-Bench's questions of MT-bench are one."""
+    """The category of a record. Spec-Bench's questions from MT-bench have one category."""
     category = str(record.get("category", default))
     return "mt_bench" if from_spec_bench and category in MT_BENCH else category
 
@@ -153,7 +149,7 @@ def _parse_prompts(text: str, source: str) -> list[BenchPrompt]:
 
 
 def _from_record(record: Any) -> BenchPrompt:
-    """One line of a file of prompts; ValueError says what is wrong with it."""
+    """The prompt in a record; raises ValueError if the record has another form."""
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
     given = [key for key in ("prompt", "messages", "turns") if key in record]
@@ -165,28 +161,28 @@ def _from_record(record: Any) -> BenchPrompt:
         while conversation and conversation[-1]["role"] == "assistant":
             conversation.pop()
         if not any(one["content"] for one in conversation):
-            raise ValueError('"messages" hold no question')
+            raise ValueError('"messages" have no question')
         messages = tuple(conversation)
     else:
         turns = [record["prompt"]] if given == ["prompt"] else record["turns"]
         if not (isinstance(turns, list) and turns and all(isinstance(t, str) and t for t in turns)):
-            raise ValueError(f'"{given[0]}" is empty or no text')
+            raise ValueError(f'"{given[0]}" must have a text')
         messages, follow_ups = (message("user", turns[0]),), tuple(turns[1:])
     raw = record.get("raw", False)
     if raw is not False and (raw is not True or given != ["prompt"]):
-        raise ValueError('"raw" is true or false and goes with "prompt"')
+        raise ValueError('"raw" must be true or false, next to "prompt"')
     category = _category(record, "prompts", "question_id" in record)
     return BenchPrompt(category, messages, follow_ups, raw)
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A recorded conversation, and where it belongs.
+    """A recorded conversation.
 
     Attributes:
-        category: the set that it is counted in.
-        model: who answered, if known.
-        messages: what was said, each with a "role" and a "content".
+        category: the category of its figures.
+        model: the model that answered; "" if unknown.
+        messages: the messages, each with "role" and "content".
         completions: the indices of the messages that the model wrote.
     """
 
@@ -197,19 +193,19 @@ class Trace:
 
 
 def read_traces(path: Path) -> list[Trace]:
-    """Read conversations from a file, one JSON object a line.
+    """Read recorded conversations from a file with one JSON object per line.
 
-    An object is as :func:`mlxspec.jsonl.conversation_of` reads it, and may have a
-    "category" and a "model". The messages that a model wrote are replayed.
+    :func:`mlxspec.jsonl.conversation_of` describes the objects, which may also have a "category"
+    and a "model". The messages that a model wrote are replayed.
 
     Raises:
-        PromptError: the file cannot be read, a line has another form, or nothing can be
-            replayed.
+        PromptError: the file cannot be read, a line has another form, or there is no message to
+            replay.
     """
     form = 'expected a JSON object with "messages", each with "role" and "content"'
     traces = parse_json_lines(read_text(path), path, partial(_trace, path.stem), form)
     if not any(trace.completions for trace in traces):
-        raise PromptError(f"{path}: holds no assistant message to replay")
+        raise PromptError(f"{path}: has no assistant message to replay")
     return traces
 
 
@@ -232,13 +228,13 @@ _VICUNA_SYSTEM = (
 
 @dataclass(frozen=True)
 class Completion:
-    """One output to replay, as token ids.
+    """An output to replay, as token ids.
 
     Attributes:
-        category: the set that it is counted in.
-        context: of the whole conversation, which its completions share.
-        begin: where in it the output begins.
-        output: what the model wrote.
+        category: the category of its figures.
+        context: the tokens of the whole conversation, which its completions share.
+        begin: the index in the context at which the output begins.
+        output: the output's tokens, with the end token.
     """
 
     category: str
@@ -248,18 +244,24 @@ class Completion:
 
     @property
     def prompt(self) -> list[int]:
-        """What stood before the output."""
+        """The tokens before the output."""
         return self.context[: self.begin]
 
 
 def render(trace: Trace, encode: Encode, bos_id: int, eos_id: int) -> Iterator[Completion]:
-    """The completions of a trace, each after everything that was said before it.
+    """The completions of a trace, each with the conversation before it as its prompt.
 
-    Vicuna's conversations are rendered in Vicuna's template, others with a header line per
-    turn. Each part is stripped and encoded on its own; the end token counts as output.
+    Vicuna's conversations are rendered with Vicuna's template, others with a header line before
+    each message. Each part is stripped and encoded by itself. The end token is part of the output.
     """
     vicuna = trace.model.startswith("vicuna")
-    header = cache(lambda role: encode(_header(role, vicuna)))
+
+    @cache
+    def header(role: str) -> list[int]:
+        if vicuna:
+            return encode("ASSISTANT:" if role == "assistant" else "USER:")
+        return encode(f"\n### {role.capitalize()}:\n")
+
     context = [bos_id, *(encode(_VICUNA_SYSTEM) if vicuna else ())]
     for index, message in enumerate(trace.messages):
         context += header(message["role"])
@@ -271,20 +273,14 @@ def render(trace: Trace, encode: Encode, bos_id: int, eos_id: int) -> Iterator[C
             context.append(eos_id)
 
 
-def _header(role: str, vicuna: bool) -> str:
-    if vicuna:
-        return "ASSISTANT:" if role == "assistant" else "USER:"
-    return f"\n### {role.capitalize()}:\n"
-
-
 @dataclass(frozen=True)
 class TraceTokenizer:
-    """What replaying needs of a tokenizer.
+    """The parts of a tokenizer that a replay uses.
 
     Attributes:
-        encode: a text's ids, without special tokens.
-        bos_id: what a context begins with.
-        eos_id: what an answer ends with.
+        encode: encodes a text without adding special tokens.
+        bos_id: the first token of a context.
+        eos_id: the last token of an answer.
         classes: see :func:`mlxspec.drafting.acceptance.token_classes`.
     """
 
@@ -295,13 +291,13 @@ class TraceTokenizer:
 
 
 def load_trace_tokenizer(source: str | Path) -> TraceTokenizer:
-    """A tokenizer for replaying.
+    """Load a tokenizer for a replay.
 
     Args:
         source: as for :func:`mlxspec.models.tokenizer.load_tokenizer_of`.
 
     Raises:
-        LoadError: there is no tokenizer, or it has no end token.
+        LoadError: there is no tokenizer, or it has no EOS token.
     """
     tokenizer = load_tokenizer_of(source)
     bos_id, eos_id = tokenizer.bos_token_id, tokenizer.eos_token_id
@@ -309,7 +305,7 @@ def load_trace_tokenizer(source: str | Path) -> TraceTokenizer:
         raise LoadError(f"{source}: the tokenizer has no EOS token, with which answers end")
     return TraceTokenizer(
         encode=partial(tokenizer.encode, add_special_tokens=False),
-        # Some models have no BOS; another token in front of everything else changes no draft.
+        # Some models have no BOS. Any other token at the start leads to the same drafts.
         bos_id=eos_id if bos_id is None else bos_id,
         eos_id=eos_id,
         classes=vocabulary_classes(tokenizer),
@@ -323,12 +319,12 @@ def read_completions(
 
     Args:
         paths: files of traces or chat logs.
-        tokenizer: gives the tokens.
-        limit: how many conversations of a category to take at most, evenly spaced.
+        tokenizer: encodes the texts.
+        limit: the most conversations of a category, which are then evenly spaced.
 
     Raises:
         OptionError: ``limit`` is below 1.
-        PromptError: as :func:`read_traces`, or the conversations taken have no output.
+        PromptError: as :func:`read_traces`, or the chosen conversations have no output.
     """
     if limit < 1:
         raise OptionError(f"--limit is {limit}: take at least 1 conversation of a category")
@@ -340,6 +336,6 @@ def read_completions(
     ]
     if not completions:
         raise PromptError(
-            f"--limit {limit} takes no conversation with an assistant message: raise it"
+            f"--limit {limit} chooses no conversation with an assistant message: raise it"
         )
     return completions

@@ -29,7 +29,7 @@ SETTINGS = [NONE, *_EACH, ",".join(_EACH)]
 # This package, wherever it is, and nothing from the working directory.
 _START = (
     f"import sys; sys.path.append({str(Path(__file__).parents[2])!r}); "
-    "from mlxspec.cli.start import main; main()"
+    "from mlxspec.__main__ import main; main()"
 )
 
 # Student's t for a 95 % confidence interval, by degrees of freedom; more of them count as nine.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import time
+import webbrowser
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +18,10 @@ from rich.text import Text
 
 from ..engine.params import SamplingParams
 from ..errors import OptionError, PromptError
+from ..files import SHARED, check_writable, replaced
 from ..process import INTERRUPTED
 from ..terminal import visible
+from .calibrate import measured_curves
 from .common.model_choice import ABOUT, DEFAULT, MODEL, model_argument, needed_model
 from .common.notes import note
 from .common.options import (
@@ -30,8 +34,8 @@ from .common.options import (
     NAME,
     NO_HEAD,
     NO_HEAD_HELP,
-    check_head,
     check_least,
+    check_one,
     command,
     names_completed,
     option,
@@ -42,6 +46,7 @@ from .common.output import (
     FoldingTable,
     ProgressBar,
     ReportOptions,
+    at_terminal,
     ratio,
     shown,
     speed_bars,
@@ -94,8 +99,14 @@ class BenchOptions:
 @options_of(BenchOptions, "asked")
 @options_of(ReportOptions, "shows", "Output")
 @option("--include-text", "Include prompts and outputs in the JSON and the page.", group="Output")
+@option(
+    "--submit",
+    "Also measure what rows cost, and write a report. It is shown, and opened as an issue on "
+    "GitHub if you agree.",
+    group="Output",
+)
 def bench_command(
-    model: str | None, asked: BenchOptions, shows: ReportOptions, include_text: bool
+    model: str | None, asked: BenchOptions, shows: ReportOptions, include_text: bool, submit: bool
 ) -> None:
     """Measure plain decoding, mlx-lm and the drafting decoders on MODEL.
 
@@ -108,6 +119,7 @@ def bench_command(
       mlxspec bench mlx-community/Mistral-7B-Instruct-v0.3-4bit
       mlxspec bench demo --decoder prompt-lookup,mlx-lm --html bench.html
       mlxspec bench MODEL --spec-bench question.jsonl --limit 10
+      mlxspec bench MODEL --submit
 
     A file of prompts is JSONL with "prompt", "messages" or "turns" and optionally "category" in
     each line. The whole text of any other file is one prompt. Reports contain no prompts, outputs
@@ -116,6 +128,10 @@ def bench_command(
     --tune measures plain decoding and --decoder with MLX's variables MLX_METAL_FAST_SYNCH,
     MLX_MAX_MB_PER_BUFFER and MLX_MAX_OPS_PER_BUFFER: with each of them, with all and with none, in
     --repeats rounds. It shows which of them help beyond noise, and how to keep them.
+
+    --submit writes a report for the page "Figures" and for "replay --chip": chip, memory, versions,
+    the model's name if it is a repository's, and figures, with --tune those of its settings, too.
+    Nothing is sent before you submit the issue in your browser.
     """
     from ..bench.measure import backends_with, chosen_backends, takes_head, what_differs
     from ..bench.prompts import bundled_prompts, limited, read_prompts
@@ -126,7 +142,7 @@ def bench_command(
     backends = chosen_backends(asked.decoders)
     if asked.drafter is not None:
         backends |= backends_with(load_drafter(asked.drafter))
-    check_head(asked.head, asked.no_head)
+    check_one(head=asked.head, no_head=asked.no_head)
     uses_head = any(map(takes_head, backends))
     if asked.head is not None and not uses_head:
         raise OptionError("--head is for --decoder auto and combined: add one of them")
@@ -135,24 +151,25 @@ def bench_command(
     prompts = [prompt for file in asked.prompts for prompt in read_prompts(file)]
     questions = limited(prompts or bundled_prompts(), asked.limit)
     shows.check()
+    if asked.tune and include_text:
+        raise OptionError("--tune reports no texts: leave out --include-text")
+    file = _submission_file(asked, shows, backends) if submit else None
+    tuned: Report = {"tuning": []}
     if asked.tune:
-        if include_text:
-            raise OptionError("--tune reports no texts: leave out --include-text")
-        report = _tuned(model, asked)
-        shows.show_tables("mlxspec bench --tune", report, lambda: _tuning_tables(report))
-        if report["best"] and not shows.as_json:  # on one line, even if the terminal is narrow
-            click.echo(f"To keep the best: mlxspec config set mlx-settings {report['best']}")
-            click.echo("Then measure the costs of steps again: mlxspec calibrate MODEL")
-        _exit(report, report["failed"])
-        return
+        tuned = _tuned(model, asked)
+        _show_tuning(tuned, shows)
+        if file is None:
+            return
 
     head = asked.head if uses_head and not asked.no_head else False
-    report = _report(model, asked, head, backends, sampling, questions, include_text)
+    report = _report(model, asked, head, backends, sampling, questions, include_text, submit)
     wrong = list(what_differs(report))
     shows.show_tables(
         "mlxspec bench", report, lambda: bench_tables(report), lambda: page_parts(report)
     )
     _exit(report, wrong)
+    if file is not None:
+        _submit(file, report, tuned["tuning"])
 
 
 def _exit(report: Report, wrong: list[str]) -> None:
@@ -173,12 +190,20 @@ def _report(
     sampling: SamplingParams,
     questions: list[BenchPrompt],
     include_text: bool,
+    with_curves: bool,
 ) -> Report:
     """Load the model, measure until the end or Ctrl-C, and make the report."""
     from ..bench.measure import Measurement, bench_report, machine_facts, model_facts, with_head
+    from ..drafting.kept import CostCache
+    from ..engine.heads import attach_head
     from ..models.heads.loading import load_with_head
 
     loaded, tokenizer, its_head = load_with_head(model, head, asked.adapter_path)
+    if its_head is not None and attach_head(its_head, loaded) is None:
+        its_head = None
+    about = model_facts(loaded, model, its_head)
+    # First, so that the planner knows them, and that a busy machine ends the command early.
+    curves = measured_curves(CostCache(), loaded, about["name"]) if with_curves else []
     if its_head is not None:
         backends = with_head(backends, its_head)
     max_tokens, repeats = asked.max_tokens, asked.repeats
@@ -206,14 +231,48 @@ def _report(
         "seed": asked.seed,
         "interrupted": interrupted,
     }
-    about = model_facts(loaded, model, its_head)
     if asked.adapter_path is not None:
         about["name"] += f" with adapters {Path(asked.adapter_path).resolve().name}"
-    return bench_report(
-        measured,
-        facts={"model": about, "machine": machine_facts(), "settings": settings},
-        include_text=include_text,
-    )
+    facts = {"model": about, "machine": machine_facts(), "settings": settings}
+    report = bench_report(measured, facts=facts, include_text=include_text)
+    return report | ({"curves": curves} if with_curves else {})
+
+
+def _submission_file(asked: BenchOptions, shows: ReportOptions, names: Iterable[str]) -> Path:
+    """Check before the work that a report can be made and written; return the file for it."""
+    given = {"--prompts": asked.prompts, "--drafter": asked.drafter, "--json": shows.as_json}
+    for option_name in (option_name for option_name, value in given.items() if value):
+        raise OptionError(
+            f"{option_name} with --submit: reports have the bundled prompts and decoders, and are "
+            "shown as they are sent; leave out one of the two"
+        )
+    if "auto" not in names:
+        raise OptionError(
+            f"--decoder {asked.decoders} with --submit: a report needs the default one; add auto"
+        )
+    file = Path(time.strftime("mlxspec-report-%Y%m%d-%H%M%S.json"))
+    check_writable(file, OptionError)
+    return file
+
+
+def _submit(file: Path, report: Report, tuning: list[Report]) -> None:
+    """Write and show what will be public, and open the issue if the user agrees."""
+    from ..bench.submission import BenchReport, issue_url
+
+    sent = BenchReport.of(report, tuning)
+    with replaced(file, OptionError, SHARED) as writable:
+        writable.write(sent.text().encode())
+    url, is_filled_in = issue_url(sent)
+    click.echo(f"\nAll that the report says; it is in {file}, too:\n\n{sent.text()}")
+    if sent.machine.device == "cpu":
+        click.echo("It is shown as a report of MLX's CPU back end.")
+    if at_terminal() and not click.confirm("Open it as a public issue on GitHub?", err=True):
+        click.echo(f"Nothing was sent. The report stays in {file}.")
+        return
+    if not at_terminal() or not webbrowser.open(url):
+        click.echo(f"To send the report, open this address:\n{url}")
+    unless = "If the form is empty, paste" if is_filled_in else "The form is empty: paste"
+    click.echo(f"{unless} the content of {file}. Nothing is sent until you submit the form.")
 
 
 def _tuned(model: str, asked: BenchOptions) -> Report:
@@ -240,6 +299,15 @@ def _tuned(model: str, asked: BenchOptions) -> Report:
 
 
 # --- tables and the page ---
+
+
+def _show_tuning(report: Report, shows: ReportOptions) -> None:
+    """Show what settings bring; return if all was measured, or else exit as :func:`_exit`."""
+    shows.show_tables("mlxspec bench --tune", report, lambda: _tuning_tables(report))
+    if report["best"] and not shows.as_json:  # on one line, even if the terminal is narrow
+        click.echo(f"To keep the best: mlxspec config set mlx-settings {report['best']}")
+        click.echo("Then measure the costs of steps again: mlxspec calibrate MODEL")
+    _exit(report, report["failed"])
 
 
 def page_parts(report: Report) -> Iterator[RenderableType]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import deque
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -87,8 +87,7 @@ def cache_prompt_command(
     name = model_or_default(model)
     loaded, tokenizer = load(name, adapter_path=adapter_path)
     check_quantization(loaded, caches)
-    templated = prompt.uses_template(source, tokenizer)
-    ids = prompt.tokens(source, tokenizer, templated, ended=False)
+    ids, _ = prompt.encoded(source, tokenizer, ended=False)
     tokens = prompt_ids(ids, tokenizer, vocabulary_size(loaded), context_length(loaded))
     note_which_model(model)
     cache = make_prompt_cache(loaded, caches.max_kv_size)
@@ -240,14 +239,9 @@ def _following(
     return tokenizer.encode(prompt, add_special_tokens=False)
 
 
-def _same_directory(first: str, second: str) -> bool:
-    if not (_is_directory(first) and _is_directory(second)):
-        return False
-    return Path(first).expanduser().samefile(Path(second).expanduser())
+def _same_directory(*names: str) -> bool:
+    return all(map(_is_directory, names)) and os.path.samefile(*map(os.path.expanduser, names))
 
 
 def _is_directory(name: str) -> bool:
-    try:
-        return Path(name).expanduser().is_dir()
-    except (OSError, RuntimeError):  # the name is too long, or has "~" before an unknown user
-        return False
+    return os.path.isdir(os.path.expanduser(name))

@@ -23,8 +23,8 @@ from .common.options import (
     NAME,
     NO_HEAD,
     NO_HEAD_HELP,
-    check_head,
     check_least,
+    check_one,
     command,
     option,
     options_of,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import mlx.nn as nn
 
     from ..drafting.kept import CostCache, CostKey, KnownTimes
-    from ..models.heads import Head
+    from ..engine.heads import TrainedHead
 
 _MOST_SEQUENCES = 64  # whose steps are shown
 _DIGEST = 8  # characters, enough to distinguish models of one kind and size
@@ -100,7 +100,7 @@ def calibrate_command(
     check_least(1, context=min(context, default=1), sequences=sequences)
     if adapter_path is not None and model is None:
         raise OptionError("--adapter-path is given without its MODEL: name that, too")
-    check_head(head, no_head)
+    check_one(head=head, no_head=no_head)
     if head is not None and (show or sequences > 1):
         other = "--show" if show else "--sequences"
         raise OptionError(f"--head is measured anew, for one sequence: leave out {other}")
@@ -167,16 +167,41 @@ def _measured(
     contexts: Sequence[int],
     sequences: int,
 ) -> tuple[list[Curve], bool, dict[str, Any] | None]:
-    """Measure carefully, and keep it. An interrupt before the end leaves the cache as it was.
+    """Load a model, measure it carefully, and keep that; see :func:`measured_curves`.
 
     Returns:
         the curves, whether the model verifies no drafts, and the times of a head, if any.
+    """
+    from ..engine.capability import Capability, chain_capability
+    from ..engine.heads import attach_head
+    from ..models.heads.loading import load_with_head
+    from ..models.model_files import given_name
+
+    model, _, its_head = load_with_head(name, head, adapter_path)
+    curves = measured_curves(cache, model, given_name(name), contexts, sequences)
+    if chain_capability(model) is Capability.PLAIN:
+        return curves, True, None
+    plain_step = curves[0]["times"][0]["seconds"]
+    trained = attach_head(its_head, model) if its_head else None
+    return curves, False, _times_of_head(trained, plain_step) if trained else None
+
+
+def measured_curves(
+    cache: CostCache, model: nn.Module, name: str, contexts: Sequence[int] = (), sequences: int = 1
+) -> list[Curve]:
+    """Measure carefully, and keep it. An interrupt before the end leaves the cache as it was.
+
+    Args:
+        cache: where the times are kept.
+        model: an mlx-lm model.
+        name: what reports call it.
+        contexts: the lengths behind which to measure; by default a short one and longer ones.
+        sequences: how many share each step.
 
     Raises:
         MlxspecError: the times are noise; nothing is kept.
     """
     from ..drafting.measurement import CAREFUL, noise
-    from ..engine.capability import Capability, chain_capability
     from ..engine.costs import (
         calibrate,
         check_context,
@@ -186,10 +211,7 @@ def _measured(
         split_length,
     )
     from ..engine.patches import split_attention
-    from ..models.heads.loading import load_with_head
-    from ..models.model_files import given_name
 
-    model, _, its_head = load_with_head(name, head, adapter_path)
     for asked in contexts:
         check_context(model, CAREFUL, asked)
     # Shared steps are measured with their attention split as it will be.
@@ -209,10 +231,10 @@ def _measured(
             )
         if problem := noise(measured.times):
             raise MlxspecError(
-                f"{given_name(name)}: {problem}; nothing is kept, and what was known stays: close "
-                "other programs and measure again"
+                f"{name}: {problem}; nothing is kept, and what was known stays: close other "
+                "programs and measure again"
             )
-        found[context or short] = known_times(measured, CAREFUL, "careful", given_name(name))
+        found[context or short] = known_times(measured, CAREFUL, "careful", name)
     key = cost_key(model).of_sequences(sequences)
     cache.update(key, found)
     for context, known in cache.read(key).items():
@@ -221,25 +243,19 @@ def _measured(
                 f"the step times of {len(known.times)} numbers of rows that were known are kept, "
                 f"since this measurement has {len(found[context].times)}"
             )
-    curves = [_curve(key, context, known, given_name(name)) for context, known in found.items()]
-    if chain_capability(model) is Capability.PLAIN:
-        return curves, True, None
-    plain_step = curves[0]["times"][0]["seconds"]
-    return curves, False, _times_of_head(its_head, model, plain_step) if its_head else None
+    return [_curve(key, context, known, name) for context, known in found.items()]
 
 
-def _times_of_head(head: Head, model: nn.Module, plain_step: float) -> dict[str, Any]:
+def _times_of_head(trained: TrainedHead, plain_step: float) -> dict[str, Any]:
     """The head's kind, and by the ``tokens`` of a draft its ``seconds`` and ``cost``.
 
     Args:
-        head: a trained head.
-        model: its target.
+        trained: a head, attached to its target.
         plain_step: the seconds of a plain step, the unit of the cost.
     """
-    from ..engine.heads import TrainedHead
     from ..models.heads.loading import NAMES
 
-    times = TrainedHead(head, model).times
+    head, times = trained.head, trained.times
     seconds = [times.seconds(tokens) for tokens in range(1, head.most + 1)]
     rows = [
         {"tokens": tokens, "seconds": taken, "cost": taken / plain_step}

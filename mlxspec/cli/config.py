@@ -13,12 +13,11 @@ from ..models.model_files import DEMO, hub_repository, instead_of, is_repository
 from ..terminal import one_line
 from .common.model_choice import default_model, known_names
 from .common.notes import reported, say
-from .common.options import SETTINGS, Group, argument
-from .common.output import output_console
+from .common.options import argument, group
+from .common.output import print_rows
 from .settings import (
     ALIAS,
     ALIAS_PREFIX,
-    ENVIRONMENT_VARIABLE,
     KEYS,
     KNOWN,
     MODEL,
@@ -27,28 +26,6 @@ from .settings import (
     check_settings,
     load_config,
 )
-
-EPILOG = f"""\b
-Settings:
-{chr(10).join(f"  {name:<14} {key.about}" for name, key in KEYS.items())}
-  alias.NAME     the model that NAME stands for, wherever a MODEL is named
-
-\b
-Examples:
-  mlxspec config
-  mlxspec config set model mlx-community/Mistral-7B-Instruct-v0.3-4bit
-  mlxspec config set alias.fast mlx-community/Qwen3-4B-Instruct-2507-4bit
-  mlxspec generate --model fast "Name a river."
-  mlxspec config unset max-tokens
-
-The default model answers when a command line names none. It is the model in MLXSPEC_MODEL, or the
-one set here, or the directory mlx_model, or else demo. Options on a command line override these
-settings, as do environment variables. An alias takes precedence over a directory of that name;
-./NAME is the directory.
-
-The settings are in config.toml in your configuration directory, or in the directory
-{ENVIRONMENT_VARIABLE}. You may edit the file; comments are kept.
-"""
 
 
 def _complete_key(ctx: click.Context, param: Any, incomplete: str) -> list[str]:
@@ -71,19 +48,37 @@ def _complete_value(ctx: click.Context, param: Any, incomplete: str) -> list[Com
 _key = argument("key", f"One of {KNOWN}.", shell_complete=_complete_key)
 
 
-@click.group(
-    "config",
-    cls=Group,
-    invoke_without_command=True,
-    short_help="Set a default model, aliases, defaults of options.",
-    epilog=EPILOG,
-    context_settings=SETTINGS,
-)
+@group("config", invoke_without_command=True, short_help="Set a default model, aliases, defaults.")
 @click.pass_context
 def config_command(ctx: click.Context) -> None:
     """Show or change your settings: the default model, aliases, and more.
 
     Without a subcommand, show all settings and the path of their file.
+
+    \b
+    Examples:
+      mlxspec config
+      mlxspec config set model mlx-community/Mistral-7B-Instruct-v0.3-4bit
+      mlxspec config set alias.fast mlx-community/Qwen3-4B-Instruct-2507-4bit
+      mlxspec generate --model fast "Name a river."
+      mlxspec config unset max-tokens
+
+    \b
+    Settings:
+      model          the default model
+      max-tokens     --max-tokens of generate, explain and chat
+      temp           --temp of generate, explain and chat
+      system-prompt  --system-prompt of chat
+      mlx-settings   MLX's tuning variables, from 'bench --tune'
+      alias.NAME     the model that NAME stands for, wherever a MODEL is named
+
+    The default model answers when a command line names none. It is the model in MLXSPEC_MODEL, or
+    the one set here, or the directory mlx_model, or else demo. Options on a command line override
+    these settings, as do environment variables. An alias takes precedence over a directory of that
+    name; ./NAME is the directory.
+
+    The settings are in config.toml in your configuration directory, or in the directory
+    MLXSPEC_CONFIG_DIR. You may edit the file; comments are kept.
     """
     if ctx.invoked_subcommand is None:
         with reported():
@@ -91,30 +86,24 @@ def config_command(ctx: click.Context) -> None:
 
 
 # A value may begin with a dash, such as -1.
-@config_command.command("set", context_settings={**SETTINGS, "ignore_unknown_options": True})
+@config_command.command("set", context_settings={"ignore_unknown_options": True})
 @_key
 @argument("value", "Its value.", shell_complete=_complete_value)
 def set_command(key: str, value: str) -> None:
     """Set KEY to VALUE."""
     config, key = load_config(), _spelled(key)
-    table, _, name = key.partition(".")
+    alias = key.partition(".")[2]
     try:
-        read = value if table == ALIAS else KEYS[key].kind(value)
+        read = value if key not in KEYS else KEYS[key].kind(value)
     except ValueError:
         raise OptionError(f"{key} is {value!r}: give {KEYS[key].must_be}") from None
-    if table in (MODEL, ALIAS) and read not in config.aliases:
-        read = _model(read)
-    if table == ALIAS:
-        check_settings({**config.values, ALIAS: {**config.aliases, name: read}})
-        _write(config, {ALIAS: {name: read}})
-        say(f"{name} stands for {read}.")
-    else:
-        check_settings({**config.values, key: read})
-        _write(config, {key: read})
-        say(f"{key} is {read}.")
+    if key == MODEL or key not in KEYS:
+        read = _model(read, config)
+    _write(config, key, read)
+    say(f"{alias} stands for {read}." if alias else f"{key} is {read}.")
 
 
-@config_command.command("get", context_settings=SETTINGS)
+@config_command.command("get")
 @_key
 def get_command(key: str) -> None:
     """Print the value of KEY; the exit status is 1 if it is not set."""
@@ -125,31 +114,25 @@ def get_command(key: str) -> None:
     click.echo(one_line(entries[key]))
 
 
-@config_command.command("unset", context_settings=SETTINGS)
+@config_command.command("unset")
 @_key
 def unset_command(key: str) -> None:
     """Remove KEY from the settings."""
     config, key = load_config(), _spelled(key)
-    if key not in config.entries():
+    if key in config.entries():
+        _write(config, key, None)
+        say(f"{key} is no longer set.")
+    else:
         say(f"{key} was not set.")
-        return
-    table, _, name = key.partition(".")
-    _write(config, {table: {name: None}} if name else {key: None})
-    say(f"{key} is no longer set.")
 
 
 def _show(config: UserConfig) -> None:
-    console, entries = output_console(), config.entries()
     there = "" if config.path.exists() else " (does not exist yet)"
-    rows = {"file": f"{config.path}{there}", **entries}
-    width = max(map(len, rows))
-    for key, value in rows.items():
-        console.print(f"{key:<{width}}  {one_line(value)}")
-    if not entries:
-        console.print("Nothing is set. 'mlxspec config --help' lists the settings.")
+    print_rows(("file", f"{config.path}{there}"), *config.entries().items())
+    if not config.entries():
+        say("Nothing is set. 'mlxspec config --help' lists the settings.")
     default = default_model()
-    named = f"{one_line(default[0])}, set by {default[1]}" if default else "demo"
-    console.print(f"The default model is {named}.")
+    say(f"The default model is {f'{default[0]}, set by {default[1]}' if default else DEMO}.")
 
 
 def _spelled(key: str) -> str:
@@ -166,20 +149,27 @@ def _spelled(key: str) -> str:
     return spelled
 
 
-def _model(name: str) -> str:
+def _model(name: str, config: UserConfig) -> str:
     """A model's name that is valid in every directory: a directory becomes an absolute path.
 
     Raises:
         OptionError: it is neither a directory nor the name of a repository.
     """
     directory = local_path(name)
-    if name != DEMO and directory.is_dir():
+    if name == DEMO or name in config.aliases:
+        return name
+    if directory.is_dir():
         return os.path.abspath(directory)
-    if name != DEMO and not is_repository_name(hub_repository(name)[0]):
+    if not is_repository_name(hub_repository(name)[0]):
         raise OptionError(f"{name}: {instead_of(name)}")
     return name
 
 
-def _write(config: UserConfig, settings: dict[str, Any]) -> None:
-    file = SettingsFile(config.path, settings)
+def _write(config: UserConfig, key: str, value: Any) -> None:
+    """Set a setting in the file, or remove it if the value is None."""
+    _, dot, name = key.partition(".")
+    changed = {ALIAS: {**config.aliases, name: value}} if dot else {key: value}
+    if value is not None:
+        check_settings({ALIAS: config.aliases, **config.values, **changed})
+    file = SettingsFile(config.path, changed)
     file.write(file.merged(file.read()))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from dataclasses import dataclass, replace
 from difflib import unified_diff
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from .common.generation import API_KEY
 from .common.model_choice import MODEL
 from .common.notes import say
 from .common.options import argument, check_least, color_option, command, option
-from .common.output import at_terminal, output_console
+from .common.output import confirm, output_console, print_rows
 from .settings import SettingsFile
 
 _MOST_OUTPUT = 8192
@@ -49,21 +48,9 @@ CLIENTS = {
 """
 
 
-@dataclass(frozen=True)
-class Setup:
-    """How to point a client at a server.
-
-    Attributes:
-        files: the settings to write to its files.
-        fields: what to enter in its window.
-        commands: how to start it.
-        notes: further sentences for the user.
-    """
-
-    files: list[SettingsFile]
-    fields: dict[str, str]
-    commands: list[str]
-    notes: list[str]
+Setup = dict[str, Any]
+"""How to point a client at a server: the ``files`` to write, the ``fields`` of its window with what
+to enter, the ``commands`` that start it, and ``notes``: further sentences for the user."""
 
 
 def _setup(client: str, address: str, models: list[ModelCard]) -> Setup:
@@ -81,7 +68,11 @@ def _setup(client: str, address: str, models: list[ModelCard]) -> Setup:
             f"Zed needs the context length of {unknown[0]}, which the server does not know: give "
             "it with --context-length"
         )
-    known = [_known(model) for model in models]
+    known = []
+    for model in models:
+        context = model.context_length
+        output = min(_MOST_OUTPUT, context // 4) if context else None
+        known.append({"name": model.name, "context": context, "output": output})
     needs_key = bool(os.environ.get(API_KEY))
     environment = Environment(
         loader=PackageLoader(__package__, "clients"),
@@ -96,27 +87,18 @@ def _setup(client: str, address: str, models: list[ModelCard]) -> Setup:
         api=f"{address}/v1",
         models=known,
         model=known[0]["name"],
-        context=known[0]["context"],
-        output=known[0]["output"],
+        **known[0],
         key=needs_key,
         key_in_shell=f'"${API_KEY}"' if needs_key else "none",
         folder=_folder,
         mac=sys.platform == "darwin",
     )
-    found = yaml.safe_load(text)
-    files = [
+    setup: Setup = {"files": [], "fields": {}, "commands": [], "notes": [], **yaml.safe_load(text)}
+    setup["files"] = [
         SettingsFile(Path(file["path"]), file["settings"], file.get("defaults", {}))
-        for file in found.get("files", [])
+        for file in setup["files"]
     ]
-    others = found.get("fields", {}), found.get("commands", []), found.get("notes", [])
-    return Setup(files, *others)
-
-
-def _known(model: ModelCard) -> dict[str, Any]:
-    """A model's name, its context, and how much of the context to reserve for an answer."""
-    context = model.context_length
-    output = min(_MOST_OUTPUT, context // 4) if context else None
-    return {"name": model.name, "context": context, "output": output}
+    return setup
 
 
 def _as_yaml(value: object) -> str:
@@ -203,22 +185,18 @@ def connect_command(
     if client is None:
         if write:
             raise OptionError("--write needs a client: 'mlxspec connect' lists them")
-        width = max(map(len, CLIENTS))
-        for name, (title, way) in CLIENTS.items():
-            _print(console, f"{name:<{width}}  {title}: {way}")
+        print_rows(*((name, f"{title}: {way}") for name, (title, way) in CLIENTS.items()))
         return
     title, _ = CLIENTS[client]
     asked = ApiClient(server or f"{_SERVER}:{port or _PORT}")
     first, *others = asked.models(model)
-    models = [
-        replace(first, context_length=context_length or first.context_length),
-        *(replace(one, context_length=one.context_length or context_length) for one in others),
-    ]
-    setup = _setup(client, asked.address, models)
+    first = first._replace(context_length=context_length or first.context_length)
+    others = [one._replace(context_length=one.context_length or context_length) for one in others]
+    setup = _setup(client, asked.address, [first, *others])
     if not write:
         _show(console, setup)
         return
-    if not setup.files:
+    if not setup["files"]:
         raise OptionError(
             f"{title} has no settings file to write: 'mlxspec connect {client}' shows what to enter"
         )
@@ -234,7 +212,7 @@ def _write(console: Console, setup: Setup, title: str, yes: bool) -> None:
         SettingsError: a file cannot be changed; then the settings are shown instead.
     """
     try:
-        texts = [(file, old := file.read(), file.merged(old)) for file in setup.files]
+        texts = [(file, old := file.read(), file.merged(old)) for file in setup["files"]]
     except SettingsError:
         _show(console, setup)
         raise
@@ -265,9 +243,9 @@ def write_texts(
         names = (str(file.path) if old else os.devnull, str(file.path))
         for line in unified_diff(old.splitlines(), new.splitlines(), *names, lineterm=""):
             _print(console, line, {"+": "green", "-": "red", "@": "dim"}.get(line[0], ""))
-    if changes and not (yes or _may_write(changes, asking)):
-        say("Nothing was written.")
-        sys.exit(1)
+    if changes and not yes:
+        what = "this file" if len(changes) == 1 else f"these {len(changes)} files"
+        confirm(asking, f"Write {what}?", "Nothing was written.")
     for file, old, new in changes:
         if file.read() != old:
             raise SettingsError(f"{file.path}: another program has just changed it; try again")
@@ -278,34 +256,20 @@ def write_texts(
 
 def _show(console: Console, setup: Setup) -> None:
     """Print the settings, fields, commands and notes, to be copied."""
-    for file in setup.files:
+    for file in setup["files"]:
         _print(console, f"{file.path}:", "bold")
         _print(console, f"\n{file.merged('')}")
-    width = max(map(len, setup.fields), default=0)
-    for name, value in setup.fields.items():
-        _print(console, f"{name:<{width}}  {value}")
-    if setup.fields:
+    if fields := setup["fields"]:
+        print_rows(*fields.items())
         _print(console, "")
     _show_start(console, setup)
 
 
 def _show_start(console: Console, setup: Setup) -> None:
-    for line in setup.commands:
+    for line in setup["commands"]:
         _print(console, line, "bold")
-    for line in setup.notes:
+    for line in setup["notes"]:
         _print(console, line)
-
-
-def _may_write(changes: list[tuple[SettingsFile, str, str]], asking: str) -> bool:
-    """Ask the user whether to write.
-
-    Raises:
-        OptionError: it cannot ask, since there is no terminal.
-    """
-    if not at_terminal():
-        raise OptionError(f"{asking} asks for confirmation, which needs a terminal: add --yes")
-    what = "this file" if len(changes) == 1 else f"these {len(changes)} files"
-    return click.confirm(f"Write {what}?", err=True)
 
 
 def _print(console: Console, line: str, style: str = "") -> None:

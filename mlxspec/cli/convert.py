@@ -53,32 +53,21 @@ def convert_command(model: str | None, **options: Any) -> None:
     from ..convert.conversion import convert
 
     if model is not None:
-        _take(model, options)
+        for name in ("torch_path", "hf_path"):
+            if options[name] is not None:
+                spelled = f"--{name.replace('_', '-')}"
+                raise click.UsageError(f"{model} and {spelled} are given together: choose one")
+        directory = local_path(model)
+        is_original = (directory / "params.json").is_file() or any(directory.glob("consolidated*"))
+        options["torch_path" if is_original else "hf_path"] = model
     options["mlx_path"] = options["mlx_path"] or ("mlx_head" if options["head"] else "mlx_model")
     with ProgressBar("Converting", DownloadColumn(), TimeRemainingColumn()) as on_progress:
         result = convert(**options, on_progress=on_progress)
     started_as_script = click.get_current_context().parent is None
     generate = "python decoder.py" if started_as_script else "mlxspec generate"
-    written = shlex.quote(str(result.path))
-    takes = f"--model {written}" if result.head is None else f"--model MODEL --head {written}"
+    takes = f"--model{' MODEL --head' * bool(result.head)} {shlex.quote(str(result.path))}"
+    head = f"{result.head}. " if result.head else ""
     say(
-        f"Wrote {result.path}: {result.nbytes / 1e6:,.1f} MB, "
-        f"{result.bits_per_weight:.2f} bits per weight. "
-        + (f"{result.head}. " if result.head else "")
-        + f'Next: {generate} {takes} --prompt "..."'
+        f"Wrote {result.path}: {result.nbytes / 1e6:,.1f} MB, {result.bits_per_weight:.2f} bits "
+        f'per weight. {head}Next: {generate} {takes} --prompt "..."'
     )
-
-
-def _take(model: str, options: dict[str, Any]) -> None:
-    """Set the option for this kind of checkpoint.
-
-    Raises:
-        click.UsageError: an option names a checkpoint, too.
-    """
-    for name in ("torch_path", "hf_path"):
-        if options[name] is not None:
-            spelled = f"--{name.replace('_', '-')}"
-            raise click.UsageError(f"{model} and {spelled} are given together: choose one")
-    directory = local_path(model)
-    is_original = (directory / "params.json").is_file() or any(directory.glob("consolidated*"))
-    options["torch_path" if is_original else "hf_path"] = model

@@ -5,13 +5,12 @@ from __future__ import annotations
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
@@ -21,14 +20,7 @@ from ..terminal import one_line, visible
 from .common.generation import Generation
 from .common.model_choice import model_or_default, note_which_model
 from .common.options import check_least, color_option, command, option, options_of
-from .common.output import (
-    ProgressBar,
-    ReportOptions,
-    error_console,
-    html_page,
-    output_console,
-    prefill_bar,
-)
+from .common.output import ProgressBar, ReportOptions, error_console, prefill_bar
 from .common.prompt import PromptOptions, model_option, prompt_argument
 from .memory import Memories
 
@@ -36,7 +28,6 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
     from ..drafting.sources import RecordedStep
-    from ..generation.response import SpeculationStats
 
 _view = partial(option, group="Steps and output")
 
@@ -89,8 +80,7 @@ def explain_command(
     console = error_console(color)
     with Memories(not generation.drafting.no_memory) as memories:
         decoder = generation.load(console, memories)
-        templated = prompt.uses_template(source, decoder.tokenizer)
-        tokens = prompt.tokens(source, decoder.tokenizer, templated)
+        tokens, templated = prompt.encoded(source, decoder.tokenizer)
         recorded: list[RecordedStep] = []
         decoder.wrap_drafter = partial(RecordingDrafter, steps=recorded)
         how = {"templated": templated, "begun": prompt.prefill_response}
@@ -99,19 +89,30 @@ def explain_command(
                 bar(last.generation_tokens, generation.max_tokens)
         if skip is not None and skip >= len(recorded):
             raise OptionError(f"--skip is {skip}: the output has {len(recorded)} steps; skip fewer")
-        explained = Explained(
-            model=given_name(model_or_default(generation.model)),
-            decoder=generation.drafting.kind,
-            prompt=tokens,
-            steps=recorded,
-            first=most_instructive(recorded, steps) if skip is None else skip,
-            count=steps,
-            stats=last.stats,
-            pieces=Pieces(decoder.tokenizer),
-            chosen=skip is None,
-        )
+        first, stats = most_instructive(recorded, steps) if skip is None else skip, last.stats
+        pieces, model = Pieces(decoder.tokenizer), given_name(model_or_default(generation.model))
+
+        def parts() -> Iterator[RenderableType]:
+            yield Text(
+                f"{one_line(model)}, decoder {generation.drafting.kind}: tokens {stats.emitted}, "
+                f"steps {stats.steps}, tokens per step {stats.tokens_per_step:.2f}, "
+                f"rows per step {stats.rows / stats.steps:.1f}"
+            )
+            if origins := accepted_by_origin(recorded):
+                yield Text(f"accepted drafts: {origins}")
+            if skip is None and first:
+                yield Text(
+                    f"This begins at step {first + 1}, where drafts are most instructive; "
+                    "--skip 0 begins at the first step.",
+                    "dim",
+                )
+            yield from drawn(recorded, first, steps, tokens, pieces)
+
         note_which_model(generation.model)
-        shows.show(lambda: explained.print(output_console(color)), explained.page)
+        prompt_line = Text(f"Prompt: {pieces.text(tokens)}", "dim")
+        shows.show_tables(
+            "mlxspec explain", {}, parts, lambda: [prompt_line, *parts()], color=color
+        )
         generation.note_if_full(decoder.model, last.finish_reason, last.generation_tokens)
         memories.suggest_once()
 
@@ -147,49 +148,33 @@ class Fate(Enum):
         self.meaning, self.sign, self.style = meaning, sign, style
 
 
-class Node(NamedTuple):
-    """A node of a verified tree, or the bonus token, a child of the last accepted node.
-
-    Attributes:
-        token: its id.
-        fate: what became of it.
-        parent: the parent's number; -1 for the root.
-        origin: where the token was drafted from.
-        choice: the target's choice after it; None for the bonus token.
-    """
-
-    token: int
-    fate: Fate
-    parent: int = -1
-    origin: str = ""
-    choice: int | None = None
-
-
-def nodes_of(step: RecordedStep) -> list[Node]:
-    """The nodes of a step's tree, and last the bonus token, unless the output ended before it.
+def fates_of(step: RecordedStep) -> list[Fate]:
+    """What became of the nodes of a step's tree.
 
     A node is rejected if its parent was accepted and the target chose another token there.
-    Nodes below a rejected node, or after the output's end, were not reached.
+    Nodes below a rejected node, or after the output's end, were not reached. Last comes the bonus
+    token, unless the output ended before it.
     """
-    verified, tree = step.verified, step.verified.tree
+    verified = step.verified
     has_bonus = len(verified.tokens) > len(verified.accepted)
     walked = {0, *(verified.accepted if has_bonus else verified.accepted[:-1])}
 
     def fate(number: int, parent: int) -> Fate:
-        if number == 0:
-            return Fate.ROOT
         if number in verified.accepted:
             return Fate.ACCEPTED
         return Fate.REJECTED if parent in walked else Fate.UNREACHED
 
-    columns = tree.tokens, tree.parents, step.origins, verified.choices
-    nodes = [
-        Node(token, fate(number, parent), parent, origin, choice)
-        for number, (token, parent, origin, choice) in enumerate(zip(*columns, strict=True))
-    ]
-    if has_bonus:
-        nodes.append(Node(verified.tokens[-1], Fate.BONUS, (0, *verified.accepted)[-1]))
-    return nodes
+    others = [fate(number, parent) for number, parent in enumerate(verified.tree.parents)][1:]
+    return [Fate.ROOT, *others, *[Fate.BONUS] * has_bonus]
+
+
+def accepted_by_origin(steps: Sequence[RecordedStep]) -> str:
+    """How many drafted tokens of each origin were accepted."""
+    drafted, accepted = Counter[str](), Counter[str]()
+    for step in steps:
+        drafted.update(step.origins[1:])
+        accepted.update(step.origins[node] for node in step.verified.accepted)
+    return ", ".join(f"{origin} {accepted[origin]} of {n}" for origin, n in drafted.most_common())
 
 
 def window_of(step: RecordedStep) -> dict[str, list[tuple[int, bool] | None]]:
@@ -251,7 +236,7 @@ class Pieces:
         return _readable(self._decode(tokens))
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        from ..models.detokenizer import detokenizer_of
+        from ..models.tokenizer import detokenizer_of
 
         detokenizer = detokenizer_of(self._tokenizer)
         for token in tokens:
@@ -267,155 +252,111 @@ def _readable(text: str) -> str:
 _CONTEXT = 30  # tokens shown before a step
 
 
-@dataclass(frozen=True)
-class Explained:
-    """Steps of one generation, to be drawn.
+def drawn(
+    steps: Sequence[RecordedStep], first: int, count: int, prompt: Sequence[int], pieces: Pieces
+) -> Iterator[RenderableType]:
+    """Draw steps, and the key.
 
-    Attributes:
-        model, decoder: their names, as the user gave them.
-        prompt: the prompt's tokens.
+    Args:
         steps: all steps of the generation.
-        first, count: the first step to show, from 0, and how many.
-        stats: the generation's figures.
+        first, count: the first step to draw, from 0, and how many.
+        prompt: the prompt's tokens.
         pieces: the text of tokens.
-        chosen: whether :func:`most_instructive` chose the first step.
     """
+    from ..drafting.heads import HEAD
 
-    model: str
-    decoder: str
-    prompt: Sequence[int]
-    steps: Sequence[RecordedStep]
-    first: int
-    count: int
-    stats: SpeculationStats
-    pieces: Pieces
-    chosen: bool = False
-
-    def print(self, console: Console) -> None:
-        """Draw the steps on a console of any width."""
-        for part in self._parts():
-            console.print(part)
-
-    def page(self) -> str:
-        """The steps as an HTML page, with all text escaped."""
-        prompt = Text(f"Prompt: {self.pieces.text(self.prompt)}", "dim")
-        return html_page([prompt, *self._parts()], "mlxspec explain")
-
-    def _parts(self) -> Iterator[RenderableType]:
-        from ..drafting.heads import HEAD
-
-        stats = self.stats
+    before, shown = list(prompt), steps[first : first + count]
+    for number, step in enumerate(steps[: first + count], start=1):
+        if number > first:
+            yield Text(f"\nStep {number} of {len(steps)}", "bold")
+            yield from _step(step, before, pieces)
+        before.extend(step.verified.tokens)
+    yield ""
+    yield Text("  ").join(Text(f"{fate.sign} {fate.meaning}", fate.style) for fate in Fate)
+    signs = f"{_SPACE} space  {_NEWLINE} newline  {_TAB} tab"
+    yield Text(f"{signs}  → the target's next choice", "dim")
+    if any(HEAD in step.origins for step in shown):
+        yield Text(f"({HEAD}) was drafted by the trained head, from the target's states.", "dim")
+    if any(step.window for step in shown):
         yield Text(
-            f"{one_line(self.model)}, decoder {self.decoder}: tokens {stats.emitted}, "
-            f"steps {stats.steps}, tokens per step {stats.tokens_per_step:.2f}, "
-            f"rows per step {stats.rows / stats.steps:.1f}"
+            "Row i of the window is an n-gram that may follow i tokens after the current one. "
+            "The step adds it to the pool once the window has all levels.",
+            "dim",
         )
-        if by_origin := self._by_origin():
-            yield Text(f"accepted drafts: {by_origin}")
-        if self.chosen and self.first:
-            yield Text(
-                f"This begins at step {self.first + 1}, where drafts are most instructive; "
-                "--skip 0 begins at the first step.",
-                "dim",
-            )
-        text, windows, heads = list(self.prompt), False, False
-        for number, step in enumerate(self.steps[: self.first + self.count], start=1):
-            if number > self.first:
-                yield Text(f"\nStep {number} of {len(self.steps)}", "bold")
-                yield from self._step(step, text)
-                windows = windows or bool(step.window)
-                heads = heads or HEAD in step.origins
-            text.extend(step.verified.tokens)
-        yield ""
-        yield Text("  ").join(Text(f"{fate.sign} {fate.meaning}", fate.style) for fate in Fate)
-        signs = f"{_SPACE} space  {_NEWLINE} newline  {_TAB} tab"
-        yield Text(f"{signs}  → the target's next choice", "dim")
-        if heads:
-            yield Text(
-                f"({HEAD}) was drafted by the trained head, from the target's states.", "dim"
-            )
-        if windows:
-            yield Text(
-                "Row i of the window is an n-gram that may follow i tokens after the current one. "
-                "The step adds it to the pool once the window has all levels.",
-                "dim",
-            )
 
-    def _by_origin(self) -> str:
-        """How many drafted tokens of each origin were accepted, over all steps."""
-        drafted, accepted = Counter[str](), Counter[str]()
-        for step in self.steps:
-            drafted.update(step.origins[1:])
-            accepted.update(step.origins[node] for node in step.verified.accepted)
-        counts = (f"{origin} {accepted[origin]} of {n}" for origin, n in drafted.most_common())
-        return ", ".join(counts)
 
-    def _step(self, step: RecordedStep, before: list[int]) -> Iterator[RenderableType]:
-        verified = step.verified
-        emitted = f"{len(verified.tokens)} emitted"
-        accepted = f"{len(verified.accepted)} of {verified.drafted} draft tokens accepted"
-        yield Text(
-            f"{len(verified.tree)} rows: {accepted}, {emitted}"
-            if verified.drafted
-            else f"1 row, {emitted}; nothing drafted: {step.no_draft}"
-        )
-        cut = "…" if len(before) > _CONTEXT else ""
-        yield Text(f"after {cut}{self.pieces.text(before[-_CONTEXT:])}", "dim")
-        yield self._tree(nodes_of(step))
-        if window := window_of(step):
-            yield Text("\nWindow: Jacobi iterations", "bold")
-            yield self._window(window)
-
-    def _tree(self, nodes: Sequence[Node]) -> Tree:
-        """The draft tree; successive nodes without branches share a line."""
-        children: dict[int, list[int]] = defaultdict(list)
-        order = [Fate.ACCEPTED, Fate.BONUS, Fate.REJECTED, Fate.UNREACHED]
-        for number in sorted(range(1, len(nodes)), key=lambda one: order.index(nodes[one].fate)):
-            children[nodes[number].parent].append(number)
-
-        def grow(tree: Tree, start: int) -> None:
-            for child in children[start]:
-                run, accepted = [child], nodes[child].fate is Fate.ACCEPTED
-                while len(below := children[run[-1]]) == 1:
-                    if (nodes[below[0]].fate is Fate.ACCEPTED) != accepted:
-                        break
-                    run.append(below[0])
-                grow(tree.add(self._run(nodes, run)), run[-1])
-
-        tree = Tree(self._run(nodes, [0]), guide_style="dim")
-        grow(tree, 0)
-        return tree
-
-    def _run(self, nodes: Sequence[Node], run: Sequence[int]) -> Text:
-        """A line: the tokens, the target's choice after them, and their origin if it is new."""
-        first, last = nodes[run[0]], nodes[run[-1]]
-        line = Text().append(first.fate.sign, first.fate.style)
-        for number in run:
-            line.append(" ").append(self._piece(nodes[number].token), nodes[number].fate.style)
-        if first.fate in (Fate.ROOT, Fate.BONUS):
-            return line
-        if last.fate is not Fate.ACCEPTED and last.choice is not None:
-            line.append(f" → {self._piece(last.choice)}", "dim")
-        origins = list(dict.fromkeys(nodes[number].origin for number in run))
-        if origins != [nodes[first.parent].origin]:
-            line.append(f" ({', '.join(origins)})", "italic dim")
-        return line
-
-    def _window(self, window: dict[str, list[tuple[int, bool] | None]]) -> Table:
+def _step(step: RecordedStep, before: list[int], pieces: Pieces) -> Iterator[RenderableType]:
+    verified = step.verified
+    emitted = f"{len(verified.tokens)} emitted"
+    accepted = f"{len(verified.accepted)} of {verified.drafted} draft tokens accepted"
+    yield Text(
+        f"{len(verified.tree)} rows: {accepted}, {emitted}"
+        if verified.drafted
+        else f"1 row, {emitted}; nothing drafted: {step.no_draft}"
+    )
+    cut = "…" if len(before) > _CONTEXT else ""
+    yield Text(f"after {cut}{pieces.text(before[-_CONTEXT:])}", "dim")
+    yield _tree(step, pieces)
+    if window := window_of(step):
+        yield Text("\nWindow: Jacobi iterations", "bold")
         table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
         table.add_column("", style="dim", no_wrap=True)
         for name in window:
             table.add_column(name, no_wrap=True, style="bold" if name == "now" else "")
         for column, cells in enumerate(zip(*window.values(), strict=True)):
-            row = []
-            for token, accepted in (cell or (None, False) for cell in cells):
-                piece = "" if token is None else self._piece(token)
-                mark = Fate.ACCEPTED
-                row.append(Text(mark.sign + piece, mark.style) if accepted else Text(piece))
-            table.add_row(str(column), *row)
-        return table
+            table.add_row(str(column), *(_cell(cell, pieces) for cell in cells))
+        yield table
 
-    def _piece(self, token: int) -> str:
-        piece = Text(self.pieces[token])
-        piece.truncate(_PIECE_WIDTH, overflow="ellipsis")
-        return piece.plain
+
+def _tree(step: RecordedStep, pieces: Pieces) -> Tree:
+    """The draft tree with the bonus token; successive nodes without branches share a line."""
+    verified, fates = step.verified, fates_of(step)
+    tokens = *verified.tree.tokens, verified.tokens[-1]
+    parents = *verified.tree.parents, (0, *verified.accepted)[-1]
+    children: dict[int, list[int]] = defaultdict(list)
+    order = [Fate.ACCEPTED, Fate.BONUS, Fate.REJECTED, Fate.UNREACHED]
+    for node in sorted(range(1, len(fates)), key=lambda node: order.index(fates[node])):
+        children[parents[node]].append(node)
+
+    def line(run: Sequence[int]) -> Text:
+        """The tokens, the target's choice after them, and their origin if it is new."""
+        first, last = run[0], run[-1]
+        text = Text().append(fates[first].sign, fates[first].style)
+        for node in run:
+            text.append(" ").append(_piece(tokens[node], pieces), fates[node].style)
+        if fates[first] in (Fate.ROOT, Fate.BONUS):
+            return text
+        if fates[last] not in (Fate.ACCEPTED, Fate.BONUS):
+            text.append(f" → {_piece(verified.choices[last], pieces)}", "dim")
+        origins = list(dict.fromkeys(step.origins[node] for node in run))
+        if origins != [step.origins[parents[first]]]:
+            text.append(f" ({', '.join(origins)})", "italic dim")
+        return text
+
+    def grow(tree: Tree, start: int) -> None:
+        for child in children[start]:
+            run, accepted = [child], fates[child] is Fate.ACCEPTED
+            while len(below := children[run[-1]]) == 1:
+                if (fates[below[0]] is Fate.ACCEPTED) != accepted:
+                    break
+                run.append(below[0])
+            grow(tree.add(line(run)), run[-1])
+
+    tree = Tree(line([0]), guide_style="dim")
+    grow(tree, 0)
+    return tree
+
+
+def _cell(cell: tuple[int, bool] | None, pieces: Pieces) -> Text:
+    """A token of the window; accepted ones have their sign."""
+    if cell is None:
+        return Text()
+    token, accepted = cell
+    mark, piece = Fate.ACCEPTED, _piece(token, pieces)
+    return Text(mark.sign + piece, mark.style) if accepted else Text(piece)
+
+
+def _piece(token: int, pieces: Pieces) -> str:
+    piece = Text(pieces[token])
+    piece.truncate(_PIECE_WIDTH, overflow="ellipsis")
+    return piece.plain

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
@@ -20,9 +20,10 @@ from ..terminal import TokenPrinter, colored
 from .common.generation import Generation
 from .common.model_choice import DEMO_CAN, model_or_default, note_which_model
 from .common.notes import dispensable, silence_notes
-from .common.options import NAME, check_least, color_option, command, option, options_of
+from .common.options import NAME, check_least, check_one, color_option, command, option, options_of
 from .common.output import (
     Figures,
+    FoldingTable,
     error_console,
     prefill_bar,
     result_report,
@@ -37,40 +38,36 @@ if TYPE_CHECKING:
     from .cache_prompt import CachedPrompt
 
 
+_model = partial(option, group="Model and prompt")
+_output = partial(option, group="Output")
+
+
 @command("generate")
 @prompt_argument
 @model_option
 @options_of(PromptOptions, "prompt", "Model and prompt")
-@option(
+@_model(
     "--prompt-cache-file FILE",
     "Continue a prompt cached by 'mlxspec cache-prompt' or mlx_lm.cache_prompt.",
     type=NAME,
-    group="Model and prompt",
 )
-@option(
+@_model(
     "--prompts FILE",
     "Answer each line of FILE, several at a time: see below; - reads standard input.",
     type=NAME,
-    group="Model and prompt",
 )
-@option(
-    "--concurrency N",
-    "With --prompts: answer N at once.  [default: 8]",
-    type=int,
-    group="Model and prompt",
-)
-@option("--max-tokens N", "Generate at most N tokens.", default=250, group="Model and prompt")
+@_model("--concurrency N", "With --prompts: answer N at once.  [default: 8]", type=int)
+@_model("--max-tokens N", "Generate at most N tokens.", default=250)
 @options_of(Generation, "generation")
-@option("-q --quiet", "Show only the text: no figures, progress or notes.", group="Output")
+@_output("-q --quiet", "Show only the text: no figures, progress or notes.")
 @color_option("Output")
-@option("--stats", "Show the measured time of a step by its number of rows.", group="Output")
-@option("--json", "Write one JSON object instead of text.", "as_json", group="Output")
-@option(
+@_output("--stats", "Show the measured time of a step by its number of rows.")
+@_output("--json", "Write one JSON object instead of text.", "as_json")
+@_output(
     "--logprobs K",
     "With --json or --prompts: log-probabilities of each token, and of the K likeliest tokens in "
     "its place.",
     type=int,
-    group="Output",
 )
 def generate_command(*, prompts: str | None, concurrency: int | None, **options: Any) -> None:
     """Generate text with speculative decoding.
@@ -113,8 +110,7 @@ def generate_command(*, prompts: str | None, concurrency: int | None, **options:
     """
     if options["quiet"]:
         silence_notes()
-        if options["stats"]:
-            raise OptionError("--quiet and --stats are given together: choose one")
+    check_one(quiet=options["quiet"], stats=options["stats"])
     if prompts is not None:
         from .prompt_files import answer_prompts
 
@@ -163,13 +159,13 @@ def answer(
     console = Console(quiet=True) if shows["quiet"] else error_console(shows["color"])
     with Memories(not generation.drafting.no_memory) as memories:
         decoder = generation.load(console, memories, leader)
-        templated = prompt.uses_template(source, decoder.tokenizer)
-        more: dict[str, Any] = {"templated": templated, "begun": prompt.prefill_response}
+        where: dict[str, Any] = {}
         if cached:
+            templated = prompt.uses_template(source, decoder.tokenizer)
             tokens, where = cached.continued(source, prompt, decoder, templated)
-            more |= where
         else:
-            tokens = prompt.tokens(source, decoder.tokenizer, templated)
+            tokens, templated = prompt.encoded(source, decoder.tokenizer)
+        more = {"templated": templated, "begun": prompt.prefill_response, **where}
         is_asked = templated and not generation.constraint
         question = source if is_asked and isinstance(source, str) else DEMO_CAN
         result = GenerationResult(logprobs=None if logprobs is None else [])
@@ -241,9 +237,7 @@ def figures_panel(result: GenerationResult, legend: bool, predicted_cost: float 
 
 def step_times_table(step_times: list[StepTime]) -> Table:
     """The median time of steps by their rows, and the verify cost."""
-    table = Table(box=SIMPLE)
-    for heading in ("rows", "steps", "ms", "cost"):
-        table.add_column(heading, justify="right")
+    table = FoldingTable("rows", "steps", "ms", "cost")
     for time in step_times:
         cost = "–" if time.cost is None else f"{time.cost:.2f}"
         rows = f"{time.rows} pipelined" if time.pipelined else str(time.rows)

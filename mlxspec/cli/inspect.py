@@ -54,13 +54,14 @@ def inspect_command(model: str | None, adapter_path: str | None, as_json: bool) 
     tests how several sequences can share a forward, in which each must get the same result as
     alone, and whether the result of a prompt depends on its chunks.
     """
-    from ..models.heads.loading import find_head, head_directory, is_head, own_head
+    from ..models.heads import named_kind
+    from ..models.heads.loading import find_head, head_directory, own_head
     from ..models.model import load
     from ..models.model_files import find_directory, read_config
 
     model = needed_model(model)
     directory = find_directory(model, None, weights=())
-    if is_head(read_config(directory)):
+    if named_kind(read_config(directory)):
         if adapter_path is not None:
             raise OptionError(f"--adapter-path {adapter_path}: a trained head takes no adapters")
         report = _head_report(find_head(head_directory(model)))
@@ -75,7 +76,11 @@ def inspect_command(model: str | None, adapter_path: str | None, as_json: bool) 
         return
     console = output_console()
     console.print(Text(one_line(model), style="bold"))
-    console.print(_table(rows))
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
 
 
 def _where(found: HeadFiles, directory: Path) -> dict[str, Any]:
@@ -160,9 +165,12 @@ def _quantisation(report: dict[str, Any]) -> str:
 
 
 def _rows(report: dict[str, Any]) -> list[Row]:
-    context = report["context"]
+    context, head = report["context"], report["head"]
     size = f"{report['parameters'] / 1e6:,.1f} M, {report['bits_per_weight']} bits each in memory"
-    head = report["head"]
+    chunks, end = "in any chunks", report["chunk_end"]
+    if end is not None:
+        longer = f"beyond {end:,} tokens " if end else ""
+        chunks = f"{longer}in mlx-lm's chunks and never shared"
     rows: list[Row] = [
         ("architecture", f"{visible(report['type'])}, {report['layers']} layers"),
         ("parameters", size),
@@ -173,7 +181,7 @@ def _rows(report: dict[str, Any]) -> list[Row]:
         ("drafts", Text(_DRAFTS[report["tier"]], style="bold")),
         ("why", report["reason"]),
         ("sequences", f"{report['joint']}: {report['joint_reason']}"),
-        ("prompts", _chunks(report["chunk_end"], report["chunk_reason"])),
+        ("prompts", f"{chunks}: {report['chunk_reason']}"),
         ("head", f"{head['kind']}, {size_in_words(head['bytes'])}" if head else "none"),
     ]
     if report["blas"]:  # on Linux's CPU back end it decides what rows cost
@@ -196,23 +204,6 @@ def _head_rows(report: dict[str, Any]) -> list[Row]:
         ("reads", f"the outputs of {reads} layers" if reads else "the states after the final norm"),
         ("target", ", ".join(needs)),
     ]
-
-
-def _table(rows: list[Row]) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column()
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def _chunks(end: int | None, reason: str) -> str:
-    """The chunks in which prompts run."""
-    if end is None:
-        return f"in any chunks: {reason}"
-    longer = f"beyond {end:,} tokens " if end else ""
-    return f"{longer}in mlx-lm's chunks and never shared: {reason}"
 
 
 def _holds(kind: dict[str, Any]) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from importlib import import_module
 
 import click
 from click.shell_completion import get_completion_class
 
-from .common.options import SETTINGS, Group, argument, command
+from .common.options import Group, argument, command, group
 
 _COMMANDS = {
     "Generate": ("generate", "chat", "serve", "run", "cache-prompt"),
@@ -20,7 +19,6 @@ _COMMANDS = {
 """Subcommands by their headings in the help."""
 
 _WHOLE = 200  # characters; all descriptions are shorter
-_SHORT = 40  # characters; shorter prompts are repeated in messages
 
 
 class LazyGroup(Group):
@@ -51,15 +49,8 @@ class LazyGroup(Group):
                     ]
                 )
 
-    def complaint(self, ctx: click.Context, name: str) -> str:
-        """Message for an unknown command; several words are probably a prompt."""
-        if len(name.split()) < 2:
-            return super().complaint(ctx, name)
-        repeated = shlex.quote(name) if len(name) < _SHORT else '"..."'
-        return f"unknown command {name!r}: to use it as a prompt, run mlxspec generate {repeated}"
 
-
-@click.group(cls=LazyGroup, context_settings=SETTINGS)
+@group("mlxspec", cls=LazyGroup)
 def main() -> None:
     """Lossless speculative decoding for LLMs on Apple MLX, without a second model."""
 
@@ -102,18 +93,12 @@ def help_command(ctx: click.Context, words: tuple[str, ...]) -> None:
 _NAME = "mlxspec"
 _VARIABLE = "_MLXSPEC_COMPLETE"  # in which the shell's script passes its request to click
 _INSTALLED = {
-    "bash": """\
-# mlxspec in bash 4.4 or newer (macOS has an older one). For every new shell, in ~/.bashrc:
-#   eval "$(mlxspec completion bash)"
-""",
-    "zsh": """\
-# mlxspec in zsh. For every new shell, in ~/.zshrc, after compinit:
-#   eval "$(mlxspec completion zsh)"
-""",
-    "fish": """\
-# mlxspec in fish. For every new shell:
-#   mlxspec completion fish > ~/.config/fish/completions/mlxspec.fish
-""",
+    "bash": """bash 4.4 or newer (macOS has an older one). For every new shell, in ~/.bashrc:
+#   eval "$(mlxspec completion bash)\"""",
+    "zsh": """zsh. For every new shell, in ~/.zshrc, after compinit:
+#   eval "$(mlxspec completion zsh)\"""",
+    "fish": """fish. For every new shell:
+#   mlxspec completion fish > ~/.config/fish/completions/mlxspec.fish""",
 }
 
 
@@ -136,11 +121,11 @@ def completion_command(shell: str) -> None:
     script = kind(click.Group(), {}, _NAME, _VARIABLE)
     # Not source(), which also checks the version of bash and prints complaints.
     text = script.source_template % script.source_vars()
+    about = f"# mlxspec in {_INSTALLED[shell]}\n"
     first, _, rest = text.partition("\n")
     if first.startswith("#compdef"):  # zsh needs it on the first line
-        click.echo(f"{first}\n{_INSTALLED[shell]}{rest}", nl=False)
-    else:
-        click.echo(_INSTALLED[shell] + text, nl=False)
+        about, text = f"{first}\n{about}", rest
+    click.echo(about + text, nl=False)
 
 
 main.add_command(help_command)

@@ -7,7 +7,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -20,15 +21,15 @@ import click
 
 from ..errors import LoadError, OptionError, StoreError
 from ..files import check_writable, replaced
-from ..terminal import one_line
 from .common.model_choice import MODEL
 from .common.notes import note, say
-from .common.options import FILE, SETTINGS, Group, option
+from .common.options import FILE, group, option
 from .common.output import (
     FoldingTable,
-    at_terminal,
+    confirm,
     counted,
     json_text,
+    print_rows,
     print_tables,
     size_in_words,
     write_json,
@@ -37,29 +38,11 @@ from .common.output import (
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..corpus import KeptAnswers, Memory, Settings, TokenizerIdentity
+    from ..corpus import KeptAnswers, Memory
 
 _DAYS = 7  # days that have a row of their own
 _ALWAYS = ("context", "memory")  # sources to show even if no draft came from them
 _QUIETLY = 1.0  # seconds of sorting before a note says so
-
-EPILOG = """\b
-Examples:
-  mlxspec memory on
-  mlxspec memory show
-  mlxspec memory forget --since 2h
-  mlxspec memory forget --matching "Jane Doe"
-  mlxspec memory export -o answers.jsonl
-
-Once the memory is on, generate, chat, serve and run keep the models' answers and draft from them.
-Prompts are not kept. The answers never leave this machine, and only you can read them.
-
-Whether it is on or off, mlxspec learns from each output which drafts are right. It keeps a few
-kilobytes of weights for each model, and no text.
-
---no-memory turns both off for a run, as does MLXSPEC_MEMORY=off. MLXSPEC_MEMORY=on turns the memory
-on, and MLXSPEC_MEMORY=DIR turns it on with the answers in DIR. All of these override on and off.
-"""
 
 _model_option = option(
     "-m --model MODEL",
@@ -95,6 +78,7 @@ class Memories:
         self._asked = False
         self._needs_identity = shared or self._settings.keeps_some
         self._memories: dict[bytes, Memory] = {}
+        self._users: Counter[bytes] = Counter()
 
     def of(self, tokenizer: Any, model: str = "") -> Memory | None:
         """The memory for a tokenizer; None if a decoder's own memory is enough.
@@ -118,7 +102,17 @@ class Memories:
                 except StoreError as error:
                     note(f"{error}; answers are remembered only until this command ends")
             self._memories[identity.fingerprint] = Memory(kept=kept, on_trouble=note)
+        self._users[identity.fingerprint] += 1
         return self._memories[identity.fingerprint]
+
+    def close(self, memory: Memory | None) -> None:
+        """Close a memory of :meth:`of`, unless another model uses it; others stay as they are."""
+        for key, own in [*self._memories.items()]:
+            if own is memory:
+                self._users[key] -= 1
+                if not self._users[key]:
+                    del self._memories[key]
+                    own.close(patience=0)
 
     def suggest_once(self) -> None:
         """Suggest at a terminal to keep answers, once per user.
@@ -163,18 +157,31 @@ def _absolute(model: str) -> str:
     return os.path.abspath(local_path(model)) if is_there else model
 
 
-@click.group(
-    "memory",
-    cls=Group,
-    short_help="Keep answers between runs, to draft from.",
-    epilog=EPILOG,
-    context_settings=SETTINGS,
-)
+@group("memory", short_help="Keep answers between runs, to draft from.")
 def memory_command() -> None:
-    """Keep answers between runs and draft from them; show, forget or export them."""
+    """Keep answers between runs and draft from them; show, forget or export them.
+
+    \b
+    Examples:
+      mlxspec memory on
+      mlxspec memory show
+      mlxspec memory forget --since 2h
+      mlxspec memory forget --matching "Jane Doe"
+      mlxspec memory export -o answers.jsonl
+
+    Once the memory is on, generate, chat, serve and run keep the models' answers and draft from
+    them. Prompts are not kept. The answers never leave this machine, and only you can read them.
+
+    Whether it is on or off, mlxspec learns from each output which drafts are right. It keeps a few
+    kilobytes of weights for each model, and no text.
+
+    --no-memory turns both off for a run, as does MLXSPEC_MEMORY=off. MLXSPEC_MEMORY=on turns the
+    memory on, and MLXSPEC_MEMORY=DIR turns it on with the answers in DIR. All of these override on
+    and off.
+    """
 
 
-@memory_command.command("on", context_settings=SETTINGS)
+@memory_command.command("on")
 @_model_option
 @option(
     "--max-tokens N",
@@ -184,59 +191,44 @@ def memory_command() -> None:
 )
 def on_command(model: str | None, max_tokens: int | None) -> None:
     """Keep answers from now on, and draft from them."""
-    from ..corpus import memory_directory
-
-    whose, most = _switch(model, keeps=True, max_tokens=max_tokens)
-    up_to = counted(most, "token") + (" each" if model is None else "")
-    say(f"Answers are kept from now on, for {whose or 'every tokenizer'}, up to {up_to}.")
-    say(f"They are in {memory_directory()}; only you can read them.")
+    _switch(model, keeps=True, max_tokens=max_tokens)
 
 
-@memory_command.command("off", context_settings=SETTINGS)
+@memory_command.command("off")
 @_model_option
 def off_command(model: str | None) -> None:
     """Stop keeping answers, and stop drafting from the kept ones."""
-    from ..corpus import memory_directory
-
-    whose, _ = _switch(model, keeps=False)
-    say(f"No answers are kept from now on, for {whose or 'any tokenizer'}.")
-    if any(one.count()["texts"] for one in _kept(_tokenizer_of(model))):
-        say(f"Kept answers stay in {memory_directory()}: mlxspec memory forget --all removes them.")
+    _switch(model, keeps=False)
 
 
-def _switch(
-    model: str | None, keeps: bool, max_tokens: int | None = None
-) -> tuple[TokenizerIdentity | None, int]:
-    """Turn the memory on or off, for one tokenizer or all; print a note if a variable overrides it.
+def _switch(model: str | None, keeps: bool, max_tokens: int | None = None) -> None:
+    """Turn the memory on or off, for one tokenizer or all, and print what that means."""
+    from .. import corpus
 
-    Returns:
-        the tokenizer, None for all, and how many tokens are kept per tokenizer.
-    """
-    from ..corpus import (
-        SWITCH,
-        KeptAnswers,
-        identify,
-        load_settings,
-        memory_directory,
-        save_settings,
-    )
-
-    settings, identity = load_settings(note), None
-    if model is None:
+    directory, tokenizer, identity = corpus.memory_directory(), _tokenizer_of(model), None
+    settings = corpus.load_settings(note)
+    settings = replace(settings, max_tokens=max_tokens or settings.max_tokens)
+    if tokenizer is None:
         settings = replace(settings, everything=keeps, tokenizers=frozenset())
     else:
-        identity = identify(_tokenizer_of(model))
+        identity = corpus.identify(tokenizer)
         settings = settings.with_tokenizer(identity, keeps)
         if keeps:
-            KeptAnswers(memory_directory(), identity, _absolute(model)).close()
-    settings = replace(settings, max_tokens=max_tokens or settings.max_tokens)
-    save_settings(settings)
-    if switch := os.environ.get(SWITCH):
-        note(f"{SWITCH} is {switch!r} here and overrides this")
-    return identity, settings.max_tokens
+            corpus.KeptAnswers(directory, identity, _absolute(str(model))).close()
+    corpus.save_settings(settings)
+    if switch := os.environ.get(corpus.SWITCH):
+        note(f"{corpus.SWITCH} is {switch!r} here and overrides this")
+    if keeps:
+        up_to = counted(settings.max_tokens, "token") + ("" if identity else " each")
+        say(f"Answers are kept from now on, for {identity or 'every tokenizer'}, up to {up_to}.")
+        say(f"They are in {directory}; only you can read them.")
+        return
+    say(f"No answers are kept from now on, for {identity or 'any tokenizer'}.")
+    if any(one.count()["texts"] for one in _kept(tokenizer)):
+        say(f"Kept answers stay in {directory}: mlxspec memory forget --all removes them.")
 
 
-@memory_command.command("show", context_settings=SETTINGS)
+@memory_command.command("show")
 @_model_option
 @option("--json", "Write one JSON object instead of text.", "as_json")
 def show_command(model: str | None, as_json: bool) -> None:
@@ -283,13 +275,23 @@ def show_command(model: str | None, as_json: bool) -> None:
     if taught:
         learned = f"which drafts are right for {counted(taught, 'model')}; no text"
         rows += [("learned", learned), ("in", experience_directory())]
-    _print_rows(rows)
+    print_rows(*rows)
     for one in kept:
         click.echo()
-        _show(one, settings)
+        held, earned = one.count(), one.earned_by_day()
+        answers, tokens = counted(held["texts"], "answer"), counted(held["tokens"], "token")
+        rows = [
+            ("tokenizer", one.identity),
+            ("memory", "on" if settings.keeps(one.identity) else "off"),
+            ("holds", f"{answers}, {tokens}, {size_in_words(held['bytes'])}"),
+        ]
+        rows += [(name, _at(held[name])) for name in ("oldest", "newest") if held[name] is not None]
+        print_rows(*rows)
+        if earned:
+            print_tables([_table(earned)])
 
 
-@memory_command.command("forget", context_settings=SETTINGS)
+@memory_command.command("forget")
 @option("--since WHEN", "Answers that ended since WHEN: 2h, 3d, 2026-11-23, 2026-11-23T14:30.")
 @option("--before WHEN", "Answers that ended before WHEN.")
 @option("--matching TEXT", "Answers that contain TEXT, in upper or lower case.")
@@ -337,11 +339,7 @@ def forget_command(
             say(f"{kept.identity}: {counted(len(chosen), 'answer')}, {tokens}, {ended}")
             found.append((kept, [row for row, _, _ in chosen]))
     if found and not yes:
-        if not at_terminal():
-            raise OptionError("forget asks for confirmation, which needs a terminal: add --yes")
-        if not click.confirm("Forget them?", err=True):
-            say("Nothing was forgotten.")
-            sys.exit(1)
+        confirm("forget", "Forget them?", "Nothing was forgotten.")
     for kept, rows in found:
         kept.forget(rows)
     for damaged in memory_directory().glob("*.damaged*"):
@@ -368,7 +366,7 @@ def _chosen(
     return [one for one in within if text in decode(one[1]).casefold()]
 
 
-@memory_command.command("export", context_settings=SETTINGS)
+@memory_command.command("export")
 @_model_option
 @option("-o --output FILE", "Write to FILE instead of standard output.", type=FILE)
 @option("--force", "Replace an existing file.")
@@ -469,27 +467,6 @@ def _when(option: str, text: str | None) -> float | None:
         raise OptionError(
             f"{option} is {text!r}: write it as 30m, 2h, 3d, 2026-11-23 or 2026-11-23T14:30"
         ) from None
-
-
-def _show(kept: KeptAnswers, settings: Settings) -> None:
-    """Show what is kept for one tokenizer."""
-    held = kept.count()
-    answers, tokens = counted(held["texts"], "answer"), counted(held["tokens"], "token")
-    rows: list[tuple[str, object]] = [
-        ("tokenizer", kept.identity),
-        ("memory", "on" if settings.keeps(kept.identity) else "off"),
-        ("holds", f"{answers}, {tokens}, {size_in_words(held['bytes'])}"),
-    ]
-    if held["oldest"] is not None and held["newest"] is not None:
-        rows += [("oldest", _at(held["oldest"])), ("newest", _at(held["newest"]))]
-    _print_rows(rows)
-    if earned := kept.earned_by_day():
-        print_tables([_table(earned)])
-
-
-def _print_rows(rows: Iterable[tuple[str, object]]) -> None:
-    for name, value in rows:
-        click.echo(f"{name:<10} {one_line(value)}")
 
 
 def _at(seconds: float) -> str:

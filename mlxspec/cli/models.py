@@ -24,7 +24,7 @@ _RESERVE = 1.1  # memory for weights, caches and a forward, relative to the weig
 @command("models", short_help="List the models on this machine.")
 @option("--json", "Write one JSON object instead of a table.", "as_json", group="Output")
 def models_command(as_json: bool) -> None:
-    """List the models on this machine: in the Hugging Face Hub's cache, and your own.
+    """List the models on this machine: the Hugging Face Hub's, LM Studio's, and your own.
 
     \b
     Examples:
@@ -32,10 +32,10 @@ def models_command(as_json: bool) -> None:
       mlxspec models --json | jq -r '.models[] | select(.fits) | .name'
 
     Your own are the directory mlx_model, if it exists here, and the models that 'mlxspec config'
-    names. A model fits if its weights and a tenth more fit into the memory that MLX may use: what
-    the driver recommends on a Mac's GPU, and the system's memory elsewhere. On a CPU half-precision
-    weights take twice their size. The costs of steps are measured at first use, and more carefully
-    by 'mlxspec calibrate'.
+    names. LM Studio's are named by their directories. A model fits if its weights and a tenth more
+    fit into the memory that MLX may use: what the driver recommends on a Mac's GPU, and the
+    system's memory elsewhere. On a CPU half-precision weights take twice their size. The costs of
+    steps are measured at first use, and more carefully by 'mlxspec calibrate'.
     """
     from ..engine.costs import whole_memory
 
@@ -88,11 +88,12 @@ def _directories(named: list[str]) -> dict[str, Path]:
     Args:
         named: models that the user has named; directories among them are added.
     """
-    from ..models.on_machine import cached_repositories
+    from ..models.on_machine import cached_repositories, lm_studio_folders, models_in
 
     found = dict(cached_repositories())
     found[DEMO] = DEMO_DIRECTORY
-    for name in [*named, DIRECTORY]:
+    of_lm_studio = [str(path) for folder in lm_studio_folders() for _, path in models_in(folder)]
+    for name in [*named, DIRECTORY, *of_lm_studio]:
         directory = local_path(name)
         known = {path.resolve() for path in found.values()}
         if name not in found and directory.is_dir() and directory.resolve() not in known:

@@ -16,11 +16,11 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from itertools import chain
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import click
 from pydantic import BeforeValidator, ConfigDict, Field, Strict, ValidationError, create_model
@@ -131,19 +131,15 @@ def open_prompts(name: str) -> Iterator[tuple[Lines, int | None]]:
     Raises:
         PromptError: it cannot be read, or has only blank lines.
     """
-    with ExitStack() as during:
-        file: BinaryIO
-        if name != "-":
-            try:
-                file = during.enter_context(open(name, "rb"))
-            except OSError as error:
-                raise PromptError(
-                    f"--prompts {name} cannot be read ({error.strerror}): name a readable file"
-                ) from error
-        elif sys.stdin is None:
-            raise PromptError("standard input is closed: give --prompts FILE")
-        else:
-            file = sys.stdin.buffer
+    if name == "-" and sys.stdin is None:
+        raise PromptError("standard input is closed: give --prompts FILE")
+    try:
+        opened = click.open_file(name, "rb")
+    except OSError as error:
+        raise PromptError(
+            f"--prompts {name} cannot be read ({error.strerror}): name a readable file"
+        ) from error
+    with opened as file:
         count = None
         if file.seekable():
             start = file.tell()
@@ -157,7 +153,7 @@ def open_prompts(name: str) -> Iterator[tuple[Lines, int | None]]:
         yield chain([first], values), count
 
 
-def _lines(file: BinaryIO) -> Iterator[bytes]:
+def _lines(file: IO[bytes]) -> Iterator[bytes]:
     """The lines of a file; a line that is too long is cut to one byte, which is not a prompt."""
     while line := file.readline(_LONGEST_LINE):
         part = line
@@ -293,10 +289,11 @@ class _PromptAnswer:
         self.request, self.result = None, GenerationResult()
 
 
+@dataclass(eq=False)
 class PromptAnswers:
     """Answers the lines of a file and writes the results to standard output, in order.
 
-    Args:
+    Attributes:
         generation: the options of lines that do not set them.
         decoder: the decoder of ``generation``.
         prompt: options of the chat template.
@@ -304,39 +301,32 @@ class PromptAnswers:
         logprobs: how many of the likeliest tokens get log-probabilities in the results, besides the
             chosen token; None for no log-probabilities.
         console: gets a line for each prompt that cannot be answered.
-
-    Attributes:
-        answered, failed, unfinished: numbers of prompts; unfinished ones were interrupted.
+        failed, unfinished: numbers of prompts; unfinished ones were interrupted.
         figures: the figures of the answered and the unfinished prompts.
     """
 
-    def __init__(
-        self,
-        generation: Generation,
-        decoder: Decoder,
-        prompt: PromptOptions,
-        concurrency: int,
-        logprobs: int | None,
-        console: Console,
-    ) -> None:
-        self.answered = self.failed = self.unfinished = 0
+    generation: Generation
+    decoder: Decoder
+    prompt: PromptOptions
+    concurrency: int
+    logprobs: int | None
+    console: Console
+
+    def __post_init__(self) -> None:
+        self.failed = self.unfinished = 0
         self.figures = Figures()
-        self._console = console
-        self._generation = generation
-        self._decoder = decoder
-        self._prompt = prompt
-        self._logprobs = logprobs
         # Nobody reads the answers as they grow, so they may wait for the prompts of others.
-        self._engine = Engine(decoder, max_active=concurrency, stall=math.inf)
+        self._engine = Engine(self.decoder, max_active=self.concurrency, stall=math.inf)
         self._begun = 0
         self._held: deque[_PromptAnswer] = deque()  # not yet written, in the file's order
 
     def panel(self, interrupted: bool) -> Panel:
         """The figures of all answers."""
+        answered = self.figures.answers - self.unfinished
         counts = {"failed": self.failed, "unfinished": self.unfinished}
         rows = [(name, f"{number:,}") for name, number in counts.items() if number]
-        answered = "prompts answered", f"{self.answered:,}"
-        return self.figures.panel(answered, *rows, subtitle="interrupted" if interrupted else None)
+        rows.insert(0, ("prompts answered", f"{answered:,}"))
+        return self.figures.panel(*rows, subtitle="interrupted" if interrupted else None)
 
     def run(self, lines: Lines, count: int | None, bar: ProgressBar) -> bool:
         """Answer lines until all are done or Ctrl-C is pressed.
@@ -361,7 +351,7 @@ class PromptAnswers:
                         if answer.request and answer.request.done:
                             self._finish(answer)
                     self._write_finished()
-                    bar(self.answered + self.failed, count)
+                    bar(self.figures.answers + self.failed, count)
         except KeyboardInterrupt:
             interrupted = True
             for answer in self._held:
@@ -380,7 +370,7 @@ class PromptAnswers:
                 break
             number, value = line
             place = {"index": self._begun, "id": id_of(value)}
-            result = GenerationResult(logprobs=None if self._logprobs is None else [])
+            result = GenerationResult(logprobs=None if self.logprobs is None else [])
             answer = _PromptAnswer(number, place, result)
             self._held.append(answer)
             self._begun += 1
@@ -397,18 +387,18 @@ class PromptAnswers:
         Raises:
             MlxspecError: it cannot be answered.
         """
-        asked, default = read_line(value), self._generation
+        asked, default = read_line(value), self.generation
         generation = replace(
             default,
             max_tokens=asked.get("max_tokens", default.max_tokens),
-            ends=replace(default.ends, **_those_of(asked, _ENDS)),
-            sampling=replace(default.sampling, **_those_of(asked, _SAMPLING)),
+            ends=replace(default.ends, **_those(_ENDS, asked)),
+            sampling=replace(default.sampling, **_those(_SAMPLING, asked)),
         )
         tokens, templated = self._tokens(asked)
         request, as_shown = generation.request(
-            self._decoder, tokens, templated=templated, begun=self._prompt.prefill_response
+            self.decoder, tokens, templated=templated, begun=self.prompt.prefill_response
         )
-        likeliest = self._logprobs or 0
+        likeliest = self.logprobs or 0
         request.receive = lambda response: result.add(as_shown(response), likeliest)
         return request
 
@@ -418,15 +408,14 @@ class PromptAnswers:
         Raises:
             PromptError, OptionError: the template does not apply, or the model has none.
         """
-        options, tokenizer = self._prompt, self._decoder.tokenizer
+        options, tokenizer = self.prompt, self.decoder.tokenizer
         if "messages" not in asked:
             prompt = asked["prompt"]
             if not isinstance(prompt, str) and (given := options.for_template()):
                 raise PromptError(
                     f"token ids need no chat template: leave out {given[0]}, or give a text"
                 )
-            templated = options.uses_template(prompt, tokenizer)
-            return options.tokens(prompt, tokenizer, templated), templated
+            return options.encoded(prompt, tokenizer)
         if options.chat is False:
             raise PromptError(
                 '"messages" need the chat template: leave out --raw, or give a "prompt"'
@@ -452,14 +441,11 @@ class PromptAnswers:
                 self._fail(answer, request.error)
                 return
             result.prompt_tokens = len(request.prompt)
-        report = result_report(result, model_or_default(self._generation.model))
+        report = result_report(result, model_or_default(self.generation.model))
         del report["step_times"]  # they include all answers
         answer.end(report)  # first, or an interrupt could count the answer twice
         self.figures.add(result, len(result.tokens))
-        if result.finish_reason == "interrupted":
-            self.unfinished += 1
-        else:
-            self.answered += 1
+        self.unfinished += result.finish_reason == "interrupted"
 
     def _fail(self, answer: _PromptAnswer, error: Exception) -> None:
         """Make the result from an error, and print the error."""
@@ -467,7 +453,7 @@ class PromptAnswers:
         kind = "" if isinstance(error, MlxspecError) else f"{type(error).__name__}: "
         message = f"line {answer.number}: {kind}{error}"
         self.failed += 1
-        self._console.print(Text(f"Error: {in_one_line(message)}"), soft_wrap=True)
+        self.console.print(Text(f"Error: {in_one_line(message)}"), soft_wrap=True)
         answer.end({"error": message})
 
     def _write_finished(self) -> None:
@@ -477,5 +463,5 @@ class PromptAnswers:
             click.echo(self._held.popleft().line)
 
 
-def _those_of(asked: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
+def _those(names: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
     return {name: asked[name] for name in names if name in asked}

@@ -11,24 +11,16 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from itertools import takewhile
 from types import TracebackType
+from typing import Any
 
 import click
 
 from ..process import INTERRUPTED
-from .common.options import NO_MEMORY, NO_MEMORY_HELP, SETTINGS, SectionedCommand, argument
+from .common.options import NO_MEMORY, NO_MEMORY_HELP, Command, argument, command, option
 from .memory import Memories
 
-EPILOG = """\b
-Examples:
-  mlxspec run -m mlx_lm.chat --model mlx-community/Qwen3-4B-4bit
-  mlxspec run -m mlx_lm generate --prompt "How tall is Mt Everest?"
-  mlxspec run my_script.py --its-own-option
 
-mlx_lm.server batches most requests itself, and generates these without speculation.
-"""
-
-
-class ProgramCommand(SectionedCommand):
+class ProgramCommand(Command):
     """A command that passes everything after the program's name on to the program."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -41,34 +33,49 @@ class ProgramCommand(SectionedCommand):
             args = ["-m", args[0][2:], "--", *args[1:]]
         return super().parse_args(ctx, [*own, *args])
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Like click's: warnings and errors of the program are its own."""
+        return click.Command.invoke(self, ctx)
 
-@click.command(
+
+@command(
     "run",
     short_help="Run a program that uses mlx-lm, with speculation.",
     cls=ProgramCommand,
-    epilog=EPILOG,
     options_metavar=f"[{NO_MEMORY}] [-m MODULE | SCRIPT]",
-    context_settings={**SETTINGS, "allow_interspersed_args": False},
+    context_settings={"allow_interspersed_args": False},
 )
-@click.option("-m", "module", metavar="MODULE", help="Run a module instead of a script.")
-@click.option(NO_MEMORY, is_flag=True, help=NO_MEMORY_HELP)
-@argument(
-    "arguments",
-    "The program's arguments.",
-    nargs=-1,
-    type=click.UNPROCESSED,
-    metavar="[ARGUMENTS]...",
-)
+@option("-m MODULE", "Run a module instead of a script.", "module")
+@option(NO_MEMORY, NO_MEMORY_HELP)
+@argument("arguments", "The program's arguments.", nargs=-1, type=click.UNPROCESSED)
 def run_command(module: str | None, no_memory: bool, arguments: tuple[str, ...]) -> None:
     """Run a Python program that generates with mlx-lm, with speculation.
 
     Arguments, exit status and output of the program stay the same.
+
+    \b
+    Examples:
+      mlxspec run -m mlx_lm.chat --model mlx-community/Qwen3-4B-4bit
+      mlxspec run -m mlx_lm generate --prompt "How tall is Mt Everest?"
+      mlxspec run my_script.py --its-own-option
+
+    mlx_lm.server batches most requests itself, and generates these without speculation.
     """
     if module is None and not arguments:
         raise click.UsageError("name a script, or a module with -m")
     program = _module(module, arguments) if module else _script(arguments[0], arguments[1:])
-    with Memories(not no_memory) as memories:
-        _run(program, memories)
+    from ..compat import augment, remembering
+
+    with Memories(not no_memory) as memories, augment(), remembering(memories.of):
+        try:
+            program()
+        except KeyboardInterrupt:
+            sys.exit(INTERRUPTED)
+        except Exception as error:
+            # Shown here, since click would handle some of these exceptions as its own.
+            shown = error.with_traceback(_from_program(error.__traceback__))
+            sys.excepthook(type(shown), shown, shown.__traceback__)
+            sys.exit(1)
 
 
 def _script(path: str, arguments: Sequence[str]) -> Callable[[], object]:
@@ -107,23 +114,6 @@ def _module(name: str, arguments: Sequence[str]) -> Callable[[], object]:
         raise click.ClickException(f"{name}: no such module; to run a script, leave out -m")
     sys.argv = [name, *arguments]
     return partial(runpy.run_module, name, run_name="__main__", alter_sys=True)
-
-
-def _run(program: Callable[[], object], memories: Memories) -> None:
-    """Run a program with speculation, and end this process as the program would end."""
-    from ..compat.augmentation import augment
-    from ..compat.generation import remembering
-
-    with augment(), remembering(memories.of):
-        try:
-            program()
-        except KeyboardInterrupt:
-            sys.exit(INTERRUPTED)
-        except Exception as error:
-            # Shown here, since click would handle some of these exceptions as its own.
-            shown = error.with_traceback(_from_program(error.__traceback__))
-            sys.excepthook(type(shown), shown, shown.__traceback__)
-            sys.exit(1)
 
 
 def _from_program(traceback: TracebackType | None) -> TracebackType | None:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -31,9 +31,16 @@ from ..distributed import leading
 from ..engine.params import CacheOptions, SamplingParams
 from ..errors import OptionError, printable
 from ..files import is_ours_alone
+from ..models.model_files import local_path
 from ..process import give_back_large_blocks
-from .common.generation import API_KEY, DraftingOptions, Ends, Generation
-from .common.model_choice import model_argument, model_or_default, note_which_model
+from .common.generation import API_KEY, DraftingOptions, Ends, Generation, measure
+from .common.model_choice import (
+    DIRECTORY,
+    default_model,
+    model_argument,
+    model_or_default,
+    note_which_model,
+)
 from .common.notes import note
 from .common.options import (
     ADAPTERS,
@@ -45,20 +52,29 @@ from .common.options import (
     option_field,
     options_of,
 )
-from .common.output import counted, error_console, shown
+from .common.output import counted, error_console, shown, size_in_words
 from .common.prompt import template_option
 from .memory import Memories
+from .settings import load_config
 
 if TYPE_CHECKING:
     from ..distributed.ranks import Leader
+    from ..generation.decoder import Decoder
     from ..generation.options import GenerationOptions
+    from ..models.model import OnRead
+    from ..models.on_machine import ModelFiles
     from ..server.body import ApiError
+    from ..server.catalog import Catalog, Entry
     from ..server.memory import ServerMemory
     from ..server.served_model import ServedModel
     from ..server.worker import ServedRequest, Worker
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+_DURATION = re.compile(r"(-?\d+(?:\.\d+)?)\s*([smhd]?)", re.IGNORECASE)
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _MOST_PORT = 65535
+ALL = "all"
+"""The value of ``--models`` for the models that 'mlxspec models' lists."""
 
 
 def _size(text: str) -> int:
@@ -70,6 +86,15 @@ def _size(text: str) -> int:
     return int(float(number) * 1024 ** " KMGT".index(unit.upper() or " "))
 
 
+def _duration(text: str) -> float:
+    """Parse a number of seconds: 30s, 10m, 2h; a negative number is for ever."""
+    found = _DURATION.fullmatch(text.strip())
+    if not found:
+        raise click.BadParameter(f"{text!r} is not a time: write it as 30s, 10m or 2h, or -1")
+    seconds = float(found[1]) * _SECONDS[found[2].lower()]
+    return seconds if seconds >= 0 else math.inf
+
+
 _address_option = partial(option_field, group="Models and address")
 _request_option = partial(option_field, group="Requests")
 
@@ -78,6 +103,19 @@ _request_option = partial(option_field, group="Requests")
 class ServeOptions:
     """Where to listen, how many requests to run, and what to print."""
 
+    available: tuple[str, ...] = _address_option(
+        "--models DIR",
+        "Also load models when a request names them: those in DIR, or with 'all' those that "
+        "'mlxspec models' lists; repeatable.",
+        multiple=True,
+        type=NAME,
+    )
+    keep_alive: float | None = _address_option(
+        "--keep-alive TIME",
+        "Unload models that no request has used for TIME, such as 30s, 10m or 2h; -1 keeps them.  "
+        "[default: 10m; a MODEL named here stays]",
+        type=_duration,
+    )
     adapter_path: str | None = _address_option(ADAPTERS, ADAPTERS_HELP, type=NAME)
     host: str = _address_option("--host HOST", "The address to listen on.", default="127.0.0.1")
     port: int = _address_option("--port N", "The port; 0 takes a free one.", default=8080)
@@ -143,7 +181,7 @@ class ServeOptions:
     )
 
     def check(self, models: int) -> None:
-        """Check the options, given the number of models.
+        """Check the options, given the number of models to load at the start.
 
         Raises:
             OptionError: one has a wrong value.
@@ -158,8 +196,13 @@ class ServeOptions:
             )
         if self.port > _MOST_PORT:
             raise OptionError(f"--port is {self.port}: give at most {_MOST_PORT}")
-        if self.adapter_path is not None and models > 1:
+        if self.adapter_path is not None and models != 1:
             raise OptionError("--adapter-path needs exactly one --model")
+        for one in self.available:
+            if one != ALL and not local_path(one).is_dir():
+                raise OptionError(
+                    f"--models {shown(one)}: no such directory; name one with models, or all"
+                )
 
 
 def serve_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -191,9 +234,14 @@ def checked(
     Raises:
         OptionError: a value is wrong, or the server would be open to other machines.
     """
-    options.check(len(models))
-    if drafting.head is not None and len(models) > 1:
+    count = len(models) or int(not options.available)  # without any, the default one is loaded
+    options.check(count)
+    if drafting.head is not None and count != 1:
         raise OptionError("--head needs exactly one --model")
+    for name in ("draft_model", "store"):
+        if getattr(drafting, name) is not None and not count:
+            option = f"--{name.replace('_', '-')}"
+            raise OptionError(f"{option} is for the models that are loaded at the start: name one")
     keys = _keys(options.api_key_file, key)
     return keys, _hosts(options.host, options.allowed_hosts, keys)
 
@@ -220,19 +268,26 @@ def serve_command(
       export OPENAI_BASE_URL=http://127.0.0.1:8080/v1 OPENAI_API_KEY=none
       curl $OPENAI_BASE_URL/chat/completions -H 'Content-Type: application/json' \\
           -d '{"messages": [{"role": "user", "content": "Name a river."}]}'
+      mlxspec serve --models all --keep-alive 30m
 
     Open the address in a browser to see the requests and what drafts gain. Other machines can
     connect with --host 0.0.0.0, which needs a key. Ctrl-C or SIGTERM gives running requests --grace
     seconds to end; press Ctrl-C again to end them at once.
     """
+    names = models or (() if options.available else (None,))
     asked = [
         Generation(
             *(name, options.max_tokens, drafting, Ends(), SamplingParams(), caches),
             adapter_path=options.adapter_path,
         )
-        for name in models or (None,)
+        for name in names
     ]
     with leading() as leader:
+        if leader and (options.available or options.keep_alive is not None):
+            raise OptionError(
+                "--models and --keep-alive: the models of several machines are loaded at the start "
+                "and stay; leave these options out, or run without mlx.launch"
+            )
         if leader and options.cache_dir:
             raise OptionError(
                 "--cache-dir: the caches of a split model are on several machines; leave it out, "
@@ -240,11 +295,15 @@ def serve_command(
             )
         keys, hosts = checked(models, options, drafting, os.environ.get(API_KEY, ""))
         console = error_console(color)
-        _run(asked, options, hosts, keys, chat_template_config or {}, console, leader)
+        # A head, a draft model and a store belong to the models that were named with them.
+        apart = replace(drafting, head=None, draft_model=None, num_draft_tokens=None, store=None)
+        base = Generation(None, options.max_tokens, apart, Ends(), SamplingParams(), caches)
+        _run(asked, base, options, hosts, keys, chat_template_config or {}, console, leader)
 
 
 def _run(
     asked: list[Generation],
+    base: Generation,
     options: ServeOptions,
     hosts: set[str] | None,
     keys: list[str],
@@ -254,7 +313,8 @@ def _run(
 ) -> None:
     """Load the models and serve them until Ctrl-C or SIGTERM.
 
-    With a ``leader``, the models are split over its ranks.
+    Models that are loaded later have the options of ``base``. With a ``leader``, the models are
+    split over its ranks.
     """
     give_back_large_blocks()
     with ExitStack() as serving:
@@ -263,28 +323,35 @@ def _run(
         from ..server.memory import ServerMemory
         from ..server.worker import Worker, WorkerLimits
 
-        keeps = _keeps_answers(asked[0].drafting, keys)
-        memories = serving.enter_context(Memories(keeps, len(asked) > 1))
+        keeps = _keeps_answers(base.drafting, keys)
+        several = len(asked) > 1 or bool(options.available)
+        memories = serving.enter_context(Memories(keeps, several))
         memory = ServerMemory(options.memory, options.cache_bytes)
-        served = _load(asked, console, memories, memory, template, keys, leader)
+        loader = _Loader(asked, base, options, memories, memory, template, keys)
+        if options.cache_dir and serving.enter_context(_ours_alone(options.cache_dir)):
+            loader.prefixes = options.cache_dir
         log = serving.enter_context(
             request_log(options.log_json, options.quiet, not console.no_color)
         )
         limits = WorkerLimits(options.concurrency, options.queue, options.stall)
+        served = loader.start(console, leader)
         worker = Worker(served, limits, lambda requests: log(end_record(requests)), memory)
         _check_memory(memory, served)
+        del served  # or it would hold the memory of models that leave
         # SIGTERM acts like Ctrl-C.
         usual = signal.signal(signal.SIGTERM, signal.default_int_handler)
         serving.callback(signal.signal, signal.SIGTERM, usual)
-        if options.cache_dir and serving.enter_context(_ours_alone(options.cache_dir)):
-            serving.enter_context(_kept(served, options.cache_dir))
+        serving.enter_context(_saved(loader, worker))
         worker.start()
         serving.callback(worker.stop)
         worker.wait_until_ready()
-        note_which_model(asked[0].model)
+        catalog = loader.catalog(worker, log)
+        serving.callback(catalog.close)
+        if asked:
+            note_which_model(asked[0].model)
         if not options.quiet:
             address = f"http://{bracketed(options.host)}:{listening.getsockname()[1]}"
-            console.print(_panel(address, worker, bool(keys)))
+            console.print(_panel(address, worker, catalog, bool(keys)))
             if not options.log_json:
                 memories.suggest_once()
         app = create_app(
@@ -294,11 +361,12 @@ def _run(
             keys=keys,
             strict_model_names=options.strict_model_names,
             on_refusal=lambda path, error: log(refusal_record(path, error)),
+            catalog=catalog,
         )
         # Nothing that is loaded now becomes garbage. Without this, each full collection would scan
         # it, and delay every request by 100 ms.
         gc.freeze()
-        _serve(app, listening, worker, options.grace, leader)
+        _serve(app, listening, worker, catalog, options.grace, leader)
 
 
 def _keys(file: Path | None, other: str) -> list[str]:
@@ -375,51 +443,191 @@ def _listening(host: str, port: int) -> socket.socket:
     return listening
 
 
-def _load(
-    asked: list[Generation],
-    console: Console,
-    memories: Memories,
-    memory: ServerMemory,
-    template_arguments: Mapping[str, Any],
-    keys: list[str],
-    leader: Leader | None,
-) -> list[ServedModel]:
-    """Load the models.
+class _Loader:
+    """Loads a server's models: at its start, and as requests need them.
 
-    Requests use the last part of a directory's path as the model's name, unless another model has
-    this name.
+    Args:
+        asked: the models to load at the start.
+        base: the options of all others.
+        options: the server's.
+        memories: hold the earlier answers to draft from.
+        memory: the memory of the server.
+        template: default arguments of the chat template.
+        keys: the valid API keys; an only one's requests use the decoder's own memory.
+
+    Attributes:
+        prefixes: the directory in which prefixes are kept; None for none.
 
     Raises:
         OptionError: a model is named twice.
     """
-    from ..models.model_files import given_name
-    from ..server.memory import CacheMemory
-    from ..server.prefix_cache import PrefixCache
-    from ..server.served_model import ServedModel
 
-    paths = [model_or_default(one.model) for one in asked]
-    for path in paths:
-        if paths.count(path) > 1:
-            raise OptionError(f"{path} is named twice: name it once")
-    names = [given_name(path) for path in paths]
-    decoders = [one.load(console, memories, leader) for one in asked]
-    result = []
-    for path, name, one, decoder in zip(paths, names, asked, decoders, strict=True):
-        model, caches = decoder.model, one.caches
-        most, chunks_matter = memory.most_cached, decoder.chunks_matter
+    def __init__(
+        self,
+        asked: Sequence[Generation],
+        base: Generation,
+        options: ServeOptions,
+        memories: Memories,
+        memory: ServerMemory,
+        template: Mapping[str, Any],
+        keys: Sequence[str],
+    ) -> None:
+        from ..models.model_files import given_name
+
+        paths = [model_or_default(one.model) for one in asked]
+        for path in paths:
+            if paths.count(path) > 1:
+                raise OptionError(f"{path} is named twice: name it once")
+        names = [given_name(path) for path in paths]
+        # The last part of a directory's path, unless another one has the same.
+        names = [
+            name if name and names.count(name) == 1 else path
+            for name, path in zip(names, paths, strict=True)
+        ]
+        self._asked = dict(zip(names, zip(paths, asked, strict=True), strict=True))
+        self._base = base
+        self._options = options
+        self._memories = memories
+        self._memory = memory
+        self._template = template
+        self._owner = keys[0] if len(keys) == 1 else ""
+        self.prefixes: Path | None = None
+        self._known: dict[Path, ModelFiles] = {}
+
+    def start(self, console: Console, leader: Leader | None) -> list[ServedModel]:
+        """Load the models that were asked for."""
+        decoders = [one.load(console, self._memories, leader) for _, one in self._asked.values()]
+        return [
+            self._served(name, path, decoder)
+            for (name, (path, _)), decoder in zip(self._asked.items(), decoders, strict=True)
+        ]
+
+    def _served(self, name: str, path: str, decoder: Decoder) -> ServedModel:
+        from ..server.prefix_cache import PrefixCache
+        from ..server.served_model import CacheMemory, ServedModel
+
+        model, caches = decoder.model, self._base.caches
         draft_model = getattr(decoder.drafting, "draft_model", None)
-        prefixes = PrefixCache(model, most, caches, warn=note, chunks_matter=chunks_matter)
-        result.append(
-            ServedModel(
-                name if name and names.count(name) == 1 else path,
-                *(decoder, prefixes, CacheMemory(model, caches, draft_model)),
-                cast("GenerationOptions", vars(caches)),
-                template_arguments,
-                owner=keys[0] if len(keys) == 1 else "",
-                path=path,
-            )
+        prefixes = PrefixCache(
+            *(model, self._memory.most_cached, caches),
+            warn=note,
+            chunks_matter=decoder.chunks_matter,
         )
-    return result
+        if self.prefixes:
+            prefixes.load(_place(self.prefixes, path))
+        return ServedModel(
+            *(name, decoder, prefixes, CacheMemory(model, caches, draft_model)),
+            cast("GenerationOptions", vars(caches)),
+            self._template,
+            owner=self._owner,
+            path=path,
+        )
+
+    def catalog(self, worker: Worker, log: Callable[[dict[str, Any]], None]) -> Catalog:
+        """The models that requests may name.
+
+        Those that were loaded at the start stay, unless --keep-alive is given.
+        """
+        from ..server.catalog import Catalog, Entry
+
+        seconds = self._options.keep_alive
+        entries = [*map(Entry.of, worker.models.values())]
+        for entry in entries:
+            entry.others = _other_names(entry.name, entry.path)
+            if seconds is not None:
+                entry.keep_alive, entry.stays = seconds, False
+        loads = self._options.available or seconds is not None
+        default = default_model() if not entries else None
+        return Catalog(
+            *(worker, self if loads else None),
+            entries=entries,
+            default=default and default[0],
+            log=log,
+        )
+
+    def find(self) -> list[Entry]:
+        """The models that can be loaded later; of two with the same name the first one."""
+        import mlx.core as mx
+
+        from ..engine.model_sizes import stated_context_length
+        from ..models.model_files import read_config
+        from ..models.on_machine import model_files
+        from ..server.catalog import KEEP_ALIVE, Entry
+
+        ours = {local_path(path).resolve() for path, _ in self._asked.values()}
+        entries: dict[str, Entry] = {}
+        seconds = self._options.keep_alive
+        for name, directory in _found(self._options.available):
+            if name in entries or name in self._asked or directory.resolve() in ours:
+                continue
+            files = self._known.get(directory) or model_files(directory)
+            if files.trouble:
+                continue
+            self._known[directory] = files
+            widened = files.half_bytes if mx.default_device().type == mx.cpu else 0
+            entries[name] = Entry(
+                *(name, str(directory), _other_names(name, str(directory))),
+                nbytes=files.weight_bytes + widened,
+                context_length=stated_context_length(read_config(directory)),
+                keep_alive=KEEP_ALIVE if seconds is None else seconds,
+            )
+        return [*entries.values()]
+
+    def load(self, entry: Entry, on_read: OnRead) -> Callable[[], ServedModel]:
+        """As :meth:`.server.catalog.Loader.load`."""
+        path, one = self._asked.get(entry.name) or (
+            entry.path,
+            replace(self._base, model=entry.path),
+        )
+        decoder = one.load_unmeasured(self._memories, on_read=on_read)
+        # With many forwards, which may run beside those of other models.
+        _ = decoder.capability, decoder.joint_mode
+
+        def measured() -> ServedModel:
+            measure(decoder)
+            return self._served(entry.name, path, decoder)
+
+        return measured
+
+    def close(self, served: ServedModel) -> None:
+        """As :meth:`.server.catalog.Loader.close`."""
+        self.save(served)
+        self._memories.close(getattr(served.decoder.drafting, "memory", None))
+
+    def save(self, served: ServedModel) -> None:
+        """Keep a model's prefixes, if they are kept."""
+        if self.prefixes:
+            served.cache.save(_place(self.prefixes, served.path or served.name))
+
+
+def _found(available: Sequence[str]) -> Iterator[tuple[str, Path]]:
+    """The names and directories of the models that ``--models`` names."""
+    from ..models.model_files import DEMO, DEMO_DIRECTORY, given_name
+    from ..models.on_machine import cached_repositories, lm_studio_folders, models_in
+
+    for one in available:
+        if one != ALL:
+            yield from models_in(local_path(one))
+            continue
+        yield from cached_repositories()
+        for folder in lm_studio_folders():
+            yield from models_in(folder)
+        for name in (*load_config().aliases.values(), model_or_default(None), DIRECTORY):
+            if local_path(name).is_dir():
+                yield given_name(name), local_path(name)
+        yield DEMO, DEMO_DIRECTORY
+
+
+def _other_names(name: str, path: str) -> frozenset[str]:
+    """The last part of a model's name, its path, and its aliases."""
+    aliases = load_config().aliases
+    same = {name, path, os.path.realpath(local_path(path))}
+    own = {
+        alias
+        for alias, model in aliases.items()
+        if same & {model, os.path.realpath(local_path(model))}
+    }
+    return frozenset({name.rpartition("/")[2], *own, *same})
 
 
 def _check_memory(memory: ServerMemory, served: Sequence[ServedModel]) -> None:
@@ -464,24 +672,27 @@ def _ours_alone(directory: Path) -> Iterator[bool]:
 
 
 @contextmanager
-def _kept(served: list[ServedModel], directory: Path) -> Iterator[None]:
-    """Load the prefixes saved in a directory, and save the cached ones at the end.
+def _saved(loader: _Loader, worker: Worker) -> Iterator[None]:
+    """Keep the prefixes of the loaded models at the end.
 
-    Each model has a subdirectory, even a model named ".". After an interrupt nothing is saved,
-    since the worker may still be using the prefixes.
+    After an interrupt nothing is saved, since the worker may still be using the prefixes.
     """
-    names = [quote(one.path or one.name, safe="") for one in served]
-    places = [directory / (name if name.strip(".") else name.replace(".", "%2E")) for name in names]
-    for one, place in zip(served, places, strict=True):
-        one.cache.load(place)
     yield
-    for one, place in zip(served, places, strict=True):
-        one.cache.save(place)
+    for served in worker.models.values():
+        loader.save(served)
 
 
-def _panel(address: str, worker: Worker, with_key: bool) -> Panel:
+def _place(directory: Path, path: str) -> Path:
+    """The subdirectory of a model's prefixes, even for a model named "."."""
+    name = quote(path, safe="")
+    return directory / (name if name.strip(".") else name.replace(".", "%2E"))
+
+
+_LISTED = 10  # available models that the panel names
+
+
+def _panel(address: str, worker: Worker, catalog: Catalog, with_key: bool) -> Panel:
     """The server's address and models, and how to use it."""
-    from ..generation.drafting import Auto
     from ..models.heads.loading import NAMES
     from ..server.memory import in_words
     from ..server.prompts import why_no_tools
@@ -492,10 +703,15 @@ def _panel(address: str, worker: Worker, with_key: bool) -> Panel:
         length = served.context_length
         context = f"{length:,} tokens of context" if length else "context length unknown"
         rows.add_row("model", f"{shown(served.name)}, {context}")
-        if isinstance(drafting := served.decoder.drafting, Auto) and drafting.head is not None:
-            rows.add_row("head", NAMES[type(drafting.head)])
+        if trained := getattr(served.decoder.model, "trained_head", None):
+            rows.add_row("head", NAMES[type(trained.head)])
         if reason := why_no_tools(served.decoder.tokenizer):
             rows.add_row("tools", f"not supported, since {reason}")
+    others = [entry for entry in catalog.entries if not entry.served]
+    for entry in others[:_LISTED]:
+        rows.add_row("on demand", f"{shown(entry.name)}, {size_in_words(entry.nbytes)}")
+    if len(others) > _LISTED:
+        rows.add_row("", f"and {len(others) - _LISTED} more, which /v1/models lists")
     limit, weights = worker.memory.limit, worker.memory.parts["weights"]
     rows.add_row("memory", f"at most {in_words(limit)}, with {in_words(weights)} of weights")
     key = "KEY" if with_key else "none"
@@ -513,7 +729,12 @@ _LAST_ERRORS = 2.0  # seconds for clients to take the error if a rank is gone
 
 
 def _serve(
-    app: Any, listening: socket.socket, worker: Worker, grace: float, leader: Leader | None
+    app: Any,
+    listening: socket.socket,
+    worker: Worker,
+    catalog: Catalog,
+    grace: float,
+    leader: Leader | None,
 ) -> None:
     """Answer requests until Ctrl-C or SIGTERM; give running ones ``grace`` seconds to end.
 
@@ -525,12 +746,13 @@ def _serve(
     ended = threading.Event()
 
     def on_exit() -> None:
-        if running := len({request.stream for request in worker.requests.copy()}):
+        running = len({request.stream for request in worker.requests.copy()})
+        if running := running + sum(entry.waiting for entry in catalog.entries):
             have = f"{counted(running, 'running request')} {'has' if running == 1 else 'have'}"
             seconds = "1 second" if grace == 1 else f"{grace:g} seconds"
             note(f"{have} {seconds} to end; press Ctrl-C again to stop at once")
 
-    server = HttpServer(app, grace=grace, on_exit=on_exit)
+    server = HttpServer(app, grace=grace, on_start=catalog.watch, on_exit=on_exit)
 
     def on_loss(line: str) -> None:
         worker.fail(ApiError(f"the server is ending: {line}", status=503))
@@ -545,6 +767,14 @@ def _serve(
 
 
 # --- a log line for each request ---
+
+_COMINGS = {
+    "loading": "loading {model}: {bytes}",
+    "loaded": "loaded {model} in {seconds} s",
+    "unloaded": "unloaded {model}: {reason}",
+    "not loaded": "{model} was not loaded: {error}",
+}
+"""The lines of models that come and go, by outcome."""
 
 _LAST_LINES = 1.0  # seconds for a terminal to take the remaining lines at the end
 
@@ -626,8 +856,14 @@ def end_record(requests: Sequence[ServedRequest]) -> dict[str, Any]:
 
 
 def _line(record: dict[str, Any]) -> str:
-    """The line of a request, red if it was refused or failed."""
+    """The line of a request, red if it was refused or failed, or of a model."""
     line = f"{record['time'][11:19]}  "
+    if about := _COMINGS.get(record["outcome"]):
+        words = {name: shown(str(value)) for name, value in record.items()}
+        sizes = {name: size_in_words(record[name]) for name in ("bytes", "read") if name in record}
+        line += about.format_map(words | sizes)
+        line += f", {sizes['read']} so far" if "read" in sizes else ""
+        return click.style(line, fg="red") if "error" in record else line
     if record["outcome"] == "refused":
         what = " ".join(shown(record[name]) for name in ("code", "param") if record[name])
         line += f"{record['status']} {shown(record['path'])}  {what}".rstrip()

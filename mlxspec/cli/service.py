@@ -1,11 +1,16 @@
-"""``mlxspec service``: keeps ``mlxspec serve`` running, as a service of the user."""
+"""``mlxspec service``: keeps ``mlxspec serve`` running, with launchd or systemd's user manager."""
 
 from __future__ import annotations
 
+import json
 import os
+import plistlib
 import re
 import shutil
+import subprocess
 import sys
+import time
+from collections.abc import Mapping
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
@@ -16,11 +21,10 @@ import click
 from ..errors import MlxspecError, OptionError
 from .common.generation import API_KEY
 from .common.notes import say
-from .common.options import SETTINGS, Command, Group, option
+from .common.options import Command, group, option
 from .common.output import output_console
 from .connect import write_texts
 from .serve import bracketed, checked, serve_options
-from .service_managers import Launchd, Systemd, manager, run
 from .settings import SettingsFile
 
 _ABOUT = "mlxspec at "  # the description of the service; the address follows
@@ -37,12 +41,12 @@ class _Given(Command):
         return super().parse_args(ctx, args)
 
 
-@click.group("service", cls=Group, short_help="Keep a server running.", context_settings=SETTINGS)
+@group("service", short_help="Keep a server running.")
 def service_command() -> None:
     """Keep 'mlxspec serve' running from login on, by launchd on macOS and systemd on Linux."""
 
 
-@service_command.command("install", cls=_Given, context_settings=SETTINGS)
+@service_command.command("install", cls=_Given)
 @serve_options
 @option("--yes", "Write without asking.", group="Writing")
 @click.pass_obj
@@ -57,7 +61,7 @@ def install_command(words: list[str], *, yes: bool, color: bool | None, **given:
     It shows what it writes or changes, and asks. The server starts in the current directory, with
     the present values of MLXSPEC_*, HF_HOME, HF_HUB_CACHE and XDG_*. Keys are never written.
     """
-    options, system = given["options"], manager()
+    options, system = given["options"], _manager()
     checked(given["models"], options, given["drafting"], "")
     if options.port == 0:
         raise OptionError("--port is 0: a service needs the same port each time; name one")
@@ -99,7 +103,7 @@ def _stable_path() -> str:
     return found if found and os.path.samefile(found, ours) else str(ours)
 
 
-@service_command.command("status", context_settings=SETTINGS)
+@service_command.command("status")
 def status_command() -> None:
     """Show whether the service runs, since when, its address, and whether it answers.
 
@@ -127,7 +131,7 @@ def _answers(address: str) -> str:
     return "yes" if status == 200 else f"no: /ready has status {status}"
 
 
-@service_command.command("logs", context_settings=SETTINGS)
+@service_command.command("logs")
 @option("-f --follow", "Show new lines as they come.")
 def logs_command(follow: bool) -> None:
     """Show the last 100 lines that the service printed."""
@@ -135,7 +139,7 @@ def logs_command(follow: bool) -> None:
     run(*system.reader, *["-f"] * follow, shown=True, remedy="see 'mlxspec service status'")
 
 
-@service_command.command("uninstall", context_settings=SETTINGS)
+@service_command.command("uninstall")
 def uninstall_command() -> None:
     """Stop the service, and remove what install wrote."""
     system, _ = _installed()
@@ -152,7 +156,7 @@ def _installed() -> tuple[Launchd | Systemd, str]:
     Raises:
         MlxspecError: there is no service.
     """
-    system = manager()
+    system = _manager()
     try:
         text = system.path.read_text(encoding="utf-8", errors="replace")
         return system, re.findall(rf"{_ABOUT}(http://[^\s<]+)", text)[0].replace("%%", "%")
@@ -160,3 +164,185 @@ def _installed() -> tuple[Launchd | Systemd, str]:
         raise MlxspecError(
             f"there is no service in {system.path}: 'mlxspec service install' makes one"
         ) from None
+
+
+# --- the managers ---
+
+_UNIT = """\
+[Unit]
+Description={about}
+StartLimitIntervalSec=600
+StartLimitBurst=5
+
+[Service]
+Type=exec
+WorkingDirectory={directory}
+{environment}ExecStart={command}
+Restart=on-failure
+RestartSec=10
+TimeoutStopSec={stop}
+
+[Install]
+WantedBy=default.target
+"""
+
+
+class Systemd:
+    """systemd's user manager and our unit; see systemd.service(5) and systemd.syntax(7).
+
+    Its methods, like launchd's, raise :class:`MlxspecError` if a program of the manager is missing
+    or fails.
+
+    Attributes:
+        path: the file that describes the service.
+        log: the file to which the service prints; None if the manager keeps that.
+        reader: the command that shows its last 100 lines, or follows with -f.
+    """
+
+    name = "mlxspec.service"
+    log = None
+    reader = ("journalctl", "--no-pager", "-n100", f"--user-unit={name}")
+
+    def __init__(self) -> None:
+        config = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+        self.path = Path(config) / "systemd" / "user" / self.name
+
+    def check(self) -> None:
+        """Check that the manager runs for this user."""
+        remedy = "log in as this user, not with su or sudo, or run 'mlxspec serve' instead"
+        run("systemctl", "--user", "show-environment", remedy=remedy)
+
+    def text(self, command: list[str], env: Mapping[str, str], about: str, stop: int) -> str:
+        """Make the file's text.
+
+        Args:
+            command: the words of the command, which will start in the current directory.
+            env: variables to add to its environment.
+            about: a description of one line.
+            stop: seconds that it may take to end.
+        """
+        path, *words = map(self._quoted, command)
+        variables = (self._quoted(f"{name}={value}") for name, value in env.items())
+        return _UNIT.format(
+            about=about.replace("%", "%%"),
+            directory=os.getcwd().replace("%", "%%"),
+            environment="".join(f"Environment={one}\n" for one in variables),
+            command=" ".join([path, *(word.replace("$", "$$") for word in words)]),
+            stop=stop,
+        )
+
+    def _quoted(self, word: str) -> str:
+        """A quoted word; systemd knows the escapes that JSON has."""
+        return json.dumps(word, ensure_ascii=False).replace("%", "%%")
+
+    def start(self) -> None:
+        """Start the service as its file says now, and at each login."""
+        run("systemctl", "--user", "daemon-reload")
+        run("systemctl", "--user", "enable", str(self.path))
+        run("systemctl", "--user", "reset-failed", self.name, check=False)  # the limit of starts
+        run("systemctl", "--user", "restart", self.name)
+        say("It stops when you log out, unless 'loginctl enable-linger' is set.")
+
+    def stop(self) -> None:
+        """Stop the service, and do not start it at the next login."""
+        run("systemctl", "--user", "disable", "--now", self.name)
+
+    def state(self) -> str:
+        """Whether the service runs, and since when, in the manager's words."""
+        names = ("ActiveState", "SubState", "StateChangeTimestamp")
+        shown = run("systemctl", "--user", "show", self.name, f"--property={','.join(names)}")
+        found = dict(line.partition("=")[::2] for line in shown.splitlines())
+        active, detail, since = (found.get(name, "") for name in names)
+        return f"{active} ({detail})" + f" since {since}" * bool(since)
+
+
+class Launchd:
+    """launchd and our agent in the user's graphical session; see launchd.plist(5), launchctl(1).
+
+    The same methods and attributes as :class:`Systemd`.
+    """
+
+    name = "io.github.mlxspec"
+
+    def __init__(self) -> None:
+        library = Path.home() / "Library"
+        self.path = library / "LaunchAgents" / f"{self.name}.plist"
+        self.log = library / "Logs" / "mlxspec" / "serve.log"
+        self.reader = ("tail", "-n100", str(self.log))
+        self._domain = f"gui/{os.getuid()}"
+        self._target = f"{self._domain}/{self.name}"
+
+    def check(self) -> None:
+        remedy = "log in at this Mac's screen, or run 'mlxspec serve' instead"
+        run("launchctl", "print", self._domain, remedy=remedy)
+
+    def text(self, command: list[str], env: Mapping[str, str], about: str, stop: int) -> str:
+        agent = {
+            "Label": self.name,
+            "Description": about,  # for us; launchd ignores it
+            "ProgramArguments": command,
+            "EnvironmentVariables": dict(env),
+            "WorkingDirectory": os.getcwd(),
+            "RunAtLoad": True,
+            "KeepAlive": {"SuccessfulExit": False},
+            "ThrottleInterval": 60,  # seconds between two starts; launchd cannot limit their number
+            "ExitTimeOut": stop,
+            "ProcessType": "Interactive",  # launchd slows others down
+            "StandardOutPath": str(self.log),
+            "StandardErrorPath": str(self.log),
+        }
+        return plistlib.dumps(agent, sort_keys=False).decode()
+
+    def start(self) -> None:
+        self.log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.stop()
+        run("launchctl", "enable", self._target)
+        run("launchctl", "bootstrap", self._domain, str(self.path))
+
+    def stop(self) -> None:
+        run("launchctl", "bootout", self._target, check=False)  # fails if it is not loaded
+        for _ in range(600):  # bootout may return before the process has ended
+            if not run("launchctl", "print", self._target, check=False):
+                return
+            time.sleep(0.1)
+        raise MlxspecError("launchctl: the service has not ended yet; try again in a minute")
+
+    def state(self) -> str:
+        shown = run("launchctl", "print", self._target, check=False)
+        found = dict(re.findall(r"^\t([a-z ]+) = (.*)$", shown, re.MULTILINE))
+        state = found.get("state", "not loaded")
+        if "pid" not in found:
+            return f"{state} (last exit code: {found.get('last exit code', 'unknown')})"
+        since = run("ps", "-o", "lstart=", "-p", found["pid"], check=False).strip()
+        return f"{state} (process {found['pid']}) since {since}"
+
+
+def run(*words: str, remedy: str = "", shown: bool = False, check: bool = True) -> str:
+    """Run a program of the system, and return its output; "" if it fails and need not succeed.
+
+    Args:
+        words: the program and its arguments.
+        remedy: what to do if it fails, for the error.
+        shown: let it print to standard output and standard error instead.
+        check: raise an error if it fails.
+
+    Raises:
+        MlxspecError: it is missing, or fails.
+    """
+    try:
+        done = subprocess.run(
+            words, stdin=subprocess.DEVNULL, capture_output=not shown, text=True, errors="replace"
+        )
+    except FileNotFoundError:
+        reason = "there is no such program here; run 'mlxspec serve' instead"
+        raise MlxspecError(f"{words[0]}: {reason}") from None
+    if check and done.returncode:
+        said = (done.stderr or done.stdout or f"status {done.returncode}").strip().partition("\n")
+        remedy = remedy or "see 'mlxspec service logs'"
+        raise MlxspecError(f"{' '.join(words)}: {said[0]}; {remedy}")
+    return "" if done.returncode else done.stdout or ""
+
+
+def _manager() -> Launchd | Systemd:
+    """The service manager of this system."""
+    return Launchd() if sys.platform == "darwin" else Systemd()

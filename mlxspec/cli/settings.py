@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import platformdirs
 
 from ..errors import MlxspecError, OptionError, SettingsError
-from ..files import SHARED, check_writable, replaced
+from ..files import SHARED, check_writable, directory_in, replaced
 from ..models.model_files import DEMO
 from ..process import MLX_VARIABLES, variables_in
 
@@ -42,14 +42,12 @@ class Setting(NamedTuple):
     """A setting.
 
     Attributes:
-        about: what it is.
         kind: ``str`` (not blank), ``int`` (at least 1) or ``float`` (at least 0).
         must_be: its valid values, in words.
         commands: the commands whose option of this name has it as the default.
         pattern: the regular expression that a ``str`` must match.
     """
 
-    about: str
     kind: type
     must_be: str
     commands: tuple[str, ...] = ()
@@ -65,19 +63,16 @@ class Setting(NamedTuple):
 
 
 _GENERATING = ("generate", "explain", "chat")
-_OF = "of generate, explain and chat"
 _VARIABLE = rf"({'|'.join(MLX_VARIABLES)})=[1-9][0-9]{{0,5}}"
 
 KEYS = {
-    MODEL: Setting("the default model", str, "a model"),
-    "max-tokens": Setting(f"--max-tokens {_OF}", int, "a whole number, 1 or more", _GENERATING),
-    "temp": Setting(f"--temp {_OF}", float, "a number, 0 or more", _GENERATING),
-    "system-prompt": Setting("--system-prompt of chat", str, "a text", ("chat",)),
+    MODEL: Setting(str, "a model"),
+    "max-tokens": Setting(int, "a whole number, 1 or more", _GENERATING),
+    "temp": Setting(float, "a number, 0 or more", _GENERATING),
+    "system-prompt": Setting(str, "a text", ("chat",)),
     MLX_SETTINGS: Setting(
-        "MLX's tuning variables, from 'bench --tune'",
         str,
-        f"whole numbers, 1 or more for {', '.join(MLX_VARIABLES)}, such as "
-        f"{','.join(f'{name}={value}' for name, value in [*MLX_VARIABLES.items()][1:])}",
+        f"whole numbers, 1 or more for {', '.join(MLX_VARIABLES)}, in the form NAME=1,OTHER=512",
         pattern=f"{_VARIABLE}(,{_VARIABLE})*",
     ),
 }
@@ -124,16 +119,8 @@ def config_path() -> Path:
     Raises:
         OptionError: the environment variable names the home directory of an unknown user.
     """
-    chosen = os.environ.get(ENVIRONMENT_VARIABLE)
-    if not chosen:
-        return platformdirs.user_config_path("mlxspec") / "config.toml"
-    try:
-        return Path(chosen).expanduser() / "config.toml"
-    except RuntimeError:
-        raise OptionError(
-            f"{ENVIRONMENT_VARIABLE} is {chosen!r}, but that user has no known home directory; "
-            "name another directory"
-        ) from None
+    directory = directory_in(ENVIRONMENT_VARIABLE) or platformdirs.user_config_path("mlxspec")
+    return directory / "config.toml"
 
 
 def load_config() -> UserConfig:
@@ -147,9 +134,12 @@ def load_config() -> UserConfig:
     try:
         if path.exists() and not path.is_file():
             raise SettingsError(f"{path}: not a regular file; remove it")
-        return _parsed(path, tomllib.loads(path.read_bytes().decode()))
+        document = tomllib.loads(path.read_bytes().decode())
+        check_settings(document)
     except FileNotFoundError:
         return UserConfig(path)
+    except OptionError as error:
+        raise SettingsError(f"{path}: {error}; correct the file") from error
     except OSError as error:
         raise SettingsError(
             f"{path}: cannot be read ({error.strerror}); make it readable"
@@ -158,6 +148,8 @@ def load_config() -> UserConfig:
         raise SettingsError(
             f"{path}: is not valid TOML ({error}); correct it, or remove it"
         ) from error
+    aliases = document.pop(ALIAS, {})
+    return UserConfig(path, document, aliases)
 
 
 def apply_mlx_settings() -> None:
@@ -168,15 +160,6 @@ def apply_mlx_settings() -> None:
     with suppress(MlxspecError):  # the command reports it
         for name, value in variables_in(load_config().values.get(MLX_SETTINGS, "")).items():
             os.environ.setdefault(name, value)
-
-
-def _parsed(path: Path, document: Mapping[str, Any]) -> UserConfig:
-    try:
-        check_settings(document)
-    except OptionError as error:
-        raise SettingsError(f"{path}: {error}; correct the file") from error
-    values = {name: value for name, value in document.items() if name != ALIAS}
-    return UserConfig(path, values, document.get(ALIAS, {}))
 
 
 def check_settings(document: Mapping[str, Any]) -> None:
@@ -222,7 +205,7 @@ class SettingsFile:
     Attributes:
         path: the file; its suffix determines the format.
         settings: the values to set.
-        defaults: values to set only if the file has none.
+        defaults: values at the top to set only if the file has none.
     """
 
     path: Path
@@ -258,7 +241,8 @@ class SettingsFile:
         try:
             document = _parse(kind, text)
             before = _plain(document)
-            _merge(document, self.defaults, keep=True)
+            for name, value in self.defaults.items():
+                document.setdefault(name, value)
             _merge(document, self.settings)
             expected = _plain(document)
             if expected == before:
@@ -294,13 +278,8 @@ class SettingsFile:
             file.write(text.encode())
 
 
-def _merge(document: MutableMapping[str, Any], settings: Settings, keep: bool = False) -> None:
-    """Put settings into a document.
-
-    Args:
-        document: changed in place.
-        settings: the values to set.
-        keep: keep a value that the document already has.
+def _merge(document: MutableMapping[str, Any], settings: Settings) -> None:
+    """Put settings into a document, which is changed in place.
 
     Raises:
         SettingsError: nested settings meet a value of another type.
@@ -314,22 +293,19 @@ def _merge(document: MutableMapping[str, Any], settings: Settings, keep: bool = 
         elif isinstance(value, dict):
             if not isinstance(there, MutableMapping):
                 raise SettingsError(f"{name} must be an object")
-            _merge(there, value, keep)
+            _merge(there, value)
         elif isinstance(value, list) and any(isinstance(one, dict) for one in value):
             if not isinstance(there, list):
                 raise SettingsError(f"{name} must be a list")
             for entry in value:
-                same = [one for one in there if _name_of(one) == entry["name"]]
-                if same:
-                    _merge(same[0], entry, keep)
-                else:
+                named = (one for one in there if isinstance(one, MutableMapping))
+                same = next((one for one in named if one.get("name") == entry["name"]), None)
+                if same is None:
                     there.append(_given(entry))
-        elif not keep and there != value:
+                else:
+                    _merge(same, entry)
+        elif there != value:
             document[name] = value
-
-
-def _name_of(entry: Any) -> Any:
-    return entry.get("name") if isinstance(entry, MutableMapping) else None
 
 
 def _given(value: Any) -> Any:

@@ -12,28 +12,13 @@ from typing import TYPE_CHECKING
 import click
 from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
-from ..terminal import one_line
 from .common.model_choice import MODEL
 from .common.notes import note, say
-from .common.options import NAME, SETTINGS, Group, argument, option
-from .common.output import ProgressBar, counted, size_in_words
+from .common.options import NAME, argument, group, option
+from .common.output import ProgressBar, counted, print_rows, size_in_words
 
 if TYPE_CHECKING:
     from ..corpus.store import Store
-
-EPILOG = """\b
-Examples:
-  mlxspec store build src docs --model mistral -o code.store
-  mlxspec store build chats.jsonl --model owner/name -o chats.store
-  mlxspec store add code.store more_code --model mistral
-  mlxspec store info code.store
-
-A .jsonl file with "messages" in its lines is a chat log: the store takes the assistant's messages.
-It takes all other files whole. Files that are not UTF-8 text are skipped. In directories, hidden
-files, hidden directories and links to directories are skipped, too.
-
-A store contains the texts: whoever can read the file can read them. Only you can read a new store.
-"""
 
 _model_option = option(
     "-m --model MODEL",
@@ -48,28 +33,32 @@ _max_tokens_option = option(
 )
 
 _paths = argument(
-    "paths",
-    "Files and directories: text, code, chat logs.",
-    nargs=-1,
-    required=True,
-    type=NAME,
-    metavar="PATHS...",
+    "paths", "Files and directories: text, code, chat logs.", nargs=-1, required=True, type=NAME
 )
 _file = argument("file", "The store.", type=NAME)
 
 
-@click.group(
-    "store",
-    cls=Group,
-    short_help="Make and inspect stores of text to draft from.",
-    epilog=EPILOG,
-    context_settings=SETTINGS,
-)
+@group("store", short_help="Make and inspect stores of text to draft from.")
 def store_command() -> None:
-    """Make and inspect stores of text that speed up generating similar text."""
+    """Make and inspect stores of text that speed up generating similar text.
+
+    \b
+    Examples:
+      mlxspec store build src docs --model mistral -o code.store
+      mlxspec store build chats.jsonl --model owner/name -o chats.store
+      mlxspec store add code.store more_code --model mistral
+      mlxspec store info code.store
+
+    A .jsonl file with "messages" in its lines is a chat log: the store takes the assistant's
+    messages. It takes all other files whole. Files that are not UTF-8 text are skipped. In
+    directories, hidden files, hidden directories and links to directories are skipped, too.
+
+    A store contains the texts: whoever can read the file can read them. Only you can read a new
+    store.
+    """
 
 
-@store_command.command("build", context_settings=SETTINGS)
+@store_command.command("build")
 @_paths
 @_model_option
 @option("-o --output FILE", "The store to write.", required=True, type=NAME)
@@ -87,7 +76,7 @@ def build_command(
     say(f"Wrote {output}: {tokens} from {source}, {size}, {took}.")
 
 
-@store_command.command("add", context_settings=SETTINGS)
+@store_command.command("add")
 @_file
 @_paths
 @_model_option
@@ -104,19 +93,15 @@ def add_command(file: str, paths: tuple[str, ...], model: str, max_tokens: int |
     say(f"{added} {source}, {took}. {file} holds {_in_texts(store)}, {size}.")
 
 
-@store_command.command("info", context_settings=SETTINGS)
+@store_command.command("info")
 @_file
 def info_command(file: str) -> None:
     """Verify the store in FILE and show what it holds."""
     from ..corpus.store import open_store
 
     store = open_store(file).verify()
-    for name, value in (
-        ("tokenizer", store.identity),
-        ("holds", _in_texts(store)),
-        ("size", size_in_words(store.nbytes)),
-    ):
-        click.echo(f"{name:<10} {one_line(value)}")
+    size = size_in_words(store.nbytes)
+    print_rows(("tokenizer", store.identity), ("holds", _in_texts(store)), ("size", size))
 
 
 def _write(

@@ -25,7 +25,6 @@ from .torch_file import as_array, read_torch_file
 # columns (inputs). Every shard has the norms.
 _SPLIT_BY_ROWS = {"wq", "wk", "wv", "w1", "w3", "output"}
 _SPLIT_BY_COLUMNS = {"wo", "w2"}
-_HALVES = {mx.float16: "float16", mx.bfloat16: "bfloat16"}
 
 
 def load_original(directory: Path, scratch: Path) -> tuple[nn.Module, dict[str, Any]]:
@@ -60,9 +59,8 @@ def load_original(directory: Path, scratch: Path) -> tuple[nn.Module, dict[str, 
     except LoadError as error:
         raise ConversionError(f"{path}: {error}") from None
     # The 16-bit type that most matrices have, or float16 if none has one.
-    halves = Counter(_HALVES.get(a.dtype) for a in tensors.values() if a.ndim == 2)
-    halves.pop(None, None)
-    config["torch_dtype"] = halves.most_common(1)[0][0] if halves else "float16"
+    types = Counter(str(a.dtype).rpartition(".")[2] for a in tensors.values() if a.ndim == 2)
+    config["torch_dtype"] = max(("float16", "bfloat16"), key=types.__getitem__)
     try:
         weights = {}
         for name, array in tensors.items():
@@ -200,7 +198,9 @@ def config_from_params(
         LoadError: a key is missing or has an impossible value, or is unknown, so the model might
             compute something else.
     """
-    given = _given(params)
+    given = {key: value for key, value in params.items() if value is not None}
+    if unknown := sorted(k for k in given.keys() - _KNOWN_PARAMS if given[k] is not False):
+        raise LoadError(f"the key {unknown[0]!r} is not one of Llama's or Mistral's")
     positive = partial(_positive, given)
     if "hidden_dim" not in given:
         given["hidden_dim"] = _rows(shapes, "layers.0.feed_forward.w1.weight")
@@ -243,14 +243,6 @@ def config_from_params(
         # (widths 2048 and 3072) were published with 32, everything from width 4096 on with 8.
         config["rope_scaling"] = _LLAMA3_ROPE | {"factor": 32.0 if dim < 4096 else 8.0}
     return config
-
-
-def _given(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters that have a value; raises LoadError for an unknown one."""
-    given = {key: value for key, value in params.items() if value is not None}
-    if unknown := sorted(k for k in given.keys() - _KNOWN_PARAMS if given[k] is not False):
-        raise LoadError(f"the key {unknown[0]!r} is not one of Llama's or Mistral's")
-    return given
 
 
 def _positive(
@@ -307,7 +299,7 @@ def write_original_tokenizer(source: Path, vocab_size: int, target: Path) -> dic
         ConversionError: the file is missing, or has more pieces than the model has embeddings.
         LoadError: the file is of another kind, or its ids cannot be reproduced.
     """
-    from ..models.sentencepiece_tokenizer import build_tokenizer, tokenizer_config
+    from ..models.sentencepiece_tokenizer import build_tokenizer
 
     candidates = [source / "tokenizer.model", *sorted(source.glob("tokenizer.model.v*"))]
     path = next((path for path in candidates if path.is_file()), None)
@@ -318,7 +310,7 @@ def write_original_tokenizer(source: Path, vocab_size: int, target: Path) -> dic
                 "Hugging Face version with --hf-path"
             )
         raise ConversionError(f"{candidates[0]}: does not exist; copy the model's own there")
-    tokenizer, settings = build_tokenizer(path), tokenizer_config(path)
+    tokenizer, settings = build_tokenizer(path)
     pieces = tokenizer.get_vocab_size()
     if pieces > vocab_size:
         raise ConversionError(f"{path}: has {pieces} pieces, but the model {vocab_size} embeddings")

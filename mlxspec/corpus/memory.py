@@ -27,7 +27,15 @@ import numpy as np
 
 from ..errors import OptionError, StoreError
 from ..files import remove_leftovers, replaced
-from .answers import INDEX, INDEX_FORMAT, KEPT_TOKENS, KeptAnswers, OnTrouble
+from .answers import (
+    INDEX,
+    INDEX_FORMAT,
+    KEPT_TOKENS,
+    KeptAnswers,
+    OnTrouble,
+    TokenizerIdentity,
+    identify,
+)
 from .suffix_array import (
     TOKEN_BITS,
     SuffixArray,
@@ -44,7 +52,6 @@ from .suffix_index import (
     SuffixIndex,
     excerpts,
 )
-from .tokenizer_identity import TokenizerIdentity, identify
 
 _log = logging.getLogger(__name__)
 
@@ -457,14 +464,12 @@ class _MemoryWorker:
         """Let the thread rebuild a segment that has proved to be damaged."""
         self.requests.put(partial(self.drop_segment, index))
 
-    def drop_segment(self, index: object) -> None:
+    def drop_segment(self, segment: Any) -> None:
         """Rebuild a damaged segment from its rows."""
-        dropped = [segment for segment in self._segments if segment is index]
-        for segment in dropped:
+        if segment in self._segments:
             self._report(f"{segment.path}: is damaged; it is rebuilt")
             segment.remove_file()
-        if dropped:
-            self._segments = [segment for segment in self._segments if segment is not index]
+            self._segments.remove(segment)
             self._compare()
 
     # Merging.

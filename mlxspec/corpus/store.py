@@ -15,6 +15,7 @@ import numpy as np
 from ..errors import OptionError, StoreError
 from ..files import check_writable, replaced, sole_writer
 from ..jsonl import conversation_of, json_lines
+from .answers import TokenizerIdentity, identify
 from .suffix_array import (
     TOKEN_BITS,
     TOKEN_BYTES,
@@ -26,7 +27,6 @@ from .suffix_array import (
     write_arrays,
 )
 from .suffix_index import EXCERPT_TOKENS, SEPARATOR, Excerpts, excerpts
-from .tokenizer_identity import TokenizerIdentity, identify
 
 MAX_TOKENS = 50_000_000
 """Tokens that a store holds by default. Building it takes about 90 bytes a token."""

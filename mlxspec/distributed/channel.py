@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import mlx.core as mx
 
@@ -207,7 +207,12 @@ class Channel:
         if self._may_end:
             os._exit(0)  # wherever the main thread is: it has nothing to finish
         if not self._closing.is_set():
-            self._losing.acquire()  # for good: only one rank is named
-            line = f"Error: {what}, so rank {self._rank} ends, too"
-            self.on_loss(line)
-            end_with(line)
+            self.end(f"Error: {what}, so rank {self._rank} ends, too")
+
+    def end(self, line: str) -> NoReturn:
+        """End this process with an error line. If it is rank 0, the others then end without one."""
+        self._losing.acquire()  # for good: only one rank is named
+        self.on_loss(line)
+        if self._rank == 0:
+            self.send(_END)
+        end_with(line)

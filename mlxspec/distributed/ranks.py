@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 import time
@@ -11,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -38,6 +39,8 @@ from .launch import end_with, uninterrupted
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+_log = logging.getLogger(__name__)
 
 
 def load_shard(
@@ -132,6 +135,8 @@ def share(trees: Sequence[DraftTree], tokens: Sequence[mx.array] = ()) -> list[m
         return [mx.array(tree.tokens) for tree in trees]
     own = mx.concatenate([*tokens]) if tokens else mx.zeros(len(trees))
     shared = mx.distributed.all_sum(own.astype(mx.uint32))
+    # In a pipeline, no value of rank 0's forward depends on it, and the others would wait.
+    mx.async_eval(shared)
     return [shared[n : n + 1] for n in range(len(trees))]
 
 
@@ -149,8 +154,8 @@ class Leader:
     All that rank 0 changes in the memory of MLX, the followers change, too: models, targets and
     joints have numbers, by which the leader names them when it sends what is done with them.
 
-    Use split models in one thread at a time: MLX runs each thread's operations by themselves, and
-    the followers have one thread.
+    Threads take turns, since MLX runs the operations of each thread by themselves, and the
+    followers have one thread only.
 
     Args:
         group: the ranks.
@@ -162,6 +167,7 @@ class Leader:
         self.channel = channel
         self._numbers = count()
         self._dropped: list[int] = []
+        self._turn = threading.RLock()
         self._thread = threading.get_ident()
         self._dispatched = mx.array(0)
 
@@ -172,9 +178,11 @@ class Leader:
             LoadError: as :func:`.ranks.load_shard`.
         """
         number = next(self._numbers)
-        self.send("load", number, str(path_or_repo))
-        model, tokenizer = load_shard(path_or_repo, self.group)
-        wait_for_all()
+        with self._turn:
+            mx.eval(self._dispatched)
+            self.send("load", number, str(path_or_repo))
+            model, tokenizer = load_shard(path_or_repo, self.group)
+            wait_for_all()
         model.leader, model.number = self, number
         weakref.finalize(model, self._dropped.append, number)
         return model, tokenizer
@@ -219,27 +227,52 @@ class Leader:
 
     def run(self, function: Callable[..., Result], model: nn.Module, *args: Any) -> Result:
         """Call a function of :data:`.ranks.TOGETHER` with the model, at every rank."""
-        with uninterrupted(), mx.stream(generation_stream):
-            self.send("run", function.__name__, model.number, *args)
+        with self.sending("run", function.__name__, model.number, *args):
             return function(model, *args)
 
     def expect_loss(self) -> None:
         """After an error in MLX: wait for the channel to notice that a rank is gone, if one is."""
         time.sleep(_SECONDS_TO_NOTICE)
 
+    def fail(self, error: Exception) -> NoReturn:
+        """End all ranks after an error in what they do together.
+
+        The followers wait for values that will not come, and whatever is sent waits behind them.
+        """
+        self.expect_loss()
+        _log.error("rank 0 has failed", exc_info=error)
+        self.channel.end(_error_line(0, error))
+
     def dispatch(self, logits: mx.array) -> None:
         """Compute logits without waiting: the other ranks wait for values of the same forward."""
         mx.async_eval(logits)
         self._dispatched = logits
 
+    @contextmanager
+    def sending(self, *message: Any) -> Iterator[None]:
+        """Send a command; in the block it is done here, to its end even if interrupted.
+
+        A ValueError, such as that of a window that cannot be cut, is the same at every rank. After
+        other errors all end.
+        """
+        with uninterrupted(), self._turn, mx.stream(generation_stream):
+            if self._thread != threading.get_ident():
+                mx.eval(self._dispatched)
+                self._thread = threading.get_ident()
+            self.send(*message)
+            try:
+                yield
+            except ValueError:
+                raise
+            except Exception as error:
+                self.fail(error)
+
     def send(self, *message: Any) -> None:
-        """Send the followers a command."""
-        if self._thread != threading.get_ident():
-            mx.eval(self._dispatched)
-            self._thread = threading.get_ident()
-        while self._dropped:
-            self.channel.send("drop", self._dropped.pop())
-        self.channel.send(*message)
+        """Send the followers a command that computes nothing."""
+        with self._turn:
+            while self._dropped:
+                self.channel.send("drop", self._dropped.pop())
+            self.channel.send(*message)
 
 
 class _Led:
@@ -256,7 +289,7 @@ class _Led:
 
     @contextmanager
     def _sending(self, others: Sequence[_Led], *message: Any) -> Iterator[None]:
-        """Send a call, unless it is part of one that was sent; end it here even if interrupted.
+        """Send a call, unless it is part of one that was sent.
 
         Args:
             others: what the call uses besides this.
@@ -265,8 +298,7 @@ class _Led:
         if not self.leads:
             yield
             return
-        with uninterrupted(), mx.stream(generation_stream):
-            self._leader.send(*message)
+        with self._leader.sending(*message):
             try:
                 for one in (self, *others):
                     one.leads = False
@@ -416,8 +448,13 @@ def _follow_to_the_end(group: mx.distributed.Group) -> None:
     except Exception as error:
         if channel:
             time.sleep(_SECONDS_TO_NOTICE)  # rank 0 may have the same error, and report it
-        reason = "" if isinstance(error, MlxspecError) else f"{type(error).__name__}: "
-        end_with(f"Error: rank {group.rank()}: {reason}{error}")
+        end_with(_error_line(group.rank(), error))
+
+
+def _error_line(rank: int, error: Exception) -> str:
+    """What a rank says of the error that ends it."""
+    kind = "" if isinstance(error, MlxspecError) else f"{type(error).__name__}: "
+    return f"Error: rank {rank}: {kind}{error}"
 
 
 class Follower:

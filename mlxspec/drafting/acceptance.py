@@ -132,7 +132,6 @@ _LOWEST, _HIGHEST = 1e-4, 0.998
 # p_accept rarely rises above 0.99.
 _SURE = 0.01
 _FIRST_HIT_RATE, _CHANGE = 0.3, 0.1  # of the best continuations
-_USUAL_AGE = 8192  # tokens; every occurrence in earlier texts counts as this far back
 
 # The features that experience corrects are numbered. Each kind of feature starts after the values
 # of the previous kind. Tokens, whose number is unlimited, come last.
@@ -235,7 +234,13 @@ class AcceptanceModel:
             a function of a token, its parent's depth, and its parent's token.
         """
         _, matched, newest, agreed = found[rank]
-        weights, form, gap = self._form_of(found, rank)
+        if rank > 0:
+            weights, form, gap = self._lower_ranked, _LOWER_RANKED, _NO_GAP
+        elif len(found) > 1:  # by how many tokens its match is longer than the next one's
+            gap = min(found[0].length - found[1].length, _NO_GAP - 1)
+            weights, form = self._divided, 1
+        else:
+            weights, form, gap = self._unanimous, 0, _NO_GAP
         z = weights["by_rank"][min(rank, 4)] if rank else weights["by_gap"][gap]
         z += weights["hit_rate"] * self._logit_hit_rate
         z += weights["share"] * len(agreed) / occurrences
@@ -276,15 +281,6 @@ class AcceptanceModel:
 
         return estimate
 
-    def _form_of(self, found: Sequence[Continuation], rank: int) -> tuple[_Weights, int, int]:
-        """The weights of a continuation, its form (unanimous, divided or lower-ranked), and by how
-        many tokens its match is longer than the next one's."""
-        if rank > 0:
-            return self._lower_ranked, _LOWER_RANKED, _NO_GAP
-        if len(found) > 1:
-            return self._divided, 1, min(found[0].length - found[1].length, _NO_GAP - 1)
-        return self._unanimous, 0, _NO_GAP
-
     def learn(self, estimates: Sequence[Estimate], right: int | None) -> None:
         """Learn which of a node's continuations was right.
 
@@ -319,16 +315,6 @@ def _weights() -> tuple[_Weights, _Weights, _Weights]:
         one["by_length"] = [
             constant + linear * x + square * x * x + inverse / (n + 1) for n, x in enumerate(logs)
         ]
-        one["by_rank"] = [0.0, 0.0, *one.get("rank", ())]
-        # By how many tokens the match is longer than the second best: 0, 1, 2 to 3, 4 or more; the
-        # last entry is for no second match.
-        none, some, few, many = one.get("gap", (0.0,) * 4)
-        one["by_gap"] = [none, some, few, few, many, 0.0]
-        # Two averages of hits were fitted; with online learning, one is enough.
-        one["hit_rate"] = one["logit_recent"] + one["logit_average"]
-        one["earlier"] = one["from_memory"] + one["log_age"] * math.log(_USUAL_AGE)
-        one.setdefault("share", 0.0)
-        one.setdefault("log_occurrences", 0.0)
     return chosen
 
 
@@ -337,16 +323,13 @@ def _logit(rate: float) -> float:
     return math.log(clipped / (1 - clipped))
 
 
-def _length_class(length: int) -> int:
-    """The class of a match's length: 0 to 5 have their own, then 6–7, 8–11, 12–19, 20–31, 32+."""
-    return length if length < 6 else 6 + sum(length >= bound for bound in (8, 12, 20, 32))
-
-
-def _depth_class(depth: int) -> int:
-    """The class of a depth: 0 to 3 have their own, then 4–7, 8–15, 16–23, 24+."""
-    return depth if depth < 4 else 4 + min(depth // 8, 3)
-
-
-_LENGTH_CLASSES = [_length_class(length) for length in range(_MAX_LENGTH + 1)]
-_DEPTH_CLASSES = [_depth_class(depth) for depth in range(_MAX_LENGTH + 1)]
+# The class of a match's length: 0 to 5 have their own, then 6–7, 8–11, 12–19, 20–31, 32+.
+_LENGTH_CLASSES = [
+    length if length < 6 else 6 + sum(length >= bound for bound in (8, 12, 20, 32))
+    for length in range(_MAX_LENGTH + 1)
+]
+# The class of a depth: 0 to 3 have their own, then 4–7, 8–15, 16–23, 24+.
+_DEPTH_CLASSES = [
+    depth if depth < 4 else 4 + min(depth // 8, 3) for depth in range(_MAX_LENGTH + 1)
+]
 _LOG = [0.0, *(math.log(count) for count in range(1, 129))]  # of counts of occurrences

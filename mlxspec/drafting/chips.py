@@ -1,4 +1,8 @@
-"""Chips' cost curves, measured or estimated; ``chips.json`` names the source of each."""
+"""Chips' cost curves, measured or estimated.
+
+``chips.json`` names the source of each. ``reported_chips.json`` has those that users have sent; it
+is made of ``benchmarks/reports``.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +20,9 @@ from .costs import CostCurve
 ESTIMATED = "≈"
 """Marks estimates."""
 
-REPORT_FORM = "https://github.com/mlxspec/mlxspec/issues/new?template=bench-report.yml"
-"""Where users send the curves of their machines."""
+ISSUES = "https://github.com/mlxspec/mlxspec/issues"
+REPORT_FORM = f"{ISSUES}/new?template=bench-report.yml"
+"""Where users send the figures of their machines."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,8 @@ def known_chip(name: str) -> Chip:
             raise OptionError(
                 f"no cost curve for the chip {name!r}: the nearest known ones are {first} and "
                 f"{second}; on that machine, mlxspec calibrate MODEL --json > curve.json measures "
-                f"one for --curve curve.json, and {REPORT_FORM} takes it for the next version"
+                "one for --curve curve.json, and mlxspec bench MODEL --submit sends one for the "
+                "next version"
             )
     raise OptionError(
         f"no cost curve for the chip {name!r}: choose one of {', '.join(chip_names())}, or "
@@ -89,6 +95,16 @@ def _plain(name: str) -> str:
 
 @cache
 def _known() -> dict[str, dict[str, Any]]:
-    text = files(__package__).joinpath("chips.json").read_text(encoding="utf-8")
-    known: dict[str, dict[str, Any]] = json.loads(text)
-    return known
+    known, reported = (
+        json.loads(files(__package__).joinpath(name).read_text(encoding="utf-8"))
+        for name in ("chips.json", "reported_chips.json")
+    )
+    return _with_reports(known, reported)
+
+
+def _with_reports(known: dict[str, Any], reported: dict[str, Any]) -> dict[str, Any]:
+    """Add the chips of reports; a published curve keeps its name, since figures rest on it."""
+    chips: dict[str, Any] = known["chips"]
+    named = {f"{name} reported" if name in chips else name: of for name, of in reported.items()}
+    nearest = {name: of for name, of in known["nearest"].items() if name not in named}
+    return {"chips": chips | named, "nearest": nearest}

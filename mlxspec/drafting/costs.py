@@ -362,13 +362,14 @@ class LiveTimes:
         self._shared = self._shared + gain * shared
         self._covariance = covariance - shared[:, None] * (shared / variance)
         own.value += own.variance * gain
-        own.variance -= own.variance**2 / variance
+        settled = (own.variance + doubt) / variance  # by this step, of both together
+        own.variance -= own.variance * settled
         own.assumed = False
         if doubt:
             for other_rows, other in self._rows.items():
                 if other_rows > self._beyond:
                     other.value += doubt * gain
-            self._doubt -= doubt**2 / variance
+            self._doubt -= doubt * settled
         _, drafted, exponent, of_growth = (self._shared - self._in_curves).tolist()
         if (
             doubt > 0
@@ -407,7 +408,9 @@ class LiveTimes:
             for rows, own in sorted(self._rows.items()):
                 if assumed or not own.assumed:
                     seconds = self._time(own, context)[0] * math.exp(self._correction(own))
-                    variance = own.variance + exponent * own.power**2 + stddev**2
+                    # With its doubt, or short processes would believe wrong times for ever.
+                    doubt = self._doubt / _OWN_SHARE if rows > self._beyond else 0.0
+                    variance = own.variance + doubt + exponent * own.power**2 + stddev**2
                     times.append(KnownTime(rows, seconds, math.sqrt(variance)))
             found[context] = times
         return found

@@ -1,4 +1,4 @@
-"""Draft trees, their acceptance, and :class:`Drafter`, the base class of all drafters."""
+"""Draft trees, their acceptance and merging; :class:`Drafter`, the base class of all drafters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from operator import index
 from typing import Any, NamedTuple
@@ -278,6 +278,8 @@ class VerifiedStep:
         pipelined: whether the previous step dispatched its forward.
         ahead: whether this step dispatched the next step's forward.
         context: positions of the context, including ``tokens``.
+        logprobs: per emitted token, the log-probabilities that it was chosen from, (vocabulary,),
+            before filters and temperature; dispatched, not yet evaluated.
     """
 
     tree: DraftTree
@@ -293,6 +295,7 @@ class VerifiedStep:
     pipelined: bool = False
     ahead: bool = False
     context: int = 0
+    logprobs: Sequence[Any] = field(default=(), compare=False, repr=False)
 
     @property
     def drafted(self) -> int:
@@ -463,6 +466,100 @@ class TreeBuilder:
         p_reached = self.p_reached if len(self.p_reached) == drafted else ()
         origins = self.origins if len(self.origins) == drafted else ()
         return DraftTree._of(self.tokens, self.parents, p_reached, origins)
+
+
+def view(step: VerifiedStep, tree: DraftTree) -> VerifiedStep:
+    """A step as if only one tree's nodes had been verified.
+
+    Args:
+        step: the verified step.
+        tree: a draft for the same token; nodes that the step did not verify are omitted.
+
+    Returns:
+        the step with only the choices and accepted nodes of ``tree``, but with all emitted tokens.
+    """
+    verified = tree.nodes_in(step.tree)
+    rows = [same for same in verified if same is not None]
+    own = {same: node for node, same in reversed(list(enumerate(rows)))}
+    return replace(
+        step,
+        tree=tree.kept([same is not None for same in verified]),
+        choices=tuple(step.choices[row] for row in rows),
+        argmaxes=tuple(step.argmaxes[row] for row in rows),
+        accepted=tuple(own[node] for node in step.accepted if node in own),
+    )
+
+
+def united(trees: Sequence[DraftTree], limits: Limits) -> DraftTree:
+    """The likeliest nodes of several drafts for one token, which must have probabilities."""
+    if len(trees) == 1:
+        return trees[0]
+    tree = merge(trees).best_first()
+    return (tree if limits.branching else tree.first_chain()).first(limits.nodes)
+
+
+def likelier_first(text: DraftTree, head: DraftTree) -> tuple[DraftTree, DraftTree]:
+    """Two drafts for one token, so that :func:`merge` scales the one that is less sure."""
+    surer = max(head.p_reached, default=0.0) > max(text.p_reached, default=0.0)
+    return (head, text) if surer else (text, head)
+
+
+def united_apart(first: DraftTree, second: DraftTree, limits: Limits) -> DraftTree:
+    """As :func:`united`, but faster, for drafts without a token in common, the likelier first."""
+    if not limits.branching:
+        return first.first(limits.nodes)
+    below, left = len(first) - 1, max(0.0, 1 - first.p_next)
+    tree = DraftTree._of(
+        [*first.tokens, *second.tokens[1:]],
+        [*first.parents, *(parent and parent + below for parent in second.parents[1:])],
+        [*first.p_reached, *(left * p for p in second.p_reached)],
+        (),
+    )
+    return tree.best_first(limits.nodes)
+
+
+def merge(trees: Sequence[DraftTree]) -> DraftTree:
+    """Merge drafts for one token; common prefixes share their nodes.
+
+    If several trees have a node, it gets the highest of their probabilities, or what its siblings
+    leave. If only a later tree has it, its probability given its parent is scaled by the
+    probability that no sibling from an earlier tree is right.
+
+    Returns:
+        a tree that begins with the first tree's nodes. It has origins and probabilities if all
+        trees have them.
+    """
+    merged = TreeBuilder(trees[0].tokens[0])
+    p_reached, below = [1.0], [0.0]  # per node, and the sum over its children
+    for tree in trees:
+        own = (1.0, *(tree.p_reached or (0.0,) * (len(tree) - 1)))
+        # Per node, the share of its probability that the earlier trees' children leave.
+        left = [
+            max(0.0, 1 - p_children / p_node) if p_node else 0.0
+            for p_node, p_children in zip(p_reached, below, strict=True)
+        ]
+        nodes = [0]
+        for node in range(1, len(tree)):
+            token, parent = tree.tokens[node], tree.parents[node]
+            above = nodes[parent]
+            p_node = p_reached[above] * own[node] / own[parent] if own[parent] else 0.0
+            room = max(0.0, p_reached[above] - below[above])
+            place = merged.find(above, token)
+            if place is None:
+                gained = min(p_node * left[above], room)
+                origin = tree.origins[node - 1] if tree.origins else None
+                place = merged.child(above, token, origin=origin)
+                p_reached.append(gained)
+                below.append(0.0)
+                left.append(1.0)
+            else:
+                gained = max(0.0, min(p_node - p_reached[place], room))
+                p_reached[place] = min(p_reached[place] + gained, p_reached[above])
+            below[above] += gained
+            nodes.append(place)
+    if all(tree.p_reached or len(tree) == 1 for tree in trees):
+        merged.p_reached = p_reached[1:]
+    return merged.tree()
 
 
 def checked_drafter(drafter: object) -> Drafter:

@@ -42,11 +42,14 @@ class HeadTimes:
         return self._scale[fewer] * (self._first + (depth - 1) * self._further)
 
     def record(self, depth: int, sequences: int, seconds: float) -> None:
-        """Learn from a draft."""
+        """Learn from a draft. The first of so many sequences may have to compile kernels."""
+        if sequences not in self._scale:
+            fewer = max(count for count in self._scale if count < sequences)
+            self._scale[sequences] = self._scale[fewer]
+            return
         surprise = seconds / self.seconds(depth, sequences)
         surprise = min(max(surprise, 1 / _MOST_SURPRISE), _MOST_SURPRISE)
-        fewer = max(count for count in self._scale if count <= sequences)
-        self._scale[sequences] = self._scale[fewer] * surprise**_TIME_RATE
+        self._scale[sequences] *= surprise**_TIME_RATE
 
 
 class HeadExperience:

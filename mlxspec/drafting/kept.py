@@ -1,4 +1,4 @@
-"""What is kept on disk between processes: step times and experience, a JSON file each."""
+"""Step times and experience, kept on disk between processes, in JSON files."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 import platformdirs
 from pydantic import AfterValidator, Field, TypeAdapter
 
-from ..errors import MlxspecError, OptionError
-from ..files import replaced
+from ..errors import MlxspecError
+from ..files import directory_in, replaced
 from .acceptance import MOST_SEEN, TOKEN_FEATURES, Corrections
 from .costs import MOST_UNCERTAINTY, STEP_SECONDS, WIDEST, KnownTime
 from .heads import HeadExperience
@@ -45,16 +45,7 @@ def cache_directory() -> Path:
     Raises:
         OptionError: ``MLXSPEC_CACHE_DIR`` begins with ``~`` and an unknown user name.
     """
-    chosen = os.environ.get(ENVIRONMENT_VARIABLE)
-    if not chosen:
-        return platformdirs.user_cache_path("mlxspec")
-    try:
-        return Path(chosen).expanduser()
-    except RuntimeError:
-        raise OptionError(
-            f"{ENVIRONMENT_VARIABLE} is {chosen!r}, but that user has no known home directory; "
-            "name another directory"
-        ) from None
+    return directory_in(ENVIRONMENT_VARIABLE) or platformdirs.user_cache_path("mlxspec")
 
 
 def _read_json(path: Path, head: Mapping[str, object]) -> dict[str, Any]:
@@ -73,7 +64,7 @@ def _read_json(path: Path, head: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _usable(what: str, path: Path, read: Callable[[Path], _Read]) -> _Read | None:
-    """What a file holds; None, with a warning if it exists, where it cannot be used."""
+    """The content of a file; None if it is missing or, with a warning, if it cannot be used."""
     try:
         return read(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -88,9 +79,9 @@ _warned_of: set[Path] = set()
 
 
 def _write_json(what: str, path: Path, content: Mapping[str, object]) -> bool:
-    """Write a file whole, readable by the user alone; returns whether that was possible.
+    """Write a whole file that only the user can read; return whether that worked.
 
-    Otherwise there is a warning, one for all files of the cache directory.
+    The first failure in a cache directory is logged.
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -107,7 +98,7 @@ def _write_json(what: str, path: Path, content: Mapping[str, object]) -> bool:
     return True
 
 
-_MOST = 1e18  # of whatever is counted in a machine or model
+_MOST = 1e18  # of any number that describes a machine or model
 Source = Literal["steps", "quick", "careful"]  # the best one last
 Identity = dict[str, str | int | float | None]
 
@@ -119,7 +110,7 @@ def _iso(time: str) -> str:
 
 @dataclass(frozen=True)
 class CostKey:
-    """What step times hold for.
+    """The machine and the model that step times belong to.
 
     Attributes:
         machine: what the steps run on: chip, device, libraries.
@@ -131,9 +122,7 @@ class CostKey:
 
     def of_sequences(self, count: int) -> CostKey:
         """The key of steps shared by ``count`` sequences."""
-        return CostKey(
-            self.machine, {**self.model, "sequences": count} if count > 1 else self.model
-        )
+        return replace(self, model={**self.model, "sequences": count}) if count > 1 else self
 
     @property
     def file_name(self) -> str:
@@ -143,7 +132,7 @@ class CostKey:
 
 @dataclass(frozen=True)
 class KnownTimes:
-    """What is known at one context length.
+    """Step times behind one context length.
 
     Attributes:
         times: T(rows), fewest rows first.
@@ -164,7 +153,7 @@ class KnownTimes:
     def now(
         cls, times: list[KnownTime], source: Source, name: str = "", split: bool | None = None
     ) -> KnownTimes:
-        """What has just been measured or learned."""
+        """Times that were measured or learned just now."""
         updated = datetime.now(UTC).isoformat(timespec="seconds")
         return cls(tuple(times), source, updated, name, split)
 
@@ -182,8 +171,8 @@ TimesByContext = dict[int, KnownTimes]
 class CostCache:
     """Keeps step times from run to run, in one file per machine and model.
 
-    Where several processes write at the same time, the last one's corrections of a context length
-    stay. A file that is damaged or of another version is ignored with a warning, and its times
+    If several processes write at the same time, the last one's corrections of a context length are
+    kept. A file that is damaged or of another version is ignored with a warning, and its times
     are measured again.
 
     Args:
@@ -197,12 +186,12 @@ class CostCache:
         self.directory = directory or cache_directory() / "step_times"
 
     def read(self, key: CostKey) -> TimesByContext:
-        """What is kept for a key; empty where there is nothing, or nothing of use."""
+        """The times that are kept for a key; empty without any usable ones."""
         path = self.directory / key.file_name
         return _usable("step times", path, lambda path: _times_of(path, key)) or {}
 
     def entries(self) -> list[tuple[CostKey, TimesByContext]]:
-        """Everything that is kept, for all machines and models."""
+        """All usable times, of all machines and models."""
         paths = sorted(self.directory.glob("*.json"))
         found = [_usable("step times", path, _read_times) for path in paths]
         return [entry for entry in found if entry]
@@ -239,7 +228,7 @@ def _times_of(path: Path, key: CostKey) -> TimesByContext:
 
 
 def _read_times(path: Path) -> tuple[CostKey, TimesByContext]:
-    """The content of a file, with all checked that decoding relies on; raises as `_read_json`."""
+    """The content of a file; all that decoding relies on is checked. Raises as `_read_json`."""
     content = _read_json(path, _STEP_TIMES)
     machine, model = (_IDENTITY.validate_python(content.get(of)) for of in ("machine", "model"))
     if isinstance(model.get("parameters"), str):
@@ -300,7 +289,7 @@ def experience_path(model: Identity) -> Path:
 
 
 class Experience:
-    """What the generations of a decoder have taught: corrections by kind of request.
+    """What a decoder has learned from its generations: corrections by kind of request.
 
     Requests whose prompts begin alike, with one system prompt or one template, are of one kind.
     Salted hashes of the first tokens distinguish kinds, so that no text is kept. A kind has
@@ -308,9 +297,9 @@ class Experience:
     requests followed until then. A request of no known kind follows those of all generations.
 
     With a path, it outlives the process. It is saved after a generation, at most every 30 seconds;
-    of several processes, the last to save stays. Weights of single tokens are not saved, since they
-    reveal texts. If the file has been removed, this process forgets what it knew, too. A damaged
-    file is ignored with a warning.
+    if several processes save it, the last one wins. Weights of single tokens are not saved, since
+    they reveal texts. If the file has been removed, this process forgets what it knew, too. A
+    damaged file is ignored with a warning.
 
     Args:
         path: the file; None keeps nothing.
@@ -363,11 +352,11 @@ class Experience:
         return found[::-1]
 
     def of_texts(self, texts: object) -> Experience:
-        """What was taught of earlier texts, such as a memory; it ends with the process."""
+        """What was learned about earlier texts, such as a memory; it is not saved."""
         return self._of_texts.setdefault(texts, Experience())
 
     def of_head(self, most: int) -> HeadExperience:
-        """What drafts of a trained head have shown; it ends with the process.
+        """What was learned about drafts of a trained head; it is not saved.
 
         Args:
             most: the most tokens that it drafts at once.
@@ -410,7 +399,7 @@ def _figures(corrections: Corrections) -> list[list[float]]:
 
 
 def _read_experience(path: Path) -> _Taught:
-    """What a file holds; raises as :func:`_read_json`."""
+    """The content of a file; raises as :func:`_read_json`."""
     content = _read_json(path, _EXPERIENCE)
     salt = bytes.fromhex(str(content.get("salt")))
     if len(salt) != _SALT_BYTES:
@@ -437,7 +426,7 @@ _KINDS: TypeAdapter[Any] = TypeAdapter(
 
 
 def kept_experience() -> list[Path]:
-    """The files that are kept, the last written last."""
+    """The kept files, the last written last."""
     found = []
     for path in experience_directory().glob("*.json"):
         with suppress(OSError):

@@ -20,8 +20,8 @@ class MeasurementPlan:
     Attributes:
         rows: the numbers of rows, the most informative first: if time runs out, the last are
             left out.
-        rounds: how often each is measured at most.
-        steady_rounds: how often where the times are steady.
+        rounds: the most measurements of each.
+        steady_rounds: the same, if the times are steady.
         plain_tokens: plain steps in a row per round.
         seconds: the time limit, prefill included. A step that would not end within it does not
             start.
@@ -74,7 +74,7 @@ QUICK = MeasurementPlan(
     context=64,
     least_uncertainty=0.1,
 )
-# Behind a long context, in what is left of three seconds; other rows follow from these.
+# Behind a long context, in the rest of three seconds; other rows are derived from these.
 QUICK_LONG = replace(QUICK, rows=(4, 8, 16), rounds=8, steady_rounds=3, plain_tokens=3, seconds=1.1)
 CAREFUL = MeasurementPlan(
     rows=(2, 4, 8, 16, 32, 5, 6, 10, 12, 3, 24, 64, 13, 7, 9, 14, 20, 28, 33, 40, 48),
@@ -113,7 +113,7 @@ def cost_errors(times: Sequence[KnownTime]) -> list[float]:
 
 
 def noise(times: Sequence[KnownTime]) -> str | None:
-    """Why a measurement is useless, in a clause with its figures; None where it is useful.
+    """Why a measurement cannot be used, in a clause with its figures; None if it can.
 
     It is noise if half of the costs are known to ± 25 % or worse, if more rows cost less than
     half of what fewer do, or if a row costs more than 2.5 plain steps. The first is not checked
@@ -229,7 +229,7 @@ def _summary(rows: int, times: list[float], spread: float) -> KnownTime:
     """T(rows), where the longest plain step took longer than the shortest one by this share.
 
     The seconds are the lower quartile of the wall times. Other programs only make steps longer:
-    where they double every other step, it is still the time of those between.
+    if they double every other step, the quartile is still the time of the others.
     """
     times = [max(STEP_SECONDS[0], seconds) for seconds in times]  # a coarse clock may return 0
     if len(times) < _FEW:

@@ -11,9 +11,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .combined import Guide, guided, likelier_first, united, united_apart
 from .costs import CostCurve, Costs
-from .drafter import Drafter, DraftTree, Limits, VerifiedStep
+from .drafter import (
+    Drafter,
+    DraftTree,
+    Limits,
+    VerifiedStep,
+    likelier_first,
+    united,
+    united_apart,
+)
 from .heads import HeadSource
 from .kept import Experience
 from .policy import (
@@ -26,7 +33,7 @@ from .policy import (
     price_of_time,
     replayed_costs,
 )
-from .sources import DrafterSource
+from .sources import DrafterSource, Guide, guided
 from .suffix_source import SuffixSource
 
 _log = logging.getLogger(__name__)
@@ -38,6 +45,7 @@ _FIRST_DRAFT = [0.6**depth for depth in range(1, 9)]
 _STEPS_PER_OUTLOOK = 16  # plain steps; what a head would gain changes slowly while it does not run
 _FEW_ROWS = 8  # as after a step
 _UNSURE = 0.5  # a head is tried only if nothing else is as likely as this
+_WITHOUT_HEAD = "steps run without the trained head"
 
 
 class Plan(NamedTuple):
@@ -142,18 +150,23 @@ class Planner(Drafter):
             for source in self._sources:
                 source.begin(prompt)
                 self._begun.append(source)
-            for head in self._heads:
-                head.begin(prompt)
+            self._of_head(lambda head: head.begin(prompt))
         except Exception as error:
             self._fails(error)
 
     def attach(self, target: Any, perturb: Callable[..., Any]) -> None:
-        for source in (*self._sources, *self._heads):
+        for source in self._sources:
             source.attach(target, perturb)
+        self._of_head(lambda head: head.attach(target, perturb))
 
-    @property
-    def _heads(self) -> list[HeadSource]:
-        return [self.head] if self.head else []
+    def _of_head(self, call: Callable[[HeadSource], object]) -> None:
+        """Call something of the trained head, if any. If it fails, text is still drafted."""
+        try:
+            if self.head:
+                call(self.head)
+        except Exception as error:
+            self.head = None
+            log_fault(error, _WITHOUT_HEAD)
 
     def search(self, curve: CostCurve, limits: Limits) -> DraftTree | None:
         """Candidates to follow the current token, the likeliest first; None if not searched for.
@@ -294,8 +307,9 @@ class Planner(Drafter):
             doubtful=costs.hopeful is not costs.curve,
             charge=charge,
         )
-        for source in (*self._sources, *self._heads):
+        for source in self._sources:
             source.observe(step)
+        self._of_head(lambda head: head.observe(step))
 
     def end(self) -> None:
         self._experience.probe_step = self.policy.probe_step
@@ -321,7 +335,7 @@ class Planner(Drafter):
         if len(candidates) == 1:
             return (
                 "nothing that repeats here is likely enough for rows that cost "
-                f"{costs.hopeful.cheapest_rows[0]:.2f} plain steps each"
+                f"{costs.hopeful.cheapest_rows[0]:.2f} plain steps each{self._of_no_head()}"
             )
         if policy.probes:
             return "a plain step, to measure its time"
@@ -330,11 +344,23 @@ class Planner(Drafter):
         _, n_draft = max(gains, default=(0.0, 1))
         reason = (
             f"{n_draft + 1} rows cost {table[n_draft + 1]:.2f} plain steps, expected "
-            f"{expected[n_draft]:.2f} tokens"
+            f"{expected[n_draft]:.2f} tokens{self._of_no_head()}"
         )
         if not gains:
             return reason
         return f"the guard, with {policy.bank:.2f} plain steps in its bank, forbids it: {reason}"
+
+    def _of_no_head(self) -> str:
+        """Why the trained head does not draft, as the end of a clause; empty without one."""
+        if self.head is None or self.policy.ahead or not self.head.ready:
+            return ""
+        if self._plan.head:
+            return f", after the head has taken {self._plan.head:.2f}"
+        each = self.head.times.seconds(1) / self.costs.seconds(1)
+        return (
+            f"; the head, which takes {each:.2f} for a token that is right in "
+            f"{self.head.p_accept[0]:.0%}, would gain too little"
+        )
 
 
 def plan_drafts(
@@ -466,6 +492,16 @@ class _Step:
         Returns:
             the plans, with the heads' candidates and what the heads have taken.
         """
+        try:
+            return self._run_heads(plans)
+        except Exception as error:  # text is still drafted
+            log_fault(error, _WITHOUT_HEAD)
+            for planner in self._planners:
+                planner.head = None
+            self._arrange([plan.candidates for plan in plans])
+            return plans
+
+    def _run_heads(self, plans: list[Plan]) -> list[Plan]:
         if any(policy.ahead for policy in self._policies):
             return plans  # the next token is not known, and a draft would wait
         heads = {
@@ -480,13 +516,7 @@ class _Step:
         members = [*heads.values()]
         times, behind = members[0].times, max(head.behind for head in members)
         started = time.perf_counter()
-        try:
-            drafts = members[0].run(members, depth)
-        except Exception as error:  # text is still drafted
-            log_fault(error, "steps run without the trained head")
-            for index in heads:
-                self._planners[index].head = None
-            return plans
+        drafts = members[0].run(members, depth)
         seconds = time.perf_counter() - started
         if behind <= _FEW_ROWS:  # a head that has not run for long takes longer once
             times.record(depth, len(members), seconds)

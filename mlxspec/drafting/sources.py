@@ -1,4 +1,4 @@
-"""Small drafters: prompt lookup, predicted outputs, and wrappers around any drafter."""
+"""Small drafters: prompt lookup, predicted outputs, forced tokens; wrappers around any drafter."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from ..errors import OptionError
-from .combined import view
 from .drafter import (
     Drafter,
     DraftTree,
     Limits,
+    NoDraft,
     VerifiedStep,
     checked_draft,
     checked_drafter,
+    merge,
+    united,
+    view,
 )
 
 _LONGEST_NGRAM = 64  # each length has an index, which takes time and memory
@@ -271,6 +274,115 @@ class DrafterSource(Drafter):
             cell = self._cells[node]
             p_accept = self._p_accept[cell] + _RATE * (right - self._p_accept[cell])
             self._p_accept[cell] = min(_MOST, max(_LEAST, p_accept))
+
+
+class CombinedDrafter(Drafter):
+    """Merges the drafts of two drafters; common prefixes are verified once.
+
+    Each drafter observes a step as if its own tree had been verified, with the target's choices
+    after its own nodes, and all emitted tokens. A target that verifies only chains gets the first
+    drafter's chain, or the second's if the first has no draft.
+
+    Args:
+        first: has priority when drafts are cut to a chain.
+        second: the other drafter. If it is a fallback, it drafts only when the first does not.
+    """
+
+    def __init__(self, first: Drafter, second: Drafter) -> None:
+        self.first = first
+        self.second = second
+
+    @property
+    def pipelined(self) -> bool:  # type: ignore[override]
+        """Whether neither drafter expects a draft soon."""
+        return self.first.pipelined and self.second.pipelined
+
+    def attach(self, target: Any, perturb: Callable[..., Any]) -> None:
+        self.first.attach(target, perturb)
+        self.second.attach(target, perturb)
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self.first.begin(list(prompt))
+        self.second.begin(list(prompt))
+
+    def propose(self, max_depth: int) -> DraftTree:
+        first = self.first.propose(max_depth)
+        needless = self.second.is_fallback and len(first) > 1
+        second = self.second.propose(0 if needless else max_depth)
+        self._parts = first, second
+        self._merged = merge([replace(t, origins=t.node_origins[1:]) for t in self._parts])
+        return self._merged
+
+    def observe(self, step: VerifiedStep) -> None:
+        first, second = self._parts
+        self.first.observe(view(step, first))
+        self.second.observe(view(step, second))
+
+    def end(self) -> None:
+        try:
+            self.first.end()
+        finally:
+            self.second.end()
+
+    def window_rows(self) -> dict[tuple[int, int], int]:
+        rows: dict[tuple[int, int], int] = {}
+        for drafter, tree in zip((self.first, self.second), self._parts, strict=True):
+            nodes = tree.nodes_in(self._merged)
+            for row, own in drafter.window_rows().items():
+                if (node := nodes[own]) is not None:
+                    rows[row] = node
+        return rows
+
+
+GRAMMAR = "grammar"
+"""The origin of forced tokens."""
+
+_P_ACCEPT = 0.99  # of a forced token; nothing is certain
+
+
+class Guide(Protocol):
+    """Knows how a constrained output may continue after the accepted tokens."""
+
+    def forced(self) -> Sequence[int]:
+        """The tokens that must come next, whatever the model predicts; empty if it has a choice."""
+
+    def allowed(self, tree: DraftTree) -> DraftTree:
+        """The nodes of a draft that the constraint allows."""
+
+
+class ForcedDrafter(NoDraft):
+    """Drafts the tokens that a constraint forces, and nothing else."""
+
+    def __init__(self, guide: Guide) -> None:
+        self._guide = guide
+
+    def propose(self, max_depth: int) -> DraftTree:
+        return DraftTree.chain(self._last, self._guide.forced()[:max_depth], GRAMMAR)
+
+
+def with_forced(drafter: Drafter, guide: Guide) -> Drafter:
+    """A drafter for a constrained output that also drafts the forced tokens."""
+    both = CombinedDrafter(ForcedDrafter(guide), drafter)
+    # No alternative to a forced token is allowed, so the two never make a branch together.
+    both.branching = drafter.branching
+    return both
+
+
+def guided(tree: DraftTree, guide: Guide, limits: Limits) -> DraftTree:
+    """The best allowed nodes of a draft, and the forced tokens.
+
+    Args:
+        tree: a draft with probabilities and origins.
+        guide: the output's.
+        limits: the result's.
+    """
+    allowed, forced = guide.allowed(tree), guide.forced()[: limits.max_depth]
+    if not forced:
+        return allowed
+    tokens, parents = (tree.tokens[0], *forced), range(-1, len(forced))
+    p_reached = tuple(_P_ACCEPT**depth for depth in range(1, len(tokens)))
+    chain = DraftTree(tokens, tuple(parents), p_reached, (GRAMMAR,) * len(forced))
+    return united([chain, allowed], limits)
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from ..corpus.suffix_index import (
     continuations,
 )
 from .acceptance import AcceptanceModel, Estimate
-from .combined import united
-from .drafter import Drafter, DraftTree, Limits, TreeBuilder, VerifiedStep
+from .drafter import Drafter, DraftTree, Limits, TreeBuilder, VerifiedStep, united
 from .kept import Experience
 from .policy import SHARE_OF_NOW
 

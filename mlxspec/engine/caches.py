@@ -228,10 +228,6 @@ class WindowKVCache(TreeSteps):
         """The arrays to evaluate."""
         return self.keys, self.values
 
-    @property
-    def nbytes(self) -> int:
-        return 0 if self.keys is None else self.keys.nbytes + self.values.nbytes
-
     def index(self, position: int) -> int:
         """The index of a position's entry in the buffers."""
         return position if position < self.keep else self.keep + position - self._start
@@ -342,7 +338,7 @@ class Slots:
         self.values = mx.put_along_axis(self.values, places, values, axis=2)
 
 
-class SlotKVCache(TreeSteps):
+class SlotKVCache(TreeSteps, KVCache):
     """The cache of one sequence, kept in a slot.
 
     Args:
@@ -388,20 +384,9 @@ class SlotKVCache(TreeSteps):
         place, held = self.place, slice(self.offset)
         return self.slots.keys[place, :, held], self.slots.values[place, :, held]
 
-    def is_trimmable(self) -> bool:
-        return True
-
-    def trim(self, n: int) -> int:
-        self.offset -= n
-        return n
-
     @property
     def state(self) -> tuple[mx.array, mx.array]:
         return self.keys_and_values()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes // len(array) for array in (self.keys, self.values))
 
 
 class TreeKVCache(TreeSteps, KVCache):
@@ -600,7 +585,7 @@ def first_positions(cache: Any, length: int, room: int) -> Any:
         cut_back = copy.copy(cache)
         cut_back.offset = length
         return RotatingKVCache.from_state(cut_back.rotating_state())
-    if isinstance(cache, SlotKVCache | KVCache | QuantizedKVCache):
+    if isinstance(cache, KVCache | QuantizedKVCache):
         kind = QuantizedKVCache if isinstance(cache, QuantizedKVCache) else KVCache
         if cache.keys is None:  # a layer that has seen nothing yet
             return copy.copy(cache)

@@ -270,8 +270,14 @@ def _filled(own: Any, before: int) -> mx.array:
 
 
 def logits(model: nn.Module, tokens: tuple[int, ...], caches: list[Any]) -> mx.array:
-    """The model's logits in float32, (len(tokens), vocabulary)."""
-    return finite(model(mx.array(tokens)[None], cache=caches)[0].astype(mx.float32))
+    """The model's logits in float32, (len(tokens), vocabulary).
+
+    They are computed at once: in a pipeline of several machines each has a graph of its own, and
+    MLX could run the forwards of one evaluation in different orders.
+    """
+    found = finite(model(mx.array(tokens)[None], cache=caches)[0].astype(mx.float32))
+    mx.eval(found)
+    return found
 
 
 # --- where a rule for positions changes ---

@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,7 +21,7 @@ import llguidance
 
 from ..errors import OptionError
 from . import compiling_process
-from .constraint import ONE_LINE, Constraint
+from .params import ONE_LINE, Constraint
 
 # These are llguidance's defaults, with three exceptions: the grammar's size (compile time grows
 # with the cube of the optional properties: a second for 2000 of them), the automaton's states (one
@@ -53,19 +52,8 @@ _CAUSES: dict[int, str] = {
 }
 
 Outline = dict[str, Any]
-"""The parts of a tokenizer that the other process needs, as JSON values."""
-
-
-def outline_of(size: int, ends: Sequence[int], special: Mapping[int, bytes]) -> Outline:
-    """The outline of a tokenizer.
-
-    Args:
-        size: the number of its ids.
-        ends: the ids that end an output.
-        special: the tokens without text, which grammars may name, by id.
-    """
-    texts = {token: text.decode("latin-1") for token, text in special.items()}
-    return {"size": size, "ends": ends, "special": texts}
+"""The parts of a tokenizer that the other process needs, as JSON values: the arguments of
+:class:`~mlxspec.engine.compiling_process.OutlinedTokenizer`."""
 
 
 def compiled(

@@ -65,7 +65,7 @@ def tried(
     """Convert a constraint, and compile it up to the first token that it leaves open.
 
     Args:
-        kind, text, lead: as in :class:`mlxspec.engine.constraint.Constraint`.
+        kind, text, lead: as in :class:`mlxspec.engine.params.Constraint`.
         json_format: llguidance's options for white space in JSON.
         outline: arguments of :class:`OutlinedTokenizer`.
         limits: llguidance's limits.

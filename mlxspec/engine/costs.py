@@ -480,7 +480,7 @@ class ModelSteps:
         for outcome in outcomes:
             if isinstance(outcome, Exception):
                 raise outcome
-        return seconds, outcomes[0].verified  # type: ignore[union-attr]
+        return seconds, cast(VerifiedStep, outcomes[0])
 
 
 class _RandomChains(Drafter):

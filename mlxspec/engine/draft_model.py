@@ -97,7 +97,9 @@ class DraftModelDrafter(Drafter):
             right += 1
         right += len(self._context)
         self._context += step.tokens
-        self._cut(min(right, len(self._context) - 1))  # the last token runs in the next step
+        kept = min(right, len(self._context) - 1)  # the last token runs in the next step
+        with mx.stream(generation_stream):
+            self._target.truncate(min(self._target.length, self._start + kept))
 
     def end(self) -> None:
         self._attached = None  # frees the target's caches
@@ -118,11 +120,6 @@ class DraftModelDrafter(Drafter):
     def _readable(self, tokens: Sequence[int]) -> list[int]:
         """The tokens, with 0 for ids in the target's padding that the draft model lacks."""
         return [token if token < self._vocab_size else 0 for token in tokens]
-
-    def _cut(self, length: int) -> None:
-        """Forget all but the context's first ``length`` tokens."""
-        with mx.stream(generation_stream):
-            self._target.truncate(min(self._target.length, self._start + length))
 
     def _next_token(self, tokens: mx.array, place: int) -> mx.array:
         """Run tokens, (rows,), and return the next one, (1,), the draft's at ``place``."""

@@ -19,9 +19,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..drafting.drafter import DraftTree
 from ..errors import OptionError
-from ..models.detokenizer import token_bytes
-from .compiling import compiled, in_one_line, outline_of
-from .constraint import Constraint, Phase, Phases
+from ..models.tokenizer import token_bytes
+from .compiling import compiled, in_one_line
+from .params import Constraint, Phase, Phases
 
 _KEPT = 64  # compiled constraints per tokenizer
 _WORD = 32  # tokens in a word of a mask
@@ -69,9 +69,8 @@ class Vocabulary:
             n_vocab=vocab_size,
             eos_token=self.ends,
         )
-        outline = outline_of(
-            vocab_size, self.ends, {token: bytes_of[token] for token in sorted(special)}
-        )
+        texts = {token: bytes_of[token].decode("latin-1") for token in sorted(special)}
+        outline = {"size": vocab_size, "ends": self.ends, "special": texts}
         self.compiled = lru_cache(_KEPT)(partial(compiled, tokens=self.tokens, outline=outline))
 
     @classmethod
@@ -128,17 +127,14 @@ def _special_tokens(tokenizer: TokenizerWrapper, vocab_size: int) -> set[int]:
     special = {*tokenizer.all_special_ids}
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special |= {token for token, one in added.items() if getattr(one, "special", False)}
-    special |= {token for token in _markers(tokenizer) if token is not None}
-    return {token for token in special if 0 <= token < vocab_size}
-
-
-def _markers(tokenizer: TokenizerWrapper) -> list[int | None]:
     names: list[str] = ["[ARGS]"]
     if tokenizer.has_thinking:
         names += tokenizer.think_start, tokenizer.think_end
     if tokenizer.has_tool_calling:
         names += tokenizer.tool_call_start, tokenizer.tool_call_end
-    return [token_of(tokenizer, name) for name in names]
+    markers = (token_of(tokenizer, name) for name in names)
+    special |= {token for token in markers if token is not None}
+    return {token for token in special if 0 <= token < vocab_size}
 
 
 def token_of(tokenizer: TokenizerWrapper, marker: str) -> int | None:
@@ -176,35 +172,26 @@ class Grammar:
 
     def __init__(self, constraint: Constraint | Phases, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
-        self.phases = [
-            _Compiled(
-                # A tokenizer may have markers that the model lacks.
-                phase._replace(
-                    exits={t: p for t, p in phase.exits.items() if t < vocabulary.vocab_size}
-                ),
-                vocabulary.matcher(phase.constraint) if phase.constraint else None,
-            )
-            for phase in constraint.phases
-        ]
+        phases = (Phase(constraint),) if isinstance(constraint, Constraint) else constraint
+        self.beginnings = [_beginning(phase, vocabulary) for phase in phases]
+        """Per phase, the place at its beginning."""
 
     def begin(self) -> GrammarState:
         """The state before an output's first token."""
         return GrammarState(self)
 
 
-class _Compiled(NamedTuple):
-    """A phase, with a matcher in its initial state if the phase has a constraint."""
-
-    phase: Phase
-    matcher: llguidance.LLMatcher | None
-
-    @property
-    def moves_back(self) -> bool:
-        """Whether the matcher can take tokens back; after these attributes of rules it cannot."""
-        constraint = self.phase.constraint
-        return constraint is None or not _ONE_WAY.search(constraint.text)
+def _beginning(phase: Phase, vocabulary: Vocabulary) -> _Place:
+    # A tokenizer may have markers that the model lacks.
+    exits = {token: to for token, to in phase.exits.items() if token < vocabulary.vocab_size}
+    phase, constraint = phase._replace(exits=exits), phase.constraint
+    if constraint is None:
+        return _Place(phase, None)
+    moves_back = not _ONE_WAY.search(constraint.text)
+    return _Place(phase, vocabulary.matcher(constraint), moves_back=moves_back)
 
 
+# With these attributes of rules, a matcher cannot take tokens back.
 _ONE_WAY = re.compile(r"\b(?:max_tokens|stop)\s*=")
 
 
@@ -313,9 +300,8 @@ class GrammarState:
                 self._retreat()
 
     def _beginning_of(self, number: int) -> _Place:
-        compiled = self._grammar.phases[number]
-        matcher = compiled.matcher.deep_copy() if compiled.matcher else None
-        return _Place(compiled.phase, matcher, moves_back=compiled.moves_back)
+        place = self._grammar.beginnings[number]
+        return place._replace(matcher=place.matcher and place.matcher.deep_copy())
 
     def _advance(self, token: int, for_good: bool = False) -> bool:
         """Advance by a token, or return False without a change if it is not allowed."""

@@ -25,12 +25,14 @@ class _Rows(NamedTuple):
         states: what the head reads of all rows of the forward, (rows, width) each.
         first: where the sequence's rows begin there.
         kept: the sequence's rows that were kept.
+        held: the rows of the forward, whose states are all in memory.
     """
 
     tokens: mx.array
     states: Sequence[mx.array]
     first: int
     kept: Sequence[int]
+    held: int = 1
 
     def taken(self, array: mx.array, first: int = 0) -> mx.array:
         """The kept rows of an array."""
@@ -123,7 +125,7 @@ class HeadCache:
             first: the first of them among the rows of the forward.
         """
         states = self._hidden.of_layers if self._head.reads else [self._hidden.final]
-        self._noted = _Rows(tokens, states, first, ())
+        self._noted = _Rows(tokens, states, first, (), len(states[0]))
 
     def keep(self, start: int, rows: Sequence[int]) -> None:
         """Keep noted rows, by their index; the first one's position is ``start``."""
@@ -133,14 +135,11 @@ class HeadCache:
             self.cut(start)
             if self.length < start:
                 self._seen, self._unseen = start, []
-        while self.behind > _MOST_UNSEEN or self._held_rows > _MOST_HELD:
+        held = sum([rows.held for rows in self._unseen])
+        while start - self._seen > _MOST_UNSEEN or held > _MOST_HELD:
+            held -= self._unseen[0].held
             self._seen += len(self._unseen.pop(0).kept)
         self._unseen.append(noted._replace(kept=rows))
-
-    @property
-    def _held_rows(self) -> int:
-        """The rows whose states are in memory: all of each forward of which any was kept."""
-        return sum(len(rows.states[0]) for rows in self._unseen)
 
     def see(self) -> None:
         """Append the entries of all rows but the last one, whose next token is not known."""
@@ -243,7 +242,8 @@ class HeadCache:
         unseen = tokens[self._seen : self._seen + len(kept.states)]
         if unseen:
             states = mx.split(kept.states, self._n_states, axis=-1)
-            self._unseen = [_Rows(mx.array([*unseen]), [*states], 0, range(len(unseen)))]
+            rows = range(len(unseen))
+            self._unseen = [_Rows(mx.array([*unseen]), [*states], 0, rows, len(kept.states))]
         if entries := len(self._positions):
             # Slices, since a cache may write into its own arrays.
             layers = [(keys[:], values[:], entries) for keys, values in kept.layers]

@@ -7,6 +7,7 @@ generation; they run the head for several sequences in one forward.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
@@ -21,12 +22,16 @@ from ..drafting.heads import HeadSource, HeadTimes
 from ..drafting.kept import Experience
 from ..errors import LoadError
 from ..models.heads import BlockHead, ChainHead, Head
+from ..models.heads.loading import LEFT_OUT, NAMES
+from ..models.model_files import one_line
 from .caches import SlotKVCache, TreeKVCache, WindowKVCache
 from .head_cache import HeadCache
 from .joint import JointCache, JointMode
 from .patches import HiddenStates, find_body, forward_at, install, logits_of
 from .sampling import Perturb, draft_values
 from .target import Capability, Target, evaluate_constants, vocabulary_size
+
+_log = logging.getLogger(__name__)
 
 _TIMED_DRAFTS = 3
 
@@ -49,7 +54,7 @@ class TrainedHead:
     def __init__(self, head: Head, model: nn.Module) -> None:
         body = find_body(model)
         if body is None:
-            raise LoadError("the model's hidden states cannot be read: leave the head out")
+            raise LoadError("the model's hidden states cannot be read")
         self.head = head
         self._hidden = HiddenStates(model, body, head.reads)
         self.model = self._hidden.model
@@ -178,13 +183,35 @@ class TrainedHead:
         return returned[0], returned[1]
 
 
+def attach_head(head: Head, model: nn.Module) -> TrainedHead | None:
+    """Attach a head to a model, and measure what its drafts take.
+
+    Returns:
+        None if it comes with the model and cannot draft for it; a warning says why.
+
+    Raises:
+        LoadError: a head that the user has named cannot draft for the model.
+    """
+    try:
+        trained = TrainedHead(head, model)
+        _ = trained.times
+    except Exception as error:  # whatever the classes of heads and models raise
+        reason = one_line(error) or type(error).__name__
+        if head.asked:
+            about = f"the head, {NAMES[type(head)]}, cannot draft for this model"
+            raise LoadError(f"{about} ({reason}); leave it out") from error
+        _log.warning(LEFT_OUT, reason)
+        return None
+    return trained
+
+
 def _embedding(model: nn.Module) -> Callable[[mx.array], mx.array]:
     """A function from token ids to what enters a model's first layer."""
     for _, module in model.named_modules():
         if "embed_tokens" in module:
             scale = getattr(module, "embed_scale", 1.0)
             return lambda tokens: module.embed_tokens(tokens) * scale
-    raise LoadError("the model's embedding cannot be found: leave the head out")
+    raise LoadError("the model's embedding cannot be found")
 
 
 class Member(NamedTuple):

@@ -38,8 +38,7 @@ from .caches import (
     parts,
     whole_steps,
 )
-from .patches import forward_at, install
-from .tape import Tape
+from .patches import Tape, forward_at, install
 from .target import Capability, Target
 
 # Contexts in slots are padded to the longest one. Attention may read at most _MOST_PADDING times
@@ -130,7 +129,7 @@ class Joint:
         trees = {target: _with_pending(target, tree) for target, _, tree in members}
         self._leave_long_ones()
         in_slots = SlotRows.of(
-            [(_held(target), trees.get(target)) for target in self._seated],
+            [(target.held, trees.get(target)) for target in self._seated],
             all_in_slots=len(members) == len(self._seated) and self._in_slots_only,
         )
         seats = {self._seated[slot]: slot for slot in in_slots.slots} if in_slots else {}
@@ -140,7 +139,7 @@ class Joint:
         with ExitStack() as masked:
             for target, *_ in ordered:
                 tree = trees[target]
-                positions += [_held(target) + depth for depth in tree.depths]
+                positions += [target.held + depth for depth in tree.depths]
                 if self.mode is JointMode.BLOCK or not tree.is_chain:
                     mask = TreeRows(tree)
                     masked.enter_context(masked_for(mask, target.trimmable))
@@ -232,7 +231,7 @@ class Joint:
         slot, last = self._seated.index(target), self._seated.pop()
         if last is not target:
             self._seated[slot] = last
-        lengths = [_held(other) for other in self._seated]
+        lengths = [other.held for other in self._seated]
         most = min(_MOST_PADDING * _MOST_PADDING * sum(lengths) + _SHORT, self._most(lengths))
         kept = []
         # One layer after the other, so that only one is in memory twice.
@@ -255,8 +254,8 @@ class Joint:
 
         Contexts that share slots grow apart if some of them pause.
         """
-        while not self._spares([_held(target) + 1 for target in self._seated]):
-            self.leave(max(self._seated, key=_held))
+        while not self._spares([target.held + 1 for target in self._seated]):
+            self.leave(max(self._seated, key=lambda target: target.held))
 
     def _spares(self, lengths: Sequence[int]) -> bool:
         """Whether slots for contexts of these lengths are not too much."""
@@ -272,11 +271,6 @@ def joint_for(model: nn.Module, mode: JointMode, spare: int | None = None) -> Jo
     leader = getattr(model, "leader", None)
     make = leader.joint if leader else Joint
     return make(model, mode, spare)
-
-
-def _held(target: Target) -> int:
-    """The number of positions that a target's caches hold."""
-    return target.length - len(target.pending)
 
 
 def _with_pending(target: Target, tree: DraftTree) -> DraftTree:

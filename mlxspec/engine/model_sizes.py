@@ -47,7 +47,11 @@ def context_length(model: nn.Module) -> int | None:
 
     If RoPE scaling extends the context of a finished model, this is the extended length.
     """
-    args = _settings(model)
+    return stated_context_length(_settings(model))
+
+
+def stated_context_length(args: Any) -> int | None:
+    """As :func:`context_length`, from a model's settings, such as its ``config.json``."""
     for settings in (args, _setting(args, "text_config")):
         for name in _LENGTH_NAMES:
             if stated := _number(_setting(settings, name)):

@@ -1,16 +1,20 @@
-"""The parameters of a generation: how to sample, and how much memory its caches may take.
+"""The parameters of a generation: how to sample, what the output must match, memory of its caches.
 
-Does not import MLX, so the command line can make its options from these fields quickly.
+Imports neither MLX nor a grammar engine, so the command line can make its options from these
+fields quickly. :mod:`mlxspec.engine.grammar` turns constraints into token masks.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
+from functools import partial
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Generic, SupportsFloat, SupportsIndex, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsFloat, SupportsIndex, TypeVar
 
 from ..errors import OptionError
 
@@ -44,14 +48,8 @@ def pure(function: _Function) -> _Function:
     return _Pure(function)  # type: ignore[return-value]
 
 
-class _Pure(Generic[_Function]):
-    # A class, since functools.wraps would copy an attribute of the function to impure wrappers.
-
-    def __init__(self, function: _Function) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any) -> mx.array:
-        return self._function(*args)
+class _Pure(partial[Any]):
+    """A marked function. An attribute would not do: functools.wraps copies it to any wrapper."""
 
 
 def _is_pure(function: object) -> bool:
@@ -185,6 +183,131 @@ _REPLACED_BY_SAMPLER = {
     "xtc_threshold",
     "xtc_special_tokens",
 }
+
+
+_LONGEST_TEXT = 1_000_000  # characters in a schema, regex or grammar
+_MOST_CHOICES = 10_000
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """A constraint that the whole output satisfies.
+
+    Make one with :meth:`json_schema`, :meth:`json_object`, :meth:`regex`, :meth:`grammar` or
+    :meth:`choice`. A constraint that the library llguidance cannot guarantee is refused when a
+    generation starts, not before.
+
+    Attributes:
+        kind: the language of ``text``; a "grammar" is Lark or GBNF.
+        text: a JSON Schema, a regular expression or a grammar.
+        lead: a regular expression for the text that may precede the constrained output.
+
+    Raises:
+        OptionError: the text is too long.
+    """
+
+    kind: Literal["json_schema", "regex", "grammar", "lark"]
+    text: str
+    lead: str = ""
+
+    def __post_init__(self) -> None:
+        if len(self.text) > _LONGEST_TEXT:
+            raise OptionError(
+                f"the {self.noun} has {len(self.text):,} characters: use {_LONGEST_TEXT:,} at most"
+            )
+
+    @property
+    def noun(self) -> str:
+        """The constraint's name in messages."""
+        return {"json_schema": "JSON schema", "regex": "regex"}.get(self.kind, "grammar")
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Constraint:
+        """JSON that is valid under a schema, on one line, with separators ``", "`` and ``": "``.
+
+        Objects have their properties in the schema's order. The key ``x-guidance`` in the schema,
+        with ``{"whitespace_flexible": true}``, leaves white space to the model.
+
+        Args:
+            schema: a JSON Schema, 2020-12 or older, as an object or as JSON.
+
+        Raises:
+            OptionError: the schema is not an object, or too long.
+        """
+        if isinstance(schema, str):
+            cls("json_schema", schema)  # refuses a long text before it is parsed
+            try:
+                schema = json.loads(schema)
+            except (ValueError, RecursionError) as error:
+                raise OptionError(
+                    f"the JSON schema is not valid JSON ({error}): correct it"
+                ) from error
+        if schema is True:
+            schema = {}
+        if not isinstance(schema, Mapping):
+            raise OptionError("the JSON schema must be an object, such as {}")
+        try:
+            return cls("json_schema", json.dumps(schema, allow_nan=False))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise OptionError(f"the JSON schema cannot be written as JSON ({error})") from error
+
+    @classmethod
+    def json_object(cls) -> Constraint:
+        """Any JSON object."""
+        return cls.json_schema({"type": "object"})
+
+    @classmethod
+    def regex(cls, pattern: str) -> Constraint:
+        """A text that a regular expression matches from beginning to end.
+
+        The syntax is that of Rust's ``regex`` crate, without look-around and back-references.
+        """
+        return cls("regex", pattern)
+
+    @classmethod
+    def grammar(cls, text: str) -> Constraint:
+        """A text that a context-free grammar generates.
+
+        Args:
+            text: the grammar, in llguidance's variant of Lark (start symbol ``start``) or in
+                llama.cpp's GBNF (start symbol ``root``).
+        """
+        return cls("grammar", text)
+
+    @classmethod
+    def choice(cls, choices: Sequence[str]) -> Constraint:
+        """One of several texts.
+
+        Raises:
+            OptionError: there are no choices, or one of them is not text.
+        """
+        if not choices or not all(isinstance(one, str) for one in choices):
+            raise OptionError("choices must be a list of one text or more")
+        if len(choices) > _MOST_CHOICES:
+            raise OptionError(f"there are {len(choices)} choices: use {_MOST_CHOICES} at most")
+        return cls.regex("|".join(map(re.escape, choices)))
+
+
+class Phase(NamedTuple):
+    """A part of an output.
+
+    Attributes:
+        constraint: what the rest of the output must satisfy; None for free text.
+        exits: tokens that start another phase, with its number. In free text they may come
+            anywhere, otherwise only as the phase's first token.
+        may_end: whether the output may end in this phase, if it is free text.
+    """
+
+    constraint: Constraint | None = None
+    exits: Mapping[int, int] = {}  # a constant
+    may_end: bool = True
+
+
+Phases = tuple[Phase, ...]
+"""An output in several phases, such as reasoning before the answer."""
+
+
+ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 @dataclass(frozen=True)

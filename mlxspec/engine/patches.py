@@ -10,8 +10,7 @@ functions are wrapped for them:
   wide drafts (:func:`split_attention`);
 - ``__call__`` of the modules that take a cache, in models with recurrent states, to call
   ``run_block`` of an argument that defines it (:class:`~mlxspec.engine.joint.JointStates`);
-- the convolutions and recurrences of such models, to record their calls on a
-  :class:`~mlxspec.engine.tape.Tape`.
+- the convolutions and recurrences of such models, to record their calls on a :class:`Tape`.
 
 :func:`install` wraps them once for the whole process; nothing unwraps them. The wrappers act only
 inside :func:`forward_at`. Elsewhere they call the wrapped function, at the cost of reading one
@@ -27,8 +26,9 @@ import copy
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar, copy_context
+from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakValueDictionary
 
@@ -37,9 +37,114 @@ import mlx.nn as nn
 from mlx_lm.models import base
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
-from .tape import RECURRENCES, Convolution, Tape
-
 Function = Callable[..., Any]
+
+# --- the tape ---
+#
+# A recurrent state cannot be cut back, and running accepted tokens again takes rows through the
+# whole model. Instead, a Tape keeps the inputs of a forward's short convolutions and recurrences.
+# The states after the first n rows then take a few small operations per layer: a convolution's
+# state is a slice of its inputs, and a recurrence runs again over n rows. llama.cpp (#28123) and
+# mlx-vlm (rollback_speculative_cache) undo rejected drafts in the same way.
+
+RECURRENCES: dict[str, tuple[tuple[str, ...], int, str]] = {
+    "gated_delta_update": (("q", "k", "v", "a", "b"), 1, "state"),
+    "ssm_update": (("hidden_states", "B", "C", "dt"), 1, "state"),
+    "recurrent_gla": (("q", "k", "v"), 2, "h"),
+}
+"""mlx-lm's functions that return outputs and the state after the last row. By name: the arguments
+that have an axis of rows, that axis, and the argument that is the state."""
+
+
+_signature = functools.cache(inspect.signature)  # the slowest part of recording a call
+
+
+@dataclass(frozen=True, eq=False)
+class Convolution:
+    """A call of a convolution; its inputs, (batch, kept + rows, channels), begin with its state."""
+
+    inputs: mx.array
+
+    def state_after(self, rows: int, of: int, place: slice) -> mx.array:
+        kept = self.inputs.shape[1] - of
+        return mx.contiguous(self.inputs[place, rows : rows + kept])
+
+    def leads_to(self, state: Any, rows: int) -> bool:
+        batch, length, channels = self.inputs.shape
+        shape = batch, length - rows, channels
+        return state is not None and bool(state.shape == shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Recurrence:
+    """A call of one of :data:`RECURRENCES`: its arguments by name, and the state it returned."""
+
+    function: Function
+    arguments: dict[str, Any]
+    state: mx.array
+
+    def state_after(self, rows: int, of: int, place: slice) -> mx.array:
+        names, axis, state = RECURRENCES[self.function.__name__]
+        before = self.arguments.get(state)
+        changed = {state: None if before is None else before[place]}
+        first = (place, *[slice(None)] * (axis - 1), slice(rows))
+        changed |= {name: self.arguments[name][first] for name in names}
+        return self.function(**self.arguments | changed)[1]
+
+    def leads_to(self, state: Any, rows: int) -> bool:
+        return state is self.state and self.arguments.get("mask") is None
+
+
+class Tape:
+    """The calls of a forward that lead to recurrent states.
+
+    Attributes:
+        calls: the calls that no state is assigned to yet, in order.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[Convolution | Recurrence] = []
+        self._calls_of: dict[int, tuple[list[Convolution | Recurrence], int, slice]] = {}
+        """By a cache's id: the call for each state, the number of rows, its slice of the batch."""
+
+    def assign(self, states: Sequence[Any], members: Sequence[ArraysCache], rows: int) -> None:
+        """Find the calls that led to the states of a layer.
+
+        Args:
+            states: the states after all rows.
+            members: the caches that hold the states, one for each entry of their first axis.
+            rows: the number of rows of each member.
+        """
+        found: list[Convolution | Recurrence] = []
+        for state in states:
+            call = next((call for call in self.calls if call.leads_to(state, rows)), None)
+            if call is None:
+                return
+            self.calls.remove(call)
+            found.append(call)
+        for place, member in enumerate(members):
+            self._calls_of[id(member)] = found, rows, slice(place, place + 1)
+
+    def states_after(self, rows: int, caches: Iterable[Any]) -> list[list[mx.array]] | None:
+        """The states of recurrent layers after the first rows of a sequence, lazily.
+
+        Args:
+            rows: the number of rows, at least 1.
+            caches: the sequence's caches of these layers.
+
+        Returns:
+            per cache, its states; None if the tape lacks a call for some state.
+        """
+        states = []
+        for cache in caches:
+            if id(cache) not in self._calls_of:
+                return None
+            calls, of, place = self._calls_of[id(cache)]
+            states.append([call.state_after(rows, of, place) for call in calls])
+        return states
+
+
+# --- the wrappers ---
 
 _positions: ContextVar[mx.array | None] = ContextVar("positions", default=None)
 """Of the rows of the forward that is being run, (rows,)."""
@@ -262,7 +367,8 @@ def _recurring(recurrence: Function) -> Function:
         """Note the arguments of a recurrence, and the state that it returns."""
         outputs, state = recurrence(*args, **kwargs)
         if tape := _tape.get():
-            tape.note_recurrence(recurrence, args, kwargs, state)
+            arguments = _signature(recurrence).bind(*args, **kwargs).arguments
+            tape.calls.append(Recurrence(recurrence, arguments, state))
         return outputs, state
 
     return recur

@@ -277,7 +277,7 @@ class Sequence:
         nodes, tokens = self._accepted
         return 0, *nodes[: len(tokens) - 1]
 
-    def settle(self) -> DecodedStep:
+    def settle(self) -> VerifiedStep:
         """Commit the accepted rows, which :func:`keep` has moved, and let the drafter observe."""
         tree, forward, (nodes, tokens) = self.tree, self.forward, self._accepted
         if len(tree) > 1:
@@ -310,11 +310,13 @@ class Sequence:
             pipelined=forward.pipelined,
             ahead=self.ahead is not None,
             context=self.length,
+            logprobs=forward.logprobs_after(self.kept_rows),
         )
         del self.forward  # frees its arrays
+        started = time.perf_counter()
         self.drafter.observe(verified)
-        self._uncounted = time.perf_counter() - ended
-        return DecodedStep(verified, forward.logprobs_after(self.kept_rows))
+        self._uncounted = time.perf_counter() - started
+        return verified
 
 
 @dataclass
@@ -366,20 +368,6 @@ class Forward:
         return taken
 
 
-@dataclass(frozen=True)
-class DecodedStep:
-    """One step of a sequence.
-
-    Attributes:
-        verified: the tree, the target's choices and the emitted tokens.
-        logprobs: per emitted token, the log-probabilities that it was chosen from, (vocabulary,),
-            before filters and temperature; dispatched, not yet evaluated.
-    """
-
-    verified: VerifiedStep
-    logprobs: abc.Sequence[mx.array]
-
-
 def each(
     phase: Callable[[Sequence], _Result], sequences: Iterable[Sequence]
 ) -> dict[Sequence, _Result]:
@@ -398,7 +386,7 @@ def each(
     return results
 
 
-def step(sequence: Sequence) -> DecodedStep:
+def step(sequence: Sequence) -> VerifiedStep:
     """Run one step of one sequence."""
     (outcome,) = joint_step([sequence])
     if isinstance(outcome, Exception):
@@ -410,7 +398,7 @@ def joint_step(
     sequences: abc.Sequence[Sequence],
     joint: Joint | None = None,
     plans: abc.Mapping[Sequence, Plan] | None = None,
-) -> list[DecodedStep | Exception]:
+) -> list[VerifiedStep | Exception]:
     """Run one step of each sequence; all forwards are dispatched before the first result is read.
 
     If an earlier step has dispatched a sequence's forward already, its draft waits for the next
@@ -588,22 +576,22 @@ class Batch:
         for costs in self._costs_of.values():
             self._planned(costs.end)
 
-    def step(self, sequences: abc.Sequence[Sequence]) -> list[DecodedStep | Exception]:
+    def step(self, sequences: abc.Sequence[Sequence]) -> list[VerifiedStep | Exception]:
         """Run one step of each sequence; returns as :func:`joint_step` does."""
         together = [s for s in sequences if self._joint and self._joint.takes(s.target)]
-        outcomes: dict[Sequence, DecodedStep | Exception] = {}
+        outcomes: dict[Sequence, VerifiedStep | Exception] = {}
         if len(together) > 1:
             outcomes = dict(zip(together, self._step_together(together), strict=True))
         return [outcomes[s] if s in outcomes else _step_alone(s) for s in sequences]
 
-    def _step_together(self, sequences: abc.Sequence[Sequence]) -> list[DecodedStep | Exception]:
+    def _step_together(self, sequences: abc.Sequence[Sequence]) -> list[VerifiedStep | Exception]:
         started = time.perf_counter()
         costs, plans = None, dict[Sequence, Plan]()
         if self._costs:
             planned = self._planned(lambda: self._plan(sequences))
             costs, plans = planned or (None, dict.fromkeys(_planners(sequences), NO_PLAN))
         outcomes = joint_step(sequences, self._joint, plans)
-        steps = [outcome.verified for outcome in outcomes if isinstance(outcome, DecodedStep)]
+        steps = [outcome for outcome in outcomes if isinstance(outcome, VerifiedStep)]
         together = [step for step in steps if step.sequences == len(sequences)]
         if costs and len(together) == len(sequences):
             rows = 1 + together[0].rows - len(sequences)
@@ -671,7 +659,7 @@ def _planners(sequences: abc.Sequence[Sequence]) -> dict[Sequence, Planner]:
     }
 
 
-def _step_alone(sequence: Sequence) -> DecodedStep | Exception:
+def _step_alone(sequence: Sequence) -> VerifiedStep | Exception:
     """Run one sequence's step with a forward of its own."""
     try:
         return step(sequence)

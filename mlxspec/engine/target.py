@@ -40,8 +40,7 @@ from .caches import (
 )
 from .head_cache import HeadCache
 from .params import CacheOptions
-from .patches import forward_at, install, split_from
-from .tape import Tape
+from .patches import Tape, forward_at, install
 
 _AFTER_MARK = 16  # tokens of a prompt; what opens an answer in chat templates is shorter
 
@@ -111,6 +110,11 @@ class ContextCache:
         trimmable = [cache for cache in parts(caches) if is_trimmable(cache)]
         untrimmable = [cache for cache in parts(caches) if not is_trimmable(cache)]
         self.cache, self.trimmable, self._untrimmable = caches, trimmable, untrimmable
+
+    @property
+    def held(self) -> int:
+        """The number of positions that the caches hold."""
+        return self.length - len(self.pending)
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -238,7 +242,7 @@ class ContextCache:
                 self._drop_pending(length)
         else:
             self.length = length
-        cut(self.trimmable, self.length - len(self.pending))
+        cut(self.trimmable, self.held)
         if self.head:
             self.head.cut(self.length)
         self._forget_marks_behind()
@@ -274,7 +278,7 @@ class ContextCache:
         This and :meth:`copied` may be called between any two steps of a generation, and between
         two chunks of its prompt.
         """
-        length = min(length, self.length - len(self.pending))
+        length = min(length, self.held)
         if self._is_before_quantization(length):
             return 0
         if all(can_be_cut(cache, length) for cache in parts(self.cache)):
@@ -585,29 +589,22 @@ class Target(ContextCache):
             lazy logits, (rows, vocabulary).
         """
         rows = self.begin_forward(tokens, tree)
-        logits = self._forward(rows, tree)
+        if len(rows) == 1:
+            logits = self.model(rows[None], cache=self.cache)
+        elif tree.is_chain:
+            self.tape = Tape() if self.capability is Capability.TAPE else None
+            logits = forward_at(self.model, rows[None], self.cache, None, self.tape)
+            if self.tape:
+                for cache in self._untrimmable:
+                    self.tape.assign(cache.cache, [cache], len(rows))
+        else:
+            masked = TreeRows(tree)
+            install(self.model)
+            with masked_for(masked, self.trimmable):
+                logits = forward_at(self.model, rows[None], self.cache, masked.depths)
         if self.head:
             self.head.note(tokens, len(self.pending))
-        return logits
-
-    def _forward(self, rows: mx.array, tree: DraftTree) -> mx.array:
-        """Run all rows of a forward; returns the logits of the tree's."""
-        if self.capability is Capability.TAPE and len(tree) > 1:
-            self.tape = Tape()
-            logits = forward_at(self.model, rows[None], self.cache, None, self.tape)
-            for cache in self._untrimmable:
-                self.tape.assign(cache.cache, [cache], len(rows))
-            return logits[0, len(self.pending) :]
-        if tree.is_chain:
-            if len(rows) == 1 or split_from(self.model) is None:
-                logits = self.model(rows[None], cache=self.cache)
-            else:
-                logits = forward_at(self.model, rows[None], self.cache, None)
-            return logits[0, len(self.pending) :]
-        masked = TreeRows(tree)
-        install(self.model)
-        with masked_for(masked, self.trimmable):
-            return forward_at(self.model, rows[None], self.cache, masked.depths)[0]
+        return logits[0, len(self.pending) :]
 
     def flush_pending(self) -> None:
         """Run pending tokens, so that the caches hold all ``length`` positions."""

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..corpus.answers import identify
 from ..corpus.memory import MAX_TOKENS, Memory
 from ..corpus.store import open_store
-from ..corpus.tokenizer_identity import identify
 from ..drafting.drafter import Drafter, checked_drafter
 from ..drafting.kept import Experience
 from ..drafting.sources import parse_lookup_config
@@ -331,7 +331,10 @@ class AutoDecoder(Decoder):
 
     Raises:
         LoadError, OptionError, DrafterError: as :class:`Decoder`.
-        OptionError: ``memory`` and ``memory_tokens`` are both given.
+        LoadError: ``head`` cannot draft for the model. One that comes with the model is left out
+            then, with a warning.
+        OptionError: ``memory`` and ``memory_tokens`` are both given, or ``head`` is True and the
+            model is given loaded.
         StoreError: the store cannot be read, or the store or ``memory`` was made with another
             tokenizer.
     """

@@ -11,14 +11,18 @@ from functools import partial, reduce
 from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 from ..corpus.memory import Memory
-from ..drafting.combined import CombinedDrafter
 from ..drafting.costs import Costs, FixedCosts
 from ..drafting.drafter import Drafter, NoDraft, checked_drafter
 from ..drafting.kept import Experience
 from ..drafting.lookahead import LookaheadDrafter
 from ..drafting.planner import Planner
 from ..drafting.policy import trees_pay
-from ..drafting.sources import DrafterSource, PredictionDrafter, PromptLookupDrafter
+from ..drafting.sources import (
+    CombinedDrafter,
+    DrafterSource,
+    PredictionDrafter,
+    PromptLookupDrafter,
+)
 from ..drafting.suffix_source import SuffixSource
 from ..errors import OptionError
 
@@ -154,9 +158,10 @@ class Auto(Drafting):
     plans = True
 
     def model_to_run(self, model: nn.Module) -> nn.Module:
-        from ..engine.heads import TrainedHead
+        from ..engine.heads import attach_head
 
-        return TrainedHead(self.head, model).model if self.head else model
+        trained = attach_head(self.head, model) if self.head else None
+        return trained.model if trained else model
 
     @property
     def draft_model(self) -> nn.Module | None:

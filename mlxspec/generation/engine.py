@@ -19,8 +19,9 @@ from typing import cast
 
 from mlx_lm.generate import generation_stream, wired_limit
 
+from ..drafting.drafter import VerifiedStep
 from ..engine.joint import JointMode
-from ..engine.step import Batch, DecodedStep, Sequence
+from ..engine.step import Batch, Sequence
 from ..errors import OptionError
 from .loaded import LoadedModel
 from .options import GenerationOptions
@@ -60,6 +61,7 @@ class Engine:
 
     Attributes:
         prefill_seconds: the time that prompts have taken so far.
+        stall: as given.
         steps: how many steps have run so far; a shared step counts once.
         step_seconds: the wall time of the last step.
         step_shape: the rows and the sequences of its forward.
@@ -81,7 +83,7 @@ class Engine:
             raise OptionError(f"stall is {stall}: give a number of seconds above 0")
         self._decoder = decoder
         self._max_active = max_active
-        self._stall = stall
+        self.stall = stall
         self._max_unread = max_unread
         self._alone = alone
         self._spare = spare
@@ -190,7 +192,7 @@ class Engine:
         self._deadline, started = math.inf, time.perf_counter()
         while prefilling := self._in(State.PREFILL):
             if (hurried or self._in(State.DECODE)) and self._deadline == math.inf:
-                self._deadline = time.perf_counter() + self._stall
+                self._deadline = time.perf_counter() + self.stall
             short = self._short_prompts(prefilling)
             if len(short) > 1:
                 self._run_together(short)
@@ -199,7 +201,7 @@ class Engine:
                 self._move_to_end(left[0])
                 self._run_chunk(left[0])
             # Even without decoding requests it stops, so that requests can be cancelled.
-            if time.perf_counter() >= min(self._deadline, started + self._stall):
+            if time.perf_counter() >= min(self._deadline, started + self.stall):
                 return
 
     def _move_to_end(self, request: Request) -> None:
@@ -222,12 +224,6 @@ class Engine:
     def _run_together(self, short: dict[Request, Sequence]) -> None:
         """Run several prompts in one forward; then their requests decode."""
         started = time.perf_counter()
-        for request, sequence in [*short.items()]:
-            try:
-                request.on_progress(0, len(sequence.to_prefill))
-            except Exception as error:
-                self._end(request, error)
-                del short[request]
         try:
             faults = self._batch.begin([*short.values()])
         except Exception as error:  # from the forward itself
@@ -236,10 +232,12 @@ class Engine:
             return
         self._note_speed(sum(len(s.to_prefill) for s in short.values()), started)
         for request, sequence in short.items():
+            tokens = len(sequence.to_prefill)
             try:
                 if sequence in faults:
                     raise faults[sequence]
-                request.on_progress(len(sequence.to_prefill), len(sequence.to_prefill))
+                request.on_progress(0, tokens)
+                request.on_progress(tokens, tokens)
                 self._move_to_end(request)
                 self._decode(request, sequence)
             except Exception as error:
@@ -298,19 +296,18 @@ class Engine:
                 self._end(request, error)
             return
         for request, sequence, outcome in zip(requests, sequences, outcomes, strict=True):
-            if isinstance(outcome, DecodedStep):
+            if isinstance(outcome, VerifiedStep):
                 yield from self._respond(request, sequence, outcome)
             else:
                 self._end(request, outcome)
 
-    def _respond(self, request: Request, sequence: Sequence, step: DecodedStep) -> Iterator[None]:
+    def _respond(self, request: Request, sequence: Sequence, step: VerifiedStep) -> Iterator[None]:
         """Hand out the responses of a request's step."""
-        verified = step.verified
-        self.step_shape = verified.rows, verified.sequences
+        self.step_shape = step.rows, step.sequences
         try:
             # Other load slows plain steps too, so their time is estimated from this step's.
-            cost = self._batch.cost(sequence, verified)
-            plain_seconds = self.step_seconds * len(verified.tokens) / cost if cost else None
+            cost = self._batch.cost(sequence, step)
+            plain_seconds = self.step_seconds * len(step.tokens) / cost if cost else None
             request.on_step(step, self.step_seconds, plain_seconds)
             for response in request.responses_of(step):
                 if response.finish_reason:
@@ -363,7 +360,7 @@ class Engine:
         if self._alone:
             return Batch(self._decoder.model, JointMode.ALONE)
         costs = self._decoder.costs if self._decoder.plans else None
-        patient = self._stall == math.inf
+        patient = self.stall == math.inf
         mode = self._decoder.joint_mode
         return Batch(self._decoder.model, mode, costs, patient, self._spare)
 

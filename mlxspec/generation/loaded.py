@@ -12,7 +12,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 
-from ..corpus.settings import SWITCH
+from ..corpus.answers import SWITCH
 from ..drafting.drafter import Drafter
 from ..drafting.kept import Experience, experience_path
 from ..engine.caches import smallest_window
@@ -27,8 +27,7 @@ from ..engine.capability import (
 from ..engine.costs import KeptCosts, costs_for, model_identity
 from ..engine.joint import JointMode
 from ..engine.target import Capability, evaluate_constants, vocabulary_size
-from ..models.detokenizer import detokenizer_of
-from ..models.tokenizer import vocabulary_classes
+from ..models.tokenizer import detokenizer_of, vocabulary_classes
 from .response import StepTimes
 
 _log = logging.getLogger(__name__)

@@ -15,8 +15,15 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..drafting.drafter import Drafter
 from ..engine.capability import check_quantization
-from ..engine.constraint import Constraint, Phase, Phases
-from ..engine.params import CacheOptions, LogitsProcessor, Sampler, SamplingParams
+from ..engine.params import (
+    CacheOptions,
+    Constraint,
+    LogitsProcessor,
+    Phase,
+    Phases,
+    Sampler,
+    SamplingParams,
+)
 from ..engine.target import Progress
 from ..errors import OptionError, PromptError
 from ..models.chat_template import Message, conversation_ids
@@ -257,8 +264,9 @@ def grammar_of(
         return None
     from ..engine.grammar import Grammar, Vocabulary
 
-    if isinstance(constraint, (Constraint, Phases)):
-        return Grammar(constraint, Vocabulary.of(tokenizer, vocab_size))
+    phases = (Phase(constraint),) if isinstance(constraint, Constraint) else constraint
+    if phases and isinstance(phases, tuple) and all(isinstance(one, Phase) for one in phases):
+        return Grammar(phases, Vocabulary.of(tokenizer, vocab_size))
     if not isinstance(constraint, Grammar):
         raise OptionError(
             f"constraint is of type {type(constraint).__name__}: make one with "
@@ -317,7 +325,7 @@ def in_answer(
     ]
     if reasons:
         phases[text] = phases[reasoning]
-    return Phases(tuple(phases))
+    return tuple(phases)
 
 
 def _only(tokens: tuple[int, ...] | None) -> int | None:

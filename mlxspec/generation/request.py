@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 
-from ..drafting.combined import with_forced
-from ..drafting.drafter import Drafter, NoDraft, checked_drafter
+from ..drafting.drafter import Drafter, NoDraft, VerifiedStep, checked_drafter
 from ..drafting.planner import Planner
+from ..drafting.sources import with_forced
 from ..engine import step as steps
 from ..engine.capability import capability_with
 from ..engine.draft_model import DraftModelDrafter
@@ -234,7 +234,7 @@ class Request:
         if self.report_progress:
             self.report_progress(done, total)
 
-    def on_step(self, step: steps.DecodedStep, seconds: float, plain_seconds: float | None) -> None:
+    def on_step(self, step: VerifiedStep, seconds: float, plain_seconds: float | None) -> None:
         """Called by an engine after each step, before the step's responses.
 
         Args:
@@ -253,18 +253,17 @@ class Request:
     def on_end(self) -> None:
         """Called by an engine at the end, after the last response, if any."""
 
-    def responses_of(self, step: steps.DecodedStep) -> Iterator[GenerationResponse]:
+    def responses_of(self, step: VerifiedStep) -> Iterator[GenerationResponse]:
         """One response per token of a step, up to the last one of the output."""
-        verified = step.verified
         for record_time in self.record_times:
-            record_time(verified.rows, verified.seconds, verified.pipelined)
+            record_time(step.rows, step.seconds, step.pipelined)
         stats = self.stats
         self.stats = SpeculationStats(
             steps=stats.steps + 1,
-            rows=stats.rows + len(verified.tree),
-            drafted=stats.drafted + verified.drafted,
-            accepted=stats.accepted + len(verified.accepted),
-            emitted=stats.emitted + len(verified.tokens),
+            rows=stats.rows + len(step.tree),
+            drafted=stats.drafted + step.drafted,
+            accepted=stats.accepted + len(step.accepted),
+            emitted=stats.emitted + len(step.tokens),
         )
         for index, text in enumerate(self.output.take()):
             response = self._response(step, index, text)
@@ -275,16 +274,16 @@ class Request:
             if response.finish_reason:
                 return
 
-    def _response(self, step: steps.DecodedStep, index: int, text: str) -> GenerationResponse:
+    def _response(self, step: VerifiedStep, index: int, text: str) -> GenerationResponse:
         generated, n_prompt = self.generated + 1, len(self.prompt)
         # The prompt's last token belongs to the first step.
         prefill_seconds = self._prefill_ended - self._prefill_started
         is_last = generated == self.stats.emitted
         return GenerationResponse(
             text=text,
-            token=step.verified.tokens[index],
+            token=step.tokens[index],
             logprobs=step.logprobs[index],
-            from_draft=index < len(step.verified.accepted),
+            from_draft=index < len(step.accepted),
             prompt_tokens=n_prompt,
             prompt_tps=(n_prompt - self.n_cached - 1) / prefill_seconds,
             generation_tokens=generated,
@@ -307,24 +306,17 @@ class Request:
         finally:
             self._close_sequence()
             if self.sequence and _log.isEnabledFor(logging.DEBUG):
-                self._log_end()
+                stats, generated = self.stats, self.generated
+                _log.debug(
+                    "generation ended (%s): %d prompt tokens, %d of them cached; %d tokens in %d "
+                    "steps, %.1f a second; %d of %d drafted tokens accepted",
+                    *(self.output.finish_reason or "left", len(self.prompt), self.n_cached),
+                    *(generated, stats.steps),
+                    self._generation_tps(generated) if stats.steps else 0.0,
+                    *(stats.accepted, stats.drafted),
+                )
             # A finished request must not keep caches and index alive.
             self.drafter = self.lease = self.sequence = self.prefill = None
-
-    def _log_end(self) -> None:
-        stats, generated = self.stats, self.generated
-        _log.debug(
-            "generation ended (%s): %d prompt tokens, %d of them cached; %d tokens in %d steps, "
-            "%.1f a second; %d of %d drafted tokens accepted",
-            self.output.finish_reason or "left",
-            len(self.prompt),
-            self.n_cached,
-            generated,
-            stats.steps,
-            self._generation_tps(generated) if stats.steps else 0.0,
-            stats.accepted,
-            stats.drafted,
-        )
 
     def _close_sequence(self) -> None:
         if self.sequence:

@@ -15,14 +15,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
 from ..corpus.suffix_index import ContextIndex, common_length
-from ..engine.caches import (
-    are_quantized,
-    can_be_cut,
-    first_positions,
-    for_steps,
-    held_arrays,
-    parts,
-)
+from ..engine.caches import are_quantized, for_steps
 from ..engine.capability import capability_with
 from ..engine.draft_model import DraftModelDrafter
 from ..engine.head_cache import KeptHead
@@ -35,7 +28,7 @@ from ..engine.prompt_cache_file import (
     save_prompt_cache,
     tokens_in,
 )
-from ..engine.target import Capability, Target, target_for
+from ..engine.target import Capability, ContextCache, Target, target_for
 from ..errors import OptionError, PromptCacheError
 
 
@@ -161,10 +154,13 @@ class Session:
         """The drafter's index of the conversation."""
         self.mark_at = 0
         """A length to which the cache can be rewound after the next prompt."""
-        self._first_cache: Sequence[Any] = copy.deepcopy(cache)  # MLX copies on write
-        self._first_head = head
         self._tokens = list(tokens)
-        self._target: Target | None = None
+        self._head = head
+        self._target: ContextCache | None = None
+        """A generation makes it a :class:`.Target`."""
+        if cache:
+            own = map(for_steps, copy.deepcopy(cache))  # MLX copies on write
+            self._target = ContextCache([*own], CacheOptions(), replays=False)
         self._lent: tuple[Target, list[int]] | None = None
         """The target and the prompt of the generation that is using the session, if any."""
         self._in_use = threading.Lock()
@@ -193,19 +189,12 @@ class Session:
         While the session is in use, only the prompt's tokens that have run count. Then call this
         only in the generation's thread, between two steps or two chunks of the prompt.
         """
-        if self._first_cache:
-            layers = [for_steps(layer) for layer in self._first_cache]
-            whole = len(self._tokens) <= length
-            cuttable = whole or all(can_be_cut(layer, length) for layer in parts(layers))
-            return min(length, len(self._tokens)) if cuttable else 0
         if self._lent:
             target, prompt = self._lent
             return target.reach(min(length, len(prompt)))
-        if self._target is None:
-            return 0
         if length >= len(self._tokens):
             return len(self._tokens)
-        return self._target.reach(length)
+        return self._target.reach(length) if self._target else 0
 
     def fork(self, length: int, room: int = 0) -> Session:
         """A new session that begins with a copy of the first tokens.
@@ -215,12 +204,10 @@ class Session:
             room: the number of tokens for which the copy allocates memory.
         """
         with mx.stream(generation_stream):
-            if self._first_cache:
-                layers = [for_steps(layer) for layer in self._first_cache]
-                copies = [first_positions(layer, length, room) for layer in layers]
-                return Session(copies, self._tokens[:length], self._first_head)
             target, tokens = self._lent or (self._target, self._tokens)
             assert target is not None
+            if not isinstance(target, Target):
+                return Session(target.copied(length, room), tokens[:length], self._head)
             if not self._lent and length == len(tokens):
                 target.flush_pending()
             session = Session(tokens=tokens[:length])
@@ -238,13 +225,13 @@ class Session:
     def quantized(self) -> bool:
         """Whether the cache is quantised now, even while the session is in use."""
         target = self._lent[0] if self._lent else self._target
-        return are_quantized(target.cache if target else self._first_cache)
+        return target is not None and are_quantized(target.cache)
 
     @property
     def nbytes(self) -> int:
         """The bytes of MLX arrays that the session keeps between two generations."""
-        held = self._target.kept_arrays if self._target else held_arrays(parts(self._first_cache))
-        held = [*held, *(self._first_head.arrays if self._first_head else ())]
+        held = self._target.kept_arrays if self._target else []
+        held = [*held, *(self._head.arrays if self._head else ())]
         return sum(array.nbytes for array in {id(array): array for array in held}.values())
 
     def save(
@@ -258,21 +245,20 @@ class Session:
             PromptCacheError: the file cannot be written; an existing one stays unchanged.
         """
         with self._used(), mx.stream(generation_stream):
-            cache, head = list(self._first_cache), self._first_head
-            if self._target:
-                if getattr(self._target.model, "leader", None):
+            target, head = self._target, self._head
+            if target is None:
+                raise OptionError("session has no cache to save: finish a generation first")
+            if isinstance(target, Target):
+                if getattr(target.model, "leader", None):
                     raise OptionError(
                         "session holds a part of a split model's cache: it is not saved"
                     )
                 try:
-                    self._target.flush_pending()
+                    target.flush_pending()
                 finally:  # an interrupted flush leaves a shorter context
-                    del self._tokens[self._target.length :]
-                cache = [as_mlx_lms(layer) for layer in self._target.cache]
-                of_head = self._target.head
-                head = of_head.kept(len(self._tokens)) if of_head else None
-            if not cache:
-                raise OptionError("session has no cache to save: finish a generation first")
+                    del self._tokens[target.length :]
+                head = target.head.kept(len(self._tokens)) if target.head else None
+            cache = [as_mlx_lms(layer) for layer in target.cache]
             save_prompt_cache(file_name, cache, metadata, tokens=self._tokens, head=head)
 
     @contextmanager
@@ -299,9 +285,11 @@ class Session:
         options: CacheOptions,
     ) -> Target:
         """Take the target out, with as much of the prompt in its cache as possible."""
-        if self._first_cache:
-            check_fits(self._first_cache, model, "the session's cache")
-            check_lengths(self._first_cache, "the session's cache")
+        lent = None
+        if self._target and not isinstance(self._target, Target):
+            lent = [as_mlx_lms(layer) for layer in self._target.cache]
+            check_fits(lent, model, "the session's cache")
+            check_lengths(lent, "the session's cache")
         new = partial(
             target_for,
             model,
@@ -313,14 +301,13 @@ class Session:
         # Without a target, the turn after a failed one starts afresh.
         target, self._target = self._target, None
         tokens, self._tokens = self._tokens, []
-        if self._first_cache:
-            lent, self._first_cache = list(self._first_cache), ()
-            head, self._first_head = self._first_head, None
+        head, self._head = self._head, None
+        if lent:
             target = new(capability_with(lent, capability), cache=lent)
             if head and target.head:
                 target.head.resume(head, tokens)
             target.begin_at(len(tokens))
-        if target is None or not _serves(target, model, capability, options):
+        if not isinstance(target, Target) or not _serves(target, model, capability, options):
             return new(capability)
         # The prompt's last token belongs to the first step.
         common = min(common_length(tokens, prompt), len(prompt) - 1)

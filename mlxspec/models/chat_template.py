@@ -218,26 +218,7 @@ def _most_memory() -> int:
 
 # A space after a piece's name belongs to the piece (SentencePiece puts one before every text), so
 # the spaces at the start of a turn's own text are kept.
-_TEMPLATE = """\
-{%- set state = namespace(questions=messages|selectattr('role', 'equalto', 'user')|list|length) -%}
-{%- set systems = messages|selectattr('role', 'equalto', 'system')|map(attribute='content')|list -%}
-{%- set system = systems[-1] if systems else '' -%}
-{{- bos_token -}}
-{%- if system and has_system_pieces -%}
-  {{- '[SYSTEM_PROMPT] ' + system + '[/SYSTEM_PROMPT]' -}}
-{%- endif -%}
-{%- for message in messages -%}
-  {%- if message['role'] == 'user' -%}
-    {%- set state.questions = state.questions - 1 -%}
-    {%- set leads = system and not has_system_pieces and state.questions == 0 -%}
-    {{- '[INST] ' + (system + '\\n\\n' if leads else '') + message['content'] + close -}}
-  {%- elif message['role'] == 'assistant' -%}
-    {{- ' ' + message['content'].rstrip(' ') + eos_token -}}
-  {%- elif message['role'] != 'system' -%}
-    {{- raise_exception('this model does not know the role ' + message['role']) -}}
-  {%- endif -%}
-{%- endfor -%}
-"""
+_TEMPLATE = Path(__file__).with_name("mistral.jinja")
 
 
 def instruct_template(control: Collection[str], user_defined: Collection[str]) -> str | None:
@@ -254,4 +235,5 @@ def instruct_template(control: Collection[str], user_defined: Collection[str]) -
     else:
         return None
     system_pieces = "true" if {"[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"}.issubset(control) else "false"
-    return f"{{%- set close, has_system_pieces = '{close}', {system_pieces} -%}}\n{_TEMPLATE}"
+    settings = f"{{%- set close, has_system_pieces = '{close}', {system_pieces} -%}}"
+    return f"{settings}\n{_TEMPLATE.read_text(encoding='utf-8')}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -17,6 +18,7 @@ from mlx.utils import tree_flatten
 
 from ..errors import LoadError
 from ..process import occupy_standard_descriptors
+from .heads import NO_MODEL, named_kind
 from .model_files import (
     check_layers,
     check_readable,
@@ -148,7 +150,8 @@ def load_lazily(
     except SystemExit as error:  # from mlx-lm's OLMo 1, which prints the package's name
         raise LoadError(f"{directory}: the model needs a package that is not installed") from error
     except Exception as error:  # whatever a wrong configuration or file makes mlx-lm raise
-        raise LoadError(f"{directory}: {reason(error)}") from error
+        problem = NO_MODEL if named_kind(config) else reason(error)
+        raise LoadError(f"{directory}: {problem}") from error
     return model, config
 
 
@@ -211,11 +214,24 @@ def widen(model: nn.Module) -> None:
         model.apply(lambda p: p.astype(mx.float32) if p.dtype in _HALF_PRECISION else p)
 
 
-def evaluate(model: nn.Module, directory: Path) -> None:
-    """Read the weights one after another, so that memory never holds them all twice."""
+OnRead = Callable[[int], object]
+
+
+def evaluate(model: nn.Module, directory: Path, on_read: OnRead = lambda nbytes: None) -> None:
+    """Read the weights one after another, so that memory never holds them all twice.
+
+    Args:
+        model: the model, loaded lazily.
+        directory: its files.
+        on_read: called with the number of bytes of each array, once it is read.
+
+    Raises:
+        LoadError: the weights cannot be read.
+    """
     try:
         for _, parameter in tree_flatten(model.parameters()):
             mx.eval(parameter)
+            on_read(parameter.nbytes)
     except RuntimeError as error:
         raise LoadError(f"{directory}: the weights cannot be read ({error})") from error
 

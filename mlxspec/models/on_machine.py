@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ..errors import LoadError
-from .model_files import check_weights, read_config
+from .heads import NO_MODEL, named_kind
+from .model_files import BESIDE, check_weights, local_path, read_config, read_json_object
 
 _TYPES = {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}
 
@@ -28,7 +30,7 @@ class ModelFiles:
         trouble: why the model cannot run as it is, and the remedy; "" if it can.
         architecture: the ``model_type`` of ``config.json``.
         weights: the type of the weights, such as "4 bits" or "bf16".
-        weight_bytes: the size of the weights.
+        weight_bytes: the size of the weights, with those of a trained head beside them.
         half_bytes: how many of these bytes are in half precision, which becomes float32 on the CPU.
     """
 
@@ -59,11 +61,54 @@ def cached_repositories() -> Iterator[tuple[str, Path]]:
             yield one.repo_id, revisions[-1].snapshot_path
 
 
+def models_in(folder: Path) -> Iterator[tuple[str, Path]]:
+    """The name and the directory of each model in a folder: MODEL, or PUBLISHER/MODEL.
+
+    The folder may also be a model's own. What cannot be read is left out.
+    """
+    if _is_model(folder):
+        yield folder.resolve().name, folder
+        return
+    for path in _listed(folder):
+        if _is_model(path):
+            yield path.name, path
+        else:
+            for own in _listed(path):
+                if _is_model(own):
+                    yield f"{path.name}/{own.name}", own
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:  # a file, or without permission
+        return []
+
+
+def _is_model(path: Path) -> bool:
+    with suppress(OSError):
+        return (path / "config.json").is_file()
+    return False
+
+
+def lm_studio_folders() -> Iterator[Path]:
+    """The folders in which LM Studio keeps models as PUBLISHER/MODEL."""
+    for home in map(local_path, ("~/.lmstudio", "~/.cache/lm-studio")):
+        folder = home / "models"
+        with suppress(LoadError):
+            chosen = read_json_object(home / "settings.json").get("downloadsFolder")
+            folder = local_path(chosen) if isinstance(chosen, str) and chosen else folder
+        if folder.is_dir():
+            yield folder
+
+
 def model_files(directory: Path) -> ModelFiles:
     """Examine a model's directory."""
     nbytes = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
     try:
         config = read_config(directory)
+        if named_kind(config):
+            raise LoadError(NO_MODEL)
         tensors = check_weights(directory)
         architecture = config.get("model_type")
         if not isinstance(architecture, str) or not _is_known(architecture):
@@ -76,7 +121,8 @@ def model_files(directory: Path) -> ModelFiles:
         types[dtype] += size
     half = types["F16"] + types["BF16"]
     weights = _in_words(config, types)
-    return ModelFiles(directory, nbytes, "", architecture, weights, types.total(), half)
+    beside = sum(path.stat().st_size for pattern in BESIDE for path in directory.glob(pattern))
+    return ModelFiles(directory, nbytes, "", architecture, weights, types.total() + beside, half)
 
 
 def _is_known(architecture: str) -> bool:

@@ -33,15 +33,21 @@ _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 
 
-def build_tokenizer(path: Path) -> Tokenizer:
+def build_tokenizer(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
     """Build the tokenizer with SentencePiece's ids for the BPE model in ``path``.
 
     As a special token it adds BOS, never EOS.
+
+    Returns:
+        the tokenizer, and its ``tokenizer_config.json``. It names BOS and EOS, and has a chat
+        template if the pieces show an instruct format. It leaves out the unknown piece:
+        transformers, unlike SentencePiece, would take its name in a text for the piece.
 
     Raises:
         LoadError: the file is not a SentencePiece model, or its ids cannot be reproduced exactly.
     """
     model, reference = _read_model(path)
+    control, user_defined = _piece_names(model, _CONTROL), _piece_names(model, _USER_DEFINED)
     tokenizer = Tokenizer(
         models.BPE(
             vocab={piece.piece: index for index, piece in enumerate(model.pieces)},
@@ -50,40 +56,17 @@ def build_tokenizer(path: Path) -> Tokenizer:
             fuse_unk=True,
             byte_fallback=model.trainer_spec.byte_fallback,
             # A user-defined piece is cut out of the text and then found whole.
-            ignore_merges=bool(_piece_names(model, _USER_DEFINED)),
+            ignore_merges=bool(user_defined),
         )
     )
     tokenizer.normalizer = _normalizer(model.normalizer_spec)
     tokenizer.pre_tokenizer = _pre_tokenizer(model, path)
-    tokenizer.decoder = _decoder(model.normalizer_spec)
+    decoding = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if model.normalizer_spec.add_dummy_prefix:
+        decoding.append(decoders.Strip(" ", 1, 0))
+    tokenizer.decoder = decoders.Sequence(decoding)
     # normalized=True: the normalizer sees the whole text, and so finds its start.
-    control = _piece_names(model, _CONTROL)
     tokenizer.add_special_tokens([AddedToken(c, special=True, normalized=True) for c in control])
-    if reference.bos_id() >= 0:
-        bos = reference.id_to_piece(reference.bos_id())
-        tokenizer.post_processor = TemplateProcessing(
-            single=[bos, "$A"], special_tokens=[(bos, reference.bos_id())]
-        )
-    for text in _probe_texts(model):
-        if tokenizer.encode(text, add_special_tokens=False).ids != reference.encode(text):
-            raise LoadError(
-                f"{path}: SentencePiece's ids cannot be reproduced exactly (they differ on "
-                f"{text[:40]!r}); {_REMEDY}"
-            )
-    return tokenizer
-
-
-def tokenizer_config(path: Path) -> dict[str, Any]:
-    """The ``tokenizer_config.json`` for the tokenizer that :func:`build_tokenizer` builds.
-
-    It names BOS and EOS, and has a chat template if the pieces show an instruct format. It leaves
-    out the unknown piece: transformers, unlike SentencePiece, would take its name in a text for
-    the piece.
-
-    Raises:
-        LoadError: the file is not a SentencePiece model, or its ids cannot be reproduced exactly.
-    """
-    model, reference = _read_model(path)
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -91,13 +74,19 @@ def tokenizer_config(path: Path) -> dict[str, Any]:
     for key, index in (("bos_token", reference.bos_id()), ("eos_token", reference.eos_id())):
         if index >= 0:
             config[key] = reference.id_to_piece(index)
-    template = instruct_template(
-        control=_piece_names(model, _CONTROL),
-        user_defined=_piece_names(model, _USER_DEFINED),
-    )
-    if template is not None:
+    if bos := config.get("bos_token"):
+        tokenizer.post_processor = TemplateProcessing(
+            single=[bos, "$A"], special_tokens=[(bos, reference.bos_id())]
+        )
+    if template := instruct_template(control, user_defined):
         config["chat_template"] = template
-    return config
+    for text in _probe_texts(model):
+        if tokenizer.encode(text, add_special_tokens=False).ids != reference.encode(text):
+            raise LoadError(
+                f"{path}: SentencePiece's ids cannot be reproduced exactly (they differ on "
+                f"{text[:40]!r}); {_REMEDY}"
+            )
+    return tokenizer, config
 
 
 # --- the parts of a tokenizer ---
@@ -158,9 +147,15 @@ def _heads_of_split_names(model: Any, path: Path) -> str:
     ``ignore_merges`` the tokenizer would find them whole. The pattern matches the first piece that
     SentencePiece splits them into, so that the text is cut after it.
     """
-    kinds = (_NORMAL, _BYTE, _UNKNOWN)
-    names = [name for kind in kinds for name in _piece_names(model, kind)]
-    split = _verbatim_processor(model).encode(names, out_type=str)
+    from sentencepiece import SentencePieceProcessor
+
+    names = _piece_names(model, _NORMAL, _BYTE, _UNKNOWN)
+    verbatim = type(model)()
+    verbatim.CopyFrom(model)  # leaves a text's start, end and spaces as they are
+    verbatim.normalizer_spec.add_dummy_prefix = False
+    verbatim.normalizer_spec.remove_extra_whitespaces = False
+    processor = SentencePieceProcessor(model_proto=verbatim.SerializeToString())
+    split = processor.encode(names, out_type=str)
     heads = {name: pieces[0] for name, pieces in zip(names, split, strict=True) if pieces != [name]}
     for name, head in heads.items():
         if head in heads or name.removeprefix(head) in heads:
@@ -170,24 +165,6 @@ def _heads_of_split_names(model: Any, path: Path) -> str:
         for name, head in heads.items()
     )
     return rf"\A(?:{'|'.join(alternatives)})" if heads else ""
-
-
-def _decoder(spec: Any) -> decoders.Decoder:
-    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if spec.add_dummy_prefix:
-        steps.append(decoders.Strip(" ", 1, 0))
-    return decoders.Sequence(steps)
-
-
-def _verbatim_processor(model: Any) -> Any:
-    """SentencePiece, set to leave a text's start, end and spaces as they are."""
-    from sentencepiece import SentencePieceProcessor
-
-    verbatim = type(model)()
-    verbatim.CopyFrom(model)
-    verbatim.normalizer_spec.add_dummy_prefix = False
-    verbatim.normalizer_spec.remove_extra_whitespaces = False
-    return SentencePieceProcessor(model_proto=verbatim.SerializeToString())
 
 
 # --- the model ---
@@ -222,7 +199,7 @@ def _is_reproducible(model: Any) -> bool:
     """Whether everything in the model has an exact counterpart in ``tokenizers``."""
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
     normal = _piece_names(model, _NORMAL)
-    known = {*normal, *_piece_names(model, _USER_DEFINED)}
+    known = {*_piece_names(model, _NORMAL, _USER_DEFINED)}
     scores = Counter(piece.score for piece in model.pieces if piece.type == _NORMAL)
     return (
         trainer.model_type == _BPE
@@ -236,9 +213,9 @@ def _is_reproducible(model: Any) -> bool:
     )
 
 
-def _piece_names(model: Any, kind: int) -> list[str]:
-    """The names of all pieces of a kind, by ascending id."""
-    return [piece.piece for piece in model.pieces if piece.type == kind]
+def _piece_names(model: Any, *kinds: int) -> list[str]:
+    """The names of all pieces of one or more kinds, by ascending id."""
+    return [piece.piece for piece in model.pieces if piece.type in kinds]
 
 
 # --- texts that show differences ---
@@ -259,8 +236,11 @@ def _probe_texts(model: Any) -> Iterator[str]:
     """Samples, texts in which the order of joins matters most, and all pieces in a random order."""
     control = _piece_names(model, _CONTROL)
     user_defined = _piece_names(model, _USER_DEFINED)
-    names = _piece_names(model, _NORMAL) + user_defined
-    for text in (*_SAMPLES, *_overlaps(model), *user_defined, *_shuffled(names)):
+    names = _piece_names(model, _NORMAL, _USER_DEFINED)
+    random.Random(0).shuffle(names)
+    starts = range(0, len(names), _PIECES_A_TEXT)
+    shuffled = ("".join(names[start : start + _PIECES_A_TEXT]) for start in starts)
+    for text in (*_SAMPLES, *_overlaps(model), *user_defined, *shuffled):
         text = text.replace(_SPACE, " ")
         if not any(name in text for name in control):  # these differ intentionally
             yield text
@@ -285,10 +265,3 @@ def _overlaps(model: Any) -> Iterator[str]:
     for character, longest in longest_run.items():
         for length in range(2, 3 * longest if longest > 1 else 0):
             yield f"x{character * length}y"
-
-
-def _shuffled(names: list[str]) -> Iterator[str]:
-    names = names.copy()
-    random.Random(0).shuffle(names)
-    for start in range(0, len(names), _PIECES_A_TEXT):
-        yield "".join(names[start : start + _PIECES_A_TEXT])

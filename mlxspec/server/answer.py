@@ -15,7 +15,7 @@ import secrets
 import string
 from abc import ABC, abstractmethod
 from asyncio import FIRST_COMPLETED
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -28,7 +28,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from .body import ApiError
+from .body import ApiError, error_response
 from .worker import Begun, Ended, Event, EventStream, Piece
 
 # --- the format of an output ---
@@ -118,14 +118,14 @@ def parser_name(tokenizer: TokenizerWrapper) -> str:
 # --- parsing an output ---
 
 
-@dataclass(frozen=True)
-class Delta:
-    """The next piece of an output.
+@dataclass
+class Part:
+    """A run of text or reasoning, or a tool call; or the next piece of one.
 
     Attributes:
-        kind: "text", "reasoning", "call" for the beginning of a tool call, or "arguments" for
-            more of the call's arguments, as JSON text.
-        text: the piece's text.
+        kind: "text", "reasoning", "call" for a tool call or its beginning, or "arguments" for more
+            of the call's arguments, as JSON text.
+        text: the text; of a call, its arguments.
         index: the call's index in the answer.
         id: the id under which the client returns the call's result.
         name: the called function's name.
@@ -166,7 +166,7 @@ class OutputParser:
         """Whether the output is inside reasoning."""
         return self._state == "reasoning"
 
-    def feed(self, text: str) -> list[Delta]:
+    def feed(self, text: str) -> list[Part]:
         """Parse the next segment of the output."""
         if text and self._trims_space:
             self._trims_space = False
@@ -179,7 +179,7 @@ class OutputParser:
             deltas += self._add(segment)
         return deltas
 
-    def finish(self, cut: bool = False) -> list[Delta]:
+    def finish(self, cut: bool = False) -> list[Part]:
         """Parse what was held back, after the end of the output.
 
         Args:
@@ -195,7 +195,7 @@ class OutputParser:
         self._ready, self._gap = [], ""
         return deltas
 
-    def _enter(self, state: str) -> list[Delta]:
+    def _enter(self, state: str) -> list[Part]:
         """Change to the state that a marker leads to."""
         deltas = self._end_call(self._format.call_end) if self._state == "tool" else []
         self._state, self._gap, self._after_marker = state, "", True
@@ -203,7 +203,7 @@ class OutputParser:
             self._call = _CallText(self._format.call_start)
         return deltas
 
-    def _add(self, text: str) -> list[Delta]:
+    def _add(self, text: str) -> list[Part]:
         if self.finished:
             return []
         if self._state == "tool":
@@ -220,36 +220,36 @@ class OutputParser:
         self._after_marker = False
         return [self._said(solid)]
 
-    def _said(self, text: str) -> Delta:
-        return Delta("reasoning" if self.reasoning else "text", text)
+    def _said(self, text: str) -> Part:
+        return Part("reasoning" if self.reasoning else "text", text)
 
     # --- calls ---
 
-    def _add_to_call(self, text: str) -> list[Delta]:
+    def _add_to_call(self, text: str) -> list[Part]:
         call, pattern = self._call, self._format.header
         call.text += text
-        deltas: list[Delta] = []
+        deltas: list[Part] = []
         while pattern and not self.finished:
             if not call.in_arguments:
                 header = pattern.match(call.text, call.taken, call.taken + _LONGEST_HEADER)
                 if not header:
                     break
                 deltas.append(self._begin(header[1]))
-                call.begin_arguments(header.end())
+                call.taken, call.in_arguments = header.end(), True
             if arguments := call.take_arguments():
-                deltas.append(Delta("arguments", arguments, self.n_calls - 1))
+                deltas.append(Part("arguments", arguments, self.n_calls - 1))
             if call.in_arguments:
                 break
             self.finished = not self._format.several_calls
         return deltas
 
-    def _begin(self, name: str, call_id: object = None) -> Delta:
+    def _begin(self, name: str, call_id: object = None) -> Part:
         self.n_calls += 1
         if not isinstance(call_id, str):  # Mistral's templates require nine of these
             call_id = "".join(map(secrets.choice, [string.ascii_letters + string.digits] * 9))
-        return Delta("call", index=self.n_calls - 1, id=call_id, name=name)
+        return Part("call", index=self.n_calls - 1, id=call_id, name=name)
 
-    def _end_call(self, marker: str, cut: bool = False) -> list[Delta]:
+    def _end_call(self, marker: str, cut: bool = False) -> list[Part]:
         """Parse the calls that have not been sent yet; what is not a call becomes text."""
         call, format = self._call, self._format
         if self.finished or not format.parse or call.in_arguments:
@@ -263,52 +263,45 @@ class OutputParser:
             return [] if cut else self._as_text(marker)
         if call.taken:
             return []
-        deltas: list[Delta] = []
+        deltas: list[Part] = []
         for name, arguments, call_id in parsed:
             if self.finished:
                 break
-            deltas += [self._begin(name, call_id), Delta("arguments", arguments, self.n_calls - 1)]
+            deltas += [self._begin(name, call_id), Part("arguments", arguments, self.n_calls - 1)]
             self.finished = not self._format.several_calls
         return deltas
 
-    def _as_text(self, marker: str) -> list[Delta]:
+    def _as_text(self, marker: str) -> list[Part]:
         """The text after the last parsed call; all of it with its markers if none was parsed."""
         call = self._call
         if not call.taken:
-            return [Delta("text", call.start + call.text[call.begun :] + marker)]
+            return [Part("text", call.start + call.text[call.begun :] + marker)]
         rest = call.text[call.taken :]
-        return [Delta("text", rest)] if rest.strip(_CLOSING) else []
+        return [Part("text", rest)] if rest.strip(_CLOSING) else []
 
 
 _CLOSING = "}] \t\r\n"  # characters that may follow a call's arguments
 
 
+@dataclass
 class _CallText:
     """The text between two call markers, and how much of it was sent.
 
-    Args:
+    Attributes:
         start: the marker before the text; empty if the marker is in the prompt.
         begun: how many characters of the text are in the prompt.
-
-    Attributes:
         text: all of the text so far.
         taken: where the unsent part begins.
-        in_arguments: whether the unsent part is inside a JSON object.
+        in_arguments: whether the unsent part is inside the JSON object of the arguments.
     """
 
-    def __init__(self, start: str, begun: int = 0) -> None:
-        self.text = ""
-        self.start = start
-        self.begun = begun
-        self.taken = 0
-        self.in_arguments = False
-
-    def begin_arguments(self, at: int) -> None:
-        """Record where the JSON object of the arguments begins."""
-        self.taken = at
-        self.in_arguments = True
-        self._depth = 0
-        self._in_string = False
+    start: str
+    begun: int = 0
+    text: str = ""
+    taken: int = 0
+    in_arguments: bool = False
+    _depth: int = 0
+    _in_string: bool = False
 
     def take_arguments(self) -> str:
         """The unsent part of the object so far, without an incomplete escape at its end."""
@@ -344,30 +337,6 @@ def _read_call(call: dict[str, Any]) -> tuple[str, str, object]:
 
 
 # --- choices ---
-
-
-@dataclass
-class Part:
-    """A run of text or reasoning, or a tool call.
-
-    Attributes:
-        kind: "text", "reasoning" or "call".
-        id: the id under which the client returns the call's result.
-        name: the called function's name.
-        index: the call's index in the answer.
-        texts: the pieces of its text so far; for a call, of the arguments' JSON.
-    """
-
-    kind: str
-    id: str = ""
-    name: str = ""
-    index: int = 0
-    texts: list[str] = field(default_factory=list)
-
-    @property
-    def text(self) -> str:
-        """The part's text so far."""
-        return "".join(self.texts)
 
 
 @dataclass
@@ -444,7 +413,7 @@ class Choice:
             if piece.logprob is not None:
                 self.latest.append(piece)
             if parser is None:
-                self._add(Delta("text", piece.text), piece.accepted, runs)
+                self._add(Part("text", piece.text), piece.accepted, runs)
                 continue
             reasoned = parser.reasoning
             if not reasoned:
@@ -458,16 +427,21 @@ class Choice:
                 cut = end.finish_reason == "length" or end.stop is not None
                 for delta in parser.finish(cut):
                     self._add(delta, False, runs)
-            self.end = self._counted(end)
+            if self.finished:  # tokens that follow the answer do not count, nor drafts as rejected
+                drafted = end.drafted - (end.accepted - self.accepted)
+                end = replace(
+                    end, completion_tokens=self.tokens, drafted=drafted, accepted=self.accepted
+                )
+            self.end = end
         return runs
 
-    def _add(self, delta: Delta, accepted: bool, runs: list[TextRun]) -> None:
+    def _add(self, delta: Part, accepted: bool, runs: list[TextRun]) -> None:
         kind = "call" if delta.kind == "arguments" else delta.kind
         begins = delta.kind == "call" or not self.parts or self.parts[-1].kind != kind
         if begins:
-            self.parts.append(Part(kind, delta.id, delta.name, delta.index))
+            self.parts.append(replace(delta, kind=kind, text=""))
         part = self.parts[-1]
-        part.texts.append(delta.text)
+        part.text += delta.text
         if kind == "text":
             self.length += len(delta.text)
         if begins or not runs:
@@ -475,14 +449,6 @@ class Choice:
         runs[-1].drafts.append((delta.text, accepted))
         runs[-1].pieces += self._silent
         self._silent = []
-
-    def _counted(self, end: Ended) -> Ended:
-        """The end, without counting tokens that follow the answer."""
-        if not self.finished:
-            return end
-        # Drafts that were accepted after the answer do not count as rejected.
-        drafted = end.drafted - (end.accepted - self.accepted)
-        return replace(end, completion_tokens=self.tokens, drafted=drafted, accepted=self.accepted)
 
     @property
     def finish_reason(self) -> str:
@@ -616,12 +582,8 @@ async def answered(
     """
     request.state.answered = True
     if streamed:
-        return _Streamed(
-            _server_sent_events(stream, answer, keep_alive.sign),
-            on_end=stream.close,
-            media_type="text/event-stream",
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **answer.headers},
-        )
+        events = _server_sent_events(stream, answer, keep_alive.sign)
+        return _event_stream(events, stream.close, answer.headers)
     making = asyncio.create_task(_whole(stream, answer, keep_alive.sign))
     gone = asyncio.create_task(_disconnected(request))
     try:
@@ -645,6 +607,54 @@ async def answered(
     )
 
 
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def patient(endpoint: Endpoint, sign: float) -> Endpoint:
+    """An endpoint whose streams begin while a model is being loaded for them.
+
+    Args:
+        endpoint: it sets ``request.state.waits`` to True while a streamed answer waits for a model.
+        sign: seconds without data after which such a stream sends a keep-alive.
+    """
+
+    async def answer(request: Request) -> Response:
+        making = asyncio.ensure_future(endpoint(request))
+        try:
+            while not making.done():
+                await asyncio.wait({making}, timeout=sign)
+                if not making.done() and getattr(request.state, "waits", False):
+                    events = _after_loading(making, request.url.path, sign)
+                    return _event_stream(events, making.cancel, {})
+        except asyncio.CancelledError:
+            making.cancel()
+            raise
+        return making.result()
+
+    return answer
+
+
+async def _after_loading(
+    making: asyncio.Future[Response], path: str, sign: float
+) -> AsyncIterator[str]:
+    """Keep-alives until there is a streamed response, and then its content."""
+    response: Response | None = None
+    try:
+        while not making.done():
+            yield ": the model is being loaded\n\n"
+            await asyncio.wait({making}, timeout=sign)
+        response = making.result()
+        assert isinstance(response, _Streamed)
+        async for chunk in response.body_iterator:
+            yield str(chunk)
+    except Exception as error:
+        body = bytes(error_response(_as_api_error(error), path).body)
+        yield f"event: error\ndata: {body.decode()}\n\n"
+    finally:
+        if isinstance(response, _Streamed):
+            response.on_end()
+
+
 def is_answered(request: Request) -> bool:
     """Whether generations have begun for a request."""
     return getattr(request.state, "answered", False)
@@ -657,13 +667,20 @@ class _Streamed(StreamingResponse):
         self, content: AsyncIterator[str], *, on_end: Callable[[], object], **options: Any
     ) -> None:
         super().__init__(content, **options)
-        self._on_end = on_end
+        self.on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._on_end()
+            self.on_end()
+
+
+def _event_stream(
+    events: AsyncIterator[str], on_end: Callable[[], object], headers: Mapping[str, str]
+) -> _Streamed:
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers}
+    return _Streamed(events, on_end=on_end, media_type="text/event-stream", headers=headers)
 
 
 async def _whole(stream: EventStream, answer: ApiAnswer, keep_alive: float) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -24,9 +25,10 @@ from .. import __version__
 from ..engine.grammar import Grammar, Vocabulary
 from ..errors import OptionError, printable
 from ..generation.request import State
-from .answer import FAILED, ApiAnswer, KeepAlive, answered, is_answered
+from .answer import FAILED, ApiAnswer, KeepAlive, answered, is_answered, patient
 from .auth import AuthMiddleware, OnRefusal, body_of
 from .body import ApiError, error_response, new_request_id, parse, read_body, shown
+from .catalog import Catalog, Entry, UseMiddleware
 from .messages import MessagesAnswer, messages_headers, parse_messages
 from .openai import (
     ChatAnswer,
@@ -68,6 +70,7 @@ def create_app(
     strict_model_names: bool = False,
     keep_alive: KeepAlive = KeepAlive(),  # noqa: B008  # a constant
     on_refusal: OnRefusal = lambda path, error: None,
+    catalog: Catalog | None = None,
 ) -> Starlette:
     """The ASGI application.
 
@@ -78,9 +81,10 @@ def create_app(
         strict_model_names: whether a model that is not served is an error, even if only one model
             is served.
         keep_alive: when keep-alives are sent.
+        catalog: the models that requests may name; by default, those of the worker.
     """
-    _add_gauges(worker)
-    endpoints = Endpoints(worker, max_tokens, keep_alive, strict_model_names)
+    catalog = catalog or Catalog(worker)
+    endpoints = Endpoints(worker, catalog, max_tokens, keep_alive, strict_model_names)
 
     async def refused(request: Request, error: Exception) -> Response:
         refusal = error if isinstance(error, ApiError) else _wrong_path(request, error)
@@ -89,8 +93,11 @@ def create_app(
         return error_response(refusal, request.url.path)
 
     return Starlette(
-        routes=[*endpoints.routes, *_status_routes(worker)],
-        middleware=[Middleware(AuthMiddleware, hosts=hosts, keys=keys, on_refusal=on_refusal)],
+        routes=[*endpoints.routes, *_status_routes(worker, catalog)],
+        middleware=[
+            Middleware(AuthMiddleware, hosts=hosts, keys=keys, on_refusal=on_refusal),
+            Middleware(UseMiddleware),
+        ],
         exception_handlers={
             ApiError: refused,
             HTTPException: refused,
@@ -127,23 +134,29 @@ class Endpoints:
 
     Args:
         worker: runs the generations.
+        catalog: the models that requests may name.
         max_tokens: the default ``max_tokens`` of requests, limited by the context.
         keep_alive: when keep-alives are sent.
         strict: whether a model that is not served is always an error.
     """
 
     def __init__(
-        self, worker: Worker, max_tokens: int, keep_alive: KeepAlive, strict: bool = False
+        self,
+        worker: Worker,
+        catalog: Catalog,
+        max_tokens: int,
+        keep_alive: KeepAlive,
+        strict: bool = False,
     ) -> None:
         self._worker = worker
+        self._catalog = catalog
         self._strict = strict
         self._max_tokens = max_tokens
         self._keep_alive = keep_alive
-        self._models = worker.models
         # Large bodies are read one at a time: each may take a second and about 100 MB.
         self._reading = asyncio.Lock()
         # Only one thread at a time may use a tokenizer.
-        self._tokenizing = {name: asyncio.Lock() for name in worker.models}
+        self._tokenizing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         # A few slow constraints must not delay others, and many must not occupy all threads.
         self._compiling = asyncio.Semaphore(_COMPILING)
         self._responses = ResponseStore()
@@ -152,20 +165,24 @@ class Endpoints:
     def routes(self) -> list[Route]:
         """The routes of all endpoints."""
         post = ["POST"]
+        chat, complete, create_response, message = (
+            patient(endpoint, self._keep_alive.sign)
+            for endpoint in (self.chat, self.complete, self.create_response, self.message)
+        )
         return [
-            Route("/v1/chat/completions", self.chat, methods=post),
-            Route("/v1/completions", self.complete, methods=post),
+            Route("/v1/chat/completions", chat, methods=post),
+            Route("/v1/completions", complete, methods=post),
             Route("/v1/models", self.list_models),
             Route("/v1/models/{name:path}", self.show_model),
             Route("/v1/tokenize", self.tokenize, methods=post),
             Route("/v1/detokenize", self.detokenize, methods=post),
-            Route("/v1/responses", self.create_response, methods=post),
+            Route("/v1/responses", create_response, methods=post),
             Route("/v1/responses/input_tokens", self.count_input, methods=post),
             Route("/v1/responses/{id}", self.show_response),
             Route("/v1/responses/{id}", self.delete_response, methods=["DELETE"]),
             Route("/v1/responses/{id}/cancel", self.cancel_response, methods=post),
             Route("/v1/responses/{id}/input_items", self.input_items),
-            Route("/v1/messages", self.message, methods=post),
+            Route("/v1/messages", message, methods=post),
             Route("/v1/messages/count_tokens", self.count_tokens, methods=post),
         ]
 
@@ -180,7 +197,7 @@ class Endpoints:
     async def complete(self, request: Request) -> Response:
         """``/v1/completions``"""
         body = await self.read(request, parse_completion)
-        served = self._served(body.model)
+        served = await self._served(request, body.model, streamed=body.stream)
         tokenizer, vocab_size = served.decoder.tokenizer, served.decoder.vocab_size
 
         def made() -> tuple[list[Prompt], CompletionAnswer]:
@@ -192,17 +209,18 @@ class Endpoints:
 
     async def list_models(self, request: Request) -> Response:
         """``/v1/models``"""
-        entries = [*map(_entry, self._models.values())]
+        await self._catalog.look()
+        entries = [*map(_entry, self._catalog.entries)]
         return JSONResponse({"object": "list", "data": entries})
 
     async def show_model(self, request: Request) -> Response:
         """``/v1/models/NAME``"""
-        return JSONResponse(_entry(self._named(request.path_params["name"])))
+        return JSONResponse(_entry(await self._catalog.named(request.path_params["name"])))
 
     async def tokenize(self, request: Request) -> Response:
         """``/v1/tokenize``"""
         body, chat = await self.read(request, parse_tokenize)
-        served = self._served(body.model)
+        served = await self._served(request, body.model)
         if chat:
             tokens = (await self._chat_prompt(served, chat)).tokens
         else:
@@ -213,7 +231,7 @@ class Endpoints:
     async def detokenize(self, request: Request) -> Response:
         """``/v1/detokenize``"""
         body = await self.read(request, partial(parse, DetokenizeBody))
-        served = self._served(body.model)
+        served = await self._served(request, body.model)
         check_ids(body.tokens, served.decoder.vocab_size, "tokens")
         make = partial(detokenized, served.decoder.tokenizer, body.tokens)
         return JSONResponse({"prompt": await self._tokenized(served, make)})
@@ -318,41 +336,25 @@ class Endpoints:
         Unknown model names that begin with ``elsewhere`` mean the default model.
         """
         body = await self.read(request, parse)
-        served = self._served(body.model, elsewhere)
+        served = await self._served(request, body.model, elsewhere, body.stream)
         return body, served, await self._chat_prompt(served, body)
 
-    def _served(self, name: str | None, elsewhere: str = "\0") -> ServedModel:
-        """The model that answers a request for this name or path.
+    async def _served(
+        self,
+        request: Request,
+        name: str | None,
+        elsewhere: str = "\0",
+        streamed: bool = False,
+    ) -> ServedModel:
+        """The model that answers a request for this name, loaded until the response is sent.
 
-        The default model answers requests without a name. Unless names are strict, it also answers
-        unknown names that begin with ``elsewhere``, and all unknown names if it is the only model.
-
-        Raises:
-            ApiError: 404, it does not exist.
+        Raises as :meth:`.Catalog.named` and :meth:`.Catalog.use` do.
         """
-        try:
-            return self._named(name)
-        except ApiError:
-            only = len(self._models) == 1
-            if self._strict or name is None or not (only or name.startswith(elsewhere)):
-                raise
-            return self._named(None)
-
-    def _named(self, name: str | None) -> ServedModel:
-        """The model of this name or path, or the default for None; raises as `_served` does."""
-        for served in self._models.values():
-            if name in (None, served.name):
-                return served
-        for served in self._models.values():
-            if served.path == name:
-                return served
-        known = ", ".join(self._models)
-        raise ApiError(
-            f"the model {shown(name)} is not served here: use {known}",
-            status=404,
-            param="model",
-            code="model_not_found",
-        )
+        entry = await self._catalog.named(name, elsewhere, self._strict)
+        request.state.waits = streamed
+        served = await self._catalog.use(entry, request.state.uses)
+        request.state.waits = False
+        return served
 
     async def _tokenized(self, served: ServedModel, make: Callable[[], _Result]) -> _Result:
         """Call a function that uses a model's tokenizer, in a thread outside the event loop."""
@@ -398,8 +400,8 @@ class Endpoints:
             prediction = expected[: served.context_length]  # no output is longer
         requests: list[ServedRequest] = []
         for prompt in prompts:
-            given = body, self._max_tokens, self._worker.memory
-            max_tokens = served.max_tokens_for(len(prompt.tokens), *given)
+            given = len(prompt.tokens), body, self._max_tokens
+            max_tokens = self._worker.memory.max_tokens_for(served, *given)
             grammar = await self._grammar(served, body, prompt)
             shared = {"prediction": prediction, "partition": request.state.partition}
             make = partial(_choices, served, body, prompt, grammar, max_tokens)
@@ -468,13 +470,13 @@ def _choices(
         raise ApiError(str(error)) from error
 
 
-def _entry(served: ServedModel) -> dict[str, Any]:
+def _entry(entry: Entry) -> dict[str, Any]:
     """A model in ``/v1/models``, with its context length under the two names that clients use."""
-    entry = {"id": served.name, "object": "model", "created": served.created}
-    entry["owned_by"] = "mlxspec"
-    if (length := served.context_length) is None:
-        return entry
-    return entry | {"context_length": length, "max_model_len": length}
+    told = {"id": entry.name, "object": "model", "created": entry.created}
+    told |= {"owned_by": "mlxspec", "state": entry.state}
+    if (length := entry.context_length) is None:
+        return told
+    return told | {"context_length": length, "max_model_len": length}
 
 
 # --- status ---
@@ -489,8 +491,9 @@ _PAGE_HEADERS = {
 }
 
 
-def _status_routes(worker: Worker) -> list[Route]:
+def _status_routes(worker: Worker, catalog: Catalog) -> list[Route]:
     """The routes of health, metrics and status."""
+    kept = _add_gauges(worker)
 
     async def health(request: Request) -> Response:
         return _state(worker.alive, "ok", "the worker has failed")
@@ -499,10 +502,13 @@ def _status_routes(worker: Worker) -> list[Route]:
         return _state(worker.ready.is_set(), "ready", "not ready")
 
     async def metrics(request: Request) -> Response:
+        kept.clear()
+        for served in worker.models.values():
+            kept.labels(served.name).set(served.cache.nbytes)
         return Response(worker.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def status(request: Request) -> Response:
-        return JSONResponse(status_of(worker))
+        return JSONResponse(status_of(worker, catalog))
 
     async def page(request: Request) -> Response:
         return HTMLResponse(_PAGE, headers=_PAGE_HEADERS)
@@ -519,7 +525,7 @@ _WIDEST = 32  # rows; the end of the cost curve that is shown
 _CACHE_FIGURES = ("entries", "hits", "misses", "forks", "evictions")
 
 
-def status_of(worker: Worker) -> dict[str, Any]:
+def status_of(worker: Worker, catalog: Catalog) -> dict[str, Any]:
     """The figures of the status page, as JSON."""
     metrics, now = worker.metrics, time.perf_counter()
     totals = metrics.totals
@@ -543,6 +549,7 @@ def status_of(worker: Worker) -> dict[str, Any]:
             }
             for served in worker.models.values()
         ],
+        "available": catalog.figures(),
         "memory": {
             "active": mx.get_active_memory(),
             "cache": mx.get_cache_memory(),
@@ -564,8 +571,12 @@ def _curve(served: ServedModel) -> list[list[float]] | None:
     return [[rows, curve(rows)] for rows in range(1, _WIDEST + 1)]
 
 
-def _add_gauges(worker: Worker) -> None:
-    """Add gauges of the server's present state to the Prometheus metrics."""
+def _add_gauges(worker: Worker) -> Gauge:
+    """Add gauges of the server's present state to the Prometheus metrics.
+
+    Returns:
+        the one for the prefix caches, which each answer sets for the models that are loaded.
+    """
 
     def gauge(name: str, help: str, *labels: str) -> Gauge:
         return Gauge(f"mlxspec_{name}", help, labels, registry=worker.metrics.registry)
@@ -576,12 +587,10 @@ def _add_gauges(worker: Worker) -> None:
     for states in ((State.WAITING,), (State.PREFILL,), (State.DECODE, State.PAUSED)):
         now = gauge(f"{states[0]}_generations", f"Generations now: {states[0]}.")
         now.set_function(partial(count, *states))
-    kept = gauge("cache_bytes", "Bytes of cached prefixes.", "model")
-    for served in worker.models.values():
-        kept.labels(served.name).set_function(partial(getattr, served.cache, "nbytes"))
     memory = worker.memory
     gauge("memory_bytes", "Memory that MLX uses.").set_function(mx.get_active_memory)
     gauge("memory_limit_bytes", "The bound on memory now.").set_function(lambda: memory.limit)
     parts = gauge("memory_part_bytes", "Memory that is taken or reserved.", "part")
     for part in memory.parts:
         parts.labels(part).set_function(partial(lambda name: memory.parts[name], part))
+    return gauge("cache_bytes", "Bytes of cached prefixes.", "model")

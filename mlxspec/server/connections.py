@@ -54,6 +54,7 @@ class HttpServer(uvicorn.Server):
         bounds: limits on its connections.
         grace: seconds for running requests after the first signal. The second signal closes all
             connections at once.
+        on_start: called in the event loop at its start.
         on_exit: called at the first signal.
     """
 
@@ -63,6 +64,7 @@ class HttpServer(uvicorn.Server):
         bounds: Bounds = Bounds(),  # noqa: B008  # a constant
         grace: float = 10.0,
         on_exit: Callable[[], object] = lambda: None,
+        on_start: Callable[[], object] = lambda: None,
     ) -> None:
         protocol = partial(Connection, bounds._replace(most=_most_of(bounds)), {})
         config = uvicorn.Config(
@@ -80,11 +82,13 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
         self._grace = grace
         self._on_exit = on_exit
+        self._on_start = on_start
         for log in (_log, logging.getLogger("uvicorn.error")):
             log.addFilter(_seldom)
 
     async def startup(self, sockets: Any = None) -> None:
         asyncio.get_running_loop().set_exception_handler(_report)
+        self._on_start()
         await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

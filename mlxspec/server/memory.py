@@ -6,172 +6,21 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.generate import generation_stream, wired_limit
 
-from ..corpus.memory import Memory
-from ..corpus.suffix_index import MOST_BYTES
-from ..engine.costs import forward_memory, free_memory, least_free_memory, whole_memory
-from ..engine.model_sizes import CacheKind, cache_kinds
-from ..engine.params import CacheOptions
-from ..engine.step import SHORT
-from ..engine.target import together, vocabulary_size
-from ..generation.decoder import Decoder
-from ..generation.request import State
-from ..generation.session import MARKS, UNDOABLE
-from .prefix_cache import PrefixCache
+from ..engine.costs import free_memory, least_free_memory, whole_memory
+from ..engine.target import together
+from .body import ApiError
+from .requests import ApiRequest
+from .served_model import Need, ServedModel
 
-if TYPE_CHECKING:
-    from ..engine.heads import TrainedHead
-
-_STEP = 256  # positions by which caches grow
-_SLACK = 16 + _STEP  # positions that a window holds beyond its size
-_ROWS = 64  # rows of a step of all sequences; more rarely pay
-_SCORES = 4  # arrays over the vocabulary for each row: logits, log-probabilities, filters
 _RESERVE = 0.1  # share of what is left beside weights, for slots and freed buffers
 _FAR = 1 << 20  # tokens; further than any window
 _CACHE_SHARE = 0.5  # share of the room for idle entries of the prefix caches
-_INDEX = 2 * MOST_BYTES  # bytes per token; an index may also hold abandoned turns
 _LOOK = 1.0  # seconds between two looks at the system's memory
-
-
-class Need(NamedTuple):
-    """The memory that a request may take.
-
-    Attributes:
-        caches: bytes of its caches and of the index that it drafts from, which are its own.
-        forward: bytes of the buffers of its largest forward; forwards follow each other.
-        shared: its part in a forward that several prompts share.
-    """
-
-    caches: int
-    forward: int = 0
-    shared: int = 0
-
-
-class CacheMemory:
-    """What one model's weights, caches and forwards take.
-
-    Args:
-        model: an mlx-lm model, with its weights in memory.
-        options: the cache options.
-        draft_model: the draft model of its requests, if any.
-
-    Attributes:
-        options: the cache options.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        options: CacheOptions | None = None,
-        draft_model: nn.Module | None = None,
-    ) -> None:
-        self._draft = CacheMemory(draft_model) if draft_model else None
-        self.options = options or CacheOptions()
-        self._model = model
-        self._plain = cache_kinds(model, self.options)
-        self._quantized: list[CacheKind] = []
-        if self.options.kv_bits is not None:
-            self._quantized = cache_kinds(model, self.options, quantized=True)
-        self._trained: TrainedHead | None = getattr(model, "trained_head", None)
-        self._waiting = self._trained.new_cache(0).waiting_bytes(_ROWS) if self._trained else 0
-
-    def needs(self, tokens: int) -> Need:
-        """What a request takes whose prompt and answer have so many tokens."""
-        caches = self.bytes_for(tokens) + _INDEX * tokens
-        chunk = min(tokens, self.options.prefill_step_size)
-        forward = max(self.forward_bytes(tokens, chunk), self.step_bytes(tokens))
-        if self._draft:
-            drafts = self._draft.needs(tokens)
-            caches, forward = caches + drafts.caches, max(forward, drafts.forward)
-        return Need(caches, forward, self.forward_bytes(tokens, min(tokens, SHORT)))
-
-    def bytes_for(self, tokens: int) -> int:
-        """The most bytes that the caches of one sequence with a session take.
-
-        Args:
-            tokens: the number of tokens of the prompt and the answer.
-        """
-        if not self._quantized:
-            return self._waiting + _taken(self._plain, tokens)
-        # A whole chunk of the prompt is cached before the cache is quantised.
-        start = self.options.quantized_kv_start + self.options.prefill_step_size
-        first = min(tokens, start)
-        at_first = _taken(self._plain, first) + _taken(self._quantized, first)
-        return self._waiting + max(at_first, _taken(self._quantized, tokens))
-
-    @cached_property
-    def weights(self) -> int:
-        """The bytes of all weights, a trained head's and a draft model's included."""
-        modules = [self._model, *([self._trained.head] if self._trained else ())]
-        arrays = [array for module in modules for _, array in tree_flatten(module.parameters())]
-        own = sum(array.nbytes for array in {id(array): array for array in arrays}.values())
-        return own + (self._draft.weights if self._draft else 0)
-
-    def forward_bytes(self, tokens: int, rows: int) -> int:
-        """The memory of a forward over so many rows of a prompt, besides the caches.
-
-        It is measured with forwards over a few rows.
-
-        Args:
-            tokens: the length of the context that the rows attend to.
-            rows: theirs.
-        """
-        (row, row_and_position), _ = self._measured
-        return int(rows * (row + row_and_position * tokens))
-
-    def step_bytes(self, tokens: int = 0) -> int:
-        """The same for the largest step of all sequences, with the scores of its rows."""
-        return self.forward_bytes(tokens, _ROWS) + _ROWS * self._measured[1]
-
-    @cached_property
-    def _measured(self) -> tuple[tuple[int, float], int]:
-        """What :func:`forward_memory` returns, and the bytes of the scores of a step's row."""
-        with mx.stream(generation_stream):
-            found = together(forward_memory, self._model, self.options.max_kv_size)
-        return found, _SCORES * 4 * vocabulary_size(self._model)
-
-
-def _taken(kinds: list[CacheKind], tokens: int) -> int:
-    return sum(kind.count * _taken_by_one(kind, tokens) for kind in kinds)
-
-
-def _taken_by_one(kind: CacheKind, tokens: int) -> int:
-    """The size of one cache, including the earlier states that it can be rewound to."""
-    if kind.state_bytes is not None:
-        return kind.state_bytes * (1 + MARKS + UNDOABLE)
-    each = kind.bytes_per_position or 0
-    whole = (tokens + _STEP) * each
-    if kind.positions is None:
-        return whole
-    return min(whole, (kind.positions + _SLACK) * each) * (1 + MARKS)
-
-
-class Model(Protocol):
-    """What is counted of a served model; see :class:`.served_model.ServedModel`."""
-
-    name: str
-    decoder: Decoder
-    cache: PrefixCache
-    memory: CacheMemory
-
-    @property
-    def memories(self) -> list[Memory]:
-        """The memories of earlier answers."""
-
-
-class Candidate(Protocol):
-    """A request that may start; see :class:`.worker.ServedRequest`."""
-
-    number: int
-    state: State
-    need: Need
 
 
 class ServerMemory:
@@ -193,10 +42,8 @@ class ServerMemory:
     def __init__(self, bound: int | None = None, cache_bytes: int | None = None) -> None:
         self._bound = whole_memory() if bound is None else min(bound, whole_memory())
         self._cache_bytes = cache_bytes
-        self._models: dict[str, Model] = {}
+        self._models: dict[str, ServedModel] = {}
         self._reserved: dict[object, Need] = {}
-        self._first: Candidate | None = None
-        """The request that came first of those that wait for memory."""
         self._limit, self._next_look = self._bound, 0.0
         self._is_in_force = False
 
@@ -272,11 +119,64 @@ class ServerMemory:
         room = (need.caches + need.forward) / (1 - _RESERVE)
         return sum(self._lasting.values()) + math.ceil(room)
 
+    def max_tokens_for(
+        self, served: ServedModel, n_prompt: int, body: ApiRequest, default: int
+    ) -> int:
+        """The most tokens of an answer: what the request asks for, or as many as fit.
+
+        Args:
+            served: the model.
+            n_prompt: the number of tokens of the prompt.
+            body: the request.
+            default: the number of tokens if the request has none.
+
+        Raises:
+            ApiError: 400, prompt and answer exceed the context; 413, their caches would not fit
+                into memory even if nothing else ran.
+        """
+        longest, needs, wanted = served.context_length, served.memory.needs, body.max_tokens
+        if longest is not None and n_prompt >= longest:
+            raise ApiError(
+                # Claude Code parses both numbers, and shortens the conversation.
+                f"the prompt is too long: {n_prompt} tokens > {longest}, which is the model's "
+                "context: shorten it",
+                param=body.param,
+                code="context_length_exceeded",
+            )
+        if wanted is None or body.cuts_max_tokens:
+            wanted = wanted or default
+            if longest is not None:
+                wanted = min(wanted, longest - n_prompt)
+            while wanted > 1 and not self.ever_fits(needs(n_prompt + wanted)):
+                wanted //= 2
+        elif longest is not None and n_prompt + wanted > longest:
+            raise ApiError(
+                f"the model's context has {longest} tokens; the prompt has {n_prompt} and the "
+                f"answer may have {wanted}: shorten the prompt or ask for fewer",
+                param=body.param,
+                code="context_length_exceeded",
+            )
+        need = needs(n_prompt + wanted)
+        if not self.ever_fits(need):
+            raise self.refusal(n_prompt, wanted, need)
+        return wanted
+
+    def refusal(self, n_prompt: int, max_tokens: int, need: Need) -> ApiError:
+        """The error for a request that does not fit into memory, even if nothing else ran."""
+        needed = in_words(need.caches + need.forward + (1 << 20))
+        return ApiError(
+            f"{n_prompt} prompt tokens and {max_tokens} answer tokens need {needed} of memory, but "
+            f"beside its models the server has {in_words(self.room)}: shorten the prompt or ask "
+            "for fewer tokens",
+            status=413,
+            code="out_of_memory",
+        )
+
     def weights_fit(self, nbytes: int) -> bool:
         """Whether so many bytes of weights may be loaded now; reserve them before."""
         return self.fits(Need(nbytes))
 
-    def spare_positions(self, served: Model) -> int:
+    def spare_positions(self, served: ServedModel) -> int:
         """How many positions of a model's caches the reserve has room for."""
         each = (served.memory.bytes_for(2 * _FAR) - served.memory.bytes_for(_FAR)) // _FAR
         return self._spare // max(1, each)
@@ -288,7 +188,7 @@ class ServerMemory:
 
     # --- changes ---
 
-    def add(self, served: Model) -> None:
+    def add(self, served: ServedModel) -> None:
         """Count a model that is loaded; a reservation under its name ends."""
         self._models[served.name] = served
         self.release(served.name)
@@ -299,23 +199,10 @@ class ServerMemory:
         self._limit_mlx()
         self.make_room()
 
-    def remove(self, served: Model) -> None:
+    def remove(self, served: ServedModel) -> None:
         """Count a model no longer, nor its idle entries."""
         del self._models[served.name]
         self._limit_mlx()
-
-    def admits(self, request: Candidate) -> bool:
-        """Whether a request may start: it fits, and none that came earlier waits for memory."""
-        if self._first and self._first.state is not State.WAITING:
-            self._first = None
-        if self._first and self._first.number < request.number:
-            return False
-        fits = self.fits(request.need)
-        if not fits:
-            self._first = request
-        elif self._first is request:
-            self._first = None
-        return fits
 
     def reserve(self, owner: object, need: Need | int) -> None:
         """Reserve memory; idle entries make room for it.

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from pydantic import BeforeValidator, Field
 
-from ..engine.constraint import Constraint
+from ..engine.params import Constraint
 from .answer import ApiAnswer, Choice, OutputFormat, Part, TextRun
 from .body import (
     NO_THREADS,
@@ -23,25 +23,24 @@ from .body import (
     Body,
     Integer,
     Items,
-    JsonReader,
     Name,
+    blaming,
     new_request_id,
     parse,
+    read_json,
     refuse,
+    without_nulls,
 )
 from .requests import (
-    UNSUPPORTED,
     ChatRequest,
     Options,
     ResponseFormat,
     SamplingBody,
     Stops,
-    Unsupported,
     as_parts,
     chosen_tool,
     conversation,
     left_out,
-    made_constraint,
     same,
     template_kwargs,
 )
@@ -119,8 +118,7 @@ class _MessagesTool(Body):
         """The tool in OpenAI's form."""
         function: dict[str, Any] = {"name": self.name, "description": self.description}
         function |= {"parameters": self.input_schema, "strict": self.strict}
-        given = {name: value for name, value in function.items() if value is not None}
-        return {"type": "function", "function": given}
+        return {"type": "function", "function": without_nulls(function)}
 
 
 class _MessagesToolChoice(Body):
@@ -129,28 +127,6 @@ class _MessagesToolChoice(Body):
     disable_parallel_tool_use: bool = False
 
     needed = {"tool": ("name",)}
-
-
-_OWN = ("stop_sequences", "system", "thinking")
-_OTHER_APIS: Unsupported = {
-    **dict.fromkeys(
-        (
-            *("ebnf", "format", "grammar", "guided_choice", "guided_grammar", "guided_json"),
-            *("guided_regex", "json_schema", "regex", "response_format", "structured_outputs"),
-        ),
-        (([], {}, ""), "use output_config.format, or /v1/chat/completions"),
-    ),
-    **dict.fromkeys(("max_completion_tokens", "max_output_tokens"), ((), "call it max_tokens")),
-    **dict.fromkeys(("reasoning", "reasoning_effort"), ((), "use output_config.effort")),
-    **dict.fromkeys(("logprobs", "prediction"), ((False,), "use /v1/chat/completions")),
-    "enable_thinking": ((), "use thinking"),
-    "instructions": ((), "call it system"),
-    "n": ((1,), "leave it out, or use /v1/chat/completions"),
-    "parallel_tool_calls": ((True,), "use tool_choice.disable_parallel_tool_use"),
-    "stop": (([],), "call it stop_sequences"),
-    "stop_token_ids": (([],), "use /v1/chat/completions"),
-}
-"""Fields of the other APIs that would change the answer."""
 
 
 class MessagesBody(SamplingBody):
@@ -169,13 +145,7 @@ class MessagesBody(SamplingBody):
     stream: bool = False
     chat_template_kwargs: dict[str, Any] = {}
 
-    unsupported = {
-        **{name: one for name, one in UNSUPPORTED.items() if name not in _OWN},
-        **_OTHER_APIS,
-        "compaction": ((), "leave it out, since the server does not summarise conversations"),
-        "container": ((), "leave it out, since the server does not run code"),
-        "mcp_servers": (([],), "send tools instead, since the server does not call any itself"),
-    }
+    unsupported = ("all", "/v1/messages")
 
 
 def parse_messages(body: object, *, to_count: bool = False) -> ChatRequest:
@@ -208,7 +178,9 @@ def parse_messages(body: object, *, to_count: bool = False) -> ChatRequest:
     path = next((path for path, one in formats.items() if one), "")
     if format and format.type != "json_schema":
         refuse(f"{path}.type", format.type, 'send "json_schema" with a schema')
-    place, schema = (format and format.schema_at(path, inner=False)) or ("", None)
+    place, schema = (format and format.schema_at(path, inner=False)) or ("", {})
+    with blaming(place):
+        constraint = Constraint.json_schema(schema) if place else None
     return ChatRequest(
         model=asked.model,
         sampling=asked.sampling,
@@ -216,7 +188,7 @@ def parse_messages(body: object, *, to_count: bool = False) -> ChatRequest:
         cuts_max_tokens=True,  # clients ask for what the largest models can write
         stop=tuple(asked.stop_sequences),
         stream=asked.stream,
-        constraint=made_constraint(Constraint.json_schema, schema, place) if place else None,
+        constraint=constraint,
         constrained_by=place,
         **conversation(_messages(asked), "messages"),
         **chosen_tool(word, named, tools, "tool_choice.name" if named else "tool_choice.type"),
@@ -337,7 +309,7 @@ def _block(part: Part, text: str) -> dict[str, Any]:
 def _read_input(text: str) -> dict[str, Any]:
     """A call's arguments; empty if they were cut off or are not an object."""
     try:
-        arguments = JsonReader(text.encode()).read()
+        arguments, _ = read_json(text.encode())
     except (ValueError, ApiError):
         return {}
     return arguments if isinstance(arguments, dict) else {}

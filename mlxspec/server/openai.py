@@ -18,17 +18,15 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from pydantic import Discriminator, Field, Tag, WrapValidator
 
 from .. import __version__
-from ..models.detokenizer import token_bytes
+from ..models.tokenizer import token_bytes
 from .answer import ApiAnswer, Choice, OutputFormat, Part, TextRun
 from .body import (
-    BY_TEXT,
-    NO_TEXT,
-    TEXT,
     ApiError,
     Body,
     Integer,
     Items,
     Name,
+    StringOr,
     TokenId,
     parse,
     refuse,
@@ -36,7 +34,6 @@ from .body import (
 )
 from .requests import (
     MOST_CHOICES,
-    UNSUPPORTED_IN_CHATS,
     ApiRequest,
     ChatRequest,
     CommonBody,
@@ -117,18 +114,11 @@ class ChatBody(CommonBody):
 
     messages: Annotated[Items[_Message], Field(min_length=1)]
     tools: Items[Annotated[_Tool, WrapValidator(_as_sent)]] = []
-    tool_choice: Annotated[
-        Annotated[Literal["none", "auto", "required"], Tag(TEXT)] | Annotated[_Tool, Tag(NO_TEXT)],
-        BY_TEXT,
-    ] = "auto"
+    tool_choice: StringOr[Literal["none", "auto", "required"], _Tool] = "auto"
     logprobs: bool = False
     top_logprobs: _Top = 0
 
-    unsupported = {
-        **CommonBody.unsupported,
-        **UNSUPPORTED_IN_CHATS,
-        "instructions": ((), "send a system message"),
-    }
+    unsupported = (*CommonBody.unsupported, "chats", "/v1/chat/completions")
 
 
 def parse_chat(body: object) -> ChatRequest:
@@ -158,29 +148,27 @@ def parse_chat(body: object) -> ChatRequest:
 
 def _form(prompt: Any) -> str:
     if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], (int, float))):
-        return "several"
-    return TEXT if isinstance(prompt, str) else NO_TEXT
+        return "[several]"
+    return "[one]"
 
 
-_Text = Annotated[str, Tag(TEXT)]
-_Ids = Annotated[Items[TokenId], Field(min_length=1), Tag(NO_TEXT)]
-_Several = Annotated[Items[Annotated[_Text | _Ids, BY_TEXT]], Field(min_length=1), Tag("several")]
+_Prompt = StringOr[str, Annotated[Items[TokenId], Field(min_length=1)]]
+_Prompts = Annotated[Items[_Prompt], Field(min_length=1)]
 
 
 class CompletionBody(CommonBody):
     """A body of ``/v1/completions``."""
 
-    prompt: Annotated[_Text | _Ids | _Several, Discriminator(_form)]
+    prompt: Annotated[
+        Annotated[_Prompt, Tag("[one]")] | Annotated[_Prompts, Tag("[several]")],
+        Discriminator(_form),
+    ]
     suffix: str = ""
     echo: bool = False
     best_of: Annotated[Integer, Field(ge=1, le=MOST_CHOICES)] | None = None
     logprobs: _Top | None = None
 
-    unsupported = {
-        **CommonBody.unsupported,
-        "add_special_tokens": ((True,), "leave it out, or send token ids"),
-        "messages": (([],), "use /v1/chat/completions"),
-    }
+    unsupported = (*CommonBody.unsupported, "/v1/completions")
 
 
 def parse_completion(body: object) -> CompletionRequest:

@@ -11,15 +11,15 @@ from typing import Any, cast
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..engine.constraint import ONE_LINE, Constraint, Phases
 from ..engine.grammar import Grammar, Vocabulary, token_of
+from ..engine.params import ONE_LINE, Constraint, Phases
 from ..errors import OptionError, PromptError
 from ..generation.options import in_answer, leaves_reasoning_open
 from ..models.chat_template import apply_template, reserved_arguments
-from ..models.detokenizer import detokenizer_of
 from ..models.model import encode_prompt
+from ..models.tokenizer import detokenizer_of
 from .answer import OutputFormat, output_format, parser_name
-from .body import ApiError
+from .body import ApiError, blaming
 from .requests import ApiRequest, ChatRequest, CompletionRequest, check_ids
 
 
@@ -352,10 +352,8 @@ def _answer_phases(
 def _compiled(
     constraint: Constraint | Phases | None, vocabulary: Vocabulary, param: str
 ) -> Grammar | None:
-    try:
+    with blaming(param):
         return None if constraint is None else Grammar(constraint, vocabulary)
-    except OptionError as error:
-        raise ApiError(f"{param}: {error}.", param=param) from error
 
 
 def is_strict(tool: dict[str, Any]) -> bool:
@@ -394,34 +392,27 @@ def calls_constraint(
     """
     parser, has_args = parser_name(tokenizer), "[ARGS]" in tokenizer.get_vocab()
     start = _literal(tokenizer, tokenizer.tool_call_start)
+    end = _literal(tokenizer, tokenizer.tool_call_end)
     names = [tool["function"]["name"] for tool in tools]
-    as_json = [
-        f'{_quoted(head)} args_{number} "}}"'
-        for number, name in enumerate(names)
-        for head in [f'{{"name": {json.dumps(name)}, "arguments": ']
-    ]
+    heads = [_quoted(f'{{"name": {json.dumps(name)}, "arguments": ') for name in names]
+    # A forced call's arguments may begin with the space that its opening leaves out.
+    space, tail = "SPACE? ", ' "}"'
     if parser == "json_tools":
-        calls, separator = as_json, f"WS? {start} WS?"
-        before, after = "WS? ", f" WS? {_literal(tokenizer, tokenizer.tool_call_end)}"
-        begun = 'SPACE? {args} "}}"' + after
+        before, separator, after = "WS? ", f"WS? {start} WS?", f" WS? {end}"
     elif parser == "mistral" and has_args:
-        args = _literal(tokenizer, "[ARGS]")
-        calls = [f"{_quoted(name)} {args} args_{number}" for number, name in enumerate(names)]
-        before, separator, after, begun = "", start, "", "{args}"
+        heads = [f"{_quoted(name)} {_literal(tokenizer, '[ARGS]')}" for name in names]
+        before, separator, after, space, tail = "", start, "", "", ""
     elif parser == "mistral":
-        calls, before, separator, after = as_json, '"[" ', '", "', ' "]"'
-        begun = 'SPACE? {args} "}}" "]"'
+        before, separator, after = '"[" ', '", "', ' "]"'
     elif parser == "qwen3_coder":
-        end = f' "</function>\\n" {_literal(tokenizer, tokenizer.tool_call_end)}'
-        calls = [
-            f"{_quoted(f'<function={name}>' + chr(10))} args_{number}"
-            for number, name in enumerate(names)
-        ]
-        before, separator, after, begun = '"\\n" ', f'WS? {start} "\\n"', end, "{args}" + end
+        heads = [_quoted(f"<function={name}>\n") for name in names]
+        before, separator, after = '"\\n" ', f'WS? {start} "\\n"', f' "</function>\\n" {end}'
+        space, tail = "", ""
     else:
         return None
+    calls = [f"{head} args_{number}{tail}" for number, head in enumerate(heads)]
     if forced is not None:
-        rule = begun.format(args=f"args_{names.index(forced)}")
+        rule = f"{space}args_{names.index(forced)}{tail}{after}"
     elif parser == "mistral" and not has_args:  # one list of all calls
         rule = f"{before}call{f' ({separator} call)*' if several else ''}{after}"
     else:

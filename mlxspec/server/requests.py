@@ -12,25 +12,22 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Tag, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from ..engine.constraint import Constraint
-from ..engine.params import SamplingParams
-from ..errors import OptionError
+from ..engine.params import Constraint, SamplingParams
 from .body import (
-    BY_TEXT,
     MOST_VALUES,
-    NO_TEXT,
-    TEXT,
     ApiError,
     Body,
     Dictionary,
     Integer,
     Items,
-    JsonReader,
+    StringOr,
     TokenId,
     as_integer,
+    blaming,
+    read_json,
     refuse,
     without_nulls,
 )
@@ -257,11 +254,10 @@ def conversation(
     for call in (call for message in messages for call in message.get("tool_calls", ())):
         function = call["function"]
         if isinstance(function["arguments"], str):  # templates expect objects
-            reader = JsonReader(function["arguments"].encode(), left)
             with suppress(ValueError):
-                if isinstance(arguments := reader.read(), dict):
+                arguments, left = read_json(function["arguments"].encode(), left)
+                if isinstance(arguments, dict):
                     function["arguments"] = arguments
-            left = reader.left
     last = messages[-1] if messages else {"role": ""}
     is_answer = last["role"] == "assistant" and "tool_calls" not in last
     if continues and not is_answer:
@@ -367,27 +363,15 @@ class ResponseFormat(Body):
 
 
 class _StructuredOutputs(Body):
-    """vLLM's constraints."""
+    """vLLM's constraints, and its other options, which are refused unless they are off."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="allow")
 
     json_: Any = Field(default=None, validation_alias="json")
     regex: str = ""
     choice: Items[Any] = []
     grammar: str = ""
     json_object: bool = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_false(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        return {name: one for name, one in value.items() if one is not False}
-
-    @property
-    def by_kind(self) -> list[tuple[str, Any]]:
-        """The constraints with their kinds."""
-        return [(name.rstrip("_"), value) for name, value in self]
 
 
 class _Prediction(Body):
@@ -415,79 +399,6 @@ _OneOrMoreStops = Annotated[
     Stops,
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
 ]
-
-
-Unsupported = Mapping[str, tuple[tuple[Any, ...], str]]
-
-UNSUPPORTED_IN_CHATS: Unsupported = {
-    "add_generation_prompt": ((True,), "leave it out, since the model always answers"),
-    "add_special_tokens": ((False,), "leave it out, since the chat template adds them"),
-    "audio": ((), "leave it out, since answers are text"),
-    "best_of": ((1,), "use n for several answers"),
-    "documents": (([],), "leave it out, and put the documents into a message"),
-    "echo": ((False,), "leave it out, or use /v1/completions"),
-    "function_call": (("auto", "none"), "use tool_choice"),
-    "functions": (([],), "use tools"),
-    "input_ids": ((), "use /v1/completions"),
-    "modalities": ((["text"], []), "leave it out, since answers are text"),
-    "role_mapping": ((), "leave it out, since the model's chat template is used"),
-    "web_search_options": ((), "offer a tool instead, since the server does not search the web"),
-}
-"""Unsupported fields of chats and responses, besides those of :class:`CommonBody`."""
-
-
-UNSUPPORTED: Unsupported = {
-    "adapters": ((), "start a server with the adapter's model"),
-    "allowed_token_ids": (([],), "leave it out, or use logit_bias"),
-    "bad_words": (([],), "leave it out, or use logit_bias"),
-    "chat_template": ((), "leave it out, since the model's own is used"),
-    "draft_model": ((), "leave it out, and choose the draft model when you start the server"),
-    "guided_whitespace_pattern": ((), "leave it out, or put x-guidance into the schema"),
-    "ignore_eos": ((False,), "leave it out, or forbid the end token with logit_bias"),
-    "include_reasoning": ((True,), "leave it out, and ignore reasoning_content"),
-    "length_penalty": ((1,), "leave it out, since there is no beam search"),
-    "lora": (([],), "start a server with the adapter's model"),
-    "lora_path": (([],), "start a server with the adapter's model"),
-    "max_new_tokens": ((), "call it max_tokens"),
-    "min_tokens": ((0,), "leave it out, or forbid the end token with logit_bias"),
-    "mm_processor_kwargs": (({},), "leave it out, since the model reads only text"),
-    "n_predict": ((-1,), "call it max_tokens"),
-    "n_probs": ((0,), "use logprobs"),
-    "num_draft_tokens": ((), "leave it out, since the server chooses each draft's length"),
-    "num_predict": ((-1,), "call it max_tokens"),
-    "options": (({},), "send its fields beside model instead"),
-    "plugins": (([],), "leave it out, since the server only runs the model"),
-    "prompt_logprobs": ((False,), "leave it out, since prompt tokens have no logprobs here"),
-    "repeat_penalty": ((1,), "call it repetition_penalty"),
-    "separate_reasoning": ((True,), "leave it out, since reasoning is always separate"),
-    "skip_special_tokens": ((True,), "leave it out, since texts have no special tokens"),
-    "system": ((), "put it into the messages or the prompt"),
-    "think": ((), "use enable_thinking or reasoning_effort"),
-    "thinking": ((), "use enable_thinking or reasoning_effort"),
-    "top_n_sigma": ((-1, 0), "leave it out"),
-    **dict.fromkeys(("stop_regex", "stop_sequences"), (([],), "use stop")),
-    **dict.fromkeys(
-        ("dry_multiplier", "dynatemp_range", "mirostat", "n_indent", "t_max_predict_ms", "top_a"),
-        ((0,), "leave it out"),
-    ),
-    **dict.fromkeys(("tfs_z", "typical_p"), ((1,), "leave it out")),
-    **dict.fromkeys(
-        (
-            *("include_stop_str_in_output", "no_stop_trim", "return_hidden_states"),
-            *("return_token_ids", "return_tokens_as_token_ids", "use_beam_search"),
-        ),
-        ((False,), "leave it out"),
-    ),
-    **dict.fromkeys(
-        (
-            *("custom_logit_processor", "custom_params", "logit_processors", "logits_processors"),
-            *("logprob_token_ids", "repetition_detection", "samplers", "session_params"),
-            *("thinking_token_budget", "truncate_prompt_tokens", "vllm_xargs"),
-        ),
-        (([], {}), "leave it out"),
-    ),
-}
-"""Unsupported fields of all APIs that would change the answer."""
 
 
 class CommonBody(SamplingBody):
@@ -518,9 +429,7 @@ class CommonBody(SamplingBody):
     safety_identifier: str | None = None
     service_tier: str | None = None
     response_format: ResponseFormat | None = None
-    format: Annotated[
-        Annotated[Literal["json", ""], Tag(TEXT)] | Annotated[dict[str, Any], Tag(NO_TEXT)], BY_TEXT
-    ] = ""
+    format: StringOr[Literal["json", ""], dict[str, Any]] = ""
     regex: str = ""
     ebnf: str = ""
     grammar: str = ""
@@ -531,7 +440,7 @@ class CommonBody(SamplingBody):
     guided_grammar: str = ""
     structured_outputs: _StructuredOutputs = _StructuredOutputs()
 
-    unsupported = UNSUPPORTED
+    unsupported: ClassVar[Sequence[str]] = ("all", "openai")
 
     def common(self, format: tuple[str, Any] | None = None) -> dict[str, Any]:
         """The attributes of an :class:`ApiRequest`.
@@ -591,22 +500,24 @@ class CommonBody(SamplingBody):
 
         Clients of several servers send the same constraint under several names.
         """
-        more = self.structured_outputs
+        structured = [(name.rstrip("_"), value) for name, value in self.structured_outputs]
         asked = [
             (*(format or ("", None)), "json"),
             *((f"guided_{kind}", getattr(self, f"guided_{kind}"), kind) for kind in _GUIDED),
-            *((f"structured_outputs.{kind}", value, kind) for kind, value in more.by_kind),
+            *((f"structured_outputs.{kind}", value, kind) for kind, value in structured),
             ("grammar", self.grammar, "grammar"),
             ("json_schema", self.json_schema, "json"),
             ("format", self.format, "json_object" if self.format == "json" else "json"),
             ("regex", self.regex, "regex"),
             ("ebnf", self.ebnf, "grammar"),
         ]
-        found = {
-            path: made_constraint(_MAKE_CONSTRAINT[kind], value, path)
-            for path, value, kind in asked
-            if value
-        }
+        found = {}
+        for path, value, kind in asked:
+            if value:
+                if kind not in _MAKE_CONSTRAINT:
+                    refuse(path, value, "leave it out")
+                with blaming(path):
+                    found[path] = _MAKE_CONSTRAINT[kind](value)
         return same(**found), next(iter(found), "")
 
 
@@ -648,18 +559,6 @@ def template_kwargs(
         thinking = False
     kwargs = {"reasoning_effort": effort, "enable_thinking": thinking, "verbosity": verbosity}
     return without_nulls(kwargs) | without_nulls(given)
-
-
-def made_constraint(make: Callable[[Any], Constraint], value: Any, path: str) -> Constraint:
-    """Make the constraint that the body's field ``path`` sets.
-
-    Raises:
-        ApiError: it cannot be enforced.
-    """
-    try:
-        return make(value)
-    except OptionError as error:
-        raise ApiError(f"{path}: {error}.", param=path) from error
 
 
 def left_out(kind: str) -> str:

@@ -13,29 +13,27 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from pydantic import BeforeValidator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import from_json
 
 from .answer import ApiAnswer, Choice, OutputFormat, Part, TextRun
 from .body import (
-    BY_TEXT,
-    NO_TEXT,
-    TEXT,
     ApiError,
     Body,
     Dictionary,
     Integer,
     Items,
     Name,
+    StringOr,
     TokenId,
     parse,
     refuse,
     shown,
     without_lone_surrogates,
+    without_nulls,
 )
 from .openai import TokenNames
 from .requests import (
-    UNSUPPORTED_IN_CHATS,
     ChatRequest,
     CommonBody,
     Options,
@@ -68,12 +66,10 @@ class Tool(NamedTuple):
     place: str = ""
     function: Mapping[str, Any] = {}
 
-    @property
-    def flat_name(self) -> str:
-        """The tool's name for the model. Models have no namespaces."""
-        if self.namespace is None:
-            return self.name
-        return f"{self.namespace.removesuffix('__')}__{self.name}"
+
+def _flat_name(name: str, namespace: str | None) -> str:
+    """A tool's name for the model. Models have no namespaces."""
+    return name if namespace is None else f"{namespace.removesuffix('__')}__{name}"
 
 
 @dataclass(frozen=True)
@@ -149,9 +145,7 @@ class _InputItem(Body):
     namespace: str | None = None
     arguments: dict[str, Any] | str = ""
     input: str = ""
-    output: Annotated[
-        Annotated[str, Tag(TEXT)] | Annotated[Items[dict[str, Any]], Tag(NO_TEXT)], BY_TEXT
-    ] = ""
+    output: StringOr[str, Items[dict[str, Any]]] = ""
     tools: Items[_ToolBody] = []
 
     needed = {
@@ -181,11 +175,7 @@ class ResponsesBody(CommonBody):
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: Items[_ToolBody] = []
-    tool_choice: Annotated[
-        Annotated[Literal["none", "auto", "required"], Tag(TEXT)]
-        | Annotated[_ToolBody, Tag(NO_TEXT)],
-        BY_TEXT,
-    ] = "auto"
+    tool_choice: StringOr[Literal["none", "auto", "required"], _ToolBody] = "auto"
     include: Items[str] = []
     top_logprobs: Annotated[Integer, Field(ge=0, le=20)] = 0
     max_tool_calls: TokenId | None = None
@@ -194,18 +184,7 @@ class ResponsesBody(CommonBody):
     text: Options = Options()
     truncation: Literal["auto", "disabled"] = "disabled"
 
-    unsupported = {
-        **CommonBody.unsupported,
-        **UNSUPPORTED_IN_CHATS,
-        "background": ((False,), "leave it out, since a response ends when its client disconnects"),
-        "context_management": (([],), "leave it out, and shorten the input yourself"),
-        "conversation": ((), "use previous_response_id, or send the whole conversation"),
-        "mlxspec": (({},), "leave it out, or use /v1/chat/completions"),
-        "moderation": ((), "leave it out, since the server does not moderate"),
-        "n": ((1,), "leave it out, or use /v1/chat/completions"),
-        "prompt": ((), "send instructions and input, since the server does not store prompts"),
-        "response_format": ((), "call it text.format"),
-    }
+    unsupported = (*CommonBody.unsupported, "chats", "/v1/responses")
 
 
 def parse_responses(
@@ -327,14 +306,13 @@ def _add_tools(tool: _ToolBody, path: str, known: dict[str, Tool], again: bool =
         about = one.description
         if space and space.description and not index:
             about = f"{space.description}\n\n{about or ''}".rstrip()
-        custom = one.type == "custom"
-        made = Tool(one.name, space.name if space else None, custom, f"{place}.parameters")
-        name = made.flat_name
+        custom, namespace = one.type == "custom", space.name if space else None
+        name = _flat_name(one.name, namespace)
         if name not in known:
             function: dict[str, Any] = {"name": name, "description": about, "strict": one.strict}
             function["parameters"] = _text_schema(one.format) if custom else one.parameters
-            function = {key: value for key, value in function.items() if value is not None}
-            known[name] = made._replace(function={"type": "function", "function": function})
+            function = {"type": "function", "function": without_nulls(function)}
+            known[name] = Tool(one.name, namespace, custom, f"{place}.parameters", function)
         elif not again:
             refuse(f"{place}.name", one.name, "give each tool a different name")
 
@@ -440,9 +418,8 @@ _ITEM_FIELDS: dict[str, tuple[str, tuple[str, ...]]] = {
 def _item(one: _InputItem, path: str) -> dict[str, Any]:
     """An item as the server stores and returns it."""
     prefix, names = _ITEM_FIELDS[one.type]
-    item: dict[str, Any] = {"id": one.id or new_id(prefix), "type": one.type}
-    item |= {"status": "completed"}
-    item |= {name: value for name in names if (value := getattr(one, name)) is not None}
+    item: dict[str, Any] = {"id": one.id or new_id(prefix), "type": one.type, "status": "completed"}
+    item |= without_nulls({name: getattr(one, name) for name in names})
     if one.type == "additional_tools":
         tools = [tool.model_dump(exclude_unset=True) for tool in one.tools]
         item |= {"role": "developer", "tools": tools}
@@ -523,7 +500,7 @@ def _add_to_answer(messages: list[dict[str, Any]], item: dict[str, Any]) -> None
         last = {"role": "assistant", "content": []}
         messages.append(last)
     if is_call:
-        name = Tool(item["name"], item.get("namespace")).flat_name
+        name = _flat_name(item["name"], item.get("namespace"))
         custom = item["type"] == "custom_tool_call"
         arguments = {_INPUT: item["input"]} if custom else item["arguments"] or {}
         call = {"type": "function", "function": {"name": name, "arguments": arguments}}
@@ -683,7 +660,10 @@ class ResponsesAnswer(ApiAnswer):
         for run in runs:
             if run.begins:
                 events += [*self._end_item("completed"), *self._begin_item(run.part)]
-            events += self._add(run.text, self._names.of_chat(run.pieces))
+            item, text = self._items[-1], run.text
+            if item.custom:
+                text = _input_so_far(run.part.text).removeprefix(item.text)
+            events += self._add(text, self._names.of_chat(run.pieces))
         if choice.end:
             if not self._items:
                 events += self._begin_item(Part("text"))
@@ -755,22 +735,17 @@ class ResponsesAnswer(ApiAnswer):
         tool = None
         if part.kind == "call":
             tool = self._request.known_tools.get(part.name, Tool(part.name))
-        item = _Item(part.kind, part.id, tool)
+        item = _Item(part, tool)
         self._items.append(item)
         events = [self._whole_item("output_item.added")]
-        return events if tool else [*events, self._of_item("content_part.added", part=item.part())]
+        if not tool:
+            events.append(self._of_item("content_part.added", part=item.content()))
+        return events
 
     def _add(self, text: str, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Add text to the last item; returns the events for it."""
         item = self._items[-1]
-        if item.custom:
-            item.written += text
-            text = _input_so_far(item.written).removeprefix(item.text)
-        return self._delta(text, logprobs)
-
-    def _delta(self, text: str, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        item = self._items[-1]
-        item.texts.append(text)
+        item.text += text
         if not text:
             return []
         if item.type != "message":
@@ -784,7 +759,7 @@ class ResponsesAnswer(ApiAnswer):
             return []
         item, events = self._items[-1], []
         if item.custom:
-            events = self._delta(_whole_input(item.written).removeprefix(item.text), [])
+            events = self._add(_whole_input(item.part.text).removeprefix(item.text), [])
         done: dict[str, Any] = {item.field: item.text}
         if item.type == "message":
             done["logprobs"] = item.logprobs
@@ -792,7 +767,7 @@ class ResponsesAnswer(ApiAnswer):
             done["name"] = item.tool.name
         events.append(self._of_item(f"{item.event}.done", **done))
         if not item.tool:
-            events.append(self._of_item("content_part.done", part=item.part()))
+            events.append(self._of_item("content_part.done", part=item.content()))
         item.status = status
         return [*events, self._whole_item("output_item.done")]
 
@@ -828,33 +803,25 @@ class _Item:
     """An item of the output: a message, reasoning, or a call.
 
     Args:
-        kind: the kind of the answer's part.
-        call_id: the id under which the client returns the call's result.
+        part: the answer's part.
         tool: the called tool.
 
     Attributes:
         status: "in_progress", "completed" or "incomplete".
-        texts: the pieces of text that were sent.
-        written: the arguments of a custom call so far, one of which is the text.
+        text: the text that was sent. Of a custom call it is one of the part's arguments.
+        logprobs: the log-probabilities that were sent.
     """
 
-    def __init__(self, kind: str, call_id: str = "", tool: Tool | None = None) -> None:
+    def __init__(self, part: Part, tool: Tool | None = None) -> None:
         self.custom = tool is not None and tool.custom
-        self.type, prefix, self.event, self.field = _KINDS["custom" if self.custom else kind]
+        self.type, prefix, self.event, self.field = _KINDS["custom" if self.custom else part.kind]
         self.id = new_id(prefix)
-        self.tool = tool
+        self.part, self.tool = part, tool
         self.status = "in_progress"
-        self.texts: list[str] = []
+        self.text = ""
         self.logprobs: list[dict[str, Any]] = []
-        self.written = ""
-        self._call_id = call_id
 
-    @property
-    def text(self) -> str:
-        """The text that was sent."""
-        return "".join(self.texts)
-
-    def part(self) -> dict[str, Any]:
+    def content(self) -> dict[str, Any]:
         """The only part of the content."""
         part: dict[str, Any] = {"type": self.event, "text": self.text}
         if self.type == "message":
@@ -865,10 +832,10 @@ class _Item:
         """The item's present state as JSON."""
         item: dict[str, Any] = {"id": self.id, "type": self.type, "status": self.status}
         if self.tool:
-            item |= {"call_id": self._call_id, "name": self.tool.name, self.field: self.text}
+            item |= {"call_id": self.part.id, "name": self.tool.name, self.field: self.text}
             space = self.tool.namespace
             return item if space is None else item | {"namespace": space}
-        item["content"] = [] if self.status == "in_progress" else [self.part()]
+        item["content"] = [] if self.status == "in_progress" else [self.content()]
         if self.type == "message":
             return item | {"role": "assistant"}
         return item | {"summary": [], "encrypted_content": None}

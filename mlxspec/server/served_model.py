@@ -1,4 +1,4 @@
-"""A served model: its memory, its prefix cache, and the decoders of its clients."""
+"""A served model: what its memory is for, its prefix cache, and the decoders of its clients."""
 
 from __future__ import annotations
 
@@ -7,35 +7,153 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generation_stream
 
 from ..corpus import MAX_TOKENS, Memory
+from ..corpus.suffix_index import MOST_BYTES
 from ..drafting.drafter import Drafter
-from ..engine.model_sizes import context_length
+from ..engine.costs import forward_memory
+from ..engine.model_sizes import CacheKind, cache_kinds, context_length
+from ..engine.params import CacheOptions
+from ..engine.step import SHORT
+from ..engine.target import together, vocabulary_size
 from ..generation.decoder import Decoder
 from ..generation.drafting import Auto
 from ..generation.options import GenerationOptions
-from ..generation.session import Session
-from .body import ApiError
-from .memory import CacheMemory, Need, ServerMemory, in_words
+from ..generation.session import MARKS, UNDOABLE, Session
 from .prefix_cache import PrefixCache
-from .requests import ApiRequest
+
+if TYPE_CHECKING:
+    from ..engine.heads import TrainedHead
+
+_STEP = 256  # positions by which caches grow
+_SLACK = 16 + _STEP  # positions that a window holds beyond its size
+_ROWS = 64  # rows of a step of all sequences; more rarely pay
+_SCORES = 4  # arrays over the vocabulary for each row: logits, log-probabilities, filters
+_INDEX = 2 * MOST_BYTES  # bytes per token; an index may also hold abandoned turns
+
+
+class Need(NamedTuple):
+    """The memory that a request may take.
+
+    Attributes:
+        caches: bytes of its caches and of the index that it drafts from, which are its own.
+        forward: bytes of the buffers of its largest forward; forwards follow each other.
+        shared: its part in a forward that several prompts share.
+    """
+
+    caches: int
+    forward: int = 0
+    shared: int = 0
+
+
+class CacheMemory:
+    """What one model's weights, caches and forwards take.
+
+    Args:
+        model: an mlx-lm model, with its weights in memory.
+        options: the cache options.
+        draft_model: the draft model of its requests, if any.
+
+    Attributes:
+        options: the cache options.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: CacheOptions | None = None,
+        draft_model: nn.Module | None = None,
+    ) -> None:
+        self._draft = CacheMemory(draft_model) if draft_model else None
+        self.options = options or CacheOptions()
+        self._model = model
+        self._plain = cache_kinds(model, self.options)
+        self._quantized: list[CacheKind] = []
+        if self.options.kv_bits is not None:
+            self._quantized = cache_kinds(model, self.options, quantized=True)
+        self._trained: TrainedHead | None = getattr(model, "trained_head", None)
+        self._waiting = self._trained.new_cache(0).waiting_bytes(_ROWS) if self._trained else 0
+
+    def needs(self, tokens: int) -> Need:
+        """What a request takes whose prompt and answer have so many tokens."""
+        caches = self.bytes_for(tokens) + _INDEX * tokens
+        chunk = min(tokens, self.options.prefill_step_size)
+        forward = max(self.forward_bytes(tokens, chunk), self.step_bytes(tokens))
+        if self._draft:
+            drafts = self._draft.needs(tokens)
+            caches, forward = caches + drafts.caches, max(forward, drafts.forward)
+        return Need(caches, forward, self.forward_bytes(tokens, min(tokens, SHORT)))
+
+    def bytes_for(self, tokens: int) -> int:
+        """The most bytes that the caches of one sequence with a session take.
+
+        Args:
+            tokens: the number of tokens of the prompt and the answer.
+        """
+        if not self._quantized:
+            return self._waiting + _taken(self._plain, tokens)
+        # A whole chunk of the prompt is cached before the cache is quantised.
+        start = self.options.quantized_kv_start + self.options.prefill_step_size
+        first = min(tokens, start)
+        at_first = _taken(self._plain, first) + _taken(self._quantized, first)
+        return self._waiting + max(at_first, _taken(self._quantized, tokens))
+
+    @cached_property
+    def weights(self) -> int:
+        """The bytes of all weights, a trained head's and a draft model's included."""
+        modules = [self._model, *([self._trained.head] if self._trained else ())]
+        arrays = [array for module in modules for _, array in tree_flatten(module.parameters())]
+        own = sum(array.nbytes for array in {id(array): array for array in arrays}.values())
+        return own + (self._draft.weights if self._draft else 0)
+
+    def forward_bytes(self, tokens: int, rows: int) -> int:
+        """The memory of a forward over so many rows of a prompt, besides the caches.
+
+        It is measured with forwards over a few rows.
+
+        Args:
+            tokens: the length of the context that the rows attend to.
+            rows: theirs.
+        """
+        (row, row_and_position), _ = self._measured
+        return int(rows * (row + row_and_position * tokens))
+
+    def step_bytes(self, tokens: int = 0) -> int:
+        """The same for the largest step of all sequences, with the scores of its rows."""
+        return self.forward_bytes(tokens, _ROWS) + _ROWS * self._measured[1]
+
+    @cached_property
+    def _measured(self) -> tuple[tuple[int, float], int]:
+        """What :func:`forward_memory` returns, and the bytes of the scores of a step's row."""
+        with mx.stream(generation_stream):
+            found = together(forward_memory, self._model, self.options.max_kv_size)
+        return found, _SCORES * 4 * vocabulary_size(self._model)
+
+
+def _taken(kinds: list[CacheKind], tokens: int) -> int:
+    return sum(kind.count * _taken_by_one(kind, tokens) for kind in kinds)
+
+
+def _taken_by_one(kind: CacheKind, tokens: int) -> int:
+    """The size of one cache, including the earlier states that it can be rewound to."""
+    if kind.state_bytes is not None:
+        return kind.state_bytes * (1 + MARKS + UNDOABLE)
+    each = kind.bytes_per_position or 0
+    whole = (tokens + _STEP) * each
+    if kind.positions is None:
+        return whole
+    return min(whole, (kind.positions + _SLACK) * each) * (1 + MARKS)
+
 
 # The most partitions with a memory, and the tokens that each remembers: about 100 MB in all.
 _MOST_APART = 32
 _TOKENS_APART = MAX_TOKENS // 4
-
-
-def never_fits(n_prompt: int, max_tokens: int, need: Need, memory: ServerMemory) -> ApiError:
-    """The error for a request that does not fit into memory, even if nothing else ran."""
-    needed = in_words(need.caches + need.forward + (1 << 20))
-    return ApiError(
-        f"{n_prompt} prompt tokens and {max_tokens} answer tokens need {needed} of memory, but "
-        f"beside its models the server has {in_words(memory.room)}: shorten the prompt or ask for "
-        "fewer tokens",
-        status=413,
-        code="out_of_memory",
-    )
 
 
 @dataclass
@@ -95,48 +213,6 @@ class ServedModel:
     def predicts(self) -> bool:
         """Whether it drafts from clients' predictions."""
         return isinstance(self.decoder.drafting, Auto)
-
-    def max_tokens_for(
-        self, n_prompt: int, body: ApiRequest, default: int, memory: ServerMemory
-    ) -> int:
-        """The most tokens of an answer: what the request asks for, or as many as fit.
-
-        Args:
-            n_prompt: the number of tokens of the prompt.
-            body: the request.
-            default: the number of tokens if the request has none.
-            memory: the server's.
-
-        Raises:
-            ApiError: 400, prompt and answer exceed the context; 413, their caches would not fit
-                into memory even if nothing else ran.
-        """
-        longest, needs, wanted = self.context_length, self.memory.needs, body.max_tokens
-        if longest is not None and n_prompt >= longest:
-            raise ApiError(
-                # Claude Code parses both numbers, and shortens the conversation.
-                f"the prompt is too long: {n_prompt} tokens > {longest}, which is the model's "
-                "context: shorten it",
-                param=body.param,
-                code="context_length_exceeded",
-            )
-        if wanted is None or body.cuts_max_tokens:
-            wanted = wanted or default
-            if longest is not None:
-                wanted = min(wanted, longest - n_prompt)
-            while wanted > 1 and not memory.ever_fits(needs(n_prompt + wanted)):
-                wanted //= 2
-        elif longest is not None and n_prompt + wanted > longest:
-            raise ApiError(
-                f"the model's context has {longest} tokens; the prompt has {n_prompt} and the "
-                f"answer may have {wanted}: shorten the prompt or ask for fewer",
-                param=body.param,
-                code="context_length_exceeded",
-            )
-        need = needs(n_prompt + wanted)
-        if not memory.ever_fits(need):
-            raise never_fits(n_prompt, wanted, need, memory)
-        return wanted
 
     def make_drafter(
         self, prediction: Sequence[int], partition: str, session: Session | None

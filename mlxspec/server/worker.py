@@ -13,12 +13,14 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
+from ..drafting.drafter import VerifiedStep
 from ..engine import step as steps
 from ..errors import MlxspecError
 from ..generation.engine import Engine
@@ -29,7 +31,7 @@ from ..generation.response import GenerationResponse
 from .body import ApiError
 from .memory import ServerMemory
 from .metrics import Metrics
-from .served_model import ServedModel, never_fits
+from .served_model import ServedModel
 
 _log = logging.getLogger("mlxspec.server")
 
@@ -190,9 +192,9 @@ class ServedRequest(Request):
         self.session = self.served.cache.lend(self.prompt, self.partition, make_room)
         return super().start()
 
-    def on_step(self, step: steps.DecodedStep, seconds: float, plain_seconds: float | None) -> None:
+    def on_step(self, step: VerifiedStep, seconds: float, plain_seconds: float | None) -> None:
         super().on_step(step, seconds, plain_seconds)
-        self.stream.worker.metrics.add_step(step.verified, seconds, plain_seconds)
+        self.stream.worker.metrics.add_step(step, seconds, plain_seconds)
 
     def on_response(self, response: GenerationResponse) -> None:
         """Turn a response into events."""
@@ -236,7 +238,7 @@ def _failure(error: Exception, decoder: LoadedModel) -> ApiError:
     if isinstance(error, MlxspecError):
         return ApiError(str(error))
     if isinstance(error, RuntimeError) and (leader := getattr(decoder.model, "leader", None)):
-        leader.expect_loss()
+        leader.fail(error)
     _log.error("a generation has failed", exc_info=error)
     return ApiError(f"the generation has failed: {error}", status=500)
 
@@ -317,20 +319,20 @@ class ModelQueue(Engine):
 
     def __init__(self, served: ServedModel, worker: Worker) -> None:
         limits = worker.limits
-        stall = limits.stall / len(worker.models)
         super().__init__(
             served.decoder,
             max_active=limits.active,
-            stall=stall,
+            stall=limits.stall,
             max_unread=_MOST_UNREAD,
             spare=worker.memory.spare_positions(served),
         )
         self._served = served
-        self._memory = worker.memory
-        self._metrics = worker.metrics
+        self._open = ExitStack()
+        self._worker = worker
 
-    def warm_up(self) -> None:
+    def open(self) -> None:
         """Before any request, find out which drafts the model verifies and what steps cost."""
+        self._open.enter_context(self.running())
         decoder = self._served.decoder
         make_drafter = partial(self._served.make_drafter, (), self._served.owner)
         decoder.remembers = False  # these outputs are no user's
@@ -339,6 +341,11 @@ class ModelQueue(Engine):
         while super().turn():
             pass
         decoder.remembers = True
+
+    def leave(self, error: Exception | None = None) -> None:
+        """End all requests, and answer no more."""
+        with self._open:
+            self.close(error)
 
     @property
     def decoding(self) -> bool:
@@ -355,7 +362,7 @@ class ModelQueue(Engine):
             self.close(error)
             return False
         if self.steps > steps:
-            self._metrics.add_forward(self.step_seconds, *self.step_shape)
+            self._worker.metrics.add_forward(self.step_seconds, *self.step_shape)
         return busy
 
     def next_waiting(self) -> Request | None:
@@ -368,18 +375,18 @@ class ModelQueue(Engine):
         for request in [*self._waiting]:
             if not isinstance(request, ServedRequest):  # for the warm-up
                 return request
-            if not self._memory.admits(request):
-                if self._memory.reserved or self._memory.ever_fits(request.need):
+            if not self._worker.admits(request):
+                if self._worker.memory.reserved or self._worker.memory.ever_fits(request.need):
                     return None
                 sizes = len(request.prompt), request.max_tokens, request.need
-                self.cancel(request, never_fits(*sizes, self._memory))
+                self.cancel(request, self._worker.memory.refusal(*sizes))
             elif not self._served.cache.should_wait(request.prompt, request.partition):
                 return request
         return None
 
     def _forget(self, request: Request) -> None:
         super()._forget(request)
-        self._memory.release(request)
+        self._worker.memory.release(request)
 
 
 # --- the worker ---
@@ -388,6 +395,8 @@ _RETRY_AFTER = 5  # seconds, in responses that say that the queue is full
 _LOOK = 1.0  # seconds after which an idle worker looks at the system's memory again
 _RECENT = 12  # ended requests whose figures are kept
 _OUTCOMES = {499: "cancelled", 429: "refused", 503: "ending"}
+
+_Result = TypeVar("_Result")
 
 
 class WorkerLimits(NamedTuple):
@@ -441,7 +450,10 @@ class Worker:
         self.ready = threading.Event()
         self._outbox: dict[ServedRequest, list[Event | ApiError]] = {}
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._queues = {served.name: ModelQueue(served, self) for served in models}
+        self._queues: dict[str, ModelQueue] = {}
+        """The models' queues by name; used only in the thread."""
+        self._first: ServedRequest | None = None
+        """The request that came first of those that wait for memory."""
         self._stopping: ApiError | None = None
         """The error for further requests, once the worker stops."""
         self._taking = threading.Lock()
@@ -481,6 +493,34 @@ class Worker:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
+    # --- in other threads ---
+
+    def call(self, function: Callable[..., _Result], *args: Any) -> _Result:
+        """Call a function in the worker's thread, between two turns, and wait for its result.
+
+        Raises:
+            ApiError: 503, the server is ending.
+        """
+        result: Future[_Result] = Future()
+
+        def run() -> None:
+            try:
+                if self._stopping:
+                    raise self._stopping
+                result.set_result(function(*args))
+            except Exception as error:
+                result.set_exception(error)
+
+        self._put(run)
+        return result.result()
+
+    def _put(self, command: Callable[[], None]) -> None:
+        """Queue a command; raises ApiError if none is run any more."""
+        with self._taking:
+            if self._stopping:
+                raise self._stopping
+            self._commands.put(command)
+
     def submit(self, served: ServedModel, requests: Sequence[ServedRequest]) -> EventStream:
         """Queue generations, all or none; called in an event loop.
 
@@ -511,18 +551,52 @@ class Worker:
             if self._stopping:
                 raise self._stopping
             self.requests += requests
-            self._commands.put(partial(self._queues[served.name].add, *requests))
+            self._commands.put(partial(self._tell, requests[0], ModelQueue.add, *requests))
         return stream
 
     def end(self, request: ServedRequest, error: ApiError | None = None) -> None:
         """End a request before its next step, with an error or as if the model had ended it."""
-        self._commands.put(partial(self._queues[request.served.name].cancel, request, error))
+        self._commands.put(partial(self._tell, request, ModelQueue.cancel, request, error))
 
     def has_read(self, request: ServedRequest, count: int) -> None:
         """Record that the client has read ``count`` tokens; a paused request may resume."""
-        self._commands.put(partial(self._queues[request.served.name].has_read, request, count))
+        self._commands.put(partial(self._tell, request, ModelQueue.has_read, request, count))
 
     # --- in the thread ---
+
+    def open(self, served: ServedModel) -> None:
+        """Begin to answer requests to a model, after its first steps."""
+        queue = ModelQueue(served, self)
+        try:
+            queue.open()
+        except BaseException:
+            queue.leave()
+            raise
+        self._queues[served.name] = queue
+
+    def leave(self, name: str) -> None:
+        """Answer no more requests to a model."""
+        self._queues.pop(name).leave()
+        if self._first and self._first.served.name == name:  # it would hold the model's memory
+            self._first = None
+
+    def admits(self, request: ServedRequest) -> bool:
+        """Whether a request may start: it fits, and none that came earlier waits for memory."""
+        if self._first and self._first.state is not State.WAITING:
+            self._first = None
+        if self._first and self._first.number < request.number:
+            return False
+        fits = self.memory.fits(request.need)
+        if not fits:
+            self._first = request
+        elif self._first is request:
+            self._first = None
+        return fits
+
+    def _tell(self, request: ServedRequest, method: Callable[..., object], *args: Any) -> None:
+        """Call a method of the queue of a request's model, if the model is still there."""
+        if queue := self._queues.get(request.served.name):
+            method(queue, *args)
 
     def queue(self, request: ServedRequest, event: Event | ApiError) -> None:
         """Queue an event for the client, who receives it at the end of the turn."""
@@ -548,18 +622,15 @@ class Worker:
 
     def _run(self) -> None:
         """Run the thread: in a loop, run the commands and then a turn of every model."""
-        queues = [*self._queues.values()]
-        with ExitStack() as running:
+        with self.memory.in_force():
             try:
-                running.enter_context(self.memory.in_force())
-                for queue in queues:
-                    running.enter_context(queue.running())
-                    queue.warm_up()
+                for name in [*self.models]:
+                    self.open(self.models[name])
                 self.ready.set()
                 busy = False
                 while not self._stopping:
                     self._obey(wait=not busy)
-                    busy = self._turn(queues)
+                    busy = self._turn()
             except Exception:
                 _log.exception("the worker has failed")
             finally:
@@ -567,13 +638,16 @@ class Worker:
                 with self._taking:
                     self._stop(ApiError("the worker has failed: restart the server", status=503))
                 self._obey(wait=False)  # earlier commands
-                for queue in queues:
-                    queue.close(self._stopping)
+                for queue in self._queues.values():
+                    queue.leave(self._stopping)
                 self._deliver()
 
-    def _turn(self, queues: Sequence[ModelQueue]) -> bool:
+    def _turn(self) -> bool:
         """Run a turn of each model; returns whether there is more to do."""
+        queues = [*self._queues.values()]
         waiting = [queue for queue in queues if queue.decoding]
+        for queue in queues:
+            queue.stall = self.limits.stall / len(queues)
         busy = [queue.turn(hurried=any(one is not queue for one in waiting)) for queue in queues]
         self._deliver()
         return any(busy)

@@ -175,5 +175,5 @@ def test_a_limit_that_leaves_nothing_to_replay_is_refused(tmp_path: Path) -> Non
     question, answer = ({"role": role, "content": "a"} for role in ("user", "assistant"))
     path = written(tmp_path / "t.jsonl", {"messages": [question]}, {"messages": [answer]})
     assert len(read_completions([path], LETTERS, limit=2)) == 1
-    with pytest.raises(PromptError, match="--limit 1 takes no conversation"):
+    with pytest.raises(PromptError, match="--limit 1 chooses no conversation"):
         read_completions([path], LETTERS, limit=1)

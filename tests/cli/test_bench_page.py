@@ -13,7 +13,7 @@ HOSTILE = "<script src='https://example.org/x.js'>alert(1)</script><img src=x on
 
 
 def bench_page(report: Report) -> str:
-    return html_page(page_parts(report), "mlxspec bench", 160)
+    return html_page(page_parts(report), "mlxspec bench")
 
 
 class Page(HTMLParser):

@@ -96,7 +96,7 @@ def test_in_bash_a_model_is_completed_without_mlx(tmp_path: Path):
     program.write_text(
         f"#!/bin/sh\nexec {sys.executable} -c 'import sys; sys.modules.update(mlx=None, "
         'mlx_lm=None, transformers=None); sys.argv[0] = "mlxspec"; '
-        'from mlxspec.cli.start import main; main()\' "$@"\n'
+        'from mlxspec.__main__ import main; main()\' "$@"\n'
     )
     program.chmod(0o700)
     script = CliRunner().invoke(main, ["completion", "bash"], prog_name="mlxspec").stdout

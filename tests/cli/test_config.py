@@ -196,7 +196,7 @@ def test_every_command_has_mlx_s_settings_before_it_loads_mlx():
     code = (
         "import os, sys\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
-        "from mlxspec.cli.start import run\n"
+        "from mlxspec.__main__ import run\n"
         "import mlxspec.cli.common.notes as notes\n"
         "notes.run_command = lambda *_: print(\n"
         "    os.environ.get('MLX_MAX_MB_PER_BUFFER'), 'mlx.core' in sys.modules)\n"

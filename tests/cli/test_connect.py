@@ -456,7 +456,7 @@ def test_what_a_client_writes_in_the_meantime_stays(
         path.write_text("theirs = 1\n")
         return True
 
-    monkeypatch.setattr(command, "_may_write", answer)
+    monkeypatch.setattr(command, "confirm", answer)
     result = connect("codex", "--server", serve(), "--write")
     assert result.exit_code == 1
     assert "another program has just changed it" in result.stderr

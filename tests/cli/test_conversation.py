@@ -154,13 +154,14 @@ def test_what_was_said_before_an_interrupt_stays(decoder: PromptLookupDecoder) -
     assert ask(conversation, "And once more.") == answered_by_mlx_lm(decoder, told)
 
 
-def test_a_message_that_nothing_was_said_to_is_forgotten(decoder: PromptLookupDecoder) -> None:
+def test_a_message_that_nothing_was_said_to_has_no_answer(decoder: PromptLookupDecoder) -> None:
     conversation = conversation_with(decoder)
     interrupt(conversation)
     with pytest.raises(KeyboardInterrupt):
         ask(conversation, "Anyone?")
-    assert conversation.messages == []
-    assert conversation.unanswered == "Anyone?"
+    assert conversation.messages == [{"role": "user", "content": "Anyone?"}]
+    assert conversation.unanswered
+    assert conversation.n_turns == 0
 
 
 def test_a_template_that_takes_no_system_prompt_is_told_before_the_first_turn(
@@ -240,7 +241,7 @@ def test_a_retry_that_is_interrupted_leaves_the_earlier_answer(
     with pytest.raises(KeyboardInterrupt):
         again(conversation)
     assert conversation.messages == before
-    assert conversation.unanswered is None
+    assert not conversation.unanswered
 
 
 def test_a_message_without_an_answer_is_asked_again_saved_and_taken_back(
@@ -249,7 +250,7 @@ def test_a_message_without_an_answer_is_asked_again_saved_and_taken_back(
     asked = [{"role": "user", "content": QUESTIONS[0]}]
     conversation = conversation_with(decoder)
     conversation.restore(asked)
-    assert conversation.messages == []
+    assert conversation.unanswered
     assert conversation.saved == asked
     assert again(conversation) == answered_by_mlx_lm(decoder, asked)
     assert conversation.messages[0] == asked[0]

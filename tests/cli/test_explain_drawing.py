@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from mlxspec.cli.explain import Fate, explain_command, nodes_of
+from mlxspec.cli.common.output import html_page
+from mlxspec.cli.explain import Fate, explain_command, fates_of
 from mlxspec.drafting.drafter import DraftTree, VerifiedStep
 from mlxspec.drafting.sources import RecordedStep
 from tests.support.explained_steps import Letters, explained, lookahead_step, verified
@@ -51,7 +52,8 @@ def printed(*steps: RecordedStep, width: int, color: bool = False, pieces: objec
         force_terminal=color,
         highlight=False,
     )
-    explained(*steps, pieces=pieces).print(console)
+    for part in explained(*steps, pieces=pieces):
+        console.print(part)
     text = stream.getvalue()
     return text if color else "".join(line.rstrip() + "\n" for line in text.splitlines())
 
@@ -169,8 +171,8 @@ def test_a_line_is_accepted_as_a_whole_or_not_at_all(step: VerifiedStep) -> None
 def test_behind_the_end_of_the_output_nothing_is_rejected_and_no_bonus_token_stands() -> None:
     tree = DraftTree((1, 2, 3), (-1, 0, 1))
     step = VerifiedStep(tree, (2, 9, 9), (2, 9, 9), (1,), (2,))  # token 2 ended the output
-    nodes = nodes_of(RecordedStep(step, ("",) * 3, {}))
-    assert [node.fate for node in nodes] == [Fate.ROOT, Fate.ACCEPTED, Fate.UNREACHED]
+    fates = fates_of(RecordedStep(step, ("",) * 3, {}))
+    assert fates == [Fate.ROOT, Fate.ACCEPTED, Fate.UNREACHED]
 
 
 class Document(HTMLParser):
@@ -191,8 +193,12 @@ class Document(HTMLParser):
         self.text.append(data)
 
 
+def page() -> str:
+    return html_page(explained(lookahead_step()), "mlxspec explain")
+
+
 def test_the_page_shows_what_the_terminal_shows() -> None:
-    document = Document(explained(lookahead_step()).page())
+    document = Document(page())
     text = "".join(document.text)
     text = "".join(line.rstrip() + "\n" for line in text.splitlines())
     for part in (TREE, WINDOW, "11 rows: 2 of 10 draft tokens accepted, 3 emitted", "Say a"):
@@ -200,7 +206,7 @@ def test_the_page_shows_what_the_terminal_shows() -> None:
 
 
 def test_the_page_asks_the_network_for_nothing() -> None:
-    html = explained(lookahead_step()).page()
+    html = page()
     document = Document(html)
     assert {"script", "img", "link", "iframe", "object"}.isdisjoint(document.tags)
     assert {"src", "href", "onload"}.isdisjoint(document.attributes)
@@ -219,7 +225,7 @@ def test_what_the_model_wrote_stays_text(tmp_path: Path) -> None:
         ],
     )
     assert result.exit_code == 0, result.stderr
-    own = Document(explained(lookahead_step()).page())
+    own = Document(page())
     document = Document(path.read_text(encoding="utf-8"))
     assert set(document.tags) <= set(own.tags)
     assert document.attributes <= own.attributes

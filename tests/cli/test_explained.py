@@ -13,8 +13,8 @@ from mlxspec import load
 from mlxspec.cli.explain import (
     Fate,
     Pieces,
+    fates_of,
     most_instructive,
-    nodes_of,
     window_of,
 )
 from mlxspec.drafting.drafter import DraftTree, VerifiedStep
@@ -26,8 +26,9 @@ from tests.support.explained_steps import lookahead_step
 
 
 def test_a_rejected_node_is_one_that_the_target_could_have_chosen_and_did_not() -> None:
-    nodes = nodes_of(lookahead_step())
-    fate = {chr(node.token): node.fate for node in nodes}
+    step = lookahead_step()
+    tokens = map(chr, (*step.verified.tree.tokens, step.verified.tokens[-1]))
+    fate = dict(zip(tokens, fates_of(step), strict=True))
     assert fate["a"] is Fate.ROOT
     assert {letter for letter in fate if fate[letter] is Fate.ACCEPTED} == set("bc")
     assert {letter for letter in fate if fate[letter] is Fate.REJECTED} == set("dmx")

@@ -308,6 +308,31 @@ def test_a_head_that_comes_with_the_model_drafts_unless_it_is_left_out(
 
 
 @pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("mlxspec.engine.heads.find_body", "the model's hidden states cannot be read"),
+        ("mlxspec.engine.heads.TrainedHead._timed", "no such kernel"),
+    ],
+)
+def test_a_head_that_cannot_draft_is_an_error_only_if_it_is_named(
+    place: str, reason: str, headed: Path, finite: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        if place.endswith("_timed"):
+            raise RuntimeError(reason)
+
+    monkeypatch.setattr(place, fails)
+    prompt = ("--raw", "--prompt", "x y")
+    result = generate("--model", headed, *prompt)
+    assert result.exit_code == 0, result.stderr
+    told = f"the head that comes with the model is left out: {reason}"
+    assert result.stderr.count(told) == 1
+    named = generate("--model", finite, "--head", headed, *prompt)
+    told = f"the head, DSpark, cannot draft for this model ({reason}); leave it out"
+    assert_one_line_error(named, told)
+
+
+@pytest.mark.parametrize(
     "options", [("--draft-model", "finite"), ("--decoder", "prompt-lookup"), ("--n-draft", "3")]
 )
 def test_other_drafts_leave_out_the_head_that_comes_with_the_model(
@@ -327,7 +352,7 @@ def test_other_drafts_leave_out_the_head_that_comes_with_the_model(
         (("--head", "a", "--decoder", "plain"), "--head is for --decoder auto and combined, not"),
         (("--head", "a", "--n-draft", "3"), "--head is for --decoder auto and combined, not"),
         (("--head", "nowhere"), "nowhere: no such directory"),
-        (("--head", ""), "--head is empty"),
+        (("--head", ""), "'--head': it is empty"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -342,7 +367,10 @@ def test_a_head_that_makes_no_sense_is_one_line_before_a_model_is_loaded(
 
 def test_a_model_that_is_split_takes_no_head() -> None:
     leader: Any = object()
-    with Memories(keeps=False) as memories, pytest.raises(OptionError, match="--head: a head can"):
+    with (
+        Memories(keeps=False) as memories,
+        pytest.raises(OptionError, match="--head is not for a model that is split"),
+    ):
         taken("--head", "a").load(error_console(), memories, leader)
 
 

@@ -38,7 +38,7 @@ from tests.support.demo import FLAT, demo, given_costs, keep_costs, stand_in_dec
 from tests.support.tokenizers import FIRST
 
 ROOT = Path(mlxspec.__file__).parents[1]
-START = "from mlxspec.cli.start import main; main()"
+START = "from mlxspec.__main__ import main; main()"
 PROMPT = '[INST] Repeat the following phrase 2 times: "The red fox sees the river.". [/INST]'
 HINT = "mlxspec can remember answers between runs"
 
@@ -569,6 +569,25 @@ def test_models_of_one_tokenizer_share_a_memory():
         assert one is not None
         assert one.kept is not None
         assert one.kept.directory == memory_directory()
+
+
+def test_a_memory_is_closed_with_the_last_model_that_uses_it() -> None:
+    save_settings(Settings(True))
+    tokenizer = demo().tokenizer
+    with Memories(shared=True) as memories:
+        first, second = memories.of(tokenizer, "demo"), memories.of(tokenizer, "copy")
+        assert first is second
+        assert first is not None
+        memories.close(first)
+        first.add([1, 2, 3])
+        memories.close(Memory())  # a decoder's own
+        memories.close(second)
+        assert answers() == [[1, 2, 3]]
+        again = memories.of(tokenizer, "demo")
+        assert again is not None
+        assert again is not first
+        again.add([4, 5, 6])
+    assert answers() == [[1, 2, 3], [4, 5, 6]]
 
 
 def test_a_long_sort_is_told_of_and_ctrl_c_leaves_it(

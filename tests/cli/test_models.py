@@ -1,6 +1,7 @@
 """``mlxspec models``: what is on this machine."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,9 @@ def run(*arguments: object) -> Result:
 
 @pytest.fixture(autouse=True)
 def cache(nothing_set: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
-    """The Hub's cache, which is empty; nothing is set or known."""
+    """The Hub's cache, which is empty; nothing is set or known, and nobody's home."""
     repositories: dict[str, Path] = {}
+    monkeypatch.setenv("HOME", str(nothing_set))
     monkeypatch.setattr(on_machine, "cached_repositories", lambda: iter(repositories.items()))
     return repositories
 
@@ -34,6 +36,12 @@ def test_without_other_models_the_next_step_is_told():
     shown = run("models").stdout
     assert "demo" in shown
     assert "mlxspec chat mlx-community/" in shown
+
+
+def test_lm_studios_models_are_named_by_their_directories(endless: Path, nothing_set: Path) -> None:
+    model = nothing_set / ".lmstudio" / "models" / "publisher" / "model"
+    shutil.copytree(endless, model)
+    assert listed()[str(model)]["usable"]
 
 
 def test_what_is_told_of_a_model(cache: dict[str, Path], endless: Path, tmp_path: Path):

@@ -68,7 +68,9 @@ def test_what_is_no_regular_file_stays_as_it_is(tmp_path: Path, kind: str, force
         lambda: check_page(path, force=force),
         lambda: write_page(path, "new", force=force),
     ):
-        with pytest.raises(OptionError, match=r"--html .*: is a link, a pipe or a device; name a"):
+        with pytest.raises(
+            OptionError, match=r"--html .*: is a directory, a link or a device; name a"
+        ):
             write()
     assert os.path.samestat(os.lstat(path), before)
     assert report.read_text() == page("a")
@@ -103,7 +105,11 @@ def test_every_command_refuses_another_file_before_its_work(
     notes.write_text("irreplaceable")
     for path, force, refusal in (
         (notes, [], f"Error: {command[-1]} {notes}: exists and is not a report"),
-        (Path(os.devnull), ["--force"], f"Error: {command[-1]} {os.devnull}: is a link, a pipe"),
+        (
+            Path(os.devnull),
+            ["--force"],
+            f"Error: {command[-1]} {os.devnull}: is a directory, a link",
+        ),
     ):
         result = CliRunner().invoke(main, [*command, str(path), *force])
         assert result.exit_code == 1

@@ -250,7 +250,7 @@ def test_a_text_that_comes_late_is_waited_for(
 
 @pytest.mark.slow
 def test_a_shell_pipes_files_and_loops(tmp_path: Path, endless: Path) -> None:
-    start = "import sys; from mlxspec.cli.start import main; main()"
+    start = "import sys; from mlxspec.__main__ import main; main()"
     options = ("--model", str(endless), "--json", "--max-tokens", "1", "--decoder", "plain")
     generate = [sys.executable, "-c", start, "generate", *options]
     command = f"""

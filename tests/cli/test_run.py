@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from mlxspec.cli.main import main
-from mlxspec.compat.generation import decoder_of
+from mlxspec.compat import decoder_of
 from tests.support.drop_in import demo_with_costs, write_float32_demo
 
 SCRIPT = """

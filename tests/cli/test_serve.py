@@ -25,6 +25,7 @@ from mlxspec import PromptLookupDecoder, load
 from mlxspec.cli.chat import chat_command
 from mlxspec.cli.serve import _ours_alone, serve_command
 from tests.support.adapters import write_adapters
+from tests.support.brake import until
 
 pytestmark = pytest.mark.slow
 
@@ -63,7 +64,7 @@ class Server:
 
 @contextmanager
 def serving(*arguments: object) -> Iterator[Server]:
-    start = "from mlxspec.cli.start import main; main()"
+    start = "from mlxspec.__main__ import main; main()"
     command = [sys.executable, "-c", start, "serve", "--port", "0", *map(str, arguments)]
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **streams) as process:
@@ -159,6 +160,11 @@ def test_what_cannot_be_served_is_told_in_a_line(endless: Path, tmp_path: Path) 
     assert "without a port" in refused("--allowed-host", "mac:8080").stderr
     two = ("--model", endless, "--model", "demo", "--head", "a")
     assert "--head needs exactly one --model" in refused(*two).stderr
+    none = ("--models", endless, "--head", "a")
+    assert "--head needs exactly one --model" in refused(*none).stderr
+    assert "no such directory" in refused("--models", missing).stderr
+    assert "is for the models" in refused("--models", endless, "--store", "a").stderr
+    assert "is not a time" in refused("--keep-alive", "soon").stderr
     twice = ("--model", endless, "--model", endless, *PLAIN, "--port", 0)
     assert f"{endless} is named twice" in refused(*twice).stderr
 
@@ -260,3 +266,54 @@ def test_a_folder_is_served_under_its_own_name_and_its_path(endless: Path, tmp_p
             chat_command, ["--server", server.address, "--model", str(first)], input="a\n"
         )
         assert told.exit_code == 0, told.stderr
+
+
+def test_models_of_a_folder_come_and_go(endless: Path, tmp_path: Path) -> None:
+    for place in ("one", "publisher/two", "other/two"):
+        shutil.copytree(endless, tmp_path / "models" / place)
+    (tmp_path / "models" / "broken").mkdir()
+    (tmp_path / "models" / "broken" / "config.json").write_text("{}")
+    options = ("--keep-alive", 0, "--cache-dir", tmp_path / "kept", "--log-json", *PLAIN)
+    prompt = [1, *[7] * 40]
+    with serving("--models", tmp_path / "models", *options) as server:
+        for name in ("one", "publisher/two", "other/two"):
+            assert re.search(rf"on demand +{name}, \d", server.panel)
+        assert "broken" not in server.panel
+        asked = {"prompt": prompt, "max_tokens": 4, "model": "one"}
+        first = server.ask("/v1/completions", **asked)
+        assert first["choices"][0]["text"].split() == LINE.split()
+        until_unloaded(server, "one")
+        again = server.ask("/v1/completions", **asked)
+        assert again["choices"] == first["choices"]
+        details = again["usage"]["prompt_tokens_details"]
+        assert details["cached_tokens"] == len(prompt) - 1  # saved when it was unloaded
+        with pytest.raises(urllib.error.HTTPError) as several:
+            server.ask("/v1/completions", prompt="a", model="two")
+        assert "other/two or publisher/two" in several.value.read().decode()
+        until_unloaded(server, "one")
+        output, _ = server.end()
+    assert server.process.returncode == 0
+    records = [json.loads(line) for line in output.splitlines()]
+    outcomes = [record["outcome"] for record in records]
+    once = ["loading", "loaded", "length", "unloaded"]
+    assert [one for one in outcomes if one != "refused"] == once * 2
+    assert {one["model"] for one in records if one["outcome"] in once} == {"one"}
+
+
+def test_a_named_model_comes_and_goes_only_with_keep_alive(endless: Path) -> None:
+    with serving(endless, "--keep-alive", 0, *PLAIN) as server:
+        asked = {"prompt": "a", "model": "any", "max_tokens": 4}
+        first = server.ask("/v1/completions", **asked)
+        until_unloaded(server, endless.name)
+        with urllib.request.urlopen(server.address + "/status") as answer:
+            status = json.load(answer)
+        assert status["memory"]["active"] < status["available"][0]["weight_bytes"] / 2
+        assert server.ask("/v1/completions", **asked)["choices"] == first["choices"]
+
+
+def until_unloaded(server: Server, name: str) -> None:
+    def states() -> dict[str, str]:
+        with urllib.request.urlopen(server.address + "/v1/models") as listed:
+            return {model["id"]: model["state"] for model in json.load(listed)["data"]}
+
+    until(lambda: states()[name] == "not-loaded")

@@ -19,7 +19,7 @@ import pytest
 
 from mlxspec.cli import service
 from mlxspec.cli.common.generation import API_KEY
-from mlxspec.cli.service_managers import Systemd
+from mlxspec.cli.service import Systemd
 from tests.support.command_line import run
 
 FAKE = """\

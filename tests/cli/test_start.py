@@ -28,7 +28,7 @@ sys.meta_path.insert(0, Slow())
 """
 
 
-MAIN = ("-c", "from mlxspec.cli.start import main; main()")
+MAIN = ("-c", "from mlxspec.__main__ import main; main()")
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,8 @@ def test_ctrl_c_during_the_imports_is_one_line_and_130(
 def test_an_ignored_interrupt_stays_ignored() -> None:
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "import mlxspec.cli.start\n"
-        "try: mlxspec.cli.start.main()\n"
+        "import mlxspec.__main__\n"
+        "try: mlxspec.__main__.main()\n"
         "except SystemExit: print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)"
     )
     done = subprocess.run(

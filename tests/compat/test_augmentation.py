@@ -13,7 +13,7 @@ import mlx_lm
 import pytest
 
 import mlxspec
-from mlxspec.compat import augmentation
+from mlxspec import compat
 from tests.support.drop_in import FREE, REPEAT, fields, give_costs, stand_in_with_costs
 
 MLX_LM = import_module("mlx_lm.generate")
@@ -29,7 +29,7 @@ def loaded() -> tuple:
 
 @pytest.fixture(autouse=True)
 def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(augmentation, "_warned", set())
+    monkeypatch.setattr(compat, "_warned", set())
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from mlx_lm.generate import BatchResponse
 from mlx_lm.models.cache import make_prompt_cache
 
 import mlxspec
-from mlxspec.compat.generation import decoder_of
+from mlxspec.compat import decoder_of
 from mlxspec.engine.joint import JointMode
 from mlxspec.errors import MlxspecError, OptionError
 from tests.support.architectures import ARCHITECTURES

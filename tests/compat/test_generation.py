@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlxspec
-from mlxspec.compat.generation import decoder_of
+from mlxspec.compat import decoder_of
 from mlxspec.errors import OptionError
 from mlxspec.generation.options import GenerationOptions
 from tests.support.architectures import ARCHITECTURES

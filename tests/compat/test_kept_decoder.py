@@ -14,7 +14,7 @@ import mlx_lm
 import pytest
 
 import mlxspec
-from mlxspec.compat.generation import decoder_of
+from mlxspec.compat import decoder_of
 from tests.support.drop_in import FREE, demo_with_costs, give_costs
 from tests.support.random_models import random_model
 

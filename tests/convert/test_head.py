@@ -7,14 +7,17 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 
 from mlxspec.convert import conversion
 from mlxspec.convert.conversion import convert
 from mlxspec.errors import ConversionError, LoadError, MlxspecError, OptionError
+from mlxspec.models.heads.chains import QwenMTP
 from mlxspec.models.heads.loading import load_head
 from tests.support.comparison import assert_same_bits, tensors
 from tests.support.head_files import (
     HEADS,
+    QWEN,
     QWEN_TARGET,
     TARGET,
     original,
@@ -90,6 +93,26 @@ def test_every_kind_is_quantised_and_loaded(tmp_path: Path, name: str) -> None:
     assert type(head) is HEADS[name][0]
     with pytest.raises(ConversionError, match="is quantised already; leave out -q"):
         converted(tmp_path / "head", tmp_path / "again", quantize=True)
+
+
+def test_routers_of_experts_keep_8_bits_as_those_of_the_target(tmp_path: Path) -> None:
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    sizes |= {"shared_expert_intermediate_size": 64, "hidden_size": 64}
+    config = {**QWEN, "text_config": {**QWEN["text_config"], **sizes}}
+    weights = dict(tree_flatten(QwenMTP(config, config).parameters()))
+    source = write(tmp_path / "source", config, weights)
+    converted(source, tmp_path / "head", quantize=True)
+    head = load_head(tmp_path / "head", {**QWEN_TARGET, "text_config": config["text_config"]})
+    mlp = head.layers[0].mlp
+    assert mlp.gate.bits == mlp.shared_expert_gate.bits == 8
+    assert mlp.switch_mlp.up_proj.bits == mlp.shared_expert.up_proj.bits == head.fc.bits == 4
+
+
+def test_a_head_is_not_converted_as_a_model(tmp_path: Path) -> None:
+    source = write_head(tmp_path / "source", "EAGLE-3")
+    with pytest.raises(ConversionError, match="a trained head, not a model; convert it with --h"):
+        convert(hf_path=source, mlx_path=tmp_path / "model")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_a_head_in_full_precision_of_a_quantised_model_can_be_quantised(tmp_path: Path) -> None:

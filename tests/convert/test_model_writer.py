@@ -7,7 +7,7 @@ import mlx.nn as nn
 import numpy as np
 from safetensors import safe_open
 
-from mlxspec.convert.model_writer import write_weights
+from mlxspec.convert.conversion import write_weights
 
 DTYPES = [mx.float16, mx.bfloat16, mx.float32, mx.uint32, mx.uint8, mx.int64, mx.bool_]
 

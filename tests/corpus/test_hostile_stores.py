@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlxspec.corpus.answers import identify
 from mlxspec.corpus.store import build_store, open_store, write_store
 from mlxspec.corpus.suffix_array import SuffixArray
-from mlxspec.corpus.tokenizer_identity import identify
 from mlxspec.errors import StoreError
 from tests.support.examples import examples
 from tests.support.hostile import harmless, mutated

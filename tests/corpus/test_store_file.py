@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from mlxspec.corpus.answers import identify
 from mlxspec.corpus.store import Store, add_to_store, build_store, open_store
-from mlxspec.corpus.tokenizer_identity import identify
 from mlxspec.errors import StoreError
 from tests.corpus.test_store import places
 from tests.support.tokenizers import FIRST, FakeTokenizer

@@ -3,7 +3,7 @@
 import pytest
 from tokenizers import Tokenizer, models
 
-from mlxspec.corpus.tokenizer_identity import identify
+from mlxspec.corpus.answers import identify
 from mlxspec.errors import StoreError
 from tests.support.tokenizers import FIRST, FakeTokenizer
 

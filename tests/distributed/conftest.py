@@ -11,14 +11,17 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.models.llama import Model, ModelArgs
+from mlx_lm.utils import _get_classes
 
 from mlxspec.models.model_files import DEMO_DIRECTORY
 from tests.support.examples import LONG
+from tests.support.random_models import COMMON
+from tests.support.rank import HYBRIDS
 
 ROOT = Path(__file__).resolve().parents[2]
 # mlx.launch, which otherwise keeps a core busy: it waits until it may write to the ranks' standard
@@ -34,9 +37,7 @@ SECONDS = 120
 
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of two layers with the bundled model's tokenizer, in float32."""
-    directory = tmp_path_factory.mktemp("distributed") / "small"
-    directory.mkdir()
+    """A random Llama of two layers, which ranks split tensor parallel."""
     args = {
         "model_type": "llama",
         "hidden_size": 192,
@@ -49,8 +50,24 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "max_position_embeddings": 4096,
         "tie_word_embeddings": False,
     }
+    return saved(args, tmp_path_factory.mktemp("distributed") / "small")
+
+
+@pytest.fixture(scope="session")
+def small_hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random hybrid of six layers, which ranks run in a pipeline."""
+    hybrid = HYBRIDS["pipeline"]
+    args = {**COMMON, **hybrid.config, "model_type": hybrid.model_type, "vocab_size": 4096}
+    args |= {"num_hidden_layers": 6, "tie_word_embeddings": False}
+    return saved(args, tmp_path_factory.mktemp("distributed") / "hybrid")
+
+
+def saved(args: dict[str, Any], directory: Path) -> Path:
+    """A directory with a random model and the bundled model's tokenizer, in float32."""
+    directory.mkdir()
     mx.random.seed(1)
-    weights = dict(tree_flatten(Model(ModelArgs.from_dict(args)).parameters()))
+    model_class, args_class = _get_classes(args)
+    weights = dict(tree_flatten(model_class(args_class.from_dict(args)).parameters()))
     # Few tokens win, so that the output repeats itself; those that end it are not among them.
     weights["lm_head.weight"] *= mx.where(mx.arange(4096)[:, None] % 200 == 7, 3.0, 0.1)
     mx.save_safetensors(str(directory / "model.safetensors"), weights, {"format": "mlx"})

@@ -13,9 +13,8 @@ from mlxspec.engine.sampling import SamplingParams
 from mlxspec.engine.target import Capability
 from mlxspec.generation.decoder import Decoder
 from tests.distributed.conftest import SECONDS, launched
-from tests.support.architectures import ARCHITECTURES
 from tests.support.harness import NEAR_TIES, assert_same_output, plain
-from tests.support.rank import ARCHITECTURE, ARCHITECTURE_PROMPT, PROMPT, SETTINGS
+from tests.support.rank import ARCHITECTURE_PROMPT, HYBRIDS, PROMPT, SETTINGS
 
 pytestmark = pytest.mark.slow
 
@@ -24,10 +23,13 @@ QUANTISED_KV = 1e-2
 
 
 @pytest.fixture(scope="module")
-def hybrid() -> list[int]:
-    """What one process generates with a hybrid model."""
-    model = ARCHITECTURES[ARCHITECTURE].model()
-    return plain(model, ARCHITECTURE_PROMPT, max_tokens=12, capability=Capability.TAPE)
+def hybrids() -> dict[str, list[int]]:
+    """What one process generates with each hybrid model."""
+    options: dict[str, Any] = {"max_tokens": 12, "capability": Capability.TAPE}
+    return {
+        name: plain(hybrid.model(), ARCHITECTURE_PROMPT, **options)
+        for name, hybrid in HYBRIDS.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +40,10 @@ def decoder(small_model: Path) -> Decoder:
 
 @pytest.fixture(scope="module")
 def report(
-    small_model: Path, hybrid: list[int], tmp_path_factory: pytest.TempPathFactory
+    small_model: Path, hybrids: dict[str, list[int]], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     """What rank 0 of :mod:`.rank` printed."""
-    command = ("-m", "tests.support.rank", str(small_model), json.dumps(hybrid))
+    command = ("-m", "tests.support.rank", str(small_model), json.dumps(hybrids))
     with launched(*command, folder=tmp_path_factory.mktemp("costs")) as launcher:
         output, errors = launcher.communicate(timeout=SECONDS)
     assert errors == ""
@@ -68,13 +70,14 @@ def test_drafts_are_accepted_and_rejected(name: str, report: dict[str, Any]) -> 
     assert 0 < report[name]["accepted"] < report[name]["drafted"]
 
 
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_a_hybrid_computes_its_states_again_on_all_ranks(
-    report: dict[str, Any], hybrid: list[int]
+    name: str, report: dict[str, Any], hybrids: dict[str, list[int]]
 ) -> None:
-    assert report["hybrid"]["tier"] == Capability.TAPE.value
-    assert 0 < report["hybrid"]["accepted"] < len(hybrid) - 1
-    model = ARCHITECTURES[ARCHITECTURE].model()
-    assert_same_output(model, ARCHITECTURE_PROMPT, hybrid, report["hybrid"]["tokens"])
+    assert report[name]["tier"] == Capability.TAPE.value
+    assert 0 < report[name]["accepted"] < len(hybrids[name]) - 1
+    model = HYBRIDS[name].model()
+    assert_same_output(model, ARCHITECTURE_PROMPT, hybrids[name], report[name]["tokens"])
 
 
 def test_ranks_go_on_together_after_an_interrupt(report: dict[str, Any]) -> None:

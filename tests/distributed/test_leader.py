@@ -6,7 +6,7 @@ import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import mlx.core as mx
 import pytest
@@ -20,6 +20,7 @@ from mlxspec.drafting.drafter import DraftTree
 from mlxspec.drafting.sources import PromptLookupDrafter
 from mlxspec.engine.caches import parts
 from mlxspec.engine.params import CacheOptions
+from mlxspec.engine.target import Target
 from mlxspec.errors import OptionError
 from mlxspec.generation.decoder import Decoder
 from mlxspec.generation.engine import Engine
@@ -38,11 +39,30 @@ def test_a_prompt_cache_is_refused_where_the_model_is_split(small_model: Any) ->
         list(decoder.decode(PROMPT, SETTINGS["plain"].drafter(), prompt_cache=cache))
 
 
+def test_an_error_in_what_the_ranks_do_together_ends_them(
+    small_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The followers would wait for rank 0's values for good, and so would the next request."""
+    monkeypatch.setattr(ranks, "_SECONDS_TO_NOTICE", 0)
+    decoder = Decoder(small_model)
+    decoder.model.leader, decoder.model.number = Leader(cast(Any, None), cast(Any, Silent())), 0
+    monkeypatch.setattr(Target, "forward", fails)
+    with pytest.raises(SystemExit, match=r"^Error: rank 0: TypeError: no layer$"):
+        list(decoder.decode(PROMPT, SETTINGS["plain"].drafter()))
+
+
+def fails(*_: Any, **__: Any) -> None:
+    raise TypeError("no layer")
+
+
 class Silent:
     """A channel to no other rank."""
 
     def send(self, *message: Any) -> None:
         pass
+
+    def end(self, line: str) -> NoReturn:
+        raise SystemExit(line)
 
 
 class Echo:

@@ -10,7 +10,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,11 @@ import pytest
 from mlxspec import Constraint
 from mlxspec.generation.decoder import Decoder
 from tests.distributed.conftest import SECONDS, launched
+from tests.support.examples import LONG
 
 pytestmark = pytest.mark.slow
 
-REQUESTS = 200
+REQUESTS = 200 if LONG else 60
 REGEX = "[a-z]{2,9}( [a-z]{2,9}){0,3}"
 
 
@@ -52,9 +53,16 @@ class Serving:
                 self.address = address[1]
                 self._ready.set()
 
-    def post(self, **body: Any) -> httpx.Response:
-        """The answer to a request for a completion."""
-        return httpx.post(f"{self.address}/v1/completions", json=body, timeout=SECONDS)
+    def post(self, path: str = "completions", **body: Any) -> httpx.Response:
+        """The answer to a request."""
+        return httpx.post(f"{self.address}/v1/{path}", json=body, timeout=SECONDS)
+
+    def cancel(self, path: str, **body: Any) -> int:
+        """The status of a streamed answer whose client goes when it begins."""
+        url, body = f"{self.address}/v1/{path}", {**body, "stream": True, "max_tokens": 500}
+        with httpx.stream("POST", url, json=body, timeout=SECONDS) as answer:
+            next(answer.iter_bytes())
+            return answer.status_code
 
     def signal(self, rank: int, number: signal.Signals) -> None:
         os.kill(int((self._folder / f"rank {rank}").read_text()), number)
@@ -68,39 +76,62 @@ class Serving:
 
 @contextmanager
 def serving(model: Path, folder: Path, n: int) -> Iterator[Serving]:
-    """A server of ``n`` ranks that answers, for up to 200 requests at once."""
-    command = ("serve", "--model", str(model), "--port", "0", "--no-memory", "--queue", "200")
+    """A server of ``n`` ranks that answers, for up to 220 requests at once."""
+    command = ("serve", "--model", str(model), "--port", "0", "--no-memory", "--queue", "220")
     script = ("-m", "tests.support.command", str(folder))
-    with launched(*script, *command, folder=folder, n=n) as launcher:
-        yield Serving(launcher, folder)
-
-
-@pytest.fixture(scope="module")
-def decoder(small_model: Path) -> Decoder:
-    """Decodes in this process."""
-    return Decoder(small_model)
+    try:
+        with launched(*script, *command, folder=folder, n=n) as launcher:
+            yield Serving(launcher, folder)
+    finally:  # the ranks outlive a launcher that is killed
+        for file in folder.glob("rank *"):
+            with suppress(ProcessLookupError):
+                os.kill(int(file.read_text()), signal.SIGKILL)
 
 
 def asked(number: int) -> dict[str, Any]:
-    """A random request, some of which begin alike."""
+    """A random request to one of the APIs, some of which begin alike."""
     pick = random.Random(number)
-    prompt = [1, *range(300, 300 + pick.choice([6, 60, 60])), *range(300, 300 + pick.randint(1, 9))]
-    body: dict[str, Any] = {"prompt": prompt, "max_tokens": pick.randint(1, 24), "temperature": 0}
-    if pick.random() < 0.3:
+    body: dict[str, Any] = {"max_tokens": pick.randint(1, 24), "temperature": 0}
+    path = pick.choice(["completions", "completions", "chat/completions", "messages"])
+    if path == "completions":
+        start = range(300, 300 + pick.choice([6, 60, 60]))
+        body["prompt"] = [1, *start, *range(300, 300 + pick.randint(1, 9))]
+        if pick.random() < 0.4:
+            body["guided_regex"] = REGEX
+    else:
+        body["messages"] = [{"role": "user", "content": "a red fox " * pick.randint(1, 20)}]
+    if path != "messages" and pick.random() < 0.3:  # Anthropic's has no seeds
         body |= {"temperature": 0.3, "top_p": 0.9, "seed": number}
-    if pick.random() < 0.2:
-        body["guided_regex"] = REGEX
-    return body
+    return {"path": path, **body}
 
 
-@pytest.mark.parametrize("n", [2, 3])
+def text_of(answer: dict[str, Any]) -> str:
+    """What an answer of any of the APIs says."""
+    (said,) = answer.get("choices") or answer["content"]
+    text: str = said["message"]["content"] if "message" in said else said["text"]
+    return text
+
+
+@pytest.mark.parametrize(
+    ("n", "kind"),
+    [
+        (2, "small_model"),
+        (2, "small_hybrid"),
+        *([(3, "small_model"), (3, "small_hybrid")] if LONG else []),
+    ],
+)
 def test_requests_at_once_get_what_one_process_generates(
-    n: int, small_model: Path, decoder: Decoder, tmp_path: Path
+    n: int, kind: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
+    """Every tenth is also cancelled at its first token. A hybrid runs in a pipeline."""
+    model: Path = request.getfixturevalue(kind)
     bodies = [asked(number) for number in range(REQUESTS)]
-    with serving(small_model, tmp_path, n) as server, ThreadPoolExecutor(REQUESTS) as clients:
+    with serving(model, tmp_path, n) as server, ThreadPoolExecutor(220) as clients:
+        cancelled = [clients.submit(server.cancel, **body) for body in bodies[::10]]
         found = [*clients.map(lambda body: server.post(**body), bodies)]
-    texts = [response.json()["choices"][0]["text"] for response in found]
+        assert all(future.result() == 200 for future in cancelled)
+    texts = [text_of(response.json()) for response in found]
+    decoder = Decoder(model)
     differing = [
         (body, text, one_process)
         for body, text in zip(bodies, texts, strict=True)
@@ -110,34 +141,40 @@ def test_requests_at_once_get_what_one_process_generates(
     assert len(differing) <= 1  # at a near tie, since the ranks' sums have other rounding
 
 
-def alone(decoder: Decoder, prompt: list[int], max_tokens: int, **fields: Any) -> str:
-    """What plain decoding writes."""
+def alone(decoder: Decoder, path: str, max_tokens: int, **fields: Any) -> str:
+    """What plain decoding writes; an answer of a chat begins without a space."""
+    prompt = fields.pop("prompt", None) or fields.pop("messages")
     sampling: dict[str, Any] = {"temp": fields.pop("temperature")}
     if "guided_regex" in fields:
         sampling["constraint"] = Constraint.regex(fields.pop("guided_regex"))
-    return "".join(one.text for one in decoder.stream(prompt, max_tokens, **sampling, **fields))
+    text = "".join(one.text for one in decoder.stream(prompt, max_tokens, **sampling, **fields))
+    return text if path == "completions" else text.removeprefix(" ")
 
 
 @pytest.mark.parametrize(
-    ("n", "rank", "end", "what"),
+    ("n", "rank", "end", "kind"),
     [
-        (2, 1, signal.SIGKILL, "is gone"),
-        (3, 2, signal.SIGKILL, "is gone"),
-        (2, 1, signal.SIGSTOP, "has been silent for 5 seconds"),
+        (2, 1, signal.SIGKILL, "small_model"),
+        (3, 2, signal.SIGKILL, "small_model"),
+        (2, 1, signal.SIGSTOP, "small_model"),
+        *([(3, 1, signal.SIGKILL, "small_model")] if LONG else []),
+        *((n, n - 1, signal.SIGKILL, "small_hybrid") for n in (2, 3) if LONG),
     ],
 )
 def test_requests_get_an_error_if_a_rank_dies_or_hangs(
     n: int,
     rank: int,
     end: signal.Signals,
-    what: str,
-    small_model: Path,
+    kind: str,
+    request: pytest.FixtureRequest,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    what = "is gone" if end is signal.SIGKILL else "has been silent for 5 seconds"
+    model: Path = request.getfixturevalue(kind)
     monkeypatch.setenv("TEST_SECONDS_SILENT", "5")
     endless = {"prompt": [1, *range(300, 310)], "max_tokens": 4000, "temperature": 0}
-    with serving(small_model, tmp_path, n) as server, ThreadPoolExecutor(4) as clients:
+    with serving(model, tmp_path, n) as server, ThreadPoolExecutor(4) as clients:
         running = [clients.submit(server.post, **endless) for _ in range(4)]
         assert server.post(**{**endless, "max_tokens": 2}).status_code == 200
         server.signal(rank, end)
@@ -147,13 +184,21 @@ def test_requests_get_an_error_if_a_rank_dies_or_hangs(
             assert line in response.result().json()["error"]["message"]
         if end is signal.SIGSTOP:
             server.signal(rank, signal.SIGKILL)  # or mlx.launch would wait for it
-        assert server.errors().count(f"Error: {line}") == 1
+        assert f"Error: {line}" in server.errors()
+        assert server.errors().count("Error") == 1
 
 
-def test_a_server_without_its_first_rank_ends(small_model: Path, tmp_path: Path) -> None:
-    with serving(small_model, tmp_path, 2) as server:
+@pytest.mark.parametrize("n", [2, 3] if LONG else [2])
+def test_a_server_without_its_first_rank_ends(n: int, small_model: Path, tmp_path: Path) -> None:
+    endless = {"prompt": [1, *range(300, 310)], "max_tokens": 4000, "temperature": 0}
+    with serving(small_model, tmp_path, n) as server, ThreadPoolExecutor(4) as clients:
+        running = [clients.submit(server.post, **endless) for _ in range(4)]
+        assert server.post(**{**endless, "max_tokens": 2}).status_code == 200
         server.signal(0, signal.SIGKILL)
-        assert server.errors().count("Error: rank 0 is gone, so rank 1 ends, too") == 1
+        assert all(isinstance(one.exception(SECONDS), httpx.TransportError) for one in running)
+        for rank in range(1, n):
+            line = f"Error: rank 0 is gone, so rank {rank} ends, too"
+            assert server.errors().count(line) == 1
 
 
 def test_a_server_that_is_asked_to_ends_with_all_its_ranks(

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from mlxspec.corpus.suffix_index import SuffixIndex
 from mlxspec.drafting.acceptance import AcceptanceModel
-from mlxspec.drafting.combined import merge
 from mlxspec.drafting.costs import CostCurve
-from mlxspec.drafting.drafter import DraftTree, Limits, TreeBuilder
+from mlxspec.drafting.drafter import DraftTree, Limits, TreeBuilder, merge
 from mlxspec.drafting.policy import best_allowed, expected_tokens, gains_of
 from mlxspec.drafting.suffix_source import SuffixTree
 

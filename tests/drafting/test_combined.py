@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxspec.drafting.combined import CombinedDrafter, view
-from mlxspec.drafting.drafter import Drafter, DraftTree, NoDraft, VerifiedStep, accept
+from mlxspec.drafting.drafter import Drafter, DraftTree, NoDraft, VerifiedStep, accept, view
 from mlxspec.drafting.lookahead import LookaheadDrafter
-from mlxspec.drafting.sources import PromptLookupDrafter
+from mlxspec.drafting.sources import CombinedDrafter, PromptLookupDrafter
 
 branches = st.lists(st.lists(st.integers(0, 3), max_size=4), max_size=5)
 

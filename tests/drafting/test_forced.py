@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from mlxspec.drafting.combined import guided, with_forced
 from mlxspec.drafting.drafter import Drafter, DraftTree, Limits, TreeBuilder, VerifiedStep
+from mlxspec.drafting.sources import guided, with_forced
 
 
 class Spelled:

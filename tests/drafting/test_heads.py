@@ -11,9 +11,17 @@ import pytest
 from mlxspec.bench.heads import FixedTimes
 from mlxspec.bench.policies import verify
 from mlxspec.bench.replay import replay
-from mlxspec.drafting.combined import likelier_first, united, united_apart
 from mlxspec.drafting.costs import CostCurve, FixedCosts
-from mlxspec.drafting.drafter import DraftTree, Limits, NoDraft, TreeBuilder, VerifiedStep
+from mlxspec.drafting.drafter import (
+    DraftTree,
+    Limits,
+    NoDraft,
+    TreeBuilder,
+    VerifiedStep,
+    likelier_first,
+    united,
+    united_apart,
+)
 from mlxspec.drafting.heads import HEAD, HeadExperience, HeadSource, HeadTimes
 from mlxspec.drafting.planner import Planner, plan_drafts
 from mlxspec.drafting.suffix_source import SuffixSource
@@ -112,6 +120,9 @@ def test_one_slow_draft_changes_little() -> None:
     times = HeadTimes(0.01, 0.002)
     times.record(1, 1, 60.0)
     assert times.seconds(1) < 0.02
+    for _ in range(2):
+        times.record(1, 4, 60.0)  # the first one may compile kernels
+    assert times.seconds(1, 3) < times.seconds(1, 4) < 0.02
 
 
 # --- when it runs, and how deep ---
@@ -269,6 +280,35 @@ def test_a_fault_of_a_head_costs_only_its_drafts(planning_faults: list[str]) -> 
     assert "ValueError: no state" in planning_faults.pop()
     assert len(replay([1, 2], output * 2, planner_of(Faulty(), text=True)).rows) < 30
     assert "steps run without the trained head" in planning_faults.pop()
+
+
+@pytest.mark.parametrize("name", ["attach", "begin", "ready", "outlook", "drafted", "observe"])
+def test_wherever_a_head_fails_text_is_drafted(name: str, planning_faults: list[str]) -> None:
+    def fails(*_: object) -> None:
+        raise ValueError("no state")
+
+    members = {name: property(fails) if name == "ready" else fails}
+    head = type("Faulty", (Scripted,), members)()
+    planner, output = planner_of(head, text=True), noise(20) * 2
+    planner.attach(None, lambda *_: None)
+    assert len(replay([1, 2], output, planner).rows) < 30
+    assert planner.head is None
+    assert "ValueError: no state" in planning_faults.pop()
+    assert not planning_faults
+
+
+def test_why_a_head_does_not_draft_is_told_with_its_figures() -> None:
+    planner = begun(Scripted(noise(9), cost=2.0))
+    assert len(planner.propose(64)) == 1
+    told = "; the head, which takes 2.00 for a token that is right in 70%, would gain too little"
+    assert planner.no_draft().endswith(f"0.01 plain steps each{told}")
+    planner.policy.ahead = True
+    assert planner.no_draft().endswith("plain steps each")
+    tried = Scripted(noise(9), cost=2.0)
+    tried._idle = 64
+    planner = begun(tried, LINEAR)
+    assert len(planner.propose(64)) == 1
+    assert planner.no_draft().endswith("tokens, after the head has taken 2.00")
 
 
 def test_a_head_whose_drafts_would_run_twice_waits_for_no_token() -> None:

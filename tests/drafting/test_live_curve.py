@@ -246,6 +246,26 @@ def test_costs_of_rows_that_never_run_become_doubtful_until_a_step_tells():
     )
 
 
+def test_what_one_process_doubts_the_next_one_doubts_more():
+    live = measured(LINEAR, uncertainty=0.05)
+    for process in range(9):
+        for _ in range(80):  # too few for one process to try a draft
+            live.record(1, CONTEXT, PLAIN_SECONDS)
+            live.ran(1)
+        if process == 0:
+            assert live.hopeful(CONTEXT)(2) > 1.5
+        live = LiveTimes(live.known(assumed=False))
+        assert live.curve(CONTEXT)(2) == pytest.approx(2)
+    for _ in range(80):
+        live.record(1, CONTEXT, PLAIN_SECONDS)
+        live.ran(1)
+    assert live.hopeful(CONTEXT)(2) < 1.2
+    for _ in range(3):
+        live.record(2, CONTEXT, 2 * PLAIN_SECONDS)
+    again = LiveTimes(live.known(assumed=False))
+    assert again.hopeful(CONTEXT)(2) == pytest.approx(2, rel=0.1)
+
+
 def test_hope_reaches_twice_as_far_as_drafts_have_run():
     live = measured(LINEAR, uncertainty=0.05)
     for _ in range(300):

@@ -15,9 +15,8 @@ from mlxspec.corpus import Memory
 from mlxspec.corpus.suffix_index import SEPARATOR, ContextIndex, Excerpts, Occurrence, SuffixIndex
 from mlxspec.drafting.acceptance import AcceptanceModel, Corrections
 from mlxspec.drafting.chips import known_chip
-from mlxspec.drafting.combined import united
 from mlxspec.drafting.costs import CostCurve, FixedCosts, KnownTime, LiveCosts
-from mlxspec.drafting.drafter import DraftTree, Limits, VerifiedStep
+from mlxspec.drafting.drafter import DraftTree, Limits, VerifiedStep, united
 from mlxspec.drafting.planner import Planner
 from mlxspec.drafting.policy import allowed_shortfall
 from mlxspec.drafting.suffix_source import SuffixSource, SuffixTree

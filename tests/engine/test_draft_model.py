@@ -14,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlxspec
 from mlxspec import CombinedDrafter, DraftModelDrafter, PromptLookupDrafter, SamplingParams
-from mlxspec.compat.generation import decoder_of
+from mlxspec.compat import decoder_of
 from mlxspec.drafting.drafter import DraftTree, NoDraft, VerifiedStep
 from mlxspec.engine.capability import Capability
 from mlxspec.errors import OptionError

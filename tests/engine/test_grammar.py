@@ -13,10 +13,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec.drafting.drafter import DraftTree
 from mlxspec.engine import grammar
-from mlxspec.engine.constraint import Constraint, Phase, Phases
 from mlxspec.engine.grammar import Grammar, GrammarState, Vocabulary
+from mlxspec.engine.params import Constraint, Phase, Phases
 from mlxspec.errors import OptionError
-from mlxspec.models.detokenizer import wrap
+from mlxspec.models.tokenizer import wrap
 from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.demo import demo, endless_tokenizer
 from tests.support.examples import LONG
@@ -142,7 +142,7 @@ def test_phases_lead_from_free_text_to_a_constraint() -> None:
     (end,) = tokenizer.eos_token_ids
     opens, closes = (tokenizer.get_vocab()[name] for name in ("<think>", "</think>"))
     answer = Constraint.choice(["yes"])
-    phases = Phases((Phase(answer, {opens: 1}), Phase(None, {closes: 2}, False), Phase(answer)))
+    phases = (Phase(answer, {opens: 1}), Phase(None, {closes: 2}, False), Phase(answer))
     state = begun(phases, "bytes")
     yes = tokenizer.encode("yes")
     assert allowed(state) == sorted([opens, yes[0]])
@@ -157,7 +157,7 @@ def test_phases_lead_from_free_text_to_a_constraint() -> None:
     assert allowed(state) == [t for t in range(len(tokenizer) + 5) if t != end]
     state.accept([closes])
     assert state.forced() == (*yes, end)
-    unconstrained = begun(Phases((Phase(),)), "bytes")
+    unconstrained = begun((Phase(),), "bytes")
     assert allowed(unconstrained) is None
 
 
@@ -179,7 +179,7 @@ def test_ids_that_the_model_lacks_may_not_come_and_break_nothing() -> None:
     size, yes = vocabulary.vocab_size, tokenizer.encode("yes")
     lacking = (-1, size, size + 7, 2**31, 2**70)
     answer = Constraint.choice(["yes"])
-    phases = Phases((Phase(answer, {size + 1: 1}), Phase(None, {size + 2: 0}, False)))
+    phases = (Phase(answer, {size + 1: 1}), Phase(None, {size + 2: 0}, False))
     for constraint in (answer, phases):
         state = begun(constraint, "bytes")
         before = allowed(state)

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache
 
-from mlxspec.drafting.drafter import DraftTree, NoDraft
+from mlxspec.drafting.drafter import DraftTree, NoDraft, VerifiedStep
 from mlxspec.drafting.lookahead import LookaheadDrafter
 from mlxspec.drafting.sources import PromptLookupDrafter
 from mlxspec.engine import caches
@@ -26,7 +26,7 @@ from mlxspec.engine.joint import Joint, JointMode, JointRows
 from mlxspec.engine.params import CacheOptions
 from mlxspec.engine.patches import finite
 from mlxspec.engine.sampling import Chooser, SamplingParams
-from mlxspec.engine.step import DecodedStep, Sequence, joint_step
+from mlxspec.engine.step import Sequence, joint_step
 from tests.support.architectures import ARCHITECTURES
 from tests.support.drafters import HostileDrafter
 from tests.support.examples import LONG, examples
@@ -162,12 +162,12 @@ def test_whoever_joins_and_leaves_each_sequence_writes_what_it_writes_alone(
             if not active and all(member.plan.joins < number for member in members):
                 break
             outcomes = joint_step([member.sequence for member in active], joint)
-            done = [outcome for outcome in outcomes if isinstance(outcome, DecodedStep)]
+            done = [outcome for outcome in outcomes if isinstance(outcome, VerifiedStep)]
             for member, own in zip(active, done, strict=True):
-                member.tokens += own.verified.tokens
+                member.tokens += own.tokens
                 member.logprobs += own.logprobs
-                if not any(other.verified.pipelined for other in done):
-                    assert own.verified.sequences == len(active)
+                if not any(other.pipelined for other in done):
+                    assert own.sequences == len(active)
             for member in members:
                 leaving = number + 1 == member.plan.joins + member.plan.leaves
                 if leaving or member.sequence.finished:
@@ -190,13 +190,13 @@ def test_lookaheads_windows_run_in_joint_steps() -> None:
     while active := [member for member in members if not member.sequence.finished]:
         outcomes = joint_step([member.sequence for member in active], joint)
         for member, own in zip(active, outcomes, strict=True):
-            assert isinstance(own, DecodedStep)
-            assert own.verified.sequences == len(active)
-            member.tokens += own.verified.tokens
+            assert isinstance(own, VerifiedStep)
+            assert own.sequences == len(active)
+            member.tokens += own.tokens
             member.logprobs += own.logprobs
-            origins = own.verified.tree.node_origins
+            origins = own.tree.node_origins
             verified.update(origins)
-            accepted.update(origins[node] for node in own.verified.accepted)
+            accepted.update(origins[node] for node in own.accepted)
         for member in members:
             if member.sequence.finished:
                 joint.leave(member.sequence.target)

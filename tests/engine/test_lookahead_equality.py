@@ -6,9 +6,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlxspec.drafting.combined import CombinedDrafter
 from mlxspec.drafting.lookahead import LookaheadDrafter
-from mlxspec.drafting.sources import PromptLookupDrafter
+from mlxspec.drafting.sources import CombinedDrafter, PromptLookupDrafter
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.sampling import SamplingParams
 from tests.support.demo import demo

@@ -10,10 +10,9 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxspec.drafting.drafter import Drafter, DraftTree, NoDraft
+from mlxspec.drafting.drafter import Drafter, DraftTree, NoDraft, VerifiedStep
 from mlxspec.engine.params import CacheOptions
 from mlxspec.engine.sampling import Chooser, SamplingParams
-from mlxspec.engine.step import DecodedStep
 from mlxspec.engine.target import Capability, Target
 from tests.support.architectures import ARCHITECTURES
 from tests.support.drafters import HostileDrafter
@@ -34,7 +33,7 @@ def truth(model: nn.Module) -> list[int]:
     return plain(model, PROMPT, max_tokens=LENGTH, capability=Capability.REPLAY)
 
 
-def generation(target: Target, drafter: Drafter) -> Iterator[DecodedStep]:
+def generation(target: Target, drafter: Drafter) -> Iterator[VerifiedStep]:
     return decode(
         target,
         PROMPT,
@@ -62,7 +61,7 @@ def test_wherever_a_generation_ends_the_state_is_the_contexts(
         stream = generation(target, drafter)
         taken = list(itertools.islice(stream, steps))
         stream.close()
-        tokens = [token for step in taken for token in step.verified.tokens]
+        tokens = [token for step in taken for token in step.tokens]
         assert tokens == truth[: len(tokens)]
         assert_goes_on_rightly(target, PROMPT + tokens)
 
@@ -74,12 +73,12 @@ def test_pending_tokens_stay_below_16_and_a_step_without_a_draft_runs_them(
     seen, committed = set(), 0
     drafter = HostileDrafter(truth, 64, 5, seed=2)
     for step in generation(target, drafter):
-        rows = before + len(step.verified.tree)
-        assert rows == step.verified.rows <= 16
-        if len(step.verified.accepted) == step.verified.drafted:
-            assert step.verified.pending == 0
+        rows = before + len(step.tree)
+        assert rows == step.rows <= 16
+        if len(step.accepted) == step.drafted:
+            assert step.pending == 0
             committed += before > 0
-        before = step.verified.pending
+        before = step.pending
         assert before == len(target.pending) < 16
         seen.add(before)
     assert len(seen) > 4
@@ -92,8 +91,8 @@ def test_a_commit_runs_pending_tokens_so_that_the_cache_holds_the_context(
     target = new_target(model, Capability.REPLAY)
     context = PROMPT.copy()
     for step in generation(target, HostileDrafter(truth, 64, 5, seed=3)):
-        context += step.verified.tokens
-        if step.verified.pending > 2:
+        context += step.tokens
+        if step.pending > 2:
             break
     target.flush_pending()
     assert target.pending == ()
@@ -132,7 +131,7 @@ def test_an_interrupt_inside_a_forward_leaves_the_state_of_before(
     drafter = HostileDrafter(truth, 64, 5, seed=1) if draft else NoDraft()
     target = new_target(model, Capability.REPLAY)
     stream = generation(target, drafter)
-    tokens = [t for step in itertools.islice(stream, 3) for t in step.verified.tokens]
+    tokens = [t for step in itertools.islice(stream, 3) for t in step.tokens]
     last_layer = model.layers[-1]
     block = type(last_layer)
     ordinary = block.__call__

@@ -86,7 +86,7 @@ def test_plain_decoding_equals_mlx_lm_with_the_same_processors(model: nn.Module,
     ours = list(
         decode(new_target(model), PROMPT, NoDraft(), chooser, max_tokens=40, ends=lambda _: False)
     )
-    assert [step.verified.tokens[0] for step in ours] == list(expected)
+    assert [step.tokens[0] for step in ours] == list(expected)
     for step, theirs in zip(ours, logprobs, strict=True):
         assert mx.array_equal(step.logprobs[0], theirs).item()
     assert list(expected) != plain(model, PROMPT, max_tokens=40)  # the shape does something
@@ -182,11 +182,11 @@ def test_each_node_sees_the_context_and_its_own_path(model: nn.Module, drafts: b
     for step in decode(
         new_target(model), PROMPT, drafter, chooser, max_tokens=40, ends=lambda _: False
     ):
-        tree = step.verified.tree
+        tree = step.tree
         for attended in tree.ancestors():
             path = [token for token, seen_by in zip(tree.tokens, attended, strict=True) if seen_by]
             predicted.append((*context, *path[1:]))
-        context += step.verified.tokens
+        context += step.tokens
     assert context == PROMPT + truth
     assert seen == predicted
     assert drafts == (len(seen) > 40)

@@ -19,7 +19,7 @@ from mlxspec.drafting.sources import PromptLookupDrafter
 from mlxspec.engine.capability import Capability, joint_mode
 from mlxspec.engine.joint import Joint
 from mlxspec.engine.sampling import Chooser, SamplingParams
-from mlxspec.engine.step import DecodedStep, Sequence, joint_step
+from mlxspec.engine.step import Sequence, joint_step
 from mlxspec.engine.target import Target
 from mlxspec.generation.response import StepTimes
 from tests.support.drafters import HostileDrafter, Oracle
@@ -52,8 +52,8 @@ def test_after_every_step_the_cache_holds_the_context_without_its_last_token(
     for step in decode(
         target, PROMPT, drafter, Chooser(SamplingParams()), max_tokens=40, ends=lambda _: False
     ):
-        context += step.verified.tokens
-        accepted = step.verified.accepted
+        context += step.tokens
+        accepted = step.accepted
         moved += accepted != tuple(range(1, len(accepted) + 1))
         assert_holds_exactly(target, context)
     assert moved > 0  # some accepted rows had to be moved together
@@ -76,7 +76,7 @@ def test_the_time_of_a_drafter_is_told_apart_where_it_takes_it_from_the_forward(
         max_tokens=4,
         ends=lambda _: False,
     )
-    first, *others = [step.verified for step in steps]
+    first, *others = steps
     on_gpu = mx.default_device().type == mx.gpu
     assert first.drafting >= (0 if on_gpu else 0.01)
     for step in others:
@@ -123,7 +123,7 @@ def test_a_closed_generation_leaves_the_cache_usable(
     target = new_target(model)
     chooser = Chooser(SamplingParams())
     generation = decode(target, PROMPT, drafter, chooser, max_tokens=30, ends=lambda _: False)
-    tokens = [t for step in itertools.islice(generation, steps) for t in step.verified.tokens]
+    tokens = [t for step in itertools.islice(generation, steps) for t in step.tokens]
     generation.close()
     if steps:
         assert_holds_exactly(target, PROMPT + tokens)
@@ -137,7 +137,7 @@ def test_an_interrupt_inside_a_forward_leaves_every_layer_at_the_same_length(
     target = new_target(model)
     chooser = Chooser(SamplingParams())
     generation = decode(target, PROMPT, drafter, chooser, max_tokens=60, ends=lambda _: False)
-    tokens = [t for step in itertools.islice(generation, 3) for t in step.verified.tokens]
+    tokens = [t for step in itertools.islice(generation, 3) for t in step.tokens]
     attention = type(model.layers[-1].self_attn)
     ordinary, interrupted = attention.__call__, model.layers[-1].self_attn
 
@@ -211,7 +211,7 @@ def test_a_step_returns_choice_and_argmax_per_node(model: nn.Module) -> None:
     for step in decode(
         new_target(model), PROMPT, drafter, chooser, max_tokens=30, ends=lambda _: False
     ):
-        tree, choices = step.verified.tree, step.verified.choices
+        tree, choices = step.tree, step.choices
         for node in range(len(tree)):
             path: list[int] = []
             ancestor = node
@@ -221,8 +221,8 @@ def test_a_step_returns_choice_and_argmax_per_node(model: nn.Module) -> None:
             logits = model(mx.array(context + path)[None])[0, -1:]
             choice, logprobs = chooser.choose(logits, [len(context) + len(path)])
             assert choices[node] == choice.item()
-            assert step.verified.argmaxes[node] == mx.argmax(logprobs).item()
-        context += step.verified.tokens
+            assert step.argmaxes[node] == mx.argmax(logprobs).item()
+        context += step.tokens
 
 
 def test_a_drafter_may_do_as_it_likes_with_the_prompt_it_is_given(model: nn.Module) -> None:
@@ -298,10 +298,10 @@ def test_a_drafter_may_enter_and_leave_the_pipeline(model: nn.Module) -> None:
         max_tokens=60,
         ends=lambda _: False,
     ):
-        kinds.append((step.verified.rows, step.verified.pipelined))
-        assert step.verified.pipelined == dispatched
-        dispatched = step.verified.ahead
-        context += step.verified.tokens
+        kinds.append((step.rows, step.pipelined))
+        assert step.pipelined == dispatched
+        dispatched = step.ahead
+        context += step.tokens
         ahead = target.length - (len(context) - 1)
         assert ahead in (0, 1)
         if not ahead:
@@ -325,8 +325,8 @@ def test_steps_are_timed_by_their_rows(model: nn.Module) -> None:
         )
     )
     for step in steps:
-        times.record(step.verified.rows, step.verified.seconds, step.verified.pipelined)
-    widths = [len(step.verified.tree) for step in steps]
+        times.record(step.rows, step.seconds, step.pipelined)
+    widths = [len(step.tree) for step in steps]
     assert {row.rows: row.steps for row in times.table()} == {
         rows: widths.count(rows) for rows in set(widths)
     }
@@ -357,7 +357,7 @@ def test_what_a_drafter_takes_counts_for_the_next_step_and_the_consumer_for_none
         max_tokens=3,
         ends=lambda _: False,
     ):
-        seconds.append(step.verified.seconds)
+        seconds.append(step.seconds)
         Slow.now += 50.0
     assert seconds == [0.0, 3.0, 3.0]
 
@@ -425,8 +425,8 @@ def test_a_fault_in_any_phase_is_one_sequences_alone(model: nn.Module, phase: st
                 assert sequence is broken
                 assert str(outcome) == phase
             else:
-                assert isinstance(outcome, DecodedStep)
-                tokens[sequence] += outcome.verified.tokens
+                assert isinstance(outcome, VerifiedStep)
+                tokens[sequence] += outcome.tokens
             if sequence.finished or isinstance(outcome, Quiet):
                 running.remove(sequence)
                 sequence.close()

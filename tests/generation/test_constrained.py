@@ -23,7 +23,7 @@ import mlxspec
 from mlxspec import Constraint, GenerationResponse, SamplingParams
 from mlxspec.bench.measure import NEAR_TIE_FLOAT32
 from mlxspec.engine.capability import Capability
-from mlxspec.engine.compiling import outline_of, tried
+from mlxspec.engine.compiling import tried
 from mlxspec.engine.grammar import Vocabulary
 from mlxspec.engine.sampling import Chooser
 from mlxspec.generation.engine import Engine
@@ -120,7 +120,7 @@ def text_of(responses: Sequence[GenerationResponse]) -> str:
 def by_brute_force(decoder: mlxspec.Decoder, prompt: str, constraint: Constraint) -> list[int]:
     """mlx-lm's model, llguidance's masks and argmax, a token at a time."""
     model, tokenizer = decoder.model, decoder.tokenizer
-    definition = tried(constraint, outline_of(decoder.vocab_size, [2], {}))
+    definition = tried(constraint, {"size": decoder.vocab_size, "ends": [2], "special": {}})
     matcher = llguidance.LLMatcher(Vocabulary.of(tokenizer, decoder.vocab_size).tokens, definition)
     cache = make_prompt_cache(model)
     rows, output = mx.array(tokenizer.encode(prompt)), []
@@ -387,14 +387,14 @@ def test_tokenizers_as_mlx_lm_loads_them_have_spaces_and_parts_of_characters() -
 @pytest.mark.parametrize("step", [0.01, 0.25, 60, 1000, 9973, 65536, 100_000, 0.0000001])
 def test_usual_multiples_are_kept(step: float) -> None:
     constraint = Constraint.json_schema({"type": "number", "multipleOf": step})
-    assert "multipleOf" in tried(constraint, outline_of(300, [2], {}))
+    assert "multipleOf" in tried(constraint, {"size": 300, "ends": [2], "special": {}})
 
 
 @pytest.mark.parametrize("step", [1e300, 5e-324])
 def test_unusual_multiples_are_refused(step: float) -> None:
     constraint = Constraint.json_schema({"type": "number", "multipleOf": step})
     with pytest.raises(mlxspec.OptionError, match="multipleOf"):
-        tried(constraint, outline_of(300, [2], {}))
+        tried(constraint, {"size": 300, "ends": [2], "special": {}})
 
 
 @pytest.mark.parametrize(

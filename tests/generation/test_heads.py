@@ -279,6 +279,11 @@ def test_a_prompt_cache_that_is_read_between_responses_keeps_the_head_ready(kind
 # --- what else there is ---
 
 
+def test_the_own_head_of_a_loaded_model_is_not_known() -> None:
+    with pytest.raises(mlxspec.OptionError, match="head is True, but the model is given loaded"):
+        mlxspec.AutoDecoder(target("EAGLE-3"), endless_tokenizer(), head=True)
+
+
 ALSO: dict[str, tuple[dict[str, Any], Callable[[list[int]], Auto]]] = {
     "a constraint": (
         {"constraint": mlxspec.Constraint.regex("[^aeiou]*")},

@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 import mlxspec
-from mlxspec.compat.generation import stream_generate
+from mlxspec.compat import stream_generate
 from mlxspec.drafting.costs import KnownTime
 from mlxspec.drafting.kept import CostCache, CostKey, KnownTimes
 from mlxspec.engine.costs import KeptCosts

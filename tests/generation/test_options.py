@@ -14,7 +14,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlxspec
 from mlxspec import PromptLookupDecoder, SamplingParams
-from mlxspec.compat.generation import stream_generate
+from mlxspec.compat import stream_generate
 from mlxspec.errors import OptionError, PromptCacheError
 from mlxspec.generation.options import GenerationOptions
 from tests.support.architectures import ARCHITECTURES

@@ -10,7 +10,7 @@ from mlx_lm.tokenizer_utils import NewlineTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from mlxspec.models.detokenizer import (
+from mlxspec.models.tokenizer import (
     ByteDetokenizer,
     WindowDetokenizer,
     streaming_detokenizer,

@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 from mlxspec.errors import LoadError
 from mlxspec.models.heads import Head, loading
 from mlxspec.models.heads.loading import find_head, head_directory, load_head, own_head
+from mlxspec.models.model import load
 from tests.support.head_files import (
     EAGLE_3,
     HEADS,
@@ -52,6 +53,13 @@ def test_every_kind_is_told_by_its_config_and_has_its_weights(tmp_path: Path, na
     assert type(head) is kind
     assert_has(head, random_weights(name))
     assert own_head(directory) is None
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_in_the_place_of_a_model_is_told(tmp_path: Path, name: str) -> None:
+    directory = write_head(tmp_path / "head", name)
+    told = "a trained head, not a model; name the model that it was made for, and the head beside"
+    assert refused(lambda: load(directory)).startswith(f"{directory}: {told} it: --model")
 
 
 @pytest.mark.parametrize(

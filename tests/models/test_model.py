@@ -17,7 +17,7 @@ from mlx_lm.utils import quantize_model, save_config, save_model
 from mlxspec.engine.model_sizes import context_length
 from mlxspec.errors import LoadError
 from mlxspec.models.model import encode_prompt, load
-from mlxspec.models.sentencepiece_tokenizer import build_tokenizer, tokenizer_config
+from mlxspec.models.sentencepiece_tokenizer import build_tokenizer
 from tests.support.tokenizer_kinds import DEMO
 
 CONFIG = {
@@ -50,8 +50,8 @@ def write(tmp_path: Path) -> Callable[..., Path]:
         directory = tmp_path / "model"
         save_model(directory, model, donate_model=False)
         save_config(config, directory / "config.json")
-        build_tokenizer(DEMO).save(str(directory / "tokenizer.json"))
-        settings = json.dumps(tokenizer_config(DEMO))
+        build_tokenizer(DEMO)[0].save(str(directory / "tokenizer.json"))
+        settings = json.dumps(build_tokenizer(DEMO)[1])
         (directory / "tokenizer_config.json").write_text(settings)
         return directory
 

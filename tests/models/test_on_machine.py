@@ -9,7 +9,13 @@ import mlx.core as mx
 import pytest
 
 from mlxspec.models.model_files import DEMO_DIRECTORY
-from mlxspec.models.on_machine import cached_repositories, model_files
+from mlxspec.models.on_machine import (
+    cached_repositories,
+    lm_studio_folders,
+    model_files,
+    models_in,
+)
+from tests.support.head_files import EAGLE_3
 
 
 def weights(path: Path, **types: mx.Dtype) -> None:
@@ -62,6 +68,7 @@ def test_how_weights_are_written(config: dict, types: dict, told: str, tmp_path:
         (None, ["vae.safetensors"], "no config.json"),
         ({"model_type": "bert"}, ["model.safetensors"], "does not know its architecture, 'bert'"),
         ({}, ["model.safetensors"], "does not know its architecture, None"),
+        (EAGLE_3, ["model.safetensors"], "a trained head, not a model"),
         ({"model_type": "x", "model_file": "x.py"}, ["model.safetensors"], "Python code"),
     ],
 )
@@ -125,3 +132,46 @@ def test_of_a_repository_the_main_revision_is_taken(
         ("Owner/A", "3" * 40),
         ("owner/b", "1" * 40),
     ]
+
+
+def test_models_of_a_folder_are_found_at_two_depths(tmp_path: Path):
+    for place in ("one", "publisher/two", "publisher/three", "too/deep/four"):
+        (tmp_path / place).mkdir(parents=True)
+        settings(tmp_path / place)
+    (tmp_path / "publisher" / "gguf").mkdir()
+    (tmp_path / "file").touch()
+    found = dict(models_in(tmp_path))
+    assert list(found) == ["one", "publisher/three", "publisher/two"]
+    assert found["publisher/two"] == tmp_path / "publisher" / "two"
+    assert list(models_in(tmp_path / "one")) == [("one", tmp_path / "one")]
+    assert list(models_in(tmp_path / "missing")) == []
+
+
+def test_lm_studios_folders_are_found_where_it_keeps_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert list(lm_studio_folders()) == []
+    older = tmp_path / ".cache" / "lm-studio" / "models"
+    newer = tmp_path / ".lmstudio" / "models"
+    for folder in (older, newer):
+        folder.mkdir(parents=True)
+    assert list(lm_studio_folders()) == [newer, older]
+    chosen = tmp_path / "chosen"
+    chosen.mkdir()
+    for text, folder in (
+        (json.dumps({"downloadsFolder": str(chosen)}), chosen),
+        (json.dumps({"downloadsFolder": 3}), newer),
+        ("{", newer),
+    ):
+        (newer.parent / "settings.json").write_text(text)
+        assert list(lm_studio_folders()) == [folder, older]
+
+
+def test_the_weights_of_a_head_beside_a_model_count(tmp_path: Path):
+    settings(tmp_path, model_type="llama")
+    weights(tmp_path / "model.safetensors", a=mx.float32)
+    (tmp_path / "head").mkdir()
+    weights(tmp_path / "head" / "model.safetensors", a=mx.float32)
+    size = (tmp_path / "head" / "model.safetensors").stat().st_size
+    assert model_files(tmp_path).weight_bytes == 400 + size

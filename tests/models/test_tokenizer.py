@@ -14,10 +14,14 @@ from mlx_lm.tokenizer_utils import SPMStreamingDetokenizer
 from sentencepiece import SentencePieceProcessor
 
 from mlxspec.errors import LoadError
-from mlxspec.models.detokenizer import ByteDetokenizer, detokenizer_of
 from mlxspec.models.model_files import DEMO_DIRECTORY
-from mlxspec.models.sentencepiece_tokenizer import build_tokenizer, tokenizer_config
-from mlxspec.models.tokenizer import load_tokenizer, load_tokenizer_of
+from mlxspec.models.sentencepiece_tokenizer import build_tokenizer
+from mlxspec.models.tokenizer import (
+    ByteDetokenizer,
+    detokenizer_of,
+    load_tokenizer,
+    load_tokenizer_of,
+)
 from tests.support.local_hub import LocalHub, serve
 
 MODEL = DEMO_DIRECTORY / "tokenizer.model"
@@ -113,7 +117,7 @@ def test_settings_that_do_not_fit_the_model_are_named(
 @pytest.mark.parametrize("with_own", [False, True])
 def test_a_template_that_is_not_utf8_is_named(directory: Path, with_own: bool) -> None:
     if with_own:
-        build_tokenizer(MODEL).save(str(directory / "tokenizer.json"))
+        build_tokenizer(MODEL)[0].save(str(directory / "tokenizer.json"))
     (directory / "chat_template.jinja").write_bytes(b"\xff\xfe{{ messages }}")
     with pytest.raises(LoadError, match="utf-8"):
         load_tokenizer(directory, None)
@@ -155,9 +159,9 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_json(tmp_path / "config.json", model_type="evil", auto_map=names)
     write_json(
         tmp_path / "tokenizer_config.json",
-        **{**tokenizer_config(MODEL), "tokenizer_class": "Evil", "auto_map": names},
+        **{**build_tokenizer(MODEL)[1], "tokenizer_class": "Evil", "auto_map": names},
     )
-    build_tokenizer(MODEL).save(str(tmp_path / "tokenizer.json"))
+    build_tokenizer(MODEL)[0].save(str(tmp_path / "tokenizer.json"))
     return tmp_path
 
 
@@ -169,7 +173,9 @@ def test_a_tokenizer_that_needs_code_is_refused_without_a_question(hostile: Path
 
 def test_code_beside_a_known_tokenizer_is_not_run(hostile: Path) -> None:
     names = {"AutoTokenizer": ["evil.Evil", "evil.Evil"], "AutoConfig": "evil.Evil"}
-    write_json(hostile / "tokenizer_config.json", **{**tokenizer_config(MODEL), "auto_map": names})
+    write_json(
+        hostile / "tokenizer_config.json", **{**build_tokenizer(MODEL)[1], "auto_map": names}
+    )
     write_json(hostile / "config.json", model_type="llama", auto_map=names)
     tokenizer = load_tokenizer(hostile, None)
     assert tokenizer.encode(TEXT) == sentencepiece_ids(TEXT)

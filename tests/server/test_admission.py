@@ -15,7 +15,7 @@ import pytest
 import mlxspec
 from mlxspec.engine.heads import TrainedHead
 from mlxspec.engine.params import CacheOptions
-from mlxspec.server.memory import CacheMemory
+from mlxspec.server.served_model import CacheMemory
 from tests.support import heads
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import endless_tokenizer

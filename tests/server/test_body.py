@@ -6,7 +6,6 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 
 from mlxspec.server.answer import KeepAlive
 from mlxspec.server.app import Endpoints
-from mlxspec.server.body import MOST_VALUES, ApiError, JsonReader, read_body
+from mlxspec.server.body import MOST_VALUES, ApiError, read_body, read_json
 from mlxspec.server.openai import parse_chat
 from tests.server.test_requests import FULL_CHAT
 from tests.support.examples import examples
@@ -144,13 +143,11 @@ def test_so_many_values_are_read_and_no_more(
         data = b"{" + b",".join(b'"%d":%b' % (index, part) for index in range(count)) + b"}"
     else:
         data = b"[" + b",".join([part] * count) + b"]"
-    reader = JsonReader(data, most)
     if 1 + count * each <= most:
-        assert reader.read() == json.loads(data)
-        assert reader.left == most - (1 + count * each)
+        assert read_json(data, most) == (json.loads(data), most - (1 + count * each))
         return
     with pytest.raises(ApiError, match="values") as caught:
-        reader.read()
+        read_json(data, most)
     assert (caught.value.status, caught.value.code) == (413, "request_too_large")
 
 
@@ -177,9 +174,9 @@ def read(data: bytes, parse: Callable[[Any], Any]) -> Any:
                 yield data[start : start + (1 << 16)]
 
     async def ask() -> Any:
-        worker: Any = SimpleNamespace(models={"small": SimpleNamespace(name="small")})
+        nothing: Any = None
         sent: Any = Sent()
-        return await Endpoints(worker, 10, KeepAlive()).read(sent, parse)
+        return await Endpoints(nothing, nothing, 10, KeepAlive()).read(sent, parse)
 
     return asyncio.run(ask())
 

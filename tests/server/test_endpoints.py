@@ -20,9 +20,8 @@ from openai import OpenAI
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 import mlxspec
-from mlxspec.server.memory import CacheMemory
 from mlxspec.server.prefix_cache import PrefixCache
-from mlxspec.server.served_model import ServedModel
+from mlxspec.server.served_model import CacheMemory, ServedModel
 from tests.support.brake import until
 from tests.support.chat_tokenizer import with_tools
 from tests.support.demo import FLAT, given_costs, stand_in_decoder
@@ -309,6 +308,7 @@ def test_models_have_openais_form(server: Running) -> None:
         "id": "small",
         "object": "model",
         "owned_by": "mlxspec",
+        "state": "loaded",
         "context_length": length,
         "max_model_len": length,
     }

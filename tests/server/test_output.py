@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from mlx_lm.tool_parsers import glm47, json_tools, kimi_k2, mistral, pythonic, qwen3_coder
 
 from mlxspec.server.answer import (
-    Delta,
     OutputFormat,
     OutputParser,
+    Part,
     output_format,
 )
 from mlxspec.server.prompts import call_opening
@@ -43,11 +43,11 @@ def format_of(parser: str | None = "json_tools", **changes: Any) -> OutputFormat
     return replace(format, **changes)
 
 
-def joined(deltas: Iterable[Delta]) -> list[Delta]:
+def joined(deltas: Iterable[Part]) -> list[Part]:
     """The deltas, with neighbours of one kind made one."""
-    result: list[Delta] = []
+    result: list[Part] = []
     for delta in deltas:
-        last = result[-1] if result else Delta("")
+        last = result[-1] if result else Part("")
         if delta.kind != "call" and (last.kind, last.index) == (delta.kind, delta.index):
             result[-1] = replace(last, text=last.text + delta.text)
         else:
@@ -55,19 +55,19 @@ def joined(deltas: Iterable[Delta]) -> list[Delta]:
     return result
 
 
-def read(format: OutputFormat, *segments: str) -> list[Delta]:
+def read(format: OutputFormat, *segments: str) -> list[Part]:
     """All deltas, neighbours joined."""
     parser = OutputParser(format)
     deltas = [delta for segment in segments for delta in parser.feed(segment)]
     return joined(deltas + parser.finish())
 
 
-def anonymous(deltas: list[Delta]) -> list[object]:
+def anonymous(deltas: list[Part]) -> list[object]:
     """The deltas without the ids of calls, which are drawn."""
     return [(delta.index, delta.name) if delta.kind == "call" else delta for delta in deltas]
 
 
-def calls_of(deltas: list[Delta]) -> list[Call]:
+def calls_of(deltas: list[Part]) -> list[Call]:
     """The calls, with parsed arguments."""
     names = [delta.name for delta in deltas if delta.kind == "call"]
     texts = [""] * len(names)
@@ -77,7 +77,7 @@ def calls_of(deltas: list[Delta]) -> list[Call]:
     return [(name, json.loads(text)) for name, text in zip(names, texts, strict=True)]
 
 
-def text_of(deltas: list[Delta]) -> str:
+def text_of(deltas: list[Part]) -> str:
     return "".join(delta.text for delta in deltas if delta.kind == "text")
 
 
@@ -194,12 +194,12 @@ def test_text_without_markers_arrives_as_it_is(output: str) -> None:
 
 def test_reasoning_and_text_lose_the_white_space_beside_markers_alone() -> None:
     deltas = read(format_of(), " <think>\n a\n b \n</think>\n\n c\n d \n")
-    assert deltas == [Delta("reasoning", "a\n b"), Delta("text", "c\n d \n")]
+    assert deltas == [Part("reasoning", "a\n b"), Part("text", "c\n d \n")]
     deltas = read(format_of(initial="reasoning"), "\na\n</think>\nb")
-    assert deltas == [Delta("reasoning", "a"), Delta("text", "b")]
+    assert deltas == [Part("reasoning", "a"), Part("text", "b")]
     deltas = read(format_of(), f"  I look.\n{WRITE}\n{WRITE}\n")
     assert [delta.kind for delta in deltas] == ["text", *("call", "arguments") * 2]
-    assert deltas[0] == Delta("text", "  I look.")
+    assert deltas[0] == Part("text", "  I look.")
 
 
 def test_arguments_come_while_they_are_written() -> None:
@@ -207,23 +207,23 @@ def test_arguments_come_while_they_are_written() -> None:
     assert parser.feed('<tool_call>{"name": "write", "argu') == []
     assert parser.feed('ments": ') == []
     begun, first = parser.feed("{")
-    assert first == Delta("arguments", "{", 0)
+    assert first == Part("arguments", "{", 0)
     assert begun.kind == "call"
     assert (begun.index, begun.name) == (0, "write")
     assert len(begun.id) == 9
     assert begun.id.isalnum()
-    assert parser.feed('"city": "P') == [Delta("arguments", '"city": "P', 0)]
-    assert parser.feed('aris"}}') == [Delta("arguments", 'aris"}', 0)]
+    assert parser.feed('"city": "P') == [Part("arguments", '"city": "P', 0)]
+    assert parser.feed('aris"}}') == [Part("arguments", 'aris"}', 0)]
     assert parser.feed("</tool_call>") == parser.finish() == []
 
 
 def test_what_cannot_be_read_comes_back_as_text() -> None:
     for output in ("<tool_call>\nno JSON\n</tool_call>", "<tool_call>[]</tool_call>"):
-        assert read(format_of(), output) == [Delta("text", output)]
+        assert read(format_of(), output) == [Part("text", output)]
     assert read(format_of(), '<tool_call>{"name": "wri') == [
-        Delta("text", '<tool_call>{"name": "wri')
+        Part("text", '<tool_call>{"name": "wri')
     ]
-    assert read(format_of("mistral"), "a[TOOL_CALLS]b") == [Delta("text", "a[TOOL_CALLS]b")]
+    assert read(format_of("mistral"), "a[TOOL_CALLS]b") == [Part("text", "a[TOOL_CALLS]b")]
     broken = f"{WRITE[:-12]} and more</tool_call>"
     assert text_of(read(format_of(), broken)) == "} and more"
 
@@ -236,13 +236,13 @@ def test_a_call_that_is_cut_off_is_no_text(cut: str) -> None:
 
 def test_without_tools_calls_are_text() -> None:
     format = output_format(chat_tokenizer())
-    expected = [Delta("reasoning", "a"), Delta("text", WEATHER)]
+    expected = [Part("reasoning", "a"), Part("text", WEATHER)]
     assert read(format, f"<think>a</think>{WEATHER}") == expected
 
 
 def test_a_model_without_markers_writes_text() -> None:
     tokenizer = chat_tokenizer(None, markers=("<a>", "<b>"))
-    expected = [Delta("text", f"<think>{WEATHER}")]
+    expected = [Part("text", f"<think>{WEATHER}")]
     assert read(output_format(tokenizer, TOOLS), "<think>", WEATHER) == expected
 
 
@@ -256,7 +256,7 @@ def test_headers_between_messages_are_no_text() -> None:
     said = f"{thought}user<|message|>Hi.<|eot|>"
     for tools in (TOOLS, []):
         format = replace(output_format(tokenizer, tools), initial="header")
-        assert read(format, said) == [Delta("reasoning", "Hm."), Delta("text", "Hi.")]
+        assert read(format, said) == [Part("reasoning", "Hm."), Part("text", "Hi.")]
     deltas = read(replace(output_format(tokenizer, TOOLS), initial="header"), thought + call)
     assert calls_of(deltas) == [("f", {"a": 1})]
     assert call_opening(tokenizer, None) is None
@@ -277,8 +277,8 @@ def test_after_the_one_call_that_there_may_be_nothing_follows() -> None:
 
 
 def test_a_space_of_the_tokenizer_is_dropped_once() -> None:
-    assert read(format_of(trims_space=True), "", " ", " a") == [Delta("text", " a")]
-    assert read(format_of(trims_space=True), "a", " b") == [Delta("text", "a b")]
+    assert read(format_of(trims_space=True), "", " ", " a") == [Part("text", " a")]
+    assert read(format_of(trims_space=True), "a", " b") == [Part("text", "a b")]
 
 
 @pytest.mark.parametrize(
@@ -308,6 +308,6 @@ def test_a_call_that_the_prompt_begins_is_read(parser: str, name: str | None, ou
 def test_of_a_begun_call_only_what_the_model_wrote_comes_back() -> None:
     opening = call_opening(chat_tokenizer(), "write")
     format = format_of(initial="tool", call_begun=opening)
-    assert read(format, " no</tool_call>") == [Delta("text", " no</tool_call>")]
+    assert read(format, " no</tool_call>") == [Part("text", " no</tool_call>")]
     assert call_opening(chat_tokenizer("pythonic"), "write") is None
     assert call_opening(chat_tokenizer(None), None) is None

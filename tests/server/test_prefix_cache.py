@@ -267,7 +267,7 @@ def test_what_was_run_for_a_cancelled_request_is_kept(kind: str) -> None:
     requests, prompt = Requests(kind), tokens_of(200)
     running = requests.start(tokens_of(30, 5), n=40)
     requests.engine.turn()
-    requests.engine._stall = 1e-9  # so chunks are as short as may be
+    requests.engine.stall = 1e-9  # so chunks are as short as may be
     cancelled = requests.start(prompt)
     for _ in range(4):
         requests.engine.turn()

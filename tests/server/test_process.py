@@ -88,7 +88,7 @@ def serving(model: Path, *arguments: str, files: int | None = None) -> Iterator[
         arguments: more of them.
         files: how many it may have open.
     """
-    command = "from mlxspec.cli.start import main; main()"
+    command = "from mlxspec.__main__ import main; main()"
     if files:
         limit = f"resource.setrlimit(resource.RLIMIT_NOFILE, ({files}, {files}))"
         # mlx_lm sets it, too, when it is imported.

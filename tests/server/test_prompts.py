@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec.models.tokenizer import load_tokenizer_of
-from mlxspec.server.answer import Delta, OutputParser
+from mlxspec.server.answer import OutputParser, Part
 from mlxspec.server.body import ApiError
 from mlxspec.server.openai import parse_chat, parse_completion
 from mlxspec.server.prompts import ChatPrompt, Prompt, chat_prompt, completion_prompts
@@ -94,7 +94,7 @@ def test_the_prompt_decides_where_the_output_begins() -> None:
     assert thinking.format.initial == "reasoning"
     parser = OutputParser(thinking.format)
     deltas = parser.feed("Hm.\n</think>\n\nHi") + parser.finish()
-    assert deltas == [Delta("reasoning", "Hm."), Delta("text", "Hi")]
+    assert deltas == [Part("reasoning", "Hm."), Part("text", "Hi")]
     quiet = chat(enable_thinking=False)
     assert quiet.format.initial == "normal"
     assert text_of(quiet).endswith("<think>\n\n</think>\n\n")
@@ -137,7 +137,7 @@ def test_a_call_that_must_be_is_begun_for_the_model(choice: Any, begun: str, out
     (call, arguments) = deltas
     assert call.kind == "call"
     assert call.name == "f"
-    assert arguments == Delta("arguments", "{}", 0)
+    assert arguments == Part("arguments", "{}", 0)
 
 
 def test_a_call_that_must_be_ends_the_reasoning() -> None:
@@ -198,7 +198,7 @@ def test_without_a_template_the_conversation_is_plain_text() -> None:
     assert text_of(prompt) == "Be brief.\n\nUser: Hello\nAssistant: Hi.\nUser: Who?\nAssistant:"
     assert prompt.stop == ("\nUser:",)
     parser = OutputParser(prompt.format)
-    assert parser.feed(" Me.") + parser.finish() == [Delta("text", "Me.")]
+    assert parser.feed(" Me.") + parser.finish() == [Part("text", "Me.")]
     prefill = chat(tokenizer, messages=[*messages, {"role": "assistant", "content": "I "}])
     assert text_of(prefill).endswith("\nAssistant: I")
     assert refused(tokenizer=tokenizer, tools=[TOOL]) == "tools"

@@ -11,7 +11,7 @@ import sys
 def at_terminal(typed: bytes, *arguments: str, columns: str = "40") -> tuple[int, str]:
     """The exit status, and all that a terminal shows."""
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-c", "from mlxspec.cli.start import main; main()"]
+    command = [sys.executable, "-c", "from mlxspec.__main__ import main; main()"]
     process = subprocess.Popen(
         [*command, *arguments],
         stdin=theirs,

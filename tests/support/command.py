@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-from mlxspec.cli.start import main
+from mlxspec.__main__ import main
 
 if __name__ == "__main__":
     folder = Path(sys.argv.pop(1))

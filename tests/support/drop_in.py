@@ -12,7 +12,7 @@ import mlx_lm
 from mlx_lm.utils import save_model
 
 from mlxspec import AutoDecoder, Decoder
-from mlxspec.compat.generation import decoder_of
+from mlxspec.compat import decoder_of
 from mlxspec.models.model_files import DEMO_DIRECTORY
 from tests.support.demo import CHAINS, demo, given_costs, stand_in
 

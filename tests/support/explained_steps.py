@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from mlxspec.cli.explain import Explained
+from rich.console import RenderableType
+
+from mlxspec.cli.explain import drawn
 from mlxspec.drafting.drafter import DraftTree, VerifiedStep
 from mlxspec.drafting.sources import RecordedStep
-from mlxspec.generation.response import SpeculationStats
 
 
 class Letters:
@@ -60,18 +61,7 @@ def lookahead_step() -> RecordedStep:
     )
 
 
-def explained(*steps: RecordedStep, pieces: object = None) -> Explained:
-    """Steps after the prompt "Say a"."""
-    made = [step.verified for step in steps]
-    stats = SpeculationStats(
-        steps=len(made),
-        rows=sum(len(step.tree) for step in made),
-        drafted=sum(step.drafted for step in made),
-        accepted=sum(len(step.accepted) for step in made),
-        emitted=sum(len(step.tokens) for step in made),
-    )
+def explained(*steps: RecordedStep, pieces: object = None) -> Iterator[RenderableType]:
+    """Steps after the prompt "Say a", as they are drawn."""
     prompt = [ord(letter) for letter in "Say a"]
-    return Explained(
-        *("some model", "lookahead", prompt, steps, 0, len(steps), stats),
-        pieces=pieces or Letters(),
-    )
+    return drawn(steps, 0, len(steps), prompt, pieces or Letters())

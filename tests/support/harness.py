@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxspec.bench.measure import NEAR_TIE_FLOAT32, first_difference
-from mlxspec.drafting.drafter import Drafter, DraftTree, NoDraft
+from mlxspec.drafting.drafter import Drafter, DraftTree, NoDraft, VerifiedStep
 from mlxspec.engine import step as engine
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.params import CacheOptions
@@ -56,7 +56,7 @@ def decode(
     chooser: Chooser,
     on_progress: Progress | None = None,
     **options: Any,
-) -> Generator[engine.DecodedStep, None, None]:
+) -> Generator[VerifiedStep, None, None]:
     """The steps of a generation."""
     sequence = engine.Sequence(target, prompt, drafter, chooser, **options)
     try:
@@ -90,10 +90,10 @@ def run(
         max_tokens=max_tokens,
         ends=lambda token: token in stop_tokens,
     ):
-        outcome.tokens += step.verified.tokens
-        outcome.accepted += len(step.verified.accepted)
-        accepted = step.verified.accepted
-        outcome.rejecting += len(accepted) < step.verified.drafted
+        outcome.tokens += step.tokens
+        outcome.accepted += len(step.accepted)
+        accepted = step.accepted
+        outcome.rejecting += len(accepted) < step.drafted
         outcome.moved += accepted != tuple(range(1, len(accepted) + 1))
         outcome.steps += 1
         if keeps_logprobs:

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -30,8 +30,12 @@ from tests.support.architectures import ARCHITECTURES
 from tests.support.drafters import PartlyRightDrafter
 from tests.support.harness import run
 
-ARCHITECTURE = "qwen3_5"
-"""One whose state cannot be cut back: accepted tokens of a rejected draft run again."""
+_NEXT = ARCHITECTURES["qwen3_next"]
+HYBRIDS = {
+    "tensor parallel": ARCHITECTURES["qwen3_5"],
+    "pipeline": replace(_NEXT, config={**_NEXT.config, "full_attention_interval": 2}),
+}
+"""Models whose state cannot be cut back: after a rejection it is computed again."""
 ARCHITECTURE_PROMPT = [5, 9, 3, 5, 9]
 
 _load_shard = distributed.load_shard
@@ -78,24 +82,25 @@ def main() -> None:
             responses = list(decoder.decode(PROMPT, settings.drafter(), **settings.options))
             report["outputs"][name] = [response.token for response in responses]
             report[name] = vars(responses[-1].stats)
-        report["hybrid"] = hybrid(rank_0)
+        for name in HYBRIDS:
+            report[name] = hybrid(rank_0, name)
         print(json.dumps(report))
 
 
-def hybrid(rank_0: distributed.Leader) -> dict[str, object]:
+def hybrid(rank_0: distributed.Leader, name: str) -> dict[str, object]:
     """Output of a model that has no directory to be loaded from."""
-    model, _ = rank_0.load(ARCHITECTURE)
+    model, _ = rank_0.load(name)
     capability = chain_capability(model)
-    drafter = PartlyRightDrafter(json.loads(sys.argv[2]), 64, seed=1)
+    drafter = PartlyRightDrafter(json.loads(sys.argv[2])[name], 64, seed=1)
     outcome = run(model, ARCHITECTURE_PROMPT, drafter, max_tokens=12, capability=capability)
     return {"tier": capability.value, "tokens": outcome.tokens, "accepted": outcome.accepted}
 
 
 def load_shard(name: str, ranks: mx.distributed.Group) -> tuple[nn.Module, Any]:
-    """Also loads the models of the architectures."""
-    if name not in ARCHITECTURES:
+    """Also loads the hybrid models."""
+    if name not in HYBRIDS:
         return _load_shard(name, ranks)
-    model = ARCHITECTURES[name].model()
+    model = HYBRIDS[name].model()
     distributed.split(model, ranks, name)
     mx.eval(model.parameters())
     return model, None

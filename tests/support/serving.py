@@ -17,9 +17,9 @@ import mlxspec
 from mlxspec.engine.params import CacheOptions
 from mlxspec.server.app import create_app
 from mlxspec.server.connections import Bounds, HttpServer
-from mlxspec.server.memory import CacheMemory, Need, ServerMemory
+from mlxspec.server.memory import ServerMemory
 from mlxspec.server.prefix_cache import PrefixCache
-from mlxspec.server.served_model import ServedModel
+from mlxspec.server.served_model import CacheMemory, Need, ServedModel
 from mlxspec.server.worker import Worker, WorkerLimits
 from tests.support.chat_tokenizer import CHATML, chat_tokenizer, with_tools
 from tests.support.demo import FLAT, given_costs, stand_in_decoder

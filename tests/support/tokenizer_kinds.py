@@ -29,7 +29,7 @@ _SAMPLE = Path(__file__).with_name("random_models.py").read_text() + "日本語 
 def sentencepiece(path: Path) -> PreTrainedTokenizerFast:
     """The tokenizer that a SentencePiece model is rebuilt as."""
     return PreTrainedTokenizerFast(
-        tokenizer_object=build_tokenizer(path), bos_token="<s>", eos_token="</s>"
+        tokenizer_object=build_tokenizer(path)[0], bos_token="<s>", eos_token="</s>"
     )
 
 

@@ -11,11 +11,11 @@ import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from textwrap import indent
+from textwrap import indent, shorten
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
@@ -28,7 +28,7 @@ from ...jsonl import conversation_of, load_json
 from ...models.model_files import find_directory, local_path
 from ...terminal import TokenPrinter, one_line, visible
 from ..common.api_client import RemoteModel
-from ..common.generation import Generation, room_for
+from ..common.generation import FORMS, Generation, room_for
 from ..common.model_choice import (
     DEMO_CAN,
     known_names,
@@ -55,37 +55,23 @@ if TYPE_CHECKING:
 
 _SEEDS = 1 << 64
 _GLANCE = 60  # characters of a message that are enough to recognise it
+_NOTHING_SAID = "nothing has been said yet: write a message first"
+
+_model = partial(option, group="Model and prompt")
+_output = partial(option, group="Output")
 
 
 @command("chat")
 @model_argument()
-@option("--system-prompt TEXT", "The system prompt.", group="Model and prompt")
+@_model("--system-prompt TEXT", "The system prompt.")
 @template_option("Model and prompt")
-@option(
-    "--load FILE",
-    "Continue a conversation written by /save.",
-    type=FILE,
-    group="Model and prompt",
-)
-@option(
-    "--server URL",
-    "Chat with a model that 'mlxspec serve' serves at this address.",
-    group="Model and prompt",
-)
-@option(
-    "--max-tokens N",
-    "Generate at most N tokens per answer.",
-    default=2048,
-    group="Model and prompt",
-)
-@options_of(Generation, "generation", leave_out=("json_schema", "regex", "grammar"))
+@_model("--load FILE", "Continue a conversation written by /save.", type=FILE)
+@_model("--server URL", "Chat with a model that 'mlxspec serve' serves at this address.")
+@_model("--max-tokens N", "Generate at most N tokens per answer.", default=2048)
+@options_of(Generation, "generation", leave_out=FORMS)
 @color_option("Output")
-@option(
-    "--markdown",
-    "At a terminal: render answers as Markdown, without the colours of drafts.",
-    group="Output",
-)
-@option("--no-history", "Do not keep typed messages for the next chat.", group="Output")
+@_output("--markdown", "At a terminal: render answers as Markdown, without the colours of drafts.")
+@_output("--no-history", "Do not keep typed messages for the next chat.")
 def chat_command(
     generation: Generation,
     system_prompt: str | None,
@@ -130,8 +116,8 @@ def chat_command(
             model = RemoteModel(server, generation, chat_template_config)
         during.callback(model.close)
         conversation = ChatConversation(model, generation.max_tokens, system_prompt)
-        chat = Chat(conversation, generation.sampling, console, color, turns.interactive, server)
-        chat.markdown = markdown
+        shown = console, color, turns.interactive, server, markdown
+        chat = Chat(conversation, generation.sampling, *shown)
         if turns.interactive:
             chat.say(f"Chatting with {chat.model_name}. /help lists commands and keys.")
         if loaded:
@@ -141,76 +127,63 @@ def chat_command(
         chat.run(turns)
 
 
+@dataclass(eq=False)
 class Chat:
-    """Takes messages and commands until the user leaves.
+    """A chat: commands and messages, and what is printed.
 
-    Args:
+    Attributes:
         conversation: the conversation with the model.
         sampling: sampling options, which /retry may override.
         console: standard error.
         color: as for :func:`mlxspec.terminal.wants_color`.
         interactive: show figures, and continue after an error.
         server: the URL of the model's server; None for a local model.
-
-    Attributes:
         markdown: whether answers are rendered as Markdown.
     """
 
-    def __init__(
-        self,
-        conversation: ChatConversation,
-        sampling: SamplingParams,
-        console: Console,
-        color: bool | None,
-        interactive: bool,
-        server: str | None,
-    ) -> None:
-        self.conversation = conversation
-        self.markdown = False
-        self._sampling = sampling
-        self._console = console
-        self._color = color
-        self._interactive = interactive
-        self._server = server
+    conversation: ChatConversation
+    sampling: SamplingParams
+    console: Console
+    color: bool | None
+    interactive: bool
+    server: str | None
+    markdown: bool
+
+    def __post_init__(self) -> None:
         self._retries = 0  # each has a seed of its own
-        self._answers, self._figures = 0, Figures()
+        self._figures = Figures()
         self._greedy: object = None
         """The conversation after an answer at temperature 0, which a retry would not change."""
 
     def run(self, turns: LineInput | TerminalInput) -> None:
-        """Read messages and answer them."""
+        """Answer messages and run commands until the user leaves."""
         leaves = False  # whether the next Ctrl-C leaves
         while True:
             try:
                 message = turns.message()
                 leaves = False
-                if message is None or not self._take(message):
+                if message is None:
                     return
+                if found := command_in(message):
+                    command, argument = found
+                    if command.run is None:
+                        return
+                    command.run(self, argument)
+                elif message.strip():
+                    # The space marks it as a message instead of a command.
+                    text = message[1:] if message.startswith(" /") else message
+                    self._answer(partial(self.conversation.answer, text), self.sampling.temp)
+            except MlxspecError as error:
+                if not self.interactive:
+                    raise
+                note(error)
             except KeyboardInterrupt:
-                if not self._interactive:
+                if not self.interactive:
                     raise
                 if leaves and not turns.forgot:
                     return
                 leaves = True
                 self.say("Press Ctrl-C again or Ctrl-D to leave.")
-
-    def _take(self, message: str) -> bool:
-        """Answer a message or run a command; return False if the command ends the chat."""
-        try:
-            if found := command_in(message):
-                command, argument = found
-                if command.run is None:
-                    return False
-                command.run(self, argument)
-            elif message.strip():
-                # The space marks it as a message instead of a command.
-                text = message[1:] if message.startswith(" /") else message
-                self._answer(partial(self.conversation.answer, text), self._sampling.temp)
-        except MlxspecError as error:
-            if not self._interactive:
-                raise
-            note(error)
-        return True
 
     def _answer(self, start: Callable[[Progress], _Answer], temp: float) -> None:
         """Answer a message, and write the text as it is generated; Ctrl-C ends only the answer.
@@ -223,7 +196,7 @@ class Chat:
         last: GenerationResponse | None = None
         ending = ""
         try:
-            with prefill_bar(self._console) as progress, closing(start(progress)) as responses:
+            with prefill_bar(self.console) as progress, closing(start(progress)) as responses:
                 for last in responses:
                     if last.generation_tokens == 1 and conversation.dropped:
                         note(
@@ -233,7 +206,7 @@ class Chat:
                         )
                     printer.write(last.text, last.from_draft)
         except KeyboardInterrupt:
-            if not self._interactive:
+            if not self.interactive:
                 raise
             ending = "stopped"
         finally:
@@ -247,47 +220,46 @@ class Chat:
             whole = last.generation_tokens == conversation.max_tokens
             ending = "cut by --max-tokens" if whole else "cut: the model's context is full"
         cost = conversation.model.predicted_cost
-        self._answers += 1
         self._figures.add(last, last.generation_tokens, cost)
-        if self._interactive:
+        if self.interactive:
             self.say(answer_line(last, cost, ending))
 
     def _printer(self) -> TokenPrinter | MarkdownPrinter:
         if not (self.markdown and sys.stdout.isatty()):
-            return TokenPrinter(self._color)
+            return TokenPrinter(self.color)
         from .terminal import MarkdownPrinter
 
-        return MarkdownPrinter(output_console(self._color))
+        return MarkdownPrinter(output_console(self.color))
 
     def say(self, text: str) -> None:
         """Print a text that is not an answer."""
-        self._console.print(visible(text), style="dim", soft_wrap=not self._interactive)
+        self.console.print(visible(text), style="dim", soft_wrap=not self.interactive)
 
     @property
     def model_name(self) -> str:
         """The model's name, and its server's URL if it has one."""
-        at = f" at {self._server}" if self._server else ""
+        at = f" at {self.server}" if self.server else ""
         return one_line(f"{self.conversation.model.name}{at}")
 
     def restore(self, model: str, messages: Messages) -> None:
         """Continue a saved conversation with these messages, answered by ``model``."""
         self.conversation.restore(messages)
-        self._answers, self._figures = 0, Figures()
+        self._figures = Figures()
         parts = [f"Loaded {counted(self.conversation.n_turns, 'turn')}."]
         if model not in ("", self.conversation.model.name):
             parts.append(f"Its model was {one_line(model)}; /model switches models.")
-        if self.conversation.unanswered is not None:
+        if self.conversation.unanswered:
             parts.append("The last message has no answer: /retry answers it.")
         self.say(" ".join(parts))
 
     # The commands.
 
     def _help(self, _: str) -> None:
-        self._console.print(help_text())
+        self.console.print(help_text())
 
     def _retry(self, argument: str) -> None:
         """Answer the last message again; above temperature 0 the answer differs."""
-        temp, seed = self._sampling.temp, self._sampling.seed
+        temp, seed = self.sampling.temp, self.sampling.seed
         if argument:
             try:
                 temp = float(argument)
@@ -299,20 +271,18 @@ class Chat:
             raise OptionError(
                 "at temperature 0 the answer would be the same: use '/retry 0.8' to sample another"
             )
-        if self.conversation.unanswered is None:
+        if not self.conversation.unanswered:
             self._retries += 1
-        sampling: dict[str, Any] = {"temp": temp}
-        if seed is not None:
-            sampling["seed"] = (seed + self._retries) % _SEEDS
-        self._answer(partial(self.conversation.retry, **sampling), temp)
+        seed = None if seed is None else (seed + self._retries) % _SEEDS
+        self._answer(partial(self.conversation.retry, temp=temp, seed=seed), temp)
 
     def _undo(self, _: str) -> None:
-        message = one_line(self.conversation.undo())
-        self.say(f"Took back: {message[:_GLANCE]}{'…' * (len(message) > _GLANCE)}")
+        message = shorten(one_line(self.conversation.undo()), _GLANCE, placeholder=" …")
+        self.say(f"Took back: {message}")
 
     def _reset(self, _: str) -> None:
         self.conversation.reset()
-        self._answers, self._figures = 0, Figures()
+        self._figures = Figures()
         self.say("A new conversation begins.")
 
     def _system(self, text: str) -> None:
@@ -325,22 +295,20 @@ class Chat:
         model = self.conversation.model
         if not name:
             self.say(f"Chatting with {self.model_name}.")
-            if self._server:
+            if self.server:
                 self.say(f"The server has {one_line(', '.join(model.others()))}.")
-        elif (name if self._server else resolved(name)) == model.name:
+        elif (name if self.server else resolved(name)) == model.name:
             self.say(f"Already chatting with {one_line(model.name)}.")
         else:
             self.conversation.switch(name)
             self.say(f"Now chatting with {self.model_name}.")
 
     def _save(self, file: str) -> None:
-        messages = self.conversation.saved
-        if not messages:
-            raise PromptError("nothing has been said yet: write a message first")
-        path = local_path(file)
-        write_chat(path, self.conversation.model.name, messages)
-        n_turns = sum(message["role"] != "system" for message in messages)
-        self.say(f"Saved {counted(n_turns, 'message')} in {one_line(path)}.")
+        conversation, path = self.conversation, local_path(file)
+        if not conversation.messages:
+            raise PromptError(_NOTHING_SAID)
+        write_chat(path, conversation.model.name, conversation.saved)
+        self.say(f"Saved {counted(len(conversation.messages), 'message')} in {one_line(path)}.")
 
     def _load(self, file: str) -> None:
         self.restore(*read_chat(local_path(file)))
@@ -354,7 +322,7 @@ class Chat:
         length = self.conversation.model.context_length
         of_all = f"of {length:,}" if length else ""
         context = ("context", f"{self._figures.context:,}", of_all)
-        self._console.print(self._figures.panel(("answers", str(self._answers)), context))
+        self.console.print(self._figures.panel(("answers", str(self._figures.answers)), context))
 
 
 def answer_line(last: GenerationResponse, predicted_cost: float, ending: str) -> str:
@@ -499,8 +467,7 @@ class ChatConversation:
         system_prompt: the system prompt, before all turns.
 
     Attributes:
-        messages: the turns so far, without the system prompt.
-        unanswered: the last message, if it has no answer; it is not in ``messages``.
+        messages: the turns so far, without the system prompt; the last message may have no answer.
         dropped: how many turns were left out for the last answer.
 
     Raises:
@@ -518,7 +485,6 @@ class ChatConversation:
     def reset(self) -> None:
         """Forget all turns."""
         self.messages: Messages = []
-        self.unanswered: str | None = None
         self.dropped = 0
         self.model.forget()
 
@@ -533,9 +499,14 @@ class ChatConversation:
         self._system_prompt = text or None
 
     @property
+    def unanswered(self) -> bool:
+        """Whether the last message has no answer."""
+        return bool(self.messages) and self.messages[-1]["role"] == "user"
+
+    @property
     def n_turns(self) -> int:
         """The number of messages with an answer."""
-        return len(self._turns())
+        return len(self._turns()) - self.unanswered
 
     @property
     def state(self) -> tuple[str, Messages]:
@@ -544,26 +515,19 @@ class ChatConversation:
 
     @property
     def saved(self) -> Messages:
-        """All messages, including the system prompt and an unanswered message."""
-        asked = [] if self.unanswered is None else [_said("user", self.unanswered)]
-        said = [*self.messages, *asked]
-        system = [_said("system", self.system_prompt)] if self.system_prompt and said else []
-        return [*system, *said]
+        """All messages, with the system prompt; none if nothing has been said."""
+        system = [_said("system", self.system_prompt)] if self.system_prompt else []
+        return [*system, *self.messages] if self.messages else []
 
     def restore(self, messages: Messages) -> None:
         """Replace this conversation by one from :func:`read_chat`.
 
-        A message without an answer at its end becomes :attr:`unanswered`.
-
         Raises:
             OptionError: the model's chat template takes no system prompt.
         """
-        turns = list(messages)
-        has_system = bool(turns) and turns[0]["role"] == "system"
-        self.system_prompt = turns.pop(0)["content"] if has_system else None
-        asks = bool(turns) and turns[-1]["role"] == "user"
-        self.unanswered = turns.pop()["content"] if asks else None
-        self.messages, self.dropped = turns, 0
+        has_system = bool(messages) and messages[0]["role"] == "system"
+        self.system_prompt = messages[0]["content"] if has_system else None
+        self.messages, self.dropped = messages[has_system:], 0
 
     def switch(self, name: str) -> None:
         """Switch to another model.
@@ -583,7 +547,7 @@ class ChatConversation:
     def answer(self, message: str, on_progress: Progress | None = None, **sampling: Any) -> _Answer:
         """Answer a message; if the generator is closed early, the partial answer is kept.
 
-        Without any answer, the message becomes :attr:`unanswered`.
+        The message replaces an unanswered one.
 
         Args:
             message: the user's message.
@@ -593,7 +557,8 @@ class ChatConversation:
         Raises:
             PromptError: the message alone is longer than the model's context.
         """
-        self.unanswered = None
+        if self.unanswered:
+            self.messages.pop()
         self.messages.append(_said("user", message))
         said = ""
         try:
@@ -606,9 +571,6 @@ class ChatConversation:
         finally:
             if said:
                 self.messages.append(_said("assistant", said))
-            else:
-                self.messages.pop()
-                self.unanswered = message
 
     def retry(self, on_progress: Progress | None = None, **sampling: Any) -> _Answer:
         """Answer the last message again; arguments as for :meth:`answer`.
@@ -618,32 +580,25 @@ class ChatConversation:
         Raises:
             PromptError: there is no message.
         """
-        before = list(self.messages)
-        had_answer = self.unanswered is None
+        before, had_answer = list(self.messages), not self.unanswered
         message = self.undo()
         try:
             yield from self.answer(message, on_progress, **sampling)
         finally:
-            if had_answer and self.unanswered is not None:
-                self.messages, self.unanswered = before, None
+            if had_answer and self.unanswered:
+                self.messages = before
 
     def undo(self) -> str:
-        """Take back the last message and its answer.
-
-        Returns:
-            the message.
+        """Remove the last message and its answer, and return the message.
 
         Raises:
             PromptError: there is no message.
         """
-        if self.unanswered is not None:
-            message, self.unanswered = self.unanswered, None
-            return message
-        begin = self._turns()[-1:]
-        if not begin:
-            raise PromptError("nothing has been said yet: write a message first")
-        message = str(self.messages[begin[0]]["content"])
-        del self.messages[begin[0] :]
+        if not self.messages:
+            raise PromptError(_NOTHING_SAID)
+        begin = self._turns()[-1]
+        message = str(self.messages[begin]["content"])
+        del self.messages[begin:]
         return message
 
     def _turns(self) -> list[int]:
@@ -682,41 +637,33 @@ def _said(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
+@dataclass(eq=False)
 class LocalModel:
     """A model in this process, used for a chat.
 
     To switch models, the old one is unloaded first, since memory may not hold both. If the new one
     cannot be used, the old one is loaded again for the next answer.
 
-    Args:
+    Attributes:
         generation: which model to use, and how to draft and sample.
         console: shows the progress of loading.
         memories: hold the earlier answers to draft from.
         template_arguments: variables for the model's chat template.
         leader: splits the model over its ranks; None for one process.
-
-    Attributes:
         session: holds the KV cache of the conversation.
 
     Raises:
         MlxspecError: it cannot be loaded, or has no chat template.
     """
 
-    def __init__(
-        self,
-        generation: Generation,
-        console: Console,
-        memories: Memories,
-        template_arguments: Mapping[str, Any] | None = None,
-        leader: Leader | None = None,
-    ) -> None:
-        self._generation = generation
-        self._leader = leader
-        self._adapters = {self.name: generation.adapter_path}  # only for this model
-        self._heads = {self.name: generation.drafting.head}
-        self._template_arguments = dict(template_arguments or {})
-        self._console = console
-        self._memories = memories
+    generation: Generation
+    console: Console
+    memories: Memories
+    template_arguments: Mapping[str, Any] | None = None
+    leader: Leader | None = None
+
+    def __post_init__(self) -> None:
+        self._first = self.generation
         self._decoder: Decoder | None = None
         self.forget()
         self._load()
@@ -724,7 +671,7 @@ class LocalModel:
     @property
     def name(self) -> str:
         """The model's name, as the user gave it."""
-        return model_or_default(self._generation.model)
+        return model_or_default(self.generation.model)
 
     @property
     def context_length(self) -> int | None:
@@ -741,15 +688,11 @@ class LocalModel:
     def tokenize(self, messages: Messages) -> list[int]:
         """The tokens of a conversation in the model's chat template."""
         tokenizer = self._load().tokenizer
-        tokens: list[int] = in_template(messages, tokenizer, **self._template_arguments)
+        tokens: list[int] = in_template(messages, tokenizer, **(self.template_arguments or {}))
         return tokens
 
     def stream(
-        self,
-        tokens: Sequence[int],
-        max_tokens: int,
-        on_progress: Progress | None = None,
-        **sampling: Any,
+        self, tokens: Sequence[int], max_tokens: int, on_progress: object = None, **sampling: Any
     ) -> _Answer:
         """Generate an answer.
 
@@ -759,8 +702,8 @@ class LocalModel:
             on_progress: called with the progress of the prefill.
             sampling: sampling options for this answer only.
         """
-        sampled = replace(self._generation.sampling, **sampling)
-        asked = replace(self._generation, max_tokens=max_tokens, sampling=sampled)
+        sampled = replace(self.generation.sampling, **sampling)
+        asked = replace(self.generation, max_tokens=max_tokens, sampling=sampled)
         how = {"session": self.session, "on_progress": on_progress}
         return asked.stream(self._load(), tokens, templated=True, **how)
 
@@ -774,17 +717,18 @@ class LocalModel:
         Raises:
             MlxspecError: it cannot be loaded, or has no chat template.
         """
-        name, before = resolved(name), self._generation
+        name, before, first = resolved(name), self.generation, self._first
         find_directory(name, None)  # downloads it
         self.close()
-        drafting = replace(before.drafting, head=self._heads.get(name))
-        self._generation = replace(
-            before, model=name, drafting=drafting, adapter_path=self._adapters.get(name)
-        )
+        if name == model_or_default(first.model):
+            self.generation = first
+        else:  # which has neither the first one's head nor its adapters
+            drafting = replace(first.drafting, head=None)
+            self.generation = replace(first, model=name, drafting=drafting, adapter_path=None)
         try:
             self._load()
         except BaseException:
-            self._generation = before
+            self.generation = before
             raise
 
     def forget(self) -> None:
@@ -804,7 +748,7 @@ class LocalModel:
 
     def _load(self) -> Decoder:
         if self._decoder is None:
-            decoder = self._generation.load(self._console, self._memories, self._leader)
+            decoder = self.generation.load(self.console, self.memories, self.leader)
             if not decoder.tokenizer.has_chat_template:
                 raise OptionError(
                     "this model's tokenizer has no chat template: choose a chat model, or use "
@@ -873,12 +817,10 @@ def _is_ours(path: Path) -> bool:
 
 
 def _json_at(path: Path) -> Any:
-    """Read a JSON file; raises OSError, ValueError or RecursionError."""
-    # Opening a pipe would wait for its writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError("it is not a regular file")
+    """Read a JSON file; raises OSError or ValueError."""
+    if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its writer
+        raise ValueError("it is not a regular file")
+    with path.open("rb") as file:
         data = file.read(_MOST_BYTES + 1)
     if len(data) > _MOST_BYTES:
         raise ValueError(f"it has more than {_MOST_BYTES:,} bytes")

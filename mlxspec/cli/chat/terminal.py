@@ -14,6 +14,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
+import click
 from markdown_it import MarkdownIt
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import get_app
@@ -96,14 +97,13 @@ class LineInput:
 
     def _line(self, prompt: str) -> str:
         if self.interactive:
-            sys.stderr.write(prompt)
-            sys.stderr.flush()
+            click.echo(prompt, nl=False, err=True)
         line = ""
         try:
             line = sys.stdin.readline()
         finally:
             if self.interactive and not line:  # end the prompt's line
-                sys.stderr.write("\n")
+                click.echo(err=True)
         if not line:
             raise EOFError
         try:
@@ -182,7 +182,7 @@ class TerminalInput:
             self.forgot = bool(self._session.default_buffer.text)
             raise
         finally:
-            _send(_PASTES_BRACKETED)
+            click.echo(_PASTES_BRACKETED, nl=False)
         self._keep(typed)
         # Python has made lone surrogates of undecodable bytes.
         return without_quotes(typed.encode(errors="replace").decode().rstrip("\n"))
@@ -337,19 +337,14 @@ def _quiet_keys() -> Iterator[None]:
 
     handler = signal.signal(signal.SIGCONT, hush)  # again after each resume by the shell
     hush()
-    _send(_PASTES_BRACKETED)
+    click.echo(_PASTES_BRACKETED, nl=False)
     try:
         yield
     finally:
         signal.signal(signal.SIGCONT, handler)
         with suppress(OSError, termios.error):  # the window is closed
-            _send(_PASTES_BARE)
+            click.echo(_PASTES_BARE, nl=False)
             termios.tcsetattr(terminal, termios.TCSADRAIN, before)
-
-
-def _send(code: str) -> None:
-    sys.stdout.write(code)
-    sys.stdout.flush()
 
 
 _REFRESH = 0.1  # the fewest seconds between two drawings of a growing block

@@ -9,9 +9,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from http.client import HTTPException, HTTPResponse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from urllib.parse import urlsplit
 
 from ...engine.params import CacheOptions, SamplingParams
@@ -20,15 +20,13 @@ from ...models.model_files import given_name
 from .generation import API_KEY, DraftingOptions, Generation, without_first_space
 
 if TYPE_CHECKING:
-    from ...engine.target import Progress
     from ...generation.response import GenerationResponse, SpeculationStats
     from ...models.chat_template import Messages
 
 _SILENCE = 60.0  # seconds; mlxspec serve sends keep-alives sooner
 
 
-@dataclass(frozen=True)
-class ModelCard:
+class ModelCard(NamedTuple):
     """A model of a server.
 
     Attributes:
@@ -54,12 +52,10 @@ class ApiClient:
         from ...server.auth import is_loopback
 
         self.address = address.rstrip("/").removesuffix("/v1")
-        # A proxy cannot reach this machine.
-        here = False
+        self._opener = urllib.request.build_opener()
         with suppress(ValueError):  # the first request reports it
-            here = is_loopback(urlsplit(self.address).hostname or "")
-        proxies = [urllib.request.ProxyHandler({})] if here else []
-        self._opener = urllib.request.build_opener(*proxies)
+            if is_loopback(urlsplit(self.address).hostname or ""):  # no proxy can reach it
+                self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def models(self, first: str | None = None) -> list[ModelCard]:
         """List the server's models.
@@ -74,11 +70,8 @@ class ApiClient:
         try:
             data = self.ask("/v1/models")["data"]
             models = [ModelCard(model["id"], model.get("context_length")) for model in data]
-            for model in models:
-                if not (
-                    isinstance(model.name, str) and isinstance(model.context_length, int | None)
-                ):
-                    raise TypeError(model)
+            if not all(isinstance(x, str) and isinstance(n, int | None) for x, n in models):
+                raise TypeError(models)
             names = [model.name for model in models]
             name = first or names[0]
         except (AttributeError, LookupError, TypeError) as error:
@@ -118,8 +111,7 @@ class ApiClient:
         data = None if body is None else json.dumps(body).encode()
         try:
             request = urllib.request.Request(self.address + path, data, headers)
-            opened: HTTPResponse = self._opener.open(request, timeout=_SILENCE)
-            return opened
+            return cast(HTTPResponse, self._opener.open(request, timeout=_SILENCE))
         except urllib.error.HTTPError as error:
             with error:
                 if error.code == 401:
@@ -128,7 +120,11 @@ class ApiClient:
                         f"--server {self.address} needs a key, and {API_KEY} {state}: "
                         "set it to the server's key"
                     ) from error
-                raise PromptError(f"the server: {_message(error)}") from error
+                try:
+                    message = json.loads(error.read())["error"]["message"]
+                except (OSError, ValueError, LookupError, TypeError, HTTPException):
+                    message = f"{error.code} {error.reason}"
+                raise PromptError(f"the server: {message}") from error
         except (OSError, ValueError, HTTPException) as error:
             reason = getattr(error, "reason", error)
             reason = getattr(reason, "strerror", None) or reason
@@ -138,16 +134,9 @@ class ApiClient:
             ) from error
 
 
-def _message(error: urllib.error.HTTPError) -> str:
-    try:
-        return str(json.loads(error.read())["error"]["message"])
-    except (OSError, ValueError, LookupError, TypeError, HTTPException):
-        return f"{error.code} {error.reason}"
-
-
 # --- answers ---
 
-_NOT_SENT = {"min_tokens_to_keep", "logits_processors", "sampler", "xtc_special_tokens"}
+_NOT_SENT = {"temp", "min_tokens_to_keep", "logits_processors", "sampler", "xtc_special_tokens"}
 
 
 class RemoteModel:
@@ -176,12 +165,11 @@ class RemoteModel:
         generation: Generation,
         template_arguments: Mapping[str, Any] | None = None,
     ) -> None:
-        if generation.adapter_path is not None:
-            raise OptionError("--adapter-path is for 'mlxspec serve': leave it out with --server")
-        if generation.drafting != DraftingOptions() or generation.caches != CacheOptions():
+        of_server = generation.drafting, generation.caches, generation.adapter_path
+        if of_server != (DraftingOptions(), CacheOptions(), None):
             raise OptionError(
-                "options for drafts and caches are for 'mlxspec serve': leave them out with "
-                "--server"
+                "options for drafts, caches and adapters are for 'mlxspec serve': leave them out "
+                "with --server"
             )
         if generation.sampling.min_tokens_to_keep != SamplingParams().min_tokens_to_keep:
             raise OptionError("--min-tokens-to-keep: servers do not take it; leave it out")
@@ -213,11 +201,7 @@ class RemoteModel:
         return [*self._client.ask("/v1/tokenize", body)["tokens"]]
 
     def stream(
-        self,
-        tokens: Sequence[int],
-        max_tokens: int,
-        on_progress: Progress | None = None,
-        **sampling: Any,
+        self, tokens: Sequence[int], max_tokens: int, on_progress: object = None, **sampling: Any
     ) -> Generator[GenerationResponse, None, None]:
         """Generate an answer; a response may have several tokens.
 
@@ -232,12 +216,10 @@ class RemoteModel:
         from ...generation.response import SpeculationStats
 
         ends, params = self._generation.ends, replace(self._generation.sampling, **sampling)
+        sent = {name: value for name, value in vars(params).items() if name not in _NOT_SENT}
         body = {
-            **{
-                "temperature" if name == "temp" else name: value
-                for name, value in vars(params).items()
-                if name not in _NOT_SENT
-            },
+            **sent,
+            "temperature": params.temp,
             "model": self.name,
             "prompt": list(tokens),
             "max_tokens": max_tokens,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,8 +16,7 @@ import click
 
 import mlxspec
 
-from ...engine.constraint import Constraint
-from ...engine.params import CacheOptions, SamplingParams
+from ...engine.params import CacheOptions, Constraint, SamplingParams
 from ...errors import MlxspecError, OptionError
 from .model_choice import MODEL, model_or_default
 from .notes import note
@@ -32,8 +31,8 @@ from .options import (
     NO_HEAD_HELP,
     NO_MEMORY,
     NO_MEMORY_HELP,
-    check_head,
     check_least,
+    check_one,
     nested,
     option_field,
 )
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
     from ...generation.request import Request
     from ...generation.response import GenerationResponse
     from ...models.heads import Head
+    from ...models.model import OnRead
     from ..memory import Memories
 
 API_KEY = "MLXSPEC_API_KEY"
@@ -92,9 +92,7 @@ class DraftingOptions:
         of=PLANNED,
     )
     drafter: str | None = option_field(
-        DRAFTER,
-        "With auto: also draft with your own class, where that pays.",
-        of=("auto",),
+        DRAFTER, "With auto: also draft with your own class, where that pays.", of=("auto",)
     )
     draft_model: str | None = option_field(
         "--draft-model MODEL",
@@ -119,8 +117,7 @@ class DraftingOptions:
     )
     ngram_min: int | None = _lookup("--ngram-min N", "Shortest n-gram.  [default: 1]")
     prompt_lookup_config: str | None = _lookup(
-        "--prompt-lookup-config [N,N,[0]]",
-        "Set --n-draft and --ngram-max in TensorRT-LLM's form.",
+        "--prompt-lookup-config [N,N,[0]]", "Set --n-draft and --ngram-max in TensorRT-LLM's form."
     )
     window_size: str | None = _lookahead(
         "-W --window-size --WINDOW_SIZE W",
@@ -150,11 +147,8 @@ class DraftingOptions:
         check_least(1, num_draft_tokens=self.num_draft_tokens)
         if self.num_draft_tokens is not None and self.draft_model is None:
             raise OptionError("--num-draft-tokens needs a draft model: name it with --draft-model")
-        if self.draft_model is not None and self.drafter is not None:
-            raise OptionError("--drafter and --draft-model are given together: choose one")
-        check_head(self.head, self.no_head)
-        if self.head is not None and self.draft_model is not None:
-            raise OptionError("--head and --draft-model are given together: choose one")
+        check_one(drafter=self.drafter, draft_model=self.draft_model)
+        check_one(head=self.head, no_head=self.no_head, draft_model=self.draft_model)
         _ = self.lookup, self.lookahead  # raises an error for a wrong value
 
     def _for_some_decoders(self) -> dict[str, tuple[str, ...]]:
@@ -277,8 +271,9 @@ def _ids_or_texts(tokens: Sequence[str]) -> tuple[int | str, ...]:
     return tuple(int(token) if token.isdecimal() else token for token in tokens)
 
 
-_FORMS = ("json_schema", "regex", "grammar")
+FORMS = ("json_schema", "regex", "grammar")
 _form = partial(option_field, group="Form of the output")
+_model = partial(option_field, group="Model and prompt")
 
 
 @dataclass(frozen=True)
@@ -297,12 +292,10 @@ class Generation:
 
     model: str | None
     max_tokens: int
-    drafting: DraftingOptions = field(metadata=nested(DraftingOptions, "Drafting"))
-    ends: Ends = field(metadata=nested(Ends, "End of the output", stop_tokens=_ids_or_texts))
-    sampling: SamplingParams = field(
-        metadata=nested(SamplingParams, "Sampling", logit_bias=_biases)
-    )
-    caches: CacheOptions = field(metadata=nested(CacheOptions, "Memory"))
+    drafting: DraftingOptions = nested(DraftingOptions, "Drafting")
+    ends: Ends = nested(Ends, "End of the output", stop_tokens=_ids_or_texts)
+    sampling: SamplingParams = nested(SamplingParams, "Sampling", logit_bias=_biases)
+    caches: CacheOptions = nested(CacheOptions, "Memory")
     json_schema: str | None = _form(
         "--json-schema FILE",
         "Generate JSON that is valid under the JSON Schema in FILE.",
@@ -316,9 +309,7 @@ class Generation:
         "Generate text in the grammar in FILE: Lark in llguidance's variant, or llama.cpp's GBNF.",
         type=NAME,
     )
-    adapter_path: str | None = option_field(
-        ADAPTERS, ADAPTERS_HELP, type=NAME, group="Model and prompt"
-    )
+    adapter_path: str | None = _model(ADAPTERS, ADAPTERS_HELP, type=NAME)
 
     def __post_init__(self) -> None:
         check_least(1, max_tokens=self.max_tokens)
@@ -327,9 +318,7 @@ class Generation:
     @cached_property
     def constraint(self) -> Constraint | None:
         """The form of the output; None for any."""
-        if len(given := [name for name in _FORMS if getattr(self, name) is not None]) > 1:
-            named = " and ".join(f"--{name.replace('_', '-')}" for name in given)
-            raise OptionError(f"{named} are given together: choose one")
+        check_one(**{name: getattr(self, name) for name in FORMS})
         if self.json_schema is not None:
             return _read_form("--json-schema", self.json_schema, Constraint.json_schema)
         if self.grammar is not None:
@@ -344,27 +333,41 @@ class Generation:
             memories: hold the earlier answers to draft from.
             leader: splits the model over its ranks; None for one process.
         """
+        with ProgressBar("Measuring step times", console=console) as bar:
+            decoder = self.load_unmeasured(memories, leader, on_measuring=bar)
+            measure(decoder)
+        return decoder
+
+    def load_unmeasured(
+        self,
+        memories: Memories,
+        leader: Leader | None = None,
+        on_read: OnRead = lambda nbytes: None,
+        on_measuring: Callable[[float], None] | None = None,
+    ) -> Decoder:
+        """As :meth:`load`, but without running the model, which :func:`measure` does.
+
+        Args:
+            memories, leader: as for :meth:`load`.
+            on_read: as for :func:`.models.model.evaluate`.
+            on_measuring: as for :class:`mlxspec.Decoder`.
+        """
         from ...drafting.drafter import load_drafter
         from ...drafting.sources import parse_lookup_config
         from ...engine.draft_model import DraftModelDrafter, check_vocabularies
         from ...models.heads.loading import load_with_head
         from ...models.model import load
 
-        if leader and self.adapter_path is not None:
-            raise OptionError(
-                "--adapter-path: adapters cannot be split over several machines; merge them into "
-                "the model with mlx_lm.fuse, or run without mlx.launch"
-            )
         drafting = self.drafting
-        if leader and drafting.head is not None:
-            raise OptionError(
-                "--head: a head cannot draft for a model that is split over several machines; "
-                "leave it out, or run without mlx.launch"
-            )
-        if config := drafting.prompt_lookup_config:
-            *_, ignored = parse_lookup_config(config)
-            if ignored:
-                note(ignored)
+        for name, given in (("adapter-path", self.adapter_path), ("head", drafting.head)):
+            if leader and given is not None:
+                raise OptionError(
+                    f"--{name} is not for a model that is split over several machines: leave it "
+                    "out, or run without mlx.launch"
+                )
+        config = drafting.prompt_lookup_config
+        if config and (ignored := parse_lookup_config(config)[2]):
+            note(ignored)
         name = model_or_default(self.model)
         extra: Callable[[], Drafter] | None = None
         draft_model = head = None
@@ -373,22 +376,17 @@ class Generation:
         if drafting.draft_model is not None:
             draft_model, _ = load(drafting.draft_model)
             extra = partial(DraftModelDrafter, draft_model, drafting.num_draft_tokens or 2)
-        with ProgressBar("Measuring step times", console=console) as bar:
-            if leader:
-                model, tokenizer = leader.load(name)
-            else:
-                wanted = drafting.wanted_head
-                model, tokenizer, head = load_with_head(name, wanted, self.adapter_path)
-            memory = memories.of(tokenizer, name) if drafting.kind in PLANNED else None
-            drafts_from = drafting.of_model(tokenizer, memory, extra, head)
-            decoder = mlxspec.Decoder(model, tokenizer, drafts_from, on_measuring=bar)
-            decoder.keeps_experience = memories.keeps
-            if draft_model is not None:
-                check_vocabularies(draft_model, decoder.vocab_size, len(decoder.tokenizer))
-            if decoder.plans:
-                _ = decoder.costs
-            if head is not None:
-                _ = decoder.model.trained_head.times  # measured, too
+        if leader:
+            model, tokenizer = leader.load(name)
+        else:
+            wanted = drafting.wanted_head
+            model, tokenizer, head = load_with_head(name, wanted, self.adapter_path, on_read)
+        memory = memories.of(tokenizer, name) if drafting.kind in PLANNED else None
+        drafts_from = drafting.of_model(tokenizer, memory, extra, head)
+        decoder = mlxspec.Decoder(model, tokenizer, drafts_from, on_measuring=on_measuring)
+        decoder.keeps_experience = memories.keeps
+        if draft_model is not None:
+            check_vocabularies(draft_model, decoder.vocab_size, len(decoder.tokenizer))
         return decoder
 
     def request(
@@ -406,7 +404,8 @@ class Generation:
             decoder: made by :meth:`load`.
             tokens: the prompt.
             templated: whether the output is an answer in a chat.
-            begun: the beginning of that answer, at the end of the prompt.
+            begun: the beginning of that answer, at the end of the prompt; the form applies to what
+                follows it.
             more: other arguments of :meth:`mlxspec.Decoder.decode`.
 
         Returns:
@@ -418,12 +417,23 @@ class Generation:
         """
         from ...engine.caches import cached_length
         from ...engine.model_sizes import context_length
+        from ...generation.options import ends_in_reasoning, in_answer, leaves_reasoning_open
+        from ...models.tokenizer import detokenizer_of
 
-        options = {**self.options(decoder, tokens if templated else None, begun), **more}
+        options: Any = {**self.options(decoder), **more}
+        tokenizer, constraint = decoder.tokenizer, self.constraint
+        trims = templated and begun is None and bool(detokenizer_of(tokenizer).prefix_space)
+        if templated and constraint is not None:
+            if begun is None:
+                reasons = ends_in_reasoning([*tokens], tokenizer)
+            else:
+                reasons = leaves_reasoning_open(begun, tokenizer)
+            options["constraint"] = in_answer(
+                constraint, tokenizer, reasons=reasons, trims_space=trims
+            )
         n_prompt = len(tokens) + cached_length(more.get("prompt_cache") or ())
         room = room_for(context_length(decoder.model), n_prompt, self.max_tokens)
-        request = decoder.new_request(tokens, room, cast("GenerationOptions", options))
-        trims = templated and begun is None and puts_space_first(decoder)
+        request = decoder.new_request(tokens, room, options)
         return request, without_first_space(trims)
 
     def stream(
@@ -436,40 +446,13 @@ class Generation:
         with closing(responses(request)) as generated:
             yield from map(as_shown, generated)
 
-    def options(
-        self,
-        decoder: Decoder,
-        conversation: Sequence[int] | None = None,
-        begun: str | None = None,
-    ) -> GenerationOptions:
-        """The options for :meth:`mlxspec.Decoder.decode`: sampling, form, ends and caches.
-
-        Args:
-            decoder: made by :meth:`load`.
-            conversation: the prompt's tokens, if the output is an answer in a chat.
-            begun: the beginning of that answer; the form applies to the rest.
-        """
-        from ...generation.options import ends_in_reasoning, in_answer, leaves_reasoning_open
-
-        tokenizer, constraint = decoder.tokenizer, self.constraint
+    def options(self, decoder: Decoder) -> GenerationOptions:
+        """The options for :meth:`mlxspec.Decoder.decode`: sampling, form, ends and caches."""
         # XTC never removes line breaks and end tokens, as on mlx-lm's command line.
-        kept = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
-        options: dict[str, Any] = {
-            **vars(self.ends),
-            **vars(self.caches),
-            "sampling": replace(self.sampling, xtc_special_tokens=kept),
-            "constraint": constraint,
-        }
-        if constraint is not None and conversation is not None:
-            if begun is None:
-                reasons = ends_in_reasoning([*conversation], tokenizer)
-            else:
-                reasons = leaves_reasoning_open(begun, tokenizer)
-            trims = begun is None and puts_space_first(decoder)
-            options["constraint"] = in_answer(
-                constraint, tokenizer, reasons=reasons, trims_space=trims
-            )
-        return cast("GenerationOptions", options)
+        kept = [*decoder.tokenizer.encode("\n"), *decoder.tokenizer.eos_token_ids]
+        sampling = replace(self.sampling, xtc_special_tokens=kept)
+        options = {"sampling": sampling, "constraint": self.constraint}
+        return cast("GenerationOptions", vars(self.ends) | vars(self.caches) | options)
 
     def note_if_full(self, model: nn.Module, finish_reason: str | None, generated: int) -> None:
         """Print a note if the output ended because the model's context is full."""
@@ -478,6 +461,14 @@ class Generation:
         if finish_reason == "length" and generated < self.max_tokens:
             length = context_length(model)
             note(f"the model's context of {length:,} tokens is full: the output ends there")
+
+
+def measure(decoder: Decoder) -> None:
+    """Measure the cost of a decoder's steps, and of its head's, if that is needed and unknown."""
+    if decoder.plans:
+        _ = decoder.costs
+    if (head := getattr(decoder.model, "trained_head", None)) is not None:
+        _ = head.times
 
 
 def _read_form(option: str, file: str, read: Callable[[str], Constraint]) -> Constraint:
@@ -494,13 +485,6 @@ def _read_form(option: str, file: str, read: Callable[[str], Constraint]) -> Con
         if not message.startswith(source):
             message = f"{source}: {message}"
         raise OptionError(message) from error
-
-
-def puts_space_first(decoder: Decoder) -> bool:
-    """Whether the tokenizer puts a space before every text, even an answer in a chat."""
-    from ...models.detokenizer import detokenizer_of
-
-    return bool(detokenizer_of(decoder.tokenizer).prefix_space)
 
 
 def without_first_space(applies: bool) -> Callable[[GenerationResponse], GenerationResponse]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +37,7 @@ class _Model(Name):
     An alias or "demo" takes precedence over a directory with its name; "./demo" is the directory.
     """
 
-    def convert(
-        self,
-        value: str | os.PathLike[str],
-        param: click.Parameter | None,
-        ctx: click.Context | None,
-    ) -> str | bytes | os.PathLike[str]:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         name = os.fsdecode(super().convert(value, param, ctx))
         if ctx is not None and ctx.resilient_parsing:
             return name
@@ -138,14 +132,14 @@ def note_which_model(asked: str | None, prompt: str = DEMO_CAN) -> None:
     """
     default = None if asked else default_model()
     answers, source = default or (asked or DEMO, "")
-    unnamed = not (asked or default)
+    unnamed, here = not (asked or default), Path(DIRECTORY).resolve()
     if answers == DEMO and (unnamed or is_beyond_demo(prompt)):
         note(
             f"{'no model is named, so ' * unnamed}the demo model answers: a toy that repeats, "
             f"copies, edits and quotes text, such as '{DEMO_CAN}'; for more try "
             f"--model {SMALL_MODEL}"
         )
-    elif default and Path(DIRECTORY).is_dir() and not _is_same(answers, DIRECTORY):
+    elif default and Path(DIRECTORY).is_dir() and local_path(answers).resolve() != here:
         note(f"{answers} answers, set by {source}; to use the model here, add --model {DIRECTORY}")
 
 
@@ -163,10 +157,6 @@ def is_beyond_demo(prompt: str) -> bool:
     """
     lines = prompt.strip().splitlines() or [""]
     return not (_GIVEN.search(prompt.strip()) and any(map(_TASK.search, (lines[0], lines[-1]))))
-
-
-def _is_same(first: str, second: str) -> bool:
-    return os.path.realpath(local_path(first)) == os.path.realpath(local_path(second))
 
 
 # --- as options and arguments ---
@@ -189,39 +179,20 @@ def model_argument(about: str = ABOUT + DEFAULT_OR_DEMO, *, several: bool = Fals
     """
     name, words = ("models", "[MODEL]...") if several else ("model", "[MODEL]")
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def called(*, named: Any, **options: Any) -> Any:
-            placed = options.pop(name)
-            both = (*placed, *named) if several else _one_of(placed, named)
-            return function(**{name: both}, **options)
+    def in_either_way(ctx: click.Context, _: click.Parameter, placed: Any) -> Any:
+        named = ctx.params.pop("named")
+        if several:
+            return *placed, *named
+        if placed and named and placed != named:
+            raise click.UsageError(f"MODEL is {placed}, and --model {named}: give one of them")
+        return placed or named
 
-        same = "Another way to name MODEL" + ("; repeatable." if several else ".")
-        by_name = option(
-            "-m --model MODEL", same, "named", type=MODEL, group=ARGUMENTS, multiple=several
-        )
-        by_place = argument(
-            name,
-            about,
-            required=False,
-            type=MODEL,
-            metavar=words,
-            nargs=-1 if several else 1,
-        )
-        return by_place(by_name(called))
-
-    return decorate
-
-
-def _one_of(placed: str | None, named: str | None) -> str | None:
-    """The model that was given, in either way.
-
-    Raises:
-        click.UsageError: two different models were given.
-    """
-    if placed and named and placed != named:
-        raise click.UsageError(f"MODEL is {placed}, and --model {named}: give one of them")
-    return placed or named
+    same = "Another way to name MODEL" + ("; repeatable." if several else ".")
+    early = {"group": ARGUMENTS, "is_eager": True}  # the argument's callback needs its value
+    by_name = option("-m --model MODEL", same, "named", type=MODEL, multiple=several, **early)
+    how = {"metavar": words, "nargs": -1 if several else 1, "callback": in_either_way}
+    by_place = argument(name, about, required=False, type=MODEL, **how)
+    return lambda function: by_place(by_name(function))
 
 
 def needed_model(model: str | None) -> str:

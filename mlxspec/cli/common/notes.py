@@ -6,20 +6,24 @@ import errno
 import logging
 import os
 import re
+import shlex
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from io import TextIOWrapper
-from typing import NoReturn, TextIO
+from typing import NoReturn, TextIO, cast
 
 import click
+from click.exceptions import NoSuchCommand
 
 from ...errors import MlxspecError, OptionError, shortened
 from ...process import INTERRUPTED
 from ...terminal import one_line
 
 _QUIET = f"{__name__}.quiet"
+_SHORT = 40  # characters; shorter prompts are repeated in messages
 
 
 def silence_notes() -> None:
@@ -104,11 +108,18 @@ def run_command(command: click.Command, name: str) -> None:
 
 
 def _misuse(error: click.UsageError) -> str:
-    """What is wrong with the arguments; for a mistyped option, the nearest one."""
+    """What is wrong with the arguments; for a mistyped option or command, the nearest one."""
     if isinstance(error, click.NoSuchOption):
-        near = f": did you mean {error.possibilities[0]}?" if error.possibilities else ""
-        return f"unknown option {error.option_name}{near}"
-    return error.format_message().rstrip(".")
+        unknown, near = f"option {error.option_name}", error.possibilities
+    elif isinstance(error, NoSuchCommand) and error.ctx:
+        name, group = error.command_name, cast(click.Group, error.ctx.command)
+        if len(name.split()) > 1 and error.ctx.parent is None:  # probably a prompt
+            prompt = shlex.quote(name) if len(name) < _SHORT else '"..."'
+            return f"unknown command {name!r}: to use it as a prompt, run mlxspec generate {prompt}"
+        unknown, near = f"command {name!r}", get_close_matches(name, group.list_commands(error.ctx))
+    else:
+        return error.format_message().rstrip(".")
+    return f"unknown {unknown}" + (f": did you mean {near[0]}?" if near else "")
 
 
 @contextmanager
@@ -116,10 +127,8 @@ def _errors_in_one_line() -> Iterator[None]:
     """Exit with one line if the input is at fault."""
     try:
         yield
-    except OptionError as error:
-        _fail(in_option_names(str(error)))
     except MlxspecError as error:
-        _fail(error)
+        _fail(in_option_names(str(error)) if isinstance(error, OptionError) else error)
     except KeyboardInterrupt:
         _write("\nInterrupted.")
         sys.exit(INTERRUPTED)

@@ -6,11 +6,9 @@ command, which then gets an instance of it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import Field, field, fields
-from difflib import get_close_matches
 from functools import partial, wraps
 from inspect import cleandoc
 from pathlib import Path
@@ -43,50 +41,29 @@ class _Context(click.Context):
 
 _NARROW = 60  # columns
 _SHORT_NAME = 14  # characters; longer ones would leave too little room for the help
+_version = click.version_option(mlxspec.__version__, prog_name="mlxspec")
 
 
-class SectionedCommand(click.Command):
-    """A command with ``--version`` whose help has a section for each group of options.
+class _Described(click.Command):
+    """A command with ``--version``.
 
-    The arguments come first, and ``--version`` and ``--help`` last.
+    Its help shows the docstring's examples, and the text after them, below the options.
     """
 
     context_class = _Context
 
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
-        _version(self)
-
-    def format_arguments(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write nothing: :meth:`format_options` writes the arguments, next to ``--model``."""
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the sections in the order in which their first options were declared."""
-        sections: dict[str | None, list[tuple[str, str]]] = {ARGUMENTS: []}
-        for param in self.get_params(ctx):
-            group = (
-                ARGUMENTS if isinstance(param, click.Argument) else getattr(param, "group", None)
-            )
-            if record := param.get_help_record(ctx):
-                sections.setdefault(group, []).append(record)
-        ungrouped = "Help" if len(sections) > 2 else "Options"
-        widest = 30 if formatter.width >= _NARROW else _SHORT_NAME
-        for heading, records in sections.items():
-            if records:
-                with formatter.section(heading or ungrouped):
-                    formatter.write_dl(records, col_max=widest)
-
-
-class Command(SectionedCommand):
-    """A command whose help ends with examples, and whose errors are printed on one line.
-
-    The help shows the docstring's examples, and the text after them, below the options. See
-    :func:`.common.notes.reported` for errors.
-    """
-
     def __init__(self, name: str, help: str, **more: Any) -> None:
         about, examples, rest = cleandoc(help).partition("\b\nExamples:")
         super().__init__(name, help=about, **{"epilog": examples + rest, **more})
+        _version(self)
+
+
+class Command(_Described):
+    """A command whose help has a section for each group of options.
+
+    The arguments come first, and ``--version`` and ``--help`` last. Errors are printed on one line:
+    see :func:`.common.notes.reported`.
+    """
 
     def make_context(self, *args: Any, **more: Any) -> click.Context:
         """Like click's, with the user's settings as the defaults of options."""
@@ -98,39 +75,29 @@ class Command(SectionedCommand):
         with reported():
             return super().invoke(ctx)
 
+    def format_arguments(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write nothing: :meth:`format_options` writes the arguments, next to ``--model``."""
 
-class Group(click.Group):
-    """A command with subcommands; if one is mistyped, it suggests the nearest."""
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the sections in the order in which their first options were declared."""
+        sections: dict[str | None, list[tuple[str, str]]] = {ARGUMENTS: []}
+        for param in self.get_params(ctx):
+            is_argument = isinstance(param, click.Argument)
+            group = ARGUMENTS if is_argument else getattr(param, "group", None)
+            if record := param.get_help_record(ctx):
+                sections.setdefault(group, []).append(record)
+        ungrouped = "Help" if len(sections) > 2 else "Options"
+        widest = 30 if formatter.width >= _NARROW else _SHORT_NAME
+        for heading, records in sections.items():
+            if records:
+                with formatter.section(heading or ungrouped):
+                    formatter.write_dl(records, col_max=widest)
+
+
+class Group(_Described, click.Group):
+    """A command with subcommands."""
 
     command_class = Command
-    context_class = _Context
-
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
-        _version(self)
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Like click's, but with a message of our own.
-
-        Raises:
-            click.UsageError: the command is unknown.
-        """
-        name = args[0]
-        is_command = name.startswith("-") or self.get_command(ctx, name) is not None
-        if not (is_command or ctx.resilient_parsing):
-            raise click.UsageError(self.complaint(ctx, name), ctx)
-        return super().resolve_command(ctx, args)
-
-    def complaint(self, ctx: click.Context, name: str) -> str:
-        """Message for an unknown command."""
-        near = get_close_matches(name, self.list_commands(ctx), n=1)
-        guess = f": did you mean {near[0]}?" if near else ""
-        return f"unknown command {name!r}{guess}"
-
-
-_version = click.version_option(mlxspec.__version__, prog_name="mlxspec")
 
 
 def argument(name: str, help: str, **more: Any) -> Decorator:
@@ -175,16 +142,9 @@ def _as_utf8(text: str) -> str:
 class Name(click.Path):
     """A name that must not be empty: as a path, "" would be the working directory."""
 
-    def convert(
-        self,
-        value: str | os.PathLike[str],
-        param: click.Parameter | None,
-        ctx: click.Context | None,
-    ) -> str | bytes | os.PathLike[str]:
-        if value == "" and param is not None:
-            long = [name for name in param.opts if name.startswith("--")]
-            label = long[0] if long else param.human_readable_name.strip("[].")
-            raise click.UsageError(f"{label} is empty: give a name, or leave it out", ctx)
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("it is empty; give a name, or leave it out", param, ctx)
         return super().convert(value, param, ctx)
 
 
@@ -194,8 +154,12 @@ NAME = Name(readable=False)
 FILE = Name(readable=False, path_type=Path)
 """A name of a file, as a path."""
 
-SETTINGS = {"help_option_names": ["-h", "--help"], "show_default": True}
-command = partial(click.command, cls=Command, context_settings=SETTINGS)
+_SETTINGS = {
+    "help_option_names": ["-h", "--help"],
+    "show_default": True,
+}  # subcommands inherit them
+command = partial(click.command, cls=Command, context_settings=_SETTINGS)
+group = partial(click.group, cls=Group, context_settings=_SETTINGS)
 
 
 def option(spelling: str, help: str, name: str | None = None, **more: Any) -> Decorator:
@@ -209,39 +173,33 @@ def option(spelling: str, help: str, name: str | None = None, **more: Any) -> De
         name: the function's parameter, if its name differs from the option's.
         more: as for :class:`Option`.
     """
-    declared = _declared(spelling, **more)
-    names = [*declared.pop("names"), *([name] if name else [])]
-    return click.option(*names, cls=Option, help=help, **declared)
+    *names, last = spelling.split()
+    if not last.startswith("-"):
+        more["metavar"] = last
+    else:
+        names.append(last)
+        if "type" not in more and "/" not in spelling:
+            more["is_flag"] = True
+    return click.option(*names, *filter(None, [name]), cls=Option, help=help, **more)
 
 
-def option_field(spelling: str, help: str, **more: Any) -> Any:
+def option_field(spelling: str, help: str, *, default: Any = None, **more: Any) -> Any:
     """A field of a dataclass for :func:`options_of`; arguments as for :func:`option`."""
-    default = more.pop("default", None)
-    return field(default=default, metadata={"help": help, **_declared(spelling, **more)})
+    return field(default=default, metadata={"spelling": spelling, "help": help, **more})
 
 
-def _declared(spelling: str, **more: Any) -> dict[str, Any]:
-    words = spelling.split()
-    names = [word for word in words if word.startswith("-")]
-    if len(names) < len(words):
-        more["metavar"] = words[-1]
-    elif "type" not in more and "/" not in spelling:
-        more["is_flag"] = True
-    return {"names": names, **more}
+_TYPES = {"float": float, "int": int, "str": str, "Path": FILE}
 
 
-_TYPES = {"bool": bool, "float": float, "int": int, "str": str, "Path": FILE}
-
-
-def nested(kind: type, group: str, **read: Callable) -> dict[str, Any]:
-    """The metadata of a field that is itself a dataclass of options, for :func:`options_of`.
+def nested(kind: type, group: str, **read: Callable) -> Any:
+    """A field that is itself a dataclass of options, for :func:`options_of`.
 
     Args:
         kind: the field's class.
         group: the heading of its options.
         read: functions, by field, that make the value from the given texts.
     """
-    return {"options": kind, "group": group, "read": read}
+    return field(metadata={"options": kind, "group": group, "read": read})
 
 
 def options_of(
@@ -294,14 +252,13 @@ def _taken(kind: type, options: dict[str, Any], **read: Callable) -> Any:
 
 
 def _option_of(own: Field, group: str | None) -> Decorator:
-    more: dict[str, Any] = dict(own.metadata)
-    names = more.pop("names", ["--" + own.name.replace("_", "-")])
+    more: dict[str, Any] = {"default": own.default, "group": group, **own.metadata}
+    named = f"--{own.name.replace('_', '-')} {more.pop('metavar', '')}"
     more.pop("of", None)
-    kind = _TYPES.get(str(own.type).partition(" | ")[0])
-    if "type" not in more:
-        more |= {"type": kind} if kind else {"multiple": True}
-    more = {"default": own.default, "group": group, **more}
-    return click.option(*names, own.name, cls=Option, **more)
+    kind = str(own.type).partition(" | ")[0]
+    if "type" not in more and kind != "bool":
+        more |= {"type": _TYPES[kind]} if kind in _TYPES else {"multiple": True}
+    return option(more.pop("spelling", named), more.pop("help"), own.name, **more)
 
 
 def color_option(group: str, help: str = "Colour accepted draft tokens.") -> Decorator:
@@ -354,11 +311,14 @@ def check_least(least: int, **options: int | None) -> None:
             raise OptionError(f"--{name.replace('_', '-')} is {value}: give at least {least}")
 
 
-def check_head(head: str | None, no_head: bool) -> None:
-    """Check that ``--head`` and ``--no-head`` are not given together.
+def check_one(**options: object) -> None:
+    """Check that at most one of these options is given, that is, neither None nor False.
 
     Raises:
-        OptionError: they are.
+        OptionError: several are.
     """
-    if head is not None and no_head:
-        raise OptionError("--head and --no-head are given together: choose one")
+    given = [
+        name.replace("_", "-") for name, value in options.items() if value not in (None, False)
+    ]
+    if len(given) > 1:
+        raise OptionError(f"--{given[0]} and --{given[1]} are given together: choose one")

@@ -31,7 +31,8 @@ from rich.text import Text
 
 from ...errors import OptionError
 from ...files import SHARED, check_writable, replaced
-from ...terminal import visible, wants_color
+from ...terminal import one_line, visible, wants_color
+from .notes import say
 from .options import option_field
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 _UNLIMITED = 10_000  # columns
 _LONG_PROMPT = 1000  # tokens; shorter ones are processed in a blink
 _BAR = 60  # columns of the longest bar
+_PAGE_WIDTH = 160  # columns
 
 
 class _OutputConsole(Console):
@@ -77,6 +79,19 @@ def _look(in_color: bool) -> dict[str, Any]:
 def at_terminal() -> bool:
     """Whether the command can ask the user at a terminal."""
     return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def confirm(asking: str, question: str, refused: str) -> None:
+    """Ask the user at a terminal; if the answer is no, print ``refused`` and exit.
+
+    Raises:
+        OptionError: there is no terminal; ``asking`` names what needs one.
+    """
+    if not at_terminal():
+        raise OptionError(f"{asking} asks for confirmation, which needs a terminal: add --yes")
+    if not click.confirm(question, err=True):
+        say(refused)
+        sys.exit(1)
 
 
 class ProgressBar:
@@ -161,11 +176,18 @@ class FoldingTable(Table):
             yield Text(f"{self._below}\n", style="dim")
 
 
-def print_tables(parts: Iterable[RenderableType]) -> None:
-    """Write tables and lines of text to standard output."""
-    console = output_console()
+def print_tables(parts: Iterable[RenderableType], color: bool | None = None) -> None:
+    """Write tables and lines of text to standard output, as :func:`output_console`."""
+    console = output_console(color)
     for part in parts:
         console.print(part)
+
+
+def print_rows(*rows: tuple[str, object]) -> None:
+    """Write names and what they stand for in two columns; each row is one line."""
+    width = max(9, *(len(name) for name, _ in rows))  # so that several blocks are usually aligned
+    for name, value in rows:
+        click.echo(f"{name:<{width}}  {one_line(value)}")
 
 
 _PAGE = """<!DOCTYPE html>
@@ -186,9 +208,9 @@ pre {{ font: 14px/1.4 ui-monospace, Menlo, "DejaVu Sans Mono", monospace; overfl
 """
 
 
-def html_page(parts: Iterable[RenderableType], title: str, width: int = 120) -> str:
-    """Make an HTML page, ``width`` columns wide, of tables and lines of text; text is escaped."""
-    console = Console(file=io.StringIO(), record=True, width=width, force_terminal=True)
+def html_page(parts: Iterable[RenderableType], title: str) -> str:
+    """Make an HTML page of tables and lines of text; text is escaped."""
+    console = Console(file=io.StringIO(), record=True, width=_PAGE_WIDTH, force_terminal=True)
     for part in parts:
         console.print(part, highlight=False, markup=False, emoji=False)
     return console.export_html(code_format=_PAGE.replace("TITLE", title), inline_styles=True)
@@ -227,10 +249,6 @@ def json_text(report: dict[str, Any], indent: int | None = None) -> str:
     return json.dumps(report, indent=indent).replace("\x7f", "\\u007f")
 
 
-def _same_file(path: Path, other: object) -> bool:
-    return isinstance(other, Path) and path.exists() and other.exists() and path.samefile(other)
-
-
 _MARK = b'<meta name="generator" content="mlxspec">'
 _BEGINNING = 1024  # bytes of a page that include the mark
 
@@ -245,14 +263,11 @@ def check_page(path: Path, *, force: bool) -> None:
     Raises:
         OptionError: ``path`` cannot be written, or holds something else.
     """
-    is_file = path.is_file() and not path.is_symlink()
-    if not is_file and not path.is_dir() and os.path.lexists(path):
-        raise OptionError(f"--html {path}: is a link, a pipe or a device; name a regular file")
     try:
         check_writable(path, OptionError)
     except OptionError as error:
         raise OptionError(f"--html {error}") from error
-    if is_file and not force:
+    if path.exists() and not force:
         with suppress(OSError), path.open("rb") as file:
             beginning = file.read(_BEGINNING)
             if not beginning or _MARK in beginning:
@@ -280,9 +295,7 @@ class ReportOptions:
 
     html: Path | None = option_field("--html FILE", "Also write the report as an HTML page.")  # noqa: RUF009
     force: bool = option_field(
-        "--force",
-        "Replace any file with the page, not only an older report.",
-        default=False,
+        "--force", "Replace any file with the page, not only an older report.", default=False
     )
     as_json: bool = option_field(
         "--json", "Write one JSON object instead of tables.", default=False
@@ -297,14 +310,13 @@ class ReportOptions:
         if not self.html:
             return
         check_page(self.html, force=self.force)
-        given = click.get_current_context().params
-        for name, value in given.items():
-            read = value if isinstance(value, tuple) else (value,)
-            if name != "html" and any(_same_file(self.html, path) for path in read):
-                raise OptionError(
-                    f"--html {self.html} would overwrite a file that this command reads; name "
-                    "another"
-                )
+        given = {**click.get_current_context().params, "html": None}.values()
+        paths = (one for value in given for one in (value if isinstance(value, tuple) else [value]))
+        page = os.path.realpath(self.html)
+        if any(isinstance(one, Path) and os.path.realpath(one) == page for one in paths):
+            raise OptionError(
+                f"--html {self.html} would overwrite a file that this command reads; name another"
+            )
 
     def show_tables(
         self,
@@ -313,8 +325,12 @@ class ReportOptions:
         tables: Callable[[], Iterable[RenderableType]],
         page: Callable[[], Iterable[RenderableType]] | None = None,
         brief: Iterable[str] = (),
+        color: bool | None = None,
     ) -> None:
         """Show a report as JSON or as tables, and write it as a page if requested.
+
+        The page is written first, since a reader who closes the pipe ends the command. The report
+        is shown even if the page cannot be written.
 
         Args:
             title: the page's title.
@@ -322,47 +338,21 @@ class ReportOptions:
             tables: makes the tables.
             page: makes the content of the page; by default the tables.
             brief: lines to show instead of the tables if a page is written.
-        """
-
-        def show() -> None:
-            if self.as_json:
-                write_json(figures)
-            else:
-                print_tables(tables())
-
-        def show_briefly() -> None:
-            print_tables([*brief, shown(f"The tables are in {self.html}.")])
-
-        self.show(
-            show,
-            lambda: html_page((page or tables)(), title, 160),
-            show_briefly if brief and not self.as_json else None,
-        )
-
-    def show(
-        self,
-        show: Callable[[], None],
-        page: Callable[[], str],
-        briefly: Callable[[], None] | None = None,
-    ) -> None:
-        """Show a report, and write it as a page if requested.
-
-        The page is written first, since a reader who closes the pipe ends the command. The report
-        is shown even if the page cannot be written.
-
-        Args:
-            show: shows the report.
-            page: makes the page.
-            briefly: shows a summary if a page is written; by default ``show``.
+            color: as for :func:`mlxspec.terminal.wants_color`.
 
         Raises:
             OptionError: the page cannot be written.
         """
         try:
             if self.html:
-                write_page(self.html, page(), force=self.force)
+                write_page(self.html, html_page((page or tables)(), title), force=self.force)
         finally:
-            (briefly if self.html and briefly else show)()
+            if self.as_json:
+                write_json(figures)
+            elif self.html and brief:
+                print_tables([*brief, shown(f"The tables are in {self.html}.")], color)
+            else:
+                print_tables(tables(), color)
 
 
 def shown(name: str) -> str:
@@ -410,6 +400,7 @@ class Figures:
         plain_cost, cost: the cost of the generated tokens without drafts and with them, in the same
             unit; 0 if unknown. They come from the measured costs of rows, so other work of the
             machine does not count.
+        answers: how many there were.
     """
 
     context: int = 0
@@ -421,6 +412,7 @@ class Figures:
     stats: SpeculationStats | None = None
     plain_cost: float = 0.0
     cost: float = 0.0
+    answers: int = 0
 
     def add(
         self, answer: GenerationResponse | GenerationResult, generated: int, cost: float = 0.0
@@ -432,6 +424,7 @@ class Figures:
             generated: the number of its tokens.
             cost: the cost of its steps, in plain steps; 0 if unknown.
         """
+        self.answers += 1
         self.context = answer.prompt_tokens + generated
         self.prompt_tokens += answer.prompt_tokens
         self.reused_tokens += answer.reused_tokens
@@ -462,19 +455,13 @@ class Figures:
             below: what follows the rows.
         """
         run, stats = self.prompt_tokens - self.reused_tokens, self.stats
+        generated = f"{self.generated_tokens:,}", rate(self.generated_tokens, self.seconds)
         rows = [
             *first,
             ("prompt tokens", f"{self.prompt_tokens:,}", rate(run, self.prefill_seconds)),
+            *([("reused", f"{self.reused_tokens:,}")] if self.reused_tokens else []),
+            ("generated tokens", *generated),
         ]
-        if self.reused_tokens:
-            rows.append(("reused", f"{self.reused_tokens:,}"))
-        rows.append(
-            (
-                "generated tokens",
-                f"{self.generated_tokens:,}",
-                rate(self.generated_tokens, self.seconds),
-            )
-        )
         if stats:
             share = f"{stats.acceptance_rate:.0%}" if stats.drafted else "–"
             accepted = f"{stats.accepted}/{stats.drafted}" if stats.drafted else "no drafts"

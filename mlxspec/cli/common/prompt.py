@@ -8,7 +8,8 @@ import select
 import stat
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from ...models.chat_template import Messages
 
 _MOST_BYTES = 100_000_000  # more than any context holds; some devices never end
+_SOURCES = ("prompt", "prompt_file", "prompt_ids")
 _PATIENCE = 10.0  # seconds of waiting for a pipe's first byte
 
 model_option = named_model("Model and prompt")
@@ -73,6 +75,7 @@ def _template_arguments(value: Any) -> Mapping[str, Any]:
 
 _EXAMPLE = "'{\"enable_thinking\": false}'"
 _TEMPLATE = "Chat template"
+_in_template = partial(option_field, group=_TEMPLATE)
 _ARGUMENTS = "--chat-template-config --chat-template-args JSON"
 _ARGUMENTS_HELP = f"Variables of the chat template, such as {_EXAMPLE}."
 
@@ -106,22 +109,17 @@ class PromptOptions:
     prompt_ids: str | None = option_field(
         "--prompt-ids IDS", "The prompt as token ids: 1,415,2936."
     )
-    chat: bool | None = option_field(
+    chat: bool | None = _in_template(
         "--chat/--raw",
         "Put the prompt into the model's chat template, or use it as it is.  [default: chat if "
         "the model has a template]",
-        group=_TEMPLATE,
     )
-    system_prompt: str | None = option_field(
-        "--system-prompt TEXT", "The system prompt.", group=_TEMPLATE
+    system_prompt: str | None = _in_template("--system-prompt TEXT", "The system prompt.")
+    chat_template_config: Mapping[str, Any] | None = _in_template(
+        _ARGUMENTS, _ARGUMENTS_HELP, type=_template_arguments
     )
-    chat_template_config: Mapping[str, Any] | None = option_field(
-        _ARGUMENTS, _ARGUMENTS_HELP, type=_template_arguments, group=_TEMPLATE
-    )
-    prefill_response: str | None = option_field(
-        "--prefill-response TEXT",
-        "Begin the model's answer with TEXT; the output continues it.",
-        group=_TEMPLATE,
+    prefill_response: str | None = _in_template(
+        "--prefill-response TEXT", "Begin the model's answer with TEXT; the output continues it."
     )
     argument: str | None = None
 
@@ -136,13 +134,9 @@ class PromptOptions:
 
     def for_template(self) -> list[str]:
         """The given options that apply only to a text in a chat template."""
-        options = {
-            "--chat": self.chat or None,
-            "--system-prompt": self.system_prompt,
-            "--chat-template-config": self.chat_template_config,
-            "--prefill-response": self.prefill_response,
-        }
-        return [name for name, value in options.items() if value is not None]
+        names = [own.name for own in fields(self) if own.metadata.get("group") == _TEMPLATE]
+        given = [name for name in names if getattr(self, name) not in (None, False)]
+        return [f"--{name.replace('_', '-')}" for name in given]
 
     @property
     def reads_standard_input(self) -> bool:
@@ -151,13 +145,9 @@ class PromptOptions:
 
     def named(self) -> list[str]:
         """The given sources of a prompt, as the help names them."""
-        sources = {
-            "PROMPT": self.argument,
-            "--prompt": self.prompt,
-            "--prompt-file": self.prompt_file,
-            "--prompt-ids": self.prompt_ids,
-        }
-        return [name for name, value in sources.items() if value is not None]
+        options = {f"--{name.replace('_', '-')}": getattr(self, name) for name in _SOURCES}
+        named = {"PROMPT": self.argument, **options}
+        return [name for name, value in named.items() if value is not None]
 
     def read(self, *, piped: bool = True) -> str | list[int]:
         """Read the prompt: a text, an instruction, both with a blank line between them, or ids.
@@ -190,10 +180,10 @@ class PromptOptions:
         if instruction is not None:
             # Python has made lone surrogates of bytes that are not UTF-8.
             parts.append(_decode(instruction.encode(errors="surrogateescape"), given[0]))
-        if self.prompt_file is not None:
-            source = f"--prompt-file {self.prompt_file}"
-            stdin = self.prompt_file == "-"
-            parts.insert(0, _standard_input() if stdin else read_text(self.prompt_file, source))
+        if self.prompt_file == "-":
+            parts.insert(0, _standard_input())
+        elif self.prompt_file is not None:
+            parts.insert(0, read_text(self.prompt_file, f"--prompt-file {self.prompt_file}"))
         elif piped and (text := _piped_text(waits=instruction is None)):
             parts.insert(0, text)
         if not parts:
@@ -235,33 +225,31 @@ class PromptOptions:
         turn = {"add_generation_prompt": True} if ended else _UNENDED
         return messages, {**(self.chat_template_config or {}), **turn}
 
-    def tokens(
-        self,
-        prompt: str | list[int],
-        tokenizer: TokenizerWrapper,
-        templated: bool,
-        ended: bool = True,
-    ) -> list[int]:
+    def encoded(
+        self, prompt: str | list[int], tokenizer: TokenizerWrapper, ended: bool = True
+    ) -> tuple[list[int], bool]:
         """Turn a prompt into token ids.
 
         Args:
             prompt: a text, or token ids, which are returned unchanged.
             tokenizer: the model's tokenizer.
-            templated: put the text into the chat template, as the user's message.
-            ended: whether the message is complete, and the answer comes next.
+            ended: whether the user's message is complete, and the answer comes next.
+
+        Returns:
+            the ids, and whether the text went into the chat template, as the user's message.
 
         Raises:
             OptionError: the chat template does not apply.
         """
         from ...models.model import encode_prompt
 
+        templated = self.uses_template(prompt, tokenizer)
         if not isinstance(prompt, str):
-            return prompt
+            return prompt, False
         if not templated:
-            return encode_prompt(tokenizer, prompt)
+            return encode_prompt(tokenizer, prompt), False
         messages, how = self.turns([{"role": "user", "content": prompt}], ended)
-        tokens: list[int] = in_template(messages, tokenizer, **how)
-        return tokens
+        return in_template(messages, tokenizer, **how), True
 
 
 _UNENDED = {"add_generation_prompt": False, "continue_final_message": True}
@@ -307,21 +295,13 @@ def _piped_text(waits: bool) -> str | None:
             comes = os.lseek(descriptor, 0, os.SEEK_CUR) == 0
         else:
             comes = stat.S_ISFIFO(kind) and _begins(descriptor, waits)
-        data = _all_of(descriptor) if comes else b""
+        if not comes:
+            return None
+        os.set_blocking(descriptor, True)  # another process may have made it non-blocking
+        data = sys.stdin.buffer.read(_MOST_BYTES + 1)
     except (AttributeError, OSError):  # closed, replaced by an object, or open only for writing
         return None
     return _text(data, "standard input") if data.strip() else None
-
-
-def _all_of(descriptor: int) -> bytes:
-    """Read to the end, even if another process has made the pipe non-blocking."""
-    data = bytearray()
-    while len(data) <= _MOST_BYTES and select.select([descriptor], [], []):
-        part = os.read(descriptor, 1 << 20)
-        if not part:
-            break
-        data += part
-    return bytes(data)
 
 
 def _begins(pipe: int, waits: bool) -> bool:

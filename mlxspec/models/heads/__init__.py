@@ -19,6 +19,31 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+NO_MODEL = (
+    "a trained head, not a model; name the model that it was made for, and the head beside it: "
+    "--model MODEL --head HEAD"
+)
+"""What is wrong with a head's folder as a model."""
+
+
+def named_kind(config: dict[str, Any]) -> str | None:
+    """The kind of head that a ``config.json`` names, known or not; None if it is no head's."""
+    model_type = str(config.get("speculators_model_type") or config.get("model_type"))
+    architectures, blocks = config.get("architectures"), config.get("dflash_config")
+    blocks = blocks if isinstance(blocks, dict) else {}
+    named = " ".join(map(str, architectures)) if isinstance(architectures, list) else ""
+    if blocks or "DFlash" in named or "DSpark" in named:
+        if "DFlash2" in named or "Gemma4DSpark" in named:
+            return named
+        has_markov_head = config.get("markov_rank") or blocks.get("markov_rank")
+        usual = "dspark" if has_markov_head or "DSpark" in named else "dflash"
+        return str(blocks.get("projector_type") or usual)
+    if "eagle3" in named.lower() or "draft_vocab_size" in config:
+        return "eagle3"
+    if model_type in ("eagle3", "dflash", "dspark") or "speculators_model_type" in config:
+        return model_type
+    return model_type if model_type.endswith(("_mtp", "_assistant")) else None
+
 
 class Head(nn.Module):
     """A head; :meth:`bind` attaches it to its target.
@@ -32,8 +57,11 @@ class Head(nn.Module):
             Empty if it reads the states after the final norm.
         most: the most tokens that it drafts at once.
         width: of its features.
+        asked: whether the user has named it; otherwise it comes with its target, and is left out
+            if it cannot draft.
     """
 
+    asked: bool = True
     reads: tuple[int, ...]
     most: int = 8
     width: int

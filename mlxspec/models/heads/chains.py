@@ -16,7 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import gemma4_text, llama, qwen3_5
+from mlx_lm.models import gemma4_text, llama, qwen3_5, qwen3_next
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
@@ -227,6 +227,8 @@ class QwenMTP(ChainHead):
 
     def logits(self, hidden: mx.array) -> mx.array:
         return self._target["output"](hidden)
+
+    quant_predicate = qwen3_next.Model.quant_predicate  # routers of experts keep 8 bits
 
     @staticmethod
     def sanitize(weights: Weights) -> Weights:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ...errors import LoadError, printable
-from ..model import evaluate, find_adapters, load, reason, widen
+from ...errors import LoadError, OptionError, printable
+from ..model import OnRead, evaluate, find_adapters, load, reason, widen
 from ..model_files import (
     BESIDE,
     MOST_LAYERS,
@@ -31,7 +31,7 @@ from ..model_files import (
     read_config,
     read_weight_map,
 )
-from . import Head
+from . import Head, named_kind
 from .blocks import DFlash, DSpark
 from .chains import Eagle3, Gemma4Assistant, QwenMTP
 
@@ -61,6 +61,9 @@ _FAMILIES: dict[type[Head], tuple[str, ...]] = {
     Gemma4Assistant: ("gemma4",),
     QwenMTP: ("qwen3_5", "qwen3_next"),
 }
+
+LEFT_OUT = "the head that comes with the model is left out: %s"
+"""The warning of a head that cannot be used, though nobody has named it."""
 
 CONVERTED = "mlxspec_converted"
 """In ``config.json``: the tensors are the parameters. Norms must not be judged a second time."""
@@ -121,11 +124,6 @@ class HeadFiles:
         return {name: size for name, size in found.items() if type(size) is int}
 
 
-def is_head(config: dict[str, Any]) -> bool:
-    """Whether a ``config.json`` is that of a head, of whatever kind."""
-    return _named_kind(config) is not None
-
-
 def find_head(directory: Path) -> HeadFiles:
     """The head in a folder: one of its own, or that of a model which carries it.
 
@@ -134,7 +132,7 @@ def find_head(directory: Path) -> HeadFiles:
     """
     check_readable(directory)
     config = read_config(directory)
-    if (name := _named_kind(config)) is None:
+    if (name := named_kind(config)) is None:
         if (own := own_head(directory)) is not None:
             return own
         raise LoadError(f"{directory}: {_why_none(config)}")
@@ -198,7 +196,7 @@ def head_directory(path_or_repo: str | Path, revision: str | None = None) -> Pat
         return directory
     names = read_weight_map(directory)
     wanted: Collection[str] = (WEIGHTS,)
-    if names and _named_kind(read_config(directory)) is None:
+    if names and named_kind(read_config(directory)) is None:
         wanted = {file for name, file in names.items() if _OWN.match(name)}
     return find_directory(path_or_repo, revision, weights=(*wanted, *BESIDE))
 
@@ -207,12 +205,14 @@ def load_with_head(
     path_or_repo: str | Path,
     head: str | Path | Head | bool | None = None,
     adapter_path: str | Path | None = None,
+    on_read: OnRead = lambda nbytes: None,
 ) -> tuple[nn.Module, TokenizerWrapper, Head | None]:
     """Load a model, its tokenizer, and the head to use with it, if any.
 
     Args:
         path_or_repo, adapter_path: as for :func:`mlxspec.load`.
         head: as for :func:`head_for`.
+        on_read: as for :func:`.model.evaluate`, for the weights of the model.
 
     Raises:
         LoadError: the model or the head cannot be used. What is no head, or no adapters, is refused
@@ -224,7 +224,8 @@ def load_with_head(
         head = head_directory(head)
         find_head(head)
     directory = find_directory(path_or_repo, None)
-    model, tokenizer = load(directory, adapter_path=adapter_path)
+    model, tokenizer = load(directory, adapter_path=adapter_path, lazy=True)
+    evaluate(model, directory, on_read)
     return model, tokenizer, head_for(model, head, directory)
 
 
@@ -242,20 +243,29 @@ def head_for(
     Raises:
         LoadError: the head that is named cannot be used. One that comes with the model is left out,
             with a warning.
+        OptionError: ``head`` is True, and the model's directory is not known.
     """
     if isinstance(head, Head):
         return head
     config = dict(getattr(getattr(model, "args", None), "__dict__", {}))
     if isinstance(head, str | Path):
         return load_head(head, config)
+    if head is True and directory is None:
+        raise OptionError(
+            "head is True, but the model is given loaded: name the head's directory or repository, "
+            "or give the model by its name"
+        )
     if head is False or directory is None:
         return None
     try:
-        found = own_head(directory)
-        return _load(found, config) if found else None
+        if (found := own_head(directory)) is None:
+            return None
+        own = _load(found, config)
     except LoadError as error:
-        _log.warning("the head that comes with the model is left out: %s", error)
+        _log.warning(LEFT_OUT, error)
         return None
+    own.asked = False
+    return own
 
 
 def load_head(path_or_repo: str | Path, target_config: dict[str, Any]) -> Head:
@@ -362,23 +372,6 @@ def _own_config(config: dict[str, Any]) -> dict[str, Any]:
             if "." not in name or _OWN.match(name)
         }
     return own
-
-
-def _named_kind(config: dict[str, Any]) -> str | None:
-    """The kind of head that a ``config.json`` names, known or not; None if it is no head's."""
-    model_type = str(config.get("speculators_model_type") or config.get("model_type"))
-    architectures, blocks = config.get("architectures"), _part(config, "dflash_config")
-    named = " ".join(map(str, architectures)) if isinstance(architectures, list) else ""
-    if blocks or "DFlash" in named or "DSpark" in named:
-        if "DFlash2" in named or "Gemma4DSpark" in named:
-            return named
-        has_markov_head = config.get("markov_rank") or blocks.get("markov_rank")
-        usual = "dspark" if has_markov_head or "DSpark" in named else "dflash"
-        return str(blocks.get("projector_type") or usual)
-    if "eagle3" in named.lower() or "draft_vocab_size" in config:
-        return "eagle3"
-    is_head = model_type in _KINDS or "speculators_model_type" in config
-    return model_type if is_head or model_type.endswith(("_mtp", "_assistant")) else None
 
 
 def _belongs(kind: type[Head], target_config: dict[str, Any]) -> bool:

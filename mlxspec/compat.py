@@ -1,18 +1,25 @@
-"""Generation as functions of a loaded model, with mlx-lm's arguments and responses."""
+"""Generation as functions of a loaded model, with mlx-lm's arguments and responses.
+
+:func:`augment` lets programs that call mlx-lm's own functions speculate, without changing them.
+"""
 
 from __future__ import annotations
 
 import copy
 import math
+import re
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
+from importlib import import_module
 from inspect import signature
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
@@ -25,18 +32,20 @@ from mlx_lm.generate_utils import BatchStats
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 
-from ..corpus.memory import Memory
-from ..engine.caches import parts
-from ..engine.draft_model import DraftModelDrafter, check_vocabularies
-from ..engine.joint import JointMode
-from ..engine.params import LogitsProcessor, Sampler
-from ..engine.target import Capability, Progress
-from ..errors import OptionError
-from ..generation.decoder import AutoDecoder
-from ..generation.engine import Engine, responses
-from ..generation.options import GenerationOptions, Prompt
-from ..generation.request import RecordTime, Request, hold_at_exit
-from ..generation.response import GenerationResponse, GenerationResult, SpeculationStats
+from .corpus.memory import Memory
+from .engine.caches import parts
+from .engine.draft_model import DraftModelDrafter, check_vocabularies
+from .engine.joint import JointMode
+from .engine.params import LogitsProcessor, Sampler
+from .engine.target import Capability, Progress
+from .errors import OptionError
+from .generation.decoder import AutoDecoder
+from .generation.engine import Engine, responses
+from .generation.options import GenerationOptions, Prompt
+from .generation.request import RecordTime, Request, hold_at_exit
+from .generation.response import GenerationResponse, GenerationResult, SpeculationStats
+from .models.model import load
+from .models.model_files import DEMO
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -102,8 +111,27 @@ def joined(responses: Iterable[GenerationResponse], verbose: bool) -> str:
             print(response.text, end="", flush=True)
     if verbose:
         print(f"\n{'=' * 10}")
-        print(_figures(response) if text else "No text generated for this prompt")
+        if text:
+            stats = response.stats
+            _show_figures(
+                response,
+                f"{stats.tokens_per_step:.2f} tokens per step, {stats.accepted} of {stats.drafted}",
+            )
+        else:
+            print("No text generated for this prompt")
     return text
+
+
+def _show_figures(figures: GenerationResponse | BatchStats, drafted: str, label: str = "") -> None:
+    """Print mlx-lm's lines, and one about speculation."""
+    lines = (
+        f"Prompt: {figures.prompt_tokens} tokens, {figures.prompt_tps:.3f} tokens-per-sec",
+        f"Generation: {figures.generation_tokens} tokens, "
+        f"{figures.generation_tps:.3f} tokens-per-sec",
+        f"Speculation: {drafted} draft tokens accepted",
+        f"Peak memory: {figures.peak_memory:.3f} GB",
+    )
+    print("\n".join(label + line for line in lines))
 
 
 def stream_generate(
@@ -272,19 +300,7 @@ def _prompt_progress(callback: Progress) -> tuple[Progress, RecordTime]:
     return prefilled, stepped
 
 
-def _figures(last: GenerationResponse) -> str:
-    """mlx-lm's three lines, and one about speculation."""
-    stats = last.stats
-    return (
-        f"Prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.3f} tokens-per-sec\n"
-        f"Generation: {last.generation_tokens} tokens, {last.generation_tps:.3f} tokens-per-sec\n"
-        f"Speculation: {stats.tokens_per_step:.2f} tokens per step, "
-        f"{stats.accepted} of {stats.drafted} draft tokens accepted\n"
-        f"Peak memory: {last.peak_memory:.3f} GB"
-    )
-
-
-_LABEL = "[batch_generate]"
+_LABEL = "[batch_generate] "
 _DECODING = ("sampler", "logits_processors", "prefill_step_size", "max_kv_size")
 
 
@@ -449,7 +465,10 @@ def _at_once(
     )
     stats.decode_time = stats.generation_time
     if verbose:
-        _show_figures(stats, results)
+        accepted = sum(result.stats.accepted for result in results)
+        drafted = sum(result.stats.drafted for result in results)
+        print()
+        _show_figures(stats, f"{accepted} of {drafted}", _LABEL)
     # mlx-lm does not return the token that ended an answer.
     ends = decoder.tokenizer.eos_token_ids
     counts = [len(one.tokens) - (one.tokens[-1] in ends) for one in results]
@@ -479,7 +498,7 @@ def _run(engine: Engine, requests: Sequence[Request], verbose: bool) -> None:
                     raise request.error
             done = sum(request.done for request in requests)
             if verbose and done != shown:
-                line = f"{_LABEL} Finished processing {done}/{len(requests)} ..."
+                line = f"{_LABEL}Finished processing {done}/{len(requests)} ..."
                 print(line, end="\r", flush=True)
                 shown = done
 
@@ -496,15 +515,133 @@ def _in_mlx_lms_batches(
     return response
 
 
-def _show_figures(stats: BatchStats, ended: Sequence[GenerationResult]) -> None:
-    """Print mlx-lm's lines, and one about speculation."""
-    drafted = sum(response.stats.drafted for response in ended)
-    accepted = sum(response.stats.accepted for response in ended)
-    print(
-        f"\n{_LABEL} Prompt: {stats.prompt_tokens} tokens, "
-        f"{stats.prompt_tps:.3f} tokens-per-sec\n"
-        f"{_LABEL} Generation: {stats.generation_tokens} tokens, "
-        f"{stats.generation_tps:.3f} tokens-per-sec\n"
-        f"{_LABEL} Speculation: {accepted} of {drafted} draft tokens accepted\n"
-        f"{_LABEL} Peak memory: {stats.peak_memory:.3f} GB"
-    )
+# --- augment ---
+
+_mlx_lm = import_module("mlx_lm.generate")  # mlx_lm.generate is a function
+_its_load = _mlx_lm.load  # the original, even after it is replaced
+_PACKAGE = __name__.partition(".")[0]
+
+_active: list[Augmentation] = []
+_warned: set[str] = set()
+
+
+def augment() -> Augmentation:
+    """Make mlx-lm's ``generate``, ``stream_generate`` and ``batch_generate`` speculate.
+
+    The functions are replaced in all imported modules, under any name, and in mlx-lm itself for
+    modules imported later. Their output stays the same. ``load`` also accepts "demo", the bundled
+    model. If mlxspec does not support a call's arguments or model, mlx-lm's own function serves
+    the call, with a warning, once for each reason.
+
+    Not covered are functions kept outside modules (in a class, in ``partial``), and calls of
+    ``generate_step`` and ``BatchGenerator``. So ``mlx_lm.server`` only speculates for requests that
+    it does not batch: requests with a seed, ``--kv-bits`` or a draft model, and all requests to a
+    model whose caches cannot be batched.
+
+    Returns:
+        a handle to undo it, which is also a context manager. If :func:`augment` was called several
+        times, undoing the last handle restores mlx-lm's functions.
+    """
+    handle = Augmentation()
+    if not _active:
+        _exchange(_STAND_INS)
+    _active.append(handle)
+    return handle
+
+
+class Augmentation:
+    """A handle to undo :func:`augment`."""
+
+    def undo(self) -> None:
+        """Put mlx-lm's functions back, unless another augmentation still needs them replaced."""
+        if self in _active:
+            _active.remove(self)
+            if not _active:
+                _exchange({own: theirs for theirs, own in _STAND_INS.items()})
+
+    def __enter__(self) -> Augmentation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+
+def _exchange(replacements: Mapping[Any, Any]) -> None:
+    """Replace functions in all modules but mlxspec's own."""
+    by_identity = {id(old): new for old, new in replacements.items()}
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] == _PACKAGE:
+            continue
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if id(value) in by_identity:
+                setattr(module, name, by_identity[id(value)])
+
+
+def _known(*functions: Callable[..., Any]) -> set[str]:
+    """The names of mlx-lm's arguments; mlx-lm itself refuses others."""
+    return {name for function in functions for name in signature(function).parameters}
+
+
+_STREAM_ARGUMENTS = _known(
+    _mlx_lm.stream_generate, _mlx_lm.generate_step, _mlx_lm.speculative_generate_step
+)
+_BATCH_ARGUMENTS = _known(_mlx_lm.batch_generate, _mlx_lm.BatchGenerator)
+
+
+@wraps(_mlx_lm.stream_generate)
+def _stream_generate(*args: Any, **options: Any) -> Generator[GenerationResponse, None, None]:
+    responses = None
+    if options.keys() <= _STREAM_ARGUMENTS:
+        with _warned_if_it_fails():
+            responses = stream_generate(*args, **options)
+    yield from responses or plainly(*args, **options)
+
+
+@wraps(_mlx_lm.generate)
+def _generate(
+    model: Any, tokenizer: Any, prompt: Any, verbose: bool = False, **options: Any
+) -> str:
+    return joined(_stream_generate(model, tokenizer, prompt, **options), verbose)
+
+
+@wraps(_mlx_lm.batch_generate)
+def _batch_generate(*args: Any, **options: Any) -> Any:
+    run: Callable[[], Any] = partial(generate_in_batch, *args, **options)
+    if options.keys() <= _BATCH_ARGUMENTS:
+        with _warned_if_it_fails():
+            given = signature(batch_generate).bind(*args, **options)
+            run = prepared(**given.arguments)
+    return run()
+
+
+@wraps(_its_load)
+def _load(path_or_hf_repo: str, *args: Any, **options: Any) -> Any:
+    own = path_or_hf_repo == DEMO and not Path(DEMO).is_dir()
+    return (load if own else _its_load)(path_or_hf_repo, *args, **options)
+
+
+_STAND_INS = {
+    _its_load: _load,
+    _mlx_lm.stream_generate: _stream_generate,
+    _mlx_lm.generate: _generate,
+    _mlx_lm.batch_generate: _batch_generate,
+}
+
+
+@contextmanager
+def _warned_if_it_fails() -> Iterator[None]:
+    """Turn an error into a warning, once for each reason: mlx-lm then serves the call.
+
+    The block must end before the generation begins. A later error goes to the caller, whose own
+    processor may have raised it.
+    """
+    try:
+        if mx.distributed.init().size() > 1:
+            raise OptionError("the model is split over several machines: use mlxspec generate")
+        yield
+    except Exception as error:  # mlx-lm may support the model or argument that causes it
+        reason = " ".join(str(error).split()) or type(error).__name__
+        kind = re.sub(r"\d+", "#", reason)
+        if kind not in _warned:
+            _warned.add(kind)
+            warnings.warn(f"mlx-lm generates without speculation: {reason}", stacklevel=2)

@@ -1,0 +1,288 @@
+"""Bench reports that users send: what is in one, the issue that carries it, and the files of it.
+
+A report is a part of what ``mlxspec bench --json`` says, plus the costs of rows. Its models are
+also all that protects the repository from what strangers send, so every text in a report is one
+of a few, or has only plain characters, and every number has bounds.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from datetime import date
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Self
+from urllib.parse import quote
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ..drafting.chips import REPORT_FORM
+from ..drafting.costs import WIDEST
+from ..drafting.measurement import COST_PER_ROW
+from ..errors import OptionError
+
+_LONGEST_URL = 8000  # bytes; GitHub refuses more than 8191
+_MOST_ENTRIES = 20  # of a list or object
+_PLAIN = "A-Za-z0-9 ()@.,+-"  # characters that mean nothing in Markdown and HTML
+_REPOSITORY = "[A-Za-z0-9][A-Za-z0-9_.-]{0,63}/[A-Za-z0-9][A-Za-z0-9_.-]{0,95}"
+
+_Name = Annotated[str, Field(pattern=f"^[A-Za-z0-9][{_PLAIN}]{{0,59}}$")]
+_Version = Annotated[str, Field(pattern="^[0-9][0-9a-z.]{0,19}$")]
+_SETTING = "MLX_[A-Z_]{1,40}=[0-9]{1,9}"
+_Setting = Annotated[str, Field(pattern=f"^{_SETTING}(,{_SETTING}){{0,9}}$")]
+_Count = Annotated[int, Field(ge=0, le=10**15)]
+_Figure = Annotated[
+    float,
+    Field(ge=0, le=1e9, allow_inf_nan=False),
+    AfterValidator(lambda value: float(f"{value:.3g}")),  # more is noise
+]
+_Rows = Annotated[int, Field(ge=1, le=WIDEST)]
+_FEW = Field(min_length=1, max_length=_MOST_ENTRIES)
+_COLUMN = Field(min_length=1, max_length=WIDEST)
+
+
+class _Part(BaseModel):
+    """A part of a report. Fields that are not named here are dropped: nothing unforeseen is sent
+    or filed."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+
+
+class Machine(_Part):
+    """Chip and libraries. ``cores`` and ``blas`` are known of CPUs."""
+
+    chip: _Name
+    device: Literal["cpu", "gpu"]
+    memory_gb: _Count
+    system: Annotated[str, Field(pattern="^[A-Za-z]{1,20} [0-9.]{0,20} [A-Za-z0-9_]{1,20}$")]
+    python: _Version
+    mlxspec: _Version
+    mlx: _Version
+    mlx_lm: _Version
+    cores: _Count | None = None
+    blas: Literal["OpenBLAS", "own", "other"] | None = None
+    mlx_settings: _Setting | None = None
+
+
+class Model(_Part):
+    """The model; it has a name if others know it by that name, too."""
+
+    name: Annotated[str, Field(pattern=f"^(demo|{_REPOSITORY})$")] | None = None
+    type: Annotated[str, Field(pattern="^[A-Za-z0-9_.-]{1,40}$")]
+    parameters: _Count
+    bits_per_weight: _Figure
+    dtype: Literal["float32", "float16", "bfloat16"]
+    digest: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+    head: _Name | None = None
+
+    @property
+    def label(self) -> str:
+        """Its name, or its kind and size if it has none."""
+        return self.name or f"{self.type}, {self.parameters / 1e9:.2g} B parameters"
+
+
+class Figures(_Part):
+    """What a decoder did; see :func:`mlxspec.bench.measure.figures`."""
+
+    tokens_per_second: _Figure
+    speedup: _Figure | None = None
+    vs_mlx_lm: _Figure | None = None
+    predicted_speed: _Figure | None = None
+    tokens_per_step: _Figure | None = None
+    rows_per_step: _Figure | None = None
+    acceptance_rate: _Figure | None = None
+
+
+_OF_CATEGORY = ("tokens_per_second", "speedup", "rows_per_step")
+_ByDecoder = Annotated[dict[_Name, Figures], _FEW]
+
+
+class Curve(_Part):
+    """T(M)/T(1) behind a context, as ``mlxspec calibrate`` measures it.
+
+    Attributes:
+        context: in tokens.
+        plain_ms: T(1).
+        rows: M, ascending from 1.
+        cost: T(M)/T(1).
+        error: half of each cost's relative 95 % interval.
+        split_attention: whether splitting the attention of wide drafts was faster.
+    """
+
+    context: _Count
+    plain_ms: _Figure
+    rows: Annotated[list[_Rows], _COLUMN]
+    cost: Annotated[list[_Figure], _COLUMN]
+    error: Annotated[list[_Figure], _COLUMN]
+    split_attention: bool | None = None
+
+    @model_validator(mode="after")
+    def _is_a_curve(self) -> Self:
+        low, high = COST_PER_ROW
+        if (
+            len(self.rows) != len(self.cost)
+            or len(self.rows) != len(self.error)
+            or self.rows != sorted({1, *self.rows})
+            or self.cost[0] != 1
+            or any(not low <= c <= high * r for r, c in zip(self.rows, self.cost, strict=True))
+        ):
+            raise ValueError("rows, cost and error make no cost curve")
+        return self
+
+
+class Gain(_Part):
+    ratio: _Figure
+    error: _Figure | None = None
+
+
+class Tuning(_Part):
+    """What a setting of MLX's variables brings; see :func:`mlxspec.bench.tune.tuning_report`."""
+
+    mlx_settings: _Setting
+    decoders: Annotated[dict[_Name, Gain], _FEW]
+    helps: bool
+
+
+class BenchReport(_Part):
+    """A report. Fields that ``mlxspec bench --json`` has too mean the same here."""
+
+    format: Literal["mlxspec bench report"]
+    version: Literal[1]
+    machine: Machine
+    model: Model
+    max_tokens: _Count
+    repeats: _Count
+    temperature: _Figure
+    rough: bool
+    outputs: _Count
+    differ: _Count
+    decoders: _ByDecoder
+    categories: Annotated[dict[_Name, _ByDecoder], _FEW]
+    curves: Annotated[list[Curve], _FEW]
+    tuning: Annotated[list[Tuning], Field(max_length=_MOST_ENTRIES)] = []
+
+    @classmethod
+    def of(cls, report: dict[str, Any], tuning: Iterable[dict[str, Any]] = ()) -> BenchReport:
+        """The part of a bench that is sent.
+
+        Args:
+            report: from :func:`mlxspec.bench.measure.bench_report`, with the ``curves`` of
+                ``mlxspec calibrate``.
+            tuning: the entries of :func:`mlxspec.bench.tune.tuning_report`.
+
+        Raises:
+            OptionError: something in it may not be in a report.
+        """
+        curves = [
+            {
+                **curve,
+                "plain_ms": 1000 * curve["times"][0]["seconds"],
+                **{of: [time[of] for time in curve["times"]] for of in ("rows", "cost", "error")},
+            }
+            for curve in report["curves"]
+        ]
+        categories = {
+            category: {
+                decoder: {figure: figures[figure] for figure in _OF_CATEGORY}
+                for decoder, figures in entry["decoders"].items()
+            }
+            for category, entry in report["categories"].items()
+        }
+        name = report["model"]["name"]  # a folder's may be anybody's words
+        known = name if name == "demo" or re.fullmatch(_REPOSITORY, name) else None
+        content = {
+            **{**report, "format": "mlxspec bench report", "version": 1},
+            **{**report["settings"], **report["exactness"], "rough": bool(report["rough"])},
+            "machine": _public_machine(report["machine"]),
+            "model": {**report["model"], "name": known},
+            "categories": categories,
+            "curves": curves,
+            "tuning": [entry for entry in tuning if entry["mlx_settings"]],
+        }
+        try:
+            return cls.model_validate(content)
+        except ValidationError as error:
+            raise OptionError(f"this cannot be sent as a report: {_first_problem(error)}") from None
+
+    @property
+    def chip(self) -> str:
+        """The chip as :func:`mlxspec.drafting.chips.known_chip` finds it."""
+        name = self.machine.chip.removeprefix("Apple ")
+        return name if self.machine.device == "gpu" else f"{name} CPU"
+
+    def text(self) -> str:
+        """The report as JSON that people can read: what has no other parts is on one line."""
+        text = json.dumps(self.model_dump(exclude_none=True), indent=2)
+        return re.sub(r"[\[{][^\[\]{}]*[\]}]", lambda part: " ".join(part[0].split()), text) + "\n"
+
+
+def read(text: str | bytes) -> BenchReport:
+    """The report in a text of JSON, which may be anybody's.
+
+    Raises:
+        OptionError: it is wrong. The message quotes nothing of the text.
+    """
+    try:
+        return BenchReport.model_validate_json(text)
+    except ValidationError as error:
+        raise OptionError(f"the report is wrong: {_first_problem(error)}") from None
+
+
+def _public_machine(machine: dict[str, Any]) -> dict[str, Any]:
+    """The facts without what users may have named: libraries, builds and settings."""
+    settings = machine.get("mlx_settings", "").split(",")
+    public = {
+        **machine,
+        "chip": re.sub(f"[^{_PLAIN}]+", " ", machine["chip"]).strip()[:60],
+        "memory_gb": round(machine["memory"] / 2**30),
+        "mlx_settings": ",".join(one for one in settings if re.fullmatch(_SETTING, one)) or None,
+    }
+    if "blas" in machine and machine["blas"] != "own":
+        public["blas"] = "OpenBLAS" if "openblas" in machine["blas"].lower() else "other"
+    for name in ("python", "mlxspec", "mlx", "mlx_lm"):
+        public[name] = machine[name].partition("+")[0]
+    return public
+
+
+def _first_problem(error: ValidationError) -> str:
+    """Where a report is wrong, without quoting from it."""
+    wrong = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    names = (str(part) for part in wrong["loc"])
+    place = ".".join(name for name in names if re.fullmatch(r"[a-z_]{1,20}|\d{1,3}", name))
+    return f"{place or 'the report'}: {wrong['msg']}"
+
+
+# --- the issue ---
+
+
+def issue_url(report: BenchReport) -> tuple[str, bool]:
+    """The address of the form for an issue with a report, and whether it is filled in.
+
+    GitHub refuses an address that is too long; then the user pastes the report.
+    """
+    title = f"Report: {report.chip}, {report.machine.memory_gb} GB, {report.model.label}"
+    empty = f"{REPORT_FORM}&title={quote(title)}"
+    compact = report.model_dump_json(exclude_none=True)
+    filled = f"{empty}&report={quote(compact, safe=',:/')}"
+    return (filled, True) if len(filled) <= _LONGEST_URL else (empty, False)
+
+
+# --- the files ---
+
+
+class FiledReport(NamedTuple):
+    """A report in the repository, from ``CHIP/DATE-ISSUE.json``."""
+
+    day: date
+    issue: int
+    report: BenchReport
+
+
+def filed_reports(directory: Path) -> list[FiledReport]:
+    """All reports under a directory, newest first; raises as :func:`read`."""
+    found = []
+    for path in directory.glob("*/*.json"):
+        day, issue = path.stem[:10], path.stem[11:]
+        found.append(FiledReport(date.fromisoformat(day), int(issue), read(path.read_bytes())))
+    return sorted(found, key=lambda one: one[:2], reverse=True)

@@ -1,1 +1,0 @@
-"""mlx-lm's functions under their own names, with drafts."""

@@ -1,0 +1,507 @@
+"""The models that requests may name: loaded ones, and ones that are loaded when a request comes.
+
+Everything here runs in the event loop, except what takes long: one thread loads and unloads, one
+model at a time. What runs a model, even its first steps, is done in the worker's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any, Protocol, TypeVar
+
+import mlx.core as mx
+from starlette.concurrency import run_in_threadpool
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ..errors import MlxspecError
+from ..models.model import OnRead
+from .body import ApiError, shown
+from .served_model import ServedModel
+from .worker import Worker
+
+_log = logging.getLogger("mlxspec.server")
+
+KEEP_ALIVE = 600.0
+"""Seconds after which a model that was loaded for a request is unloaded if none came."""
+
+_NAMED = 5  # models that an error names
+_LOOK = 5.0  # seconds for which the models that were found are not looked for again
+_TELL = 10.0  # seconds between two lines of the log about a model that is being loaded
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(eq=False)
+class Entry:
+    """A model that requests may name.
+
+    Attributes:
+        name: its name in requests and answers; no two models have the same.
+        path: what it is loaded from.
+        others: more names; several models may have the same.
+        nbytes: the bytes of its weights in memory.
+        context_length: in tokens; None if unknown.
+        keep_alive: the seconds without a request after which it is unloaded.
+        stays: whether it stays when another model needs its place.
+        created: when it was found, in seconds since 1970.
+        served: the loaded model; None while it is not loaded.
+        state: "loaded", "loading", "unloading" or "not-loaded".
+        read: the bytes of weights that have been read.
+        used: when it was last used, by the catalog's clock.
+    """
+
+    name: str
+    path: str = ""
+    others: frozenset[str] = frozenset()
+    nbytes: int = 0
+    context_length: int | None = None
+    keep_alive: float = KEEP_ALIVE
+    stays: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+    served: ServedModel | None = field(default=None, repr=False)
+    state: str = "not-loaded"
+    read: int = 0
+    used: float = 0.0
+    users: int = 0
+    """Requests that use the loaded model."""
+    waiting: int = 0
+    """Requests that wait for it."""
+    loading: asyncio.Task[None] | None = field(default=None, repr=False)
+    timer: asyncio.TimerHandle | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, served: ServedModel) -> Entry:
+        """The entry of a model that is loaded at the start, and stays."""
+        return cls(
+            *(served.name, served.path or served.name),
+            nbytes=served.memory.weights,
+            context_length=served.context_length,
+            keep_alive=math.inf,
+            stays=True,
+            created=served.created,
+            served=served,
+            state="loaded",
+        )
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """The log's record while its weights are read."""
+        told = {"outcome": "loading", "model": self.name, "bytes": self.nbytes}
+        return told | ({"read": self.read} if self.read else {})
+
+    def figures(self, now: float) -> dict[str, Any]:
+        """Its state, as JSON."""
+        loading, idle = self.state == "loading", self.served and not self.users
+        return {
+            "name": self.name,
+            "state": self.state,
+            "weight_bytes": self.nbytes,
+            "read_bytes": self.read if loading else None,
+            "waiting": self.waiting,
+            "idle_seconds": now - self.used if idle else None,
+            "keep_alive": self.keep_alive if self.keep_alive < math.inf else None,
+        }
+
+
+class Loader(Protocol):
+    """Finds, loads and closes models for a catalog."""
+
+    def find(self) -> Iterable[Entry]:
+        """The models that can be loaded; called in any thread.
+
+        Raises:
+            MlxspecError: they cannot be found.
+        """
+
+    def load(self, entry: Entry, on_read: OnRead) -> Callable[[], ServedModel]:
+        """Read a model's weights, without running it.
+
+        Returns:
+            a function for the worker's thread, which may run the model.
+
+        Raises:
+            MlxspecError: it cannot be loaded.
+        """
+
+    def close(self, served: ServedModel) -> None:
+        """Save what a model has learned; no request uses it any more."""
+
+
+class Catalog:
+    """The models that requests may name, and their coming and going.
+
+    A request loads its model if need be. If there is no room, models that no request uses are
+    unloaded, the least recently used first. If all are in use, the least recently used one takes no
+    further requests until it has made room, and is then loaded again for those that wait.
+
+    Args:
+        worker: runs the models; those that it has are in the catalog.
+        loader: finds, loads and closes others; None for no others.
+        entries: those of the worker's models, in the same order; by default they all stay.
+        default: the name of the model for requests without one; by default the first entry's.
+        log: called in any thread with a record of each coming and going.
+        clock: returns the time in seconds.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        loader: Loader | None = None,
+        *,
+        entries: Sequence[Entry] = (),
+        default: str | None = None,
+        log: Callable[[dict[str, Any]], object] = lambda record: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        entries = entries or [*map(Entry.of, worker.models.values())]
+        self._worker = worker
+        self._loader = loader
+        self._entries = {entry.name: entry for entry in entries}
+        self._named_at_start = frozenset(self._entries)
+        self._default = default or next(iter(self._entries), None)
+        self._log = log
+        self._clock = clock
+        self._thread = ThreadPoolExecutor(1, "mlxspec models")
+        self._moving = asyncio.Lock()
+        """Held while a model comes or goes."""
+        self._left = asyncio.Event()
+        """Set when a request no longer uses its model."""
+        self._unloading: asyncio.Task[None] | None = None
+        self._next_look = -math.inf
+        self._ending = False
+        for entry in entries:
+            entry.used = clock()
+        if loader:
+            self._add(loader.find())
+
+    @property
+    def entries(self) -> list[Entry]:
+        """All models, those of the start first."""
+        return [*self._entries.values()]
+
+    def figures(self) -> list[dict[str, Any]]:
+        """The state of each model, as JSON."""
+        return [entry.figures(self._clock()) for entry in self.entries]
+
+    # --- names ---
+
+    async def look(self) -> None:
+        """Find models that have come to the disk, and forget those that have left it."""
+        if self._loader and self._clock() >= self._next_look:
+            self._next_look = self._clock() + _LOOK
+            with suppress(MlxspecError):  # the start would have reported it
+                self._add(await run_in_threadpool(self._loader.find))
+
+    def _add(self, found: Iterable[Entry]) -> None:
+        new = {entry.name: entry for entry in found}
+        for name, entry in [*self._entries.items()]:
+            is_idle = entry.state == "not-loaded" and not entry.waiting
+            if is_idle and name not in self._named_at_start | new.keys():
+                del self._entries[name]
+        known = {entry.path for entry in self.entries}
+        for name, entry in new.items():
+            if entry.path not in known:
+                self._entries.setdefault(name, entry)
+
+    async def named(self, name: str | None, elsewhere: str = "\0", strict: bool = True) -> Entry:
+        """The model for requests with this name.
+
+        The default model is meant by requests without a name. Unless ``strict``, it is also meant
+        by unknown names that begin with ``elsewhere``, and an only model by any.
+
+        Raises:
+            ApiError: 404, it does not exist; 400, several have this name.
+        """
+        if name is not None and self._known(name) is None:
+            await self.look()
+        default = self._known(self._default) if self._default else None
+        only = self.entries[0] if len(self._entries) == 1 else None
+        if name is None:
+            found = default or only
+        else:
+            found = self._known(name)
+            if found is None and not strict:
+                found = default if name.startswith(elsewhere) else only
+        if found is None:
+            which = (
+                "no model is named"
+                if name is None
+                else f"the model {shown(name)} is not served here"
+            )
+            raise ApiError(
+                f"{which}: {self._instead(name)}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+        return found
+
+    def _known(self, name: str) -> Entry | None:
+        """The model of a name; None if there is none.
+
+        Raises:
+            ApiError: 400, several have it.
+        """
+        if name in self._entries:
+            return self._entries[name]
+        found = [entry for entry in self.entries if entry.path == name]
+        found = found or [entry for entry in self.entries if name in entry.others]
+        if len(found) > 1:
+            raise ApiError(
+                f"the model {shown(name)} may be {' or '.join(entry.name for entry in found)}: "
+                "name one of them",
+                param="model",
+                code="model_ambiguous",
+            )
+        return found[0] if found else None
+
+    def _instead(self, name: str | None) -> str:
+        """What to use instead of a name."""
+        names = [*self._entries]
+        if not names:
+            return "none are found; download one, and see 'mlxspec models'"
+        if len(names) <= _NAMED:
+            return f"use {', '.join(names)}"
+        near = get_close_matches(name or "", names, _NAMED) or names[:_NAMED]
+        return f"use {', '.join(near)}, or another one that /v1/models lists"
+
+    # --- use ---
+
+    async def use(self, entry: Entry, uses: ExitStack) -> ServedModel:
+        """Load a model if need be; it stays loaded until ``uses`` is closed.
+
+        Raises:
+            ApiError: 413, it does not fit into memory; 500, it cannot be loaded.
+        """
+        entry.waiting += 1
+        try:
+            while entry.served is None or entry.state != "loaded":
+                if entry.loading is None:
+                    entry.loading = asyncio.create_task(self._load(entry))
+                    # Nobody may be left to take the error.
+                    entry.loading.add_done_callback(
+                        lambda task: task.cancelled() or task.exception()
+                    )
+                # If this request ends, the load goes on for others.
+                await asyncio.shield(entry.loading)
+        finally:
+            entry.waiting -= 1
+        entry.users += 1
+        uses.callback(self._leave, entry)
+        return entry.served
+
+    def _leave(self, entry: Entry) -> None:
+        entry.users -= 1
+        entry.used = self._clock()
+        self._left.set()
+        self._watch(entry)
+
+    def watch(self) -> None:
+        """Begin to unload idle models; called in the event loop, at its start."""
+        for entry in self.entries:
+            self._watch(entry)
+
+    def _watch(self, entry: Entry) -> None:
+        """Unload a model after its time, unless it is used until then."""
+        if entry.timer:
+            entry.timer.cancel()
+            entry.timer = None
+        if entry.served and not entry.users and entry.keep_alive < math.inf:
+            loop = asyncio.get_running_loop()
+            entry.timer = loop.call_later(entry.keep_alive, self._expire)
+
+    def _expire(self) -> None:
+        self._unloading = asyncio.create_task(self.unload_idle())
+
+    async def unload_idle(self) -> None:
+        """Unload the models that have been idle for their time."""
+        async with self._moving:
+            for entry in self.entries:
+                idle = self._clock() - entry.used
+                if entry.served and not entry.users + entry.waiting and idle >= entry.keep_alive:
+                    await self._unload(entry, f"idle for {entry.keep_alive:g} s")
+
+    # --- coming and going ---
+
+    async def _load(self, entry: Entry) -> None:
+        """Load a model; raises as :meth:`use` does."""
+        failure: ApiError | None = None
+        try:
+            async with self._moving:
+                await self._make_room(entry)
+                entry.state, entry.read, begun = "loading", 0, self._clock()
+                self._log(entry.reading)
+                entry.served = await self._in_thread(self._read, entry)
+                self._worker.models[entry.name] = entry.served
+                entry.state, entry.used = "loaded", self._clock()
+                seconds = round(self._clock() - begun, 3)
+                self._log({"outcome": "loaded", "model": entry.name, "seconds": seconds})
+                self._watch(entry)
+        except Exception as error:
+            failure = self._failed(entry, error)
+        finally:
+            entry.loading = None
+            if entry.state == "loading":
+                entry.state = "not-loaded"
+        if failure:  # no longer in the handler, so it does not hold what was loaded
+            await self._in_thread(self._give_up, entry)
+            raise failure
+
+    def _failed(self, entry: Entry, error: Exception) -> ApiError:
+        """The clients' error for a model that could not be loaded."""
+        if not isinstance(error, MlxspecError):
+            _log.error("the model %s has failed", entry.name, exc_info=error)
+        line = str(error) or type(error).__name__
+        self._log({"outcome": "not loaded", "model": entry.name, "error": line})
+        if isinstance(error, ApiError):
+            return ApiError(line, status=error.status, param=error.param, code=error.code)
+        return ApiError(
+            f"the model {entry.name} cannot be loaded: {line}",
+            status=500,
+            param="model",
+            code="model_not_loaded",
+        )
+
+    async def _make_room(self, entry: Entry) -> None:
+        """Unload models until one fits.
+
+        Raises:
+            ApiError: 413, it would not fit even then.
+        """
+        memory = self._worker.memory
+        while not await self._in_thread(self._worker.call, self._reserves, entry):
+            others = [one for one in self.entries if one.served and not one.stays]
+            room = memory.room + sum(one.nbytes for one in others)
+            is_used = any(one.users + one.waiting for one in self.entries if one.served)
+            if entry.nbytes > room or not (others or is_used):
+                raise ApiError(
+                    f"the weights of {entry.name} need {entry.nbytes >> 20} MiB, but only "
+                    f"{room >> 20} MiB are left of {memory.limit >> 20} MiB: use a smaller model",
+                    status=413,
+                    param="model",
+                    code="out_of_memory",
+                )
+            if ready := [one for one in others if not one.waiting]:
+                oldest = min(ready, key=lambda one: (one.users > 0, one.used))
+                await self._unload(oldest, f"room for {entry.name}")
+            else:
+                self._left.clear()
+                await self._left.wait()
+
+    async def _unload(self, entry: Entry, reason: str) -> None:
+        """Unload a model once no request uses it."""
+        entry.state = "unloading"
+        while entry.users:
+            self._left.clear()
+            await self._left.wait()
+        self._worker.models.pop(entry.name)
+        try:
+            await self._in_thread(self._close, entry)
+        finally:
+            entry.state = "not-loaded"
+        self._log({"outcome": "unloaded", "model": entry.name, "reason": reason})
+
+    # --- in the worker's thread ---
+
+    def _reserves(self, entry: Entry) -> bool:
+        """Reserve the memory of a model's weights, if they fit."""
+        memory = self._worker.memory
+        if fits := memory.weights_fit(entry.nbytes):
+            memory.reserve(entry.name, entry.nbytes)
+        return fits
+
+    def _open(self, make: Callable[[], ServedModel]) -> ServedModel:
+        served = make()
+        self._worker.memory.add(served)
+        try:
+            self._worker.open(served)
+        except BaseException:
+            self._worker.memory.remove(served)
+            raise
+        return served
+
+    def _shut(self, entry: Entry) -> None:
+        assert entry.served
+        self._worker.leave(entry.name)
+        self._worker.memory.remove(entry.served)
+
+    # --- in the thread ---
+
+    async def _in_thread(self, function: Callable[..., _Result], *args: Any) -> _Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    def _read(self, entry: Entry) -> ServedModel:
+        """Read a model's weights here, and run its first steps in the worker's thread."""
+        assert self._loader
+        next_line = self._clock() + _TELL
+
+        def on_read(nbytes: int) -> None:
+            nonlocal next_line
+            if self._ending:
+                raise ApiError("the server is ending", status=503)
+            entry.read += nbytes
+            if self._clock() >= next_line:
+                next_line = self._clock() + _TELL
+                self._log(entry.reading)
+
+        served = self._worker.call(self._open, self._loader.load(entry, on_read))
+        if gc.get_freeze_count():
+            gc.freeze()  # as at the start of the server
+        return served
+
+    def _give_up(self, entry: Entry) -> None:
+        """Free the memory of a model that could not be loaded."""
+        with suppress(ApiError):  # the server is ending
+            self._worker.call(self._worker.memory.release, entry.name)
+        _free()
+
+    def _close(self, entry: Entry) -> None:
+        """Take a model from the worker, and free its memory."""
+        assert entry.served
+        assert self._loader
+        try:
+            self._worker.call(self._shut, entry)
+            self._loader.close(entry.served)
+        finally:
+            entry.served = None
+            _free()
+
+    def close(self) -> None:
+        """End the thread; a model that is being loaded is given up."""
+        self._ending = True
+        self._thread.shutdown(cancel_futures=True)
+
+
+def _free() -> None:
+    """Free the memory of what is no longer used."""
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()
+    gc.collect()
+    if frozen:
+        gc.freeze()
+    mx.clear_cache()
+
+
+class UseMiddleware:
+    """ASGI middleware: a request's models stay loaded until its response has been sent.
+
+    Args:
+        app: receives the requests, with a stack in their state, for :meth:`Catalog.use`.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with ExitStack() as uses:
+            scope.setdefault("state", {})["uses"] = uses
+            await self._app(scope, receive, send)

@@ -1,0 +1,459 @@
+"""Models that come and go: loaded for a request, unloaded when idle or for another."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from functools import partial
+from typing import Any
+
+import httpx
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+import mlxspec
+from mlxspec.errors import LoadError
+from mlxspec.models.model import OnRead
+from mlxspec.server.answer import KeepAlive
+from mlxspec.server.app import create_app
+from mlxspec.server.body import ApiError
+from mlxspec.server.catalog import Catalog, Entry
+from mlxspec.server.memory import ServerMemory
+from mlxspec.server.prefix_cache import PrefixCache
+from mlxspec.server.served_model import CacheMemory, ServedModel
+from mlxspec.server.worker import Worker
+from tests.support.demo import FLAT, given_costs, stand_in
+from tests.support.llamas import repetitive_llama
+from tests.support.serving import served
+
+HELLO = [{"role": "user", "content": "Hello there"}]
+PATHS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": HELLO, "max_tokens": 6},
+    "/v1/completions": {"prompt": "Hello", "max_tokens": 6},
+    "/v1/responses": {"input": "Hello", "max_output_tokens": 6},
+    "/v1/messages": {"messages": HELLO, "max_tokens": 6},
+}
+
+
+class Shelf:
+    """Models that can be loaded; each load is noted.
+
+    Attributes:
+        entries: what is found.
+        loads: the names of the models, in the order of their loads.
+        closed: the names of those that were closed.
+        models: every model that was loaded, while it exists.
+        broken: names of models that cannot be loaded.
+    """
+
+    def __init__(self, *entries: Entry) -> None:
+        self.entries = [*entries]
+        self.loads: list[str] = []
+        self.closed: list[str] = []
+        self.models: list[weakref.ref[Any]] = []
+        self.broken: set[str] = set()
+
+    def find(self) -> Iterable[Entry]:
+        return [Entry(one.name, one.path, one.others, one.nbytes, 99) for one in self.entries]
+
+    def load(self, entry: Entry, on_read: OnRead) -> Callable[[], ServedModel]:
+        self.loads.append(entry.name)
+        on_read(entry.nbytes)
+        if entry.name in self.broken:
+            raise LoadError(f"{entry.path}: truncated or damaged; fetch it again")
+        model = repetitive_llama()
+        self.models.append(weakref.ref(model))
+        return partial(_served, entry.name, model)
+
+    def close(self, served: ServedModel) -> None:
+        self.closed.append(served.name)
+
+
+def _served(name: str, model: nn.Module) -> ServedModel:
+    decoder = mlxspec.AutoDecoder(model, stand_in().tokenizer, memory_tokens=0)
+    for known in ("capability", "chain_capability", "joint_mode"):
+        setattr(decoder, known, getattr(stand_in(), known))
+    decoder.costs = given_costs(FLAT)
+    return ServedModel(name, decoder, PrefixCache(model, 1 << 28), CacheMemory(model))
+
+
+class Server:
+    """A server whose clock stands still.
+
+    Attributes:
+        http: its client.
+        catalog, worker: its parts.
+        now: the time.
+        log: the records of the log.
+    """
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        starting: Sequence[ServedModel] = (),
+        bound: int | None = None,
+        sign: float = 10.0,
+        on_body: Callable[[bytes], object] = lambda body: None,
+    ) -> None:
+        self.now = 0.0
+        self.log: list[dict[str, Any]] = []
+        self.worker = Worker([*starting], memory=ServerMemory(bound))
+        self.worker.start()
+        self.worker.wait_until_ready()
+        self.catalog = Catalog(self.worker, shelf, log=self.log.append, clock=lambda: self.now)
+        app = create_app(self.worker, catalog=self.catalog, keep_alive=KeepAlive(sign))
+
+        async def watched(scope: Any, receive: Any, send: Any) -> None:
+            async def sent(message: Any) -> None:
+                on_body(message.get("body", b""))
+                await send(message)
+
+            await app(scope, receive, sent)
+
+        transport = httpx.ASGITransport(watched, raise_app_exceptions=False)
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://server", timeout=60)
+
+    async def ask(self, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
+        return await self.http.post(path, json=PATHS[path] | fields)
+
+    async def said(self, **fields: Any) -> str:
+        answer = await self.ask(**fields)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["text"]
+
+    def entry(self, name: str) -> Entry:
+        return next(entry for entry in self.catalog.entries if entry.name == name)
+
+    def states(self) -> dict[str, str]:
+        return {entry.name: entry.state for entry in self.catalog.entries}
+
+
+@asynccontextmanager
+async def serving(shelf: Shelf, *starting: ServedModel, **options: Any) -> AsyncIterator[Server]:
+    server = Server(shelf, starting, **options)
+    try:
+        async with server.http:
+            yield server
+    finally:
+        server.catalog.close()
+        server.worker.stop()
+
+
+def two() -> Shelf:
+    return Shelf(Entry("hub/a", "/models/a"), Entry("hub/b", "/models/b"))
+
+
+def alone(prompt: str = "Hello", max_tokens: int = 6, **options: Any) -> str:
+    """What plain decoding writes with the same model."""
+    model = served().decoder
+    plain = mlxspec.Decoder(model.model, model.tokenizer)
+    return "".join(response.text for response in plain.stream(prompt, max_tokens, **options))
+
+
+def test_first_requests_that_come_at_once_load_their_model_once() -> None:
+    async def run() -> None:
+        async with serving(shelf := two()) as server:
+            asked = [server.ask(path, model="hub/a") for path in PATHS]
+            asked += [server.ask(model="hub/a") for _ in range(3)]
+            answers = await asyncio.gather(*asked)
+            assert [answer.status_code for answer in answers] == [200] * 7
+            assert {answer.json()["model"] for answer in answers} == {"hub/a"}
+            texts = {answer.json()["choices"][0]["text"] for answer in answers[4:]}
+            assert texts == {alone()}
+            assert shelf.loads == ["hub/a"]
+            assert server.states() == {"hub/a": "loaded", "hub/b": "not-loaded"}
+
+    asyncio.run(run())
+
+
+def test_an_idle_model_leaves_and_comes_back_with_the_same_answers() -> None:
+    sampled = {"model": "hub/a", "temperature": 0.9, "seed": 4}
+
+    async def run() -> None:
+        async with serving(shelf := two()) as server:
+            before = await server.said(**sampled)
+            assert before == alone(temp=0.9, seed=4)
+            server.now = 599.0
+            await server.catalog.unload_idle()
+            assert server.states()["hub/a"] == "loaded"
+            await server.said(model="hub/a")
+            server.now = 1198.0  # it was used at 599
+            await server.catalog.unload_idle()
+            assert server.states()["hub/a"] == "loaded"
+            server.now = 1199.0
+            await server.catalog.unload_idle()
+            assert server.states()["hub/a"] == "not-loaded"
+            assert (shelf.closed, [*server.worker.models]) == (["hub/a"], [])
+            assert await server.said(**sampled) == before
+            assert shelf.loads == ["hub/a"] * 2
+            told = [(record["outcome"], record["model"]) for record in server.log]
+            coming = [("loading", "hub/a"), ("loaded", "hub/a")]
+            assert told == [*coming, ("unloaded", "hub/a"), *coming]
+            assert server.log[2]["reason"] == "idle for 600 s"
+
+    asyncio.run(run())
+
+
+def test_a_model_stays_while_a_request_uses_it() -> None:
+    async def run() -> None:
+        async with serving(two()) as server:
+            entry = server.entry("hub/a")
+            with ExitStack() as uses:
+                await server.catalog.use(entry, uses)
+                await server.said(model="hub/a")  # another request ends meanwhile
+                server.now = 10_000.0
+                await server.catalog.unload_idle()
+                assert entry.state == "loaded"
+            await server.catalog.unload_idle()  # its time begins when the last request ends
+            assert entry.state == "loaded"
+            server.now = 10_600.0
+            await server.catalog.unload_idle()
+            assert entry.state == "not-loaded"
+
+    asyncio.run(run())
+
+
+def test_models_of_the_start_stay() -> None:
+    async def run() -> None:
+        async with serving(two(), served("first")) as server:
+            server.now = 1e9
+            await server.catalog.unload_idle()
+            assert server.states()["first"] == "loaded"
+            assert (await server.ask()).json()["model"] == "first"
+            for model, meant in (("claude-opus-5", "first"), ("hub/b", "hub/b")):
+                answer = await server.ask("/v1/messages", model=model)
+                assert answer.json()["model"] == meant
+
+    asyncio.run(run())
+
+
+def bound_for_one() -> tuple[int, int]:
+    """A bound, and bytes of weights that fit into it unless another model is loaded."""
+    memory = served().memory
+    bound = 8 * (memory.weights + sum(memory.needs(100)))
+    return bound, bound * 85 // 100
+
+
+def test_a_model_that_needs_the_room_takes_it_from_the_one_used_longest_ago() -> None:
+    bound, nbytes = bound_for_one()
+
+    async def run() -> None:
+        shelf = Shelf(Entry("a", nbytes=nbytes), Entry("b", nbytes=nbytes))
+        async with serving(shelf, bound=bound) as server:
+            first = await server.said(model="a")
+            assert await server.said(model="b") == first
+            assert server.states() == {"a": "not-loaded", "b": "loaded"}
+            assert server.log[2] | {"reason": "room for b"} == server.log[2]
+            with ExitStack() as uses:
+                await server.catalog.use(server.entry("b"), uses)
+                waiting = asyncio.create_task(server.said(model="a"))
+                late = None
+                while server.entry("b").state != "unloading":
+                    await asyncio.sleep(0)
+                late = asyncio.create_task(server.said(model="b"))  # after the one that waits
+                for _ in range(20):
+                    await asyncio.sleep(0)
+                assert server.entry("b").served
+                assert not waiting.done()
+            assert await waiting == first
+            assert await late == first
+            assert shelf.loads == ["a", "b", "a", "b"]
+            assert server.worker.memory.reserved == 0
+
+    asyncio.run(run())
+
+
+def test_a_model_that_never_fits_is_refused_with_the_sizes() -> None:
+    bound, nbytes = bound_for_one()
+
+    async def run() -> None:
+        shelf = Shelf(Entry("a", nbytes=nbytes // 4), Entry("huge", nbytes=2 * bound))
+        async with serving(shelf, bound=bound) as server:
+            await server.said(model="a")
+            refused = await server.ask(model="huge")
+            error = refused.json()["error"]
+            assert (refused.status_code, error["code"]) == (413, "out_of_memory")
+            assert f"need {2 * bound >> 20} MiB" in error["message"]
+            assert f"of {server.worker.memory.limit >> 20} MiB" in error["message"]
+            assert server.states() == {"a": "loaded", "huge": "not-loaded"}
+            assert shelf.loads == ["a"]
+
+    asyncio.run(run())
+
+
+def test_a_load_that_fails_is_an_error_of_its_requests_alone() -> None:
+    async def run() -> None:
+        shelf = two()
+        shelf.broken = {"hub/b"}
+        async with serving(shelf) as server:
+            good, *bad = await asyncio.gather(
+                server.ask(model="hub/a"),
+                *[server.ask(path, model="hub/b") for path in PATHS],
+            )
+            assert good.status_code == 200
+            for refused in bad:
+                message = refused.json()["error"]["message"]
+                assert (refused.status_code, message.count("\n")) == (500, 0)
+                assert message == (
+                    "the model hub/b cannot be loaded: /models/b: truncated or damaged; fetch it "
+                    "again"
+                )
+            told = [record["outcome"] for record in server.log if record["model"] == "hub/b"]
+            assert told == ["loading", "not loaded"]
+            assert server.worker.memory.reserved == 0
+            shelf.broken = set()
+            assert await server.said(model="hub/b") == good.json()["choices"][0]["text"]
+
+    asyncio.run(run())
+
+
+def test_a_model_that_fails_in_its_first_steps_hurts_no_other(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        async with serving(shelf := two()) as server:
+            first = await server.said(model="hub/a")
+            with monkeypatch.context() as patch:
+                broken = lambda entry, on_read: lambda: 1 / 0  # noqa: E731
+                patch.setattr(shelf, "load", broken)
+                assert (await server.ask(model="hub/b")).status_code == 500
+            assert await server.said(model="hub/a") == first
+            assert server.worker.alive
+            assert await server.said(model="hub/b") == first
+
+    asyncio.run(run())
+
+
+def test_a_stream_is_kept_alive_while_its_model_is_loaded() -> None:
+    release = threading.Event()
+
+    class Slow(Shelf):
+        def load(self, entry: Entry, on_read: OnRead) -> Callable[[], ServedModel]:
+            assert release.wait(60)
+            return super().load(entry, on_read)
+
+    def on_body(body: bytes) -> None:
+        if body.startswith(b":"):
+            release.set()
+
+    async def streamed(server: Server, path: str, model: str) -> list[str]:
+        answer = await server.ask(path, model=model, stream=True)
+        assert answer.status_code == 200
+        return [line for line in answer.text.splitlines() if line]
+
+    async def run() -> None:
+        shelf = Slow(Entry("a"), Entry("b", "/models/b"))
+        shelf.broken = {"b"}
+        async with serving(shelf, sign=0.01, on_body=on_body) as server:
+            first, *rest = await streamed(server, "/v1/completions", "a")
+            assert first == ": the model is being loaded"
+            chunks = [json.loads(line[6:]) for line in rest if line.startswith("data: {")]
+            text = "".join(one["choices"][0]["text"] for one in chunks if one["choices"])
+            assert text == alone()
+            assert rest[-1] == "data: [DONE]"
+            for path in PATHS:
+                release.clear()
+                last = (await streamed(server, path, "b"))[-1]
+                assert "cannot be loaded" in json.loads(last[6:])["error"]["message"]
+
+    asyncio.run(run())
+
+
+def test_names_are_those_of_folders_and_aliases_in_all_apis() -> None:
+    shelf = Shelf(
+        Entry("hub/a", "/models/a", frozenset({"a", "fast"})),
+        Entry("hub/same", "/models/hub/same", frozenset({"same"})),
+        Entry("lm/same", "/models/lm/same", frozenset({"same"})),
+    )
+
+    async def run() -> None:
+        async with serving(shelf) as server:
+            for path in PATHS:
+                for name in ("hub/a", "a", "fast", "/models/a"):
+                    answer = await server.ask(path, model=name)
+                    assert answer.json()["model"] == "hub/a", answer.text
+                several = await server.ask(path, model="same")
+                assert several.status_code == 400
+                assert "may be hub/same or lm/same" in several.json()["error"]["message"]
+                missing = await server.ask(path, model="hub/aa")
+                assert missing.status_code == 404
+                assert "hub/a" in missing.json()["error"]["message"]
+                assert (await server.ask(path)).status_code == 404
+            assert shelf.loads == ["hub/a"]
+
+    asyncio.run(run())
+
+
+def test_an_only_model_answers_any_name_unless_names_are_strict() -> None:
+    async def run() -> None:
+        async with serving(Shelf(Entry("only", "/models/only"))) as server:
+            for name in ("gpt-5", None):
+                assert (await server.ask(model=name)).json()["model"] == "only"
+            with pytest.raises(ApiError, match="use only"):
+                await server.catalog.named("gpt-5")
+
+    asyncio.run(run())
+
+
+def test_models_that_are_available_are_listed_with_their_state() -> None:
+    async def run() -> None:
+        async with serving(shelf := two(), served("first")) as server:
+            await server.said(model="hub/b")
+            listed = (await server.http.get("/v1/models")).json()["data"]
+            states = {model["id"]: model["state"] for model in listed}
+            assert states == {"first": "loaded", "hub/a": "not-loaded", "hub/b": "loaded"}
+            assert [model["context_length"] for model in listed[1:]] == [99, 99]
+            one = (await server.http.get("/v1/models/hub/a")).json()
+            assert one == listed[1]
+            status = (await server.http.get("/status")).json()
+            assert [model["name"] for model in status["models"]] == ["first", "hub/b"]
+            assert {model["name"]: model["state"] for model in status["available"]} == states
+            assert 'cache_bytes{model="hub/b"}' in (await server.http.get("/metrics")).text
+            # What has come to the disk, or left it, is noticed after a while.
+            shelf.entries[0] = Entry("hub/new", "/models/new")
+            server.now += 60
+            listed = (await server.http.get("/v1/models")).json()["data"]
+            assert [model["id"] for model in listed] == ["first", "hub/b", "hub/new"]
+
+    asyncio.run(run())
+
+
+def test_stored_responses_outlive_their_model() -> None:
+    async def run() -> None:
+        async with serving(shelf := two()) as server:
+            first = (await server.ask("/v1/responses", model="hub/a")).json()
+            server.now = 600.0
+            await server.catalog.unload_idle()
+            assert server.states()["hub/a"] == "not-loaded"
+            kept = (await server.http.get(f"/v1/responses/{first['id']}")).json()
+            assert kept["output"] == first["output"]
+            again = {"model": "hub/a", "input": "More", "previous_response_id": first["id"]}
+            answer = await server.ask("/v1/responses", **again)
+            assert answer.status_code == 200, answer.text
+            assert shelf.loads == ["hub/a"] * 2
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("times", [2, pytest.param(10, marks=pytest.mark.slow)])
+def test_an_unloaded_model_leaves_no_memory(times: int) -> None:
+    async def run() -> None:
+        async with serving(shelf := two()) as server:
+            held = []
+            for _ in range(times):
+                await server.said(model="hub/a")
+                server.now += 600
+                await server.catalog.unload_idle()
+                held.append(mx.get_active_memory())
+            assert [model() for model in shelf.models] == [None] * times
+            assert max(held) - min(held) < 4096
+            assert held[-1] <= held[0] + 1024
+
+    gc.collect()
+    asyncio.run(run())
