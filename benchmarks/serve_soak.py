@@ -14,7 +14,7 @@ the server is always healthy, and that it is idle at the end. Each minute it pri
 memory by kind. In runs of 10 minutes or more, none may grow from the third quarter of the time to
 the last, and the resident memory not from the second.
 
-With --memory, such as 160M, the server has this bound, and its model is a random one whose caches
+With --memory, such as 300M, the server has this bound, and its model is a random one whose caches
 are large, so that requests wait for memory. MLX may never take more.
 
 Exits with 1 if a check failed. Runs with the BLAS of MLX's wheel, where a joint forward gives each

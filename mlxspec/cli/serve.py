@@ -154,14 +154,14 @@ class ServeOptions:
     )
     memory: int | None = option_field(
         "--memory SIZE",
-        "The most memory of weights and caches, such as 12G; requests wait for it.  [default: what "
-        "the machine has]",
+        "The most memory of all models with their caches, such as 12G; requests wait for it.  "
+        "[default: what the machine has]",
         type=_size,
         group="Memory",
     )
     cache_bytes: int | None = option_field(
         "--cache-bytes SIZE",
-        "Memory for caches of earlier prompts, such as 8G.  [default: half of what is left]",
+        "Of it, what caches of earlier prompts take, such as 8G.  [default: half, beside weights]",
         type=_size,
         group="Memory",
     )
@@ -507,6 +507,7 @@ class _Loader:
         from ..server.served_model import CacheMemory, ServedModel
 
         model, caches = decoder.model, self._base.caches
+        draft_model = getattr(decoder.drafting, "draft_model", None)
         prefixes = PrefixCache(
             *(model, self._memory.most_cached, caches),
             warn=note,
@@ -515,7 +516,7 @@ class _Loader:
         if self.prefixes:
             prefixes.load(_place(self.prefixes, path))
         return ServedModel(
-            *(name, decoder, prefixes, CacheMemory(model, caches)),
+            *(name, decoder, prefixes, CacheMemory(model, caches, draft_model)),
             cast("GenerationOptions", vars(caches)),
             self._template,
             owner=self._owner,

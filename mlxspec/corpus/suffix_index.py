@@ -16,7 +16,7 @@ SEPARATOR = -1
 MAX_LENGTH = 64
 """Matches are measured up to this many tokens."""
 
-MOST_BYTES = 52
+MOST_BYTES = 84
 """The most bytes that an index takes for each of many tokens."""
 
 # Where these come from: notes/planner.md, "Constants".
@@ -49,8 +49,8 @@ class SuffixIndex:
 
     Every position is filed under the 8-, 4-, 2- and 1-gram before it in hash chains as in
     Deflate (RFC 1951, section 4). For each n-gram size, a table holds the newest position of each
-    bucket, and each position has a link to the next older one. This takes 28 to MOST_BYTES a
-    token for any text, and the time to file a token does not depend on the text's length.
+    bucket, and each position has a link to the next older one. This takes 36 to MOST_BYTES
+    bytes a token for any text, and the time to file a token does not depend on the text's length.
 
     Args:
         tokens: the initial text.

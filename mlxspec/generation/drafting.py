@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 from ..corpus.memory import Memory
@@ -162,6 +162,15 @@ class Auto(Drafting):
 
         trained = attach_head(self.head, model) if self.head else None
         return trained.model if trained else model
+
+    @property
+    def draft_model(self) -> nn.Module | None:
+        """The draft model that ``extra`` makes drafters of, if it does."""
+        from ..engine.draft_model import DraftModelDrafter
+
+        if isinstance(self.extra, partial) and self.extra.func is DraftModelDrafter:
+            return cast("nn.Module", self.extra.args[0])
+        return None
 
     def apart(self, memory_tokens: int) -> Self:
         return replace(self, memory=Memory(memory_tokens)) if self.memory else self

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,9 +16,6 @@ from ..engine.target import together
 from .body import ApiError
 from .requests import ApiRequest
 from .served_model import Need, ServedModel
-
-if TYPE_CHECKING:
-    pass
 
 _RESERVE = 0.1  # share of what is left beside weights, for slots and freed buffers
 _FAR = 1 << 20  # tokens; further than any window
@@ -65,14 +61,22 @@ class ServerMemory:
     @property
     def parts(self) -> dict[str, int]:
         """What is taken or reserved, in bytes, by what takes it."""
+        models = self._models.copy().values()
+        return {
+            **self._lasting,
+            "forward": self._forward(),
+            "requests": self.reserved,
+            "prefixes": sum(one.cache.nbytes for one in models),
+        }
+
+    @property
+    def _lasting(self) -> dict[str, int]:
+        """The parts that no request changes."""
         models = [*self._models.copy().values()]
         memories = {id(memory): memory for one in models for memory in one.memories}
         return {
             "weights": sum(one.memory.weights for one in models),
             "answers": sum(memory.nbytes for memory in memories.values()),
-            "forward": self._forward(),
-            "requests": self.reserved,
-            "prefixes": sum(one.cache.nbytes for one in models),
         }
 
     @property
@@ -82,8 +86,7 @@ class ServerMemory:
 
     def _room(self, beside: int = 0) -> int:
         """The room, with so many more bytes of weights."""
-        parts = self.parts
-        left = self.limit - parts["weights"] - parts["answers"] - beside
+        left = self.limit - sum(self._lasting.values()) - beside
         return max(0, int(left * (1 - _RESERVE)))
 
     @property
@@ -123,9 +126,8 @@ class ServerMemory:
 
     def bound_for(self, need: Need) -> int:
         """The least bound with room for so much, beside the models."""
-        parts = self.parts
         room = (need.caches + need.forward) / (1 - _RESERVE)
-        return parts["weights"] + parts["answers"] + math.ceil(room)
+        return sum(self._lasting.values()) + math.ceil(room)
 
     def max_tokens_for(
         self, served: ServedModel, n_prompt: int, body: ApiRequest, default: int

@@ -35,7 +35,7 @@ _STEP = 256  # positions by which caches grow
 _SLACK = 16 + _STEP  # positions that a window holds beyond its size
 _ROWS = 64  # rows of a step of all sequences; more rarely pay
 _SCORES = 4  # arrays over the vocabulary for each row: logits, log-probabilities, filters
-_INDEX = 2 * MOST_BYTES  # bytes per token of an index, which may hold as many of abandoned turns
+_INDEX = 2 * MOST_BYTES  # bytes per token; an index may also hold abandoned turns
 
 
 class Need(NamedTuple):
@@ -58,12 +58,19 @@ class CacheMemory:
     Args:
         model: an mlx-lm model, with its weights in memory.
         options: the cache options.
+        draft_model: the draft model of its requests, if any.
 
     Attributes:
         options: the cache options.
     """
 
-    def __init__(self, model: nn.Module, options: CacheOptions | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        options: CacheOptions | None = None,
+        draft_model: nn.Module | None = None,
+    ) -> None:
+        self._draft = CacheMemory(draft_model) if draft_model else None
         self.options = options or CacheOptions()
         self._model = model
         self._plain = cache_kinds(model, self.options)
@@ -78,6 +85,9 @@ class CacheMemory:
         caches = self.bytes_for(tokens) + _INDEX * tokens
         chunk = min(tokens, self.options.prefill_step_size)
         forward = max(self.forward_bytes(tokens, chunk), self.step_bytes(tokens))
+        if self._draft:
+            drafts = self._draft.needs(tokens)
+            caches, forward = caches + drafts.caches, max(forward, drafts.forward)
         return Need(caches, forward, self.forward_bytes(tokens, min(tokens, SHORT)))
 
     def bytes_for(self, tokens: int) -> int:
@@ -96,10 +106,11 @@ class CacheMemory:
 
     @cached_property
     def weights(self) -> int:
-        """The bytes of the model's weights, a trained head's included."""
+        """The bytes of all weights, a trained head's and a draft model's included."""
         modules = [self._model, *([self._trained.head] if self._trained else ())]
         arrays = [array for module in modules for _, array in tree_flatten(module.parameters())]
-        return sum(array.nbytes for array in {id(array): array for array in arrays}.values())
+        own = sum(array.nbytes for array in {id(array): array for array in arrays}.values())
+        return own + (self._draft.weights if self._draft else 0)
 
     def forward_bytes(self, tokens: int, rows: int) -> int:
         """The memory of a forward over so many rows of a prompt, besides the caches.

@@ -582,11 +582,15 @@ class Worker:
 
     def admits(self, request: ServedRequest) -> bool:
         """Whether a request may start: it fits, and none that came earlier waits for memory."""
-        first = self._first
-        if first and first.state is State.WAITING and first.number < request.number:
+        if self._first and self._first.state is not State.WAITING:
+            self._first = None
+        if self._first and self._first.number < request.number:
             return False
         fits = self.memory.fits(request.need)
-        self._first = None if fits else request
+        if not fits:
+            self._first = request
+        elif self._first is request:
+            self._first = None
         return fits
 
     def _tell(self, request: ServedRequest, method: Callable[..., object], *args: Any) -> None:

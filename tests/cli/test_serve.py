@@ -153,6 +153,7 @@ def test_what_cannot_be_served_is_told_in_a_line(endless: Path, tmp_path: Path) 
     missing = tmp_path / "nothing"
     assert str(missing) in refused("--model", endless, "--api-key-file", missing).stderr
     assert "is not a size" in refused("--cache-bytes", "5Q").stderr
+    assert "is not a size" in refused("--memory", "much").stderr
     assert "--grace is -1" in refused("--grace", -1).stderr
     assert "--grace is inf" in refused("--grace", "inf").stderr
     assert "--stall is 0" in refused("--stall", 0).stderr

@@ -1,6 +1,7 @@
 """The suffix index against a search of the whole text, and what follows at the occurrences."""
 
 import random
+import tracemalloc
 from collections.abc import Sequence
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from mlxspec.corpus.suffix_index import (
     MAX_LENGTH,
+    MOST_BYTES,
     SEPARATOR,
     Continuation,
     Occurrence,
@@ -134,3 +136,15 @@ def test_one_occurrence_goes_on_as_it_does_among_others(at: int) -> None:
             found.token for found in together if one in found.occurrences
         ]
         assert all(found == Continuation(found.token, 5, at, [one]) for found in alone)
+
+
+def test_an_index_says_what_its_arrays_take() -> None:
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        index = SuffixIndex(range(50_000))
+        taken = tracemalloc.get_traced_memory()[0] - before
+        assert taken == pytest.approx(index.nbytes, rel=0.1)
+        assert 36 * 50_000 < index.nbytes <= MOST_BYTES * 50_000
+    finally:
+        tracemalloc.stop()

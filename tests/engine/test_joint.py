@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +19,7 @@ from mlx_lm.models.cache import KVCache
 from mlxspec.drafting.drafter import DraftTree, NoDraft, VerifiedStep
 from mlxspec.drafting.lookahead import LookaheadDrafter
 from mlxspec.drafting.sources import PromptLookupDrafter
+from mlxspec.engine import caches
 from mlxspec.engine import joint as engine
 from mlxspec.engine.capability import Capability, joint_mode
 from mlxspec.engine.joint import Joint, JointMode, JointRows
@@ -263,3 +265,48 @@ def test_members_with_many_rows_stand_behind_those_in_slots_whatever_their_numbe
         assert mx.max(mx.abs(finite(logits[span]) - finite(expected))).item() < 1e-4
     for together, _ in pairs:
         joint.leave(together, keep=False)
+
+
+@pytest.mark.parametrize("spare", [0, 16, 64])
+def test_slots_take_no_more_than_is_spared_whoever_grows_pauses_and_leaves(
+    spare: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(caches, "_STEP", 8)
+    model, _ = joint_model("llama3")
+    joint = Joint(model, JointMode.SPLIT, spare)
+    pairs, seats = [], []
+    for number, length in enumerate((5, 6, 9, 24, 40)):
+        together, alone = new_target(model), new_target(model)
+        for target in (together, alone):
+            target.prefill([*range(number, number + length)])
+        pairs.append((together, alone))
+
+    def look() -> None:
+        contexts = [math.ceil((target.length + 1) / 8) * 8 for target in joint._seated]
+        seats.append(len(contexts))
+        for slots in joint._slots:
+            assert slots.capacity <= sum(contexts) + spare
+
+    for together, _ in pairs:
+        joint.join(together)
+        look()
+    for step in range(30):
+        active = pairs[: 2 if step < 20 else 5]  # the others pause, and fall behind
+        trees = [DraftTree.chain(step + number) for number in range(len(active))]
+        rows = [
+            JointRows(together, mx.array(tree.tokens), tree)
+            for (together, _), tree in zip(active, trees, strict=True)
+        ]
+        logits, spans = joint.forward(rows)
+        for (together, alone), row, span in zip(active, rows, spans, strict=True):
+            expected = alone.forward(row.tokens, row.tree)
+            assert mx.max(mx.abs(finite(logits[span]) - finite(expected))).item() < 1e-4
+            for target in (together, alone):
+                target.commit((0,))
+        look()
+    for together, alone in pairs[::2]:
+        joint.leave(together)
+        look()
+        difference = next_logits(together, 1) - next_logits(alone, 1)
+        assert mx.max(mx.abs(difference)).item() < 1e-3
+    assert max(seats) == {0: 2, 16: 3, 64: 4}[spare]

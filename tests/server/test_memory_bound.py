@@ -6,15 +6,17 @@ import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 
 import httpx
 import mlx.core as mx
 import pytest
 
 import mlxspec
+from mlxspec.engine.draft_model import DraftModelDrafter
 from mlxspec.engine.heads import TrainedHead
 from mlxspec.engine.params import CacheOptions
+from mlxspec.generation.drafting import Auto
 from mlxspec.generation.request import State
 from mlxspec.server import memory as server_memory
 from mlxspec.server.memory import ServerMemory
@@ -88,10 +90,10 @@ def test_requests_for_twice_the_bound_are_all_answered_within_it() -> None:
     assert model.cache.evictions >= COUNT - BOUND // entry
     assert mx.get_peak_memory() - others <= BOUND
     assert refused.status_code == 413
-    message = refused.json()["error"]["message"]
-    need = model.memory.needs(PROMPT + 2000)
-    for number in (PROMPT, 2000, (need.caches + need.forward >> 20) + 1):
-        assert f"{number:,}" in message
+    message, need = refused.json()["error"]["message"], model.memory.needs(PROMPT + 2000)
+    assert f"{PROMPT} prompt tokens and 2000 answer tokens" in message
+    assert f"need {(need.caches + need.forward >> 20) + 1:,} MiB" in message
+    assert f"has {memory.room >> 20} MiB" in message
 
 
 def two() -> tuple[ServerMemory, ServedModel, ServedModel]:
@@ -232,3 +234,12 @@ def test_rows_that_wait_for_a_head_count() -> None:
     extra = with_head.bytes_for(0) - alone.bytes_for(0)
     assert extra >= sum(rows.values())
     assert with_head.weights > alone.weights
+
+
+def test_a_draft_model_counts_with_its_caches() -> None:
+    model, small = ARCHITECTURES["qwen3"].model(), ARCHITECTURES["llama3"].model()
+    drafts = Auto(extra=partial(DraftModelDrafter, small, 2)).draft_model
+    assert drafts is small
+    both, alone, draft = CacheMemory(model, None, drafts), CacheMemory(model), CacheMemory(small)
+    assert both.weights == alone.weights + draft.weights
+    assert both.needs(500).caches == alone.needs(500).caches + draft.needs(500).caches
