@@ -400,7 +400,11 @@ class Endpoints:
             prediction = expected[: served.context_length]  # no output is longer
         requests: list[ServedRequest] = []
         for prompt in prompts:
-            given = len(prompt.tokens), body, self._max_tokens
+            n_prompt = len(prompt.tokens)
+            tokens = n_prompt + (body.max_tokens or 1)
+            tokens = min(tokens, served.context_length or tokens)
+            await self._catalog.make_room_for(served.memory.needs(tokens))
+            given = n_prompt, body, self._max_tokens
             max_tokens = self._worker.memory.max_tokens_for(served, *given)
             grammar = await self._grammar(served, body, prompt)
             shared = {"prediction": prediction, "partition": request.state.partition}

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ..errors import MlxspecError
 from ..models.model import OnRead
 from .body import ApiError, shown
-from .served_model import ServedModel
+from .served_model import Need, ServedModel
 from .worker import Worker
 
 _log = logging.getLogger("mlxspec.server")
@@ -97,6 +97,11 @@ class Entry:
         """The log's record while its weights are read."""
         told = {"outcome": "loading", "model": self.name, "bytes": self.nbytes}
         return told | ({"read": self.read} if self.read else {})
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is loaded, and no request uses it or waits for it."""
+        return self.state == "loaded" and not self.users + self.waiting
 
     def figures(self, now: float) -> dict[str, Any]:
         """Its state, as JSON."""
@@ -328,8 +333,7 @@ class Catalog:
         """Unload the models that have been idle for their time."""
         async with self._moving:
             for entry in self.entries:
-                idle = self._clock() - entry.used
-                if entry.served and not entry.users + entry.waiting and idle >= entry.keep_alive:
+                if entry.is_idle and self._clock() - entry.used >= entry.keep_alive:
                     await self._unload(entry, f"idle for {entry.keep_alive:g} s")
 
     # --- coming and going ---
@@ -339,6 +343,9 @@ class Catalog:
         failure: ApiError | None = None
         try:
             async with self._moving:
+                while entry.state == "unloading":
+                    self._left.clear()
+                    await self._left.wait()
                 await self._make_room(entry)
                 entry.state, entry.read, begun = "loading", 0, self._clock()
                 self._log(entry.reading)
@@ -398,11 +405,24 @@ class Catalog:
                     param="model",
                     code="out_of_memory",
                 )
-            if ready := [one for one in others if not one.waiting]:
+            if ready := [one for one in others if one.state == "loaded" and not one.waiting]:
                 oldest = min(ready, key=lambda one: (one.users > 0, one.used))
                 await self._unload(oldest, f"room for {entry.name}")
             else:
                 await self._left.wait()
+
+    async def make_room_for(self, need: Need) -> None:
+        """Unload idle models, the least recently used first, until a request would fit.
+
+        Whoever loads a model may wait for this request, so this waits for nobody.
+        """
+        fits = self._worker.memory.ever_fits
+        while not fits(need):
+            idle = [one for one in self.entries if one.is_idle and not one.stays]
+            weights = sum(one.served.memory.weights for one in idle if one.served)
+            if not fits(need, beside=-weights):
+                return
+            await self._unload(min(idle, key=lambda one: one.used), "room for a request")
 
     async def _unload(self, entry: Entry, reason: str) -> None:
         """Unload a model once no request uses it."""
@@ -415,6 +435,7 @@ class Catalog:
             await self._in_thread(self._close, entry)
         finally:
             entry.state = "not-loaded"
+            self._left.set()
         self._log({"outcome": "unloaded", "model": entry.name, "reason": reason})
 
     # --- in the worker's thread ---

@@ -120,7 +120,7 @@ class ServerMemory:
 
         Args:
             need: what a request needs.
-            beside: the bytes of weights that are about to be loaded.
+            beside: the bytes of weights that are about to be loaded; negative, if unloaded.
         """
         return need.caches + need.forward <= self._room(beside)
 

@@ -269,6 +269,28 @@ def test_a_model_that_needs_the_room_takes_it_from_the_one_used_longest_ago() ->
     asyncio.run(run())
 
 
+def test_an_idle_model_makes_room_for_a_request() -> None:
+    async def run() -> None:
+        async with serving(two()) as server:
+            first = await server.said(model="hub/a")
+            assert await server.said(model="hub/b") == first
+            memory, model = server.worker.memory, server.worker.models["hub/b"].memory
+            # A request of 400 tokens has room beside its own model, but not beside another one.
+            memory._bound = memory.bound_for(model.needs(400)) - model.weights // 2
+            memory._next_look = 0.0
+            assert server.states() == {"hub/a": "loaded", "hub/b": "loaded"}
+            prompt = [*range(300, 650)]
+            endless = await server.ask(model="hub/b", prompt=prompt, max_tokens=30_000)
+            assert endless.status_code == 413
+            assert server.states() == {"hub/a": "loaded", "hub/b": "loaded"}
+            assert (
+                await server.ask(model="hub/b", prompt=prompt, max_tokens=50)
+            ).status_code == 200
+            assert server.states() == {"hub/a": "not-loaded", "hub/b": "loaded"}
+
+    asyncio.run(run())
+
+
 def test_a_model_that_never_fits_is_refused_with_the_sizes() -> None:
     bound, nbytes = bound_for_one()
 
