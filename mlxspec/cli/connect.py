@@ -229,7 +229,7 @@ def write_texts(
         console: where to show the changes.
         texts: files with their old and new texts.
         yes: write without asking.
-        asking: what asks, for the error without a terminal.
+        asking: the command or option that asks, for the error without a terminal.
 
     Returns:
         whether any text is new.

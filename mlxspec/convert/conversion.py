@@ -161,7 +161,7 @@ def _check_options(
     if dtype is not None and dtype not in _DTYPES:
         raise OptionError(f"--dtype {dtype}: unknown; choose from {', '.join(_DTYPES)}")
     if revision is not None and hf_path is None:
-        raise OptionError(f"--revision {revision}: has no effect without --hf-path; leave it out")
+        raise OptionError(f"--revision {revision} has no effect without --hf-path: leave it out")
 
 
 # --- the weights, with one file's tensors in memory at a time ---

@@ -53,9 +53,11 @@ def find_files(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
             if stat.S_ISREG(mode):
                 path.open("rb").close()
         except OSError as error:
-            raise StoreError(f"{path}: cannot be read ({error.strerror})") from error
+            raise StoreError(
+                f"{path}: cannot be read ({error.strerror}); name a readable file or directory"
+            ) from error
         if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
-            raise StoreError(f"{path}: is neither a regular file nor a directory; name one")
+            raise StoreError(f"{path}: neither a regular file nor a directory; name one of these")
         for file in _files_below(path) if stat.S_ISDIR(mode) else [path]:
             try:
                 status = file.stat()

@@ -649,7 +649,7 @@ class LiveCosts:
 
     @property
     def sync_overhead(self) -> float:
-        """What it costs if a plain step waits for its token, as a share of a pipelined one."""
+        """The time that waiting for its token adds to a plain step, as a share of that step's."""
         return min(max(self._live.overhead[0], 0.0), _MOST_OVERHEAD)
 
     @property

@@ -429,8 +429,8 @@ class ModelSteps:
         """Whether wide drafts are faster with their attention split; the model keeps the faster.
 
         Returns:
-            None if there was no time to find out. So it is on a CPU, which has no fused attention.
-            The model is then left as it is.
+            None on a CPU, which has no fused attention, or if there was no time to find out; the
+            model is then left as it is.
         """
         before = split_from(self._model)
         times: dict[int | None, list[float]] = {None: [], 0: []}

@@ -329,7 +329,7 @@ def in_answer(
 
 
 def _only(tokens: tuple[int, ...] | None) -> int | None:
-    """The marker's token, if it has exactly one."""
+    """A marker's token; None if the marker is not exactly one token."""
     return tokens[0] if tokens and len(tokens) == 1 else None
 
 

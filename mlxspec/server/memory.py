@@ -96,7 +96,7 @@ class ServerMemory:
 
     @property
     def most_idle(self) -> int:
-        """The most bytes of idle entries of the prefix caches, if they are several."""
+        """How many bytes the idle entries of the prefix caches may take."""
         left = max(0, self.room - self._forward())
         return int(left * _CACHE_SHARE) if self._cache_bytes is None else self._cache_bytes
 
@@ -112,11 +112,11 @@ class ServerMemory:
         return max(sum(need.shared for need in needs), *(need.forward for need in needs), *steps, 0)
 
     def fits(self, need: Need) -> bool:
-        """Whether so much could be reserved now, if idle entries make room for it."""
+        """Whether a need could be reserved now, with idle entries evicted if necessary."""
         return self.reserved + need.caches + self._forward(need) <= self.room
 
     def ever_fits(self, need: Need, beside: int = 0) -> bool:
-        """Whether so much could be reserved if nothing else was.
+        """Whether a need could be reserved if nothing else was.
 
         Args:
             need: what a request needs.

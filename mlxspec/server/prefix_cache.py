@@ -326,7 +326,7 @@ class PrefixCache:
         return in_prompt <= min(_OPENING, common // 2) and rest <= max(common, _OPENING)
 
     def _is_in_another(self, entry: _Entry) -> bool:
-        """Whether an idle entry contains this one and can be continued from its end."""
+        """Whether an idle entry begins with this one's tokens, and can be continued after them."""
         length = len(entry.tokens)
         for common, other in self._matches(entry.tokens, entry.partition):
             session = None if other.lent or common < length else other.session

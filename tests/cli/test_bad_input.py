@@ -50,6 +50,10 @@ def called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
         ),
         (("replay",), "Error: Missing argument 'TRACES...' (mlxspec replay --help)\n"),
         (
+            ("replay", "chats.jsonl"),
+            "Error: Missing option '-m' / '--tokenizer' / '--model' (mlxspec replay --help)\n",
+        ),
+        (
             ("bench",),
             "Error: name a MODEL: a directory, a Hub repository, an alias, or demo; 'mlxspec "
             "models' lists those on this machine (mlxspec bench --help)\n",

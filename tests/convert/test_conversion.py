@@ -301,7 +301,7 @@ def test_a_tokenizer_with_more_pieces_than_embeddings_is_refused(
         ({"torch_path": "a", "dtype": "int8"}, "--dtype int8: unknown"),
         (
             {"torch_path": "a", "revision": "main"},
-            "--revision main: has no effect without --hf-path",
+            "--revision main has no effect without --hf-path",
         ),
     ],
 )

@@ -61,7 +61,7 @@ def test_files_that_are_no_text_are_passed_over_and_counted(tmp_path: Path):
 def test_pipes_are_not_waited_for(tmp_path: Path):
     os.mkfifo(tmp_path / "pipe")
     assert read(tmp_path) == ([], Counter())
-    with pytest.raises(StoreError, match="pipe: is neither a regular file nor a directory"):
+    with pytest.raises(StoreError, match="pipe: neither a regular file nor a directory"):
         find_files([tmp_path / "pipe"])
 
 

@@ -154,10 +154,8 @@ NAME = Name(readable=False)
 FILE = Name(readable=False, path_type=Path)
 """A name of a file, as a path."""
 
-_SETTINGS = {
-    "help_option_names": ["-h", "--help"],
-    "show_default": True,
-}  # subcommands inherit them
+# Subcommands inherit them.
+_SETTINGS = {"help_option_names": ["-h", "--help"], "show_default": True}
 command = partial(click.command, cls=Command, context_settings=_SETTINGS)
 group = partial(click.group, cls=Group, context_settings=_SETTINGS)
 
@@ -252,7 +250,9 @@ def _taken(kind: type, options: dict[str, Any], **read: Callable) -> Any:
 
 
 def _option_of(own: Field, group: str | None) -> Decorator:
-    more: dict[str, Any] = {"default": own.default, "group": group, **own.metadata}
+    more: dict[str, Any] = {"group": group, **own.metadata}
+    if not more.get("required"):  # to click any default, even None, is a value
+        more["default"] = own.default
     named = f"--{own.name.replace('_', '-')} {more.pop('metavar', '')}"
     more.pop("of", None)
     kind = str(own.type).partition(" | ")[0]

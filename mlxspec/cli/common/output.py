@@ -71,7 +71,7 @@ def error_console(color: bool | None = None) -> Console:
 
 
 def _look(in_color: bool) -> dict[str, Any]:
-    """Options to print text as it is, and without colours also without bold and dim."""
+    """Rich's options to print text as it is; without colours, nothing is bold or dim either."""
     as_they_are = dict.fromkeys(("highlight", "markup", "emoji"), False)
     return {"no_color": not in_color, "color_system": "256" if in_color else None, **as_they_are}
 
