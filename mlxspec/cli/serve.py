@@ -566,7 +566,8 @@ class _Loader:
             self._known[directory] = files
             widened = files.half_bytes if mx.default_device().type == mx.cpu else 0
             entries[name] = Entry(
-                *(name, str(directory), _other_names(name, str(directory))),
+                # Absolute, or it could mean a repository of the Hub once it has left the disk.
+                *(name, str(directory.absolute()), _other_names(name, str(directory))),
                 nbytes=files.weight_bytes + widened,
                 context_length=stated_context_length(read_config(directory)),
                 keep_alive=KEEP_ALIVE if seconds is None else seconds,

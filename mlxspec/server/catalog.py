@@ -198,7 +198,8 @@ class Catalog:
         """Find models that have come to the disk, and forget those that have left it."""
         if self._loader and self._clock() >= self._next_look:
             self._next_look = self._clock() + _LOOK
-            with suppress(MlxspecError):  # the start would have reported it
+            # The start would have reported it; files may also vanish during the look.
+            with suppress(MlxspecError, OSError):
                 self._add(await run_in_threadpool(self._loader.find))
 
     def _add(self, found: Iterable[Entry]) -> None:
@@ -295,6 +296,7 @@ class Catalog:
                 await asyncio.shield(entry.loading)
         finally:
             entry.waiting -= 1
+            self._left.set()  # a load may wait for this request, which may have been cancelled
         entry.users += 1
         uses.callback(self._leave, entry)
         return entry.served
@@ -378,14 +380,20 @@ class Catalog:
             ApiError: 413, it would not fit even then.
         """
         memory = self._worker.memory
-        while not await self._in_thread(self._worker.call, self._reserves, entry):
+        while True:
+            # Before the look at the memory: a request that ends meanwhile leaves some.
+            is_used = any(one.users + one.waiting for one in self.entries if one.served)
+            self._left.clear()
+            if await self._in_thread(self._worker.call, self._reserves, entry):
+                return
             others = [one for one in self.entries if one.served and not one.stays]
             room = memory.room + sum(one.nbytes for one in others)
-            is_used = any(one.users + one.waiting for one in self.entries if one.served)
             if entry.nbytes > room or not (others or is_used):
+                left = max(0, room - memory.parts["forward"])
                 raise ApiError(
                     f"the weights of {entry.name} need {entry.nbytes >> 20} MiB, but only "
-                    f"{room >> 20} MiB are left of {memory.limit >> 20} MiB: use a smaller model",
+                    f"{left >> 20} MiB are left of {memory.limit >> 20} MiB: use a smaller model, "
+                    "or allow the server more with --memory",
                     status=413,
                     param="model",
                     code="out_of_memory",
@@ -394,7 +402,6 @@ class Catalog:
                 oldest = min(ready, key=lambda one: (one.users > 0, one.used))
                 await self._unload(oldest, f"room for {entry.name}")
             else:
-                self._left.clear()
                 await self._left.wait()
 
     async def _unload(self, entry: Entry, reason: str) -> None:
@@ -413,9 +420,11 @@ class Catalog:
     # --- in the worker's thread ---
 
     def _reserves(self, entry: Entry) -> bool:
-        """Reserve the memory of a model's weights, if they fit."""
+        """Reserve the memory of a model's weights, if they fit and no request loses its room."""
         memory = self._worker.memory
-        if fits := memory.weights_fit(entry.nbytes):
+        needs = (one.need for one in self._worker.requests.copy())
+        keep = all(memory.ever_fits(need, beside=entry.nbytes) for need in needs)
+        if fits := keep and memory.weights_fit(entry.nbytes):
             memory.reserve(entry.name, entry.nbytes)
         return fits
 

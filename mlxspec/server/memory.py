@@ -82,7 +82,12 @@ class ServerMemory:
     @property
     def room(self) -> int:
         """The bytes that are left beside weights and memories of earlier answers."""
-        return max(0, int((self.limit - sum(self._lasting.values())) * (1 - _RESERVE)))
+        return self._room()
+
+    def _room(self, beside: int = 0) -> int:
+        """The room, with so many more bytes of weights."""
+        left = self.limit - sum(self._lasting.values()) - beside
+        return max(0, int(left * (1 - _RESERVE)))
 
     @property
     def reserved(self) -> int:
@@ -110,9 +115,14 @@ class ServerMemory:
         """Whether so much could be reserved now, if idle entries make room for it."""
         return self.reserved + need.caches + self._forward(need) <= self.room
 
-    def ever_fits(self, need: Need) -> bool:
-        """Whether so much could be reserved if nothing else was."""
-        return need.caches + need.forward <= self.room
+    def ever_fits(self, need: Need, beside: int = 0) -> bool:
+        """Whether so much could be reserved if nothing else was.
+
+        Args:
+            need: what a request needs.
+            beside: the bytes of weights that are about to be loaded.
+        """
+        return need.caches + need.forward <= self._room(beside)
 
     def bound_for(self, need: Need) -> int:
         """The least bound with room for so much, beside the models."""

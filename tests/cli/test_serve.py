@@ -23,7 +23,7 @@ from click.testing import CliRunner, Result
 
 from mlxspec import PromptLookupDecoder, load
 from mlxspec.cli.chat import chat_command
-from mlxspec.cli.serve import _ours_alone, serve_command
+from mlxspec.cli.serve import ServeOptions, _Loader, _ours_alone, serve_command
 from tests.support.adapters import write_adapters
 from tests.support.brake import until
 
@@ -299,6 +299,19 @@ def test_models_of_a_folder_come_and_go(endless: Path, tmp_path: Path) -> None:
     once = ["loading", "loaded", "length", "unloaded"]
     assert [one for one in outcomes if one != "refused"] == once * 2
     assert {one["model"] for one in records if one["outcome"] in once} == {"one"}
+
+
+def test_a_model_that_has_left_the_disk_is_not_looked_for_on_the_hub(
+    endless: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(endless, tmp_path / "models" / "one")
+    monkeypatch.chdir(tmp_path)
+    options = ServeOptions(available=("models",))
+    nothing: Any = None
+    loader = _Loader([], nothing, options, nothing, nothing, {}, [])
+    (found,) = loader.find()
+    assert found.path == str(tmp_path / "models" / "one")  # "models/one" may be a repository
+    assert {"one", "models/one"} <= {found.name, *found.others}
 
 
 def test_a_named_model_comes_and_goes_only_with_keep_alive(endless: Path) -> None:

@@ -25,6 +25,7 @@ from tests.support.examples import LONG
 pytestmark = pytest.mark.slow
 
 REQUESTS = 200 if LONG else 60
+ENDLESS: dict[str, Any] = {"prompt": [1, *range(300, 310)], "max_tokens": 4000, "temperature": 0}
 REGEX = "[a-z]{2,9}( [a-z]{2,9}){0,3}"
 
 
@@ -173,10 +174,9 @@ def test_requests_get_an_error_if_a_rank_dies_or_hangs(
     what = "is gone" if end is signal.SIGKILL else "has been silent for 5 seconds"
     model: Path = request.getfixturevalue(kind)
     monkeypatch.setenv("TEST_SECONDS_SILENT", "5")
-    endless = {"prompt": [1, *range(300, 310)], "max_tokens": 4000, "temperature": 0}
     with serving(model, tmp_path, n) as server, ThreadPoolExecutor(4) as clients:
-        running = [clients.submit(server.post, **endless) for _ in range(4)]
-        assert server.post(**{**endless, "max_tokens": 2}).status_code == 200
+        running = [clients.submit(server.post, **ENDLESS) for _ in range(4)]
+        assert server.post(**{**ENDLESS, "max_tokens": 2}).status_code == 200
         server.signal(rank, end)
         line = f"rank {rank} {what}, so rank 0 ends, too"
         for response in running:
@@ -190,10 +190,9 @@ def test_requests_get_an_error_if_a_rank_dies_or_hangs(
 
 @pytest.mark.parametrize("n", [2, 3] if LONG else [2])
 def test_a_server_without_its_first_rank_ends(n: int, small_model: Path, tmp_path: Path) -> None:
-    endless = {"prompt": [1, *range(300, 310)], "max_tokens": 4000, "temperature": 0}
     with serving(small_model, tmp_path, n) as server, ThreadPoolExecutor(4) as clients:
-        running = [clients.submit(server.post, **endless) for _ in range(4)]
-        assert server.post(**{**endless, "max_tokens": 2}).status_code == 200
+        running = [clients.submit(server.post, **ENDLESS) for _ in range(4)]
+        assert server.post(**{**ENDLESS, "max_tokens": 2}).status_code == 200
         server.signal(0, signal.SIGKILL)
         assert all(isinstance(one.exception(SECONDS), httpx.TransportError) for one in running)
         for rank in range(1, n):

@@ -287,6 +287,41 @@ def test_a_model_that_never_fits_is_refused_with_the_sizes() -> None:
     asyncio.run(run())
 
 
+def test_a_load_takes_no_room_from_a_request_that_waits() -> None:
+    weights = 200 << 20
+
+    class Heavy(Shelf):
+        def load(self, entry: Entry, on_read: OnRead) -> Callable[[], ServedModel]:
+            make = super().load(entry, on_read)
+
+            def made() -> ServedModel:
+                model = make()
+                model.memory.weights = weights
+                return model
+
+            return made
+
+    async def run() -> None:
+        shelf = Heavy(Entry("a", nbytes=weights), Entry("b", nbytes=weights))
+        async with serving(shelf, bound=2 * weights + 40_000_000) as server:
+            await server.said(model="a")
+            active = server.worker.limits.active
+            asked = [server.said(model="a", max_tokens=200) for _ in range(active)]
+            asked = [asyncio.create_task(one) for one in asked]
+            while len(server.worker.requests) < active:
+                await asyncio.sleep(0)
+            # It waits for its turn, and fits beside one model only.
+            large = asyncio.create_task(server.ask(model="a", max_tokens=1500, stop="a"))
+            while len(server.worker.requests) <= active:
+                await asyncio.sleep(0)
+            await server.said(model="b")
+            assert (await large).status_code == 200, (await large).text
+            await asyncio.gather(*asked)
+            assert server.states() == {"a": "not-loaded", "b": "loaded"}
+
+    asyncio.run(run())
+
+
 def test_a_load_that_fails_is_an_error_of_its_requests_alone() -> None:
     async def run() -> None:
         shelf = two()

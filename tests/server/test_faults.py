@@ -824,7 +824,7 @@ def test_requests_wait_for_memory() -> None:
     prompts = ["a b", "c d", "e f", "g h", "i j"]
     (length,) = {len(model.decoder.tokenizer.encode(prompt)) for prompt in prompts}
     each = model.memory.needs(length + 16)
-    memory = memory_with_room(model, int(2.5 * (each.caches + each.shared)))
+    memory = memory_with_room(model, int(2.5 * each.caches) + each.forward)
     with (
         running_server(model, memory=memory) as server,
         braked(model.decoder.model) as brake,

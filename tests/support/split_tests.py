@@ -1,4 +1,9 @@
-"""Runs pytest at rank 0, with the small model that most tests of the server use split over all."""
+"""Runs pytest at rank 0, with the small model that most tests of the server use split over all.
+
+    mlx.launch -n 3 --backend ring -m tests.support.split_tests tests/server/test_openai.py
+
+A test that lets a forward fail at rank 0 alone ends all ranks: ``-k "not how_it_fails"``.
+"""
 
 from __future__ import annotations
 
