@@ -132,7 +132,7 @@ def command_of(words: list[str]) -> tuple[click.Command, click.Context, list[str
     from mlxspec.cli.main import main
 
     command: click.Command = main
-    context = click.Context(main, info_name="mlxspec")
+    context = click.Context(main, info_name="mlxspec", **main.context_settings)
     while isinstance(command, click.Group) and words and not words[0].startswith("-"):
         name, *words = words
         below = command.get_command(context, name)
