@@ -61,6 +61,8 @@ def install_command(words: list[str], *, yes: bool, color: bool | None, **given:
     It shows what it writes or changes, and asks. The server starts in the current directory, with
     the present values of MLXSPEC_*, HF_HOME, HF_HUB_CACHE and XDG_*. Keys are never written.
     """
+    from ..models.model_files import find_directory
+
     options, system = given["options"], _manager()
     checked(given["models"], options, given["drafting"], "")
     if options.port == 0:
@@ -75,6 +77,8 @@ def install_command(words: list[str], *, yes: bool, color: bool | None, **given:
         text.encode()
     except ValueError as error:
         raise OptionError(f"the command cannot be written ({error}); rename the file") from error
+    for model in given["models"]:  # the service would end, again and again, where nobody looks
+        find_directory(model, None, weights=())
     file = SettingsFile(system.path, {})
     if not write_texts(output_console(color), [(file, file.read(), text)], yes, "install"):
         say(f"{file.path} stays the same.")

@@ -215,6 +215,7 @@ def test_nothing_is_written_unasked(unit: Path, fakes: Path) -> None:
         (["--api-key-file", "missing"], "missing: No such file"),
         (["--stop", "x"], "No such option"),
         (["\udcff"], "the command cannot be written"),
+        (["nowhere"], "nowhere: no such directory"),
     ],
 )
 def test_what_serve_refuses_is_not_written(arguments: list[str], error: str, unit: Path) -> None:
