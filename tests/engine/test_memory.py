@@ -10,6 +10,7 @@ import mlx.nn as nn
 import pytest
 
 from mlxspec.drafting.drafter import DraftTree, VerifiedStep
+from mlxspec.engine.caches import held_arrays
 from mlxspec.engine.target import Capability
 from tests.support.drafters import TruthDrafter
 from tests.support.examples import examples
@@ -76,7 +77,7 @@ def memory_of(model: nn.Module, capability: Capability, begin_at: int) -> Memory
         mx.get_peak_memory() - before,
         mx.get_active_memory() - before,
         drafter.rejected,
-        [cache.nbytes for cache in outcome.target.cache],
+        [sum(one.nbytes for one in held_arrays([cache])) for cache in outcome.target.cache],
     )
 
 
