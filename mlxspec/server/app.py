@@ -476,11 +476,11 @@ def _choices(
 
 def _entry(entry: Entry) -> dict[str, Any]:
     """A model in ``/v1/models``, with its context length under the two names that clients use."""
-    told = {"id": entry.name, "object": "model", "created": entry.created}
-    told |= {"owned_by": "mlxspec", "state": entry.state}
+    fields = {"id": entry.name, "object": "model", "created": entry.created}
+    fields |= {"owned_by": "mlxspec", "state": entry.state}
     if (length := entry.context_length) is None:
-        return told
-    return told | {"context_length": length, "max_model_len": length}
+        return fields
+    return fields | {"context_length": length, "max_model_len": length}
 
 
 # --- status ---

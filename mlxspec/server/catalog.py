@@ -95,8 +95,8 @@ class Entry:
     @property
     def reading(self) -> dict[str, Any]:
         """The log's record while its weights are read."""
-        told = {"outcome": "loading", "model": self.name, "bytes": self.nbytes}
-        return told | ({"read": self.read} if self.read else {})
+        record = {"outcome": "loading", "model": self.name, "bytes": self.nbytes}
+        return record | ({"read": self.read} if self.read else {})
 
     @property
     def is_idle(self) -> bool:
@@ -200,7 +200,7 @@ class Catalog:
     # --- names ---
 
     async def look(self) -> None:
-        """Find models that have come to the disk, and forget those that have left it."""
+        """Find models that were added on disk, and forget those that were removed."""
         if self._loader and self._clock() >= self._next_look:
             self._next_look = self._clock() + _LOOK
             # The start would have reported it; files may also vanish during the look.
@@ -445,7 +445,7 @@ class Catalog:
         memory = self._worker.memory
         needs = (one.need for one in self._worker.requests.copy())
         keep = all(memory.ever_fits(need, beside=entry.nbytes) for need in needs)
-        if fits := keep and memory.weights_fit(entry.nbytes):
+        if fits := keep and memory.fits(Need(entry.nbytes)):
             memory.reserve(entry.name, entry.nbytes)
         return fits
 

@@ -182,10 +182,6 @@ class ServerMemory:
             code="out_of_memory",
         )
 
-    def weights_fit(self, nbytes: int) -> bool:
-        """Whether so many bytes of weights may be loaded now; reserve them before."""
-        return self.fits(Need(nbytes))
-
     def spare_positions(self, served: ServedModel) -> int:
         """How many positions of a model's caches the reserve has room for."""
         each = (served.memory.bytes_for(2 * _FAR) - served.memory.bytes_for(_FAR)) // _FAR

@@ -1,4 +1,4 @@
-"""A served model: what its memory is for, its prefix cache, and the decoders of its clients."""
+"""A served model: the memory that it needs, its prefix cache, and the decoders of its clients."""
 
 from __future__ import annotations
 

@@ -464,11 +464,12 @@ class Generation:
 
 
 def measure(decoder: Decoder) -> None:
-    """Measure the cost of a decoder's steps, and of its head's, if that is needed and unknown."""
+    """Measure the cost of a decoder's steps, if that is needed and unknown.
+
+    A trained head is attached and measured before.
+    """
     if decoder.plans:
         _ = decoder.costs
-    if (head := getattr(decoder.model, "trained_head", None)) is not None:
-        _ = head.times
 
 
 def _read_form(option: str, file: str, read: Callable[[str], Constraint]) -> Constraint:
