@@ -321,7 +321,7 @@ def _run(
         listening = serving.enter_context(_listening(options.host, options.port))
         from ..server.app import create_app
         from ..server.memory import ServerMemory
-        from ..server.worker import Worker, WorkerLimits
+        from ..server.worker import Worker
 
         keeps = _keeps_answers(base.drafting, keys)
         several = len(asked) > 1 or bool(options.available)
@@ -333,9 +333,15 @@ def _run(
         log = serving.enter_context(
             request_log(options.log_json, options.quiet, not console.no_color)
         )
-        limits = WorkerLimits(options.concurrency, options.queue, options.stall)
         served = loader.start(console, leader)
-        worker = Worker(served, limits, lambda requests: log(end_record(requests)), memory)
+        worker = Worker(
+            served,
+            active=options.concurrency,
+            queued=options.queue,
+            stall=options.stall,
+            on_end=lambda requests: log(end_record(requests)),
+            memory=memory,
+        )
         _check_memory(memory, served)
         del served  # or it would hold the memory of models that leave
         # SIGTERM acts like Ctrl-C.
@@ -344,7 +350,6 @@ def _run(
         serving.enter_context(_saved(loader, worker))
         worker.start()
         serving.callback(worker.stop)
-        worker.wait_until_ready()
         catalog = loader.catalog(worker, log)
         serving.callback(catalog.close)
         if asked:

@@ -28,7 +28,7 @@ from ..generation.request import State
 from .answer import FAILED, ApiAnswer, KeepAlive, answered, is_answered, patient
 from .auth import AuthMiddleware, OnRefusal, body_of
 from .body import ApiError, error_response, new_request_id, parse, read_body, shown
-from .catalog import Catalog, Entry, UseMiddleware
+from .catalog import Catalog, Entry, keeping_models
 from .messages import MessagesAnswer, messages_headers, parse_messages
 from .openai import (
     ChatAnswer,
@@ -96,7 +96,7 @@ def create_app(
         routes=[*endpoints.routes, *_status_routes(worker, catalog)],
         middleware=[
             Middleware(AuthMiddleware, hosts=hosts, keys=keys, on_refusal=on_refusal),
-            Middleware(UseMiddleware),
+            Middleware(keeping_models),
         ],
         exception_handlers={
             ApiError: refused,
@@ -503,7 +503,7 @@ def _status_routes(worker: Worker, catalog: Catalog) -> list[Route]:
         return _state(worker.alive, "ok", "the worker has failed")
 
     async def ready(request: Request) -> Response:
-        return _state(worker.ready.is_set(), "ready", "not ready")
+        return _state(worker.ready, "ready", "not ready")
 
     async def metrics(request: Request) -> Response:
         kept.clear()
@@ -536,7 +536,7 @@ def status_of(worker: Worker, catalog: Catalog) -> dict[str, Any]:
     steps, forwards = totals["steps"], totals["forwards"]
     return {
         "version": __version__,
-        "ready": worker.ready.is_set(),
+        "ready": worker.ready,
         "requests": [one.figures() for one in worker.requests.copy()],
         "recent": [one | {"ended": now - one["ended"]} for one in worker.recent.copy()],
         "totals": totals,
@@ -547,7 +547,7 @@ def status_of(worker: Worker, catalog: Catalog) -> dict[str, Any]:
             {
                 "name": served.name,
                 "context_length": served.context_length,
-                "cost_curve": _curve(served) if worker.ready.is_set() else None,
+                "cost_curve": _curve(served) if worker.ready else None,
                 "cache": {"bytes": served.cache.nbytes, "max_bytes": worker.memory.most_idle}
                 | {name: getattr(served.cache, name) for name in _CACHE_FIGURES},
             }
@@ -562,8 +562,8 @@ def status_of(worker: Worker, catalog: Catalog) -> dict[str, Any]:
             "room": worker.memory.room,
             "parts": worker.memory.parts,
         },
-        "limits": worker.limits._asdict(),
-        "history": metrics.history.columns(),
+        "limits": {"active": worker.active, "queued": worker.queued, "stall": worker.stall},
+        "history": metrics.history,
     }
 
 

@@ -83,7 +83,7 @@ class AuthMiddleware:
         """Check a request, and return its key, or "" if it needs none.
 
         Raises:
-            ApiError: the request is refused, with status 400, 401, 403 or 413.
+            ApiError: 401 or 403, the request is refused.
         """
         headers = Headers(scope=scope)
         host = host_name(headers.get("host", ""))
@@ -102,14 +102,12 @@ class AuthMiddleware:
                 status=403,
                 code="origin_not_allowed",
             )
-        length = headers.get("content-length", "0")
-        if not length.isascii() or not length.isdecimal() or len(length) > 20:
-            raise ApiError(f"the header Content-Length is {shown(length)}: send a number")
-        if int(length) > MOST_BYTES:
-            raise too_long()
         if not self._keys or scope["path"] in _OPEN:
             return ""
-        given = _key_of(headers)
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not key:
+            key = headers.get("x-api-key", "")
+        given = key.strip().encode()
         # All keys are compared, each in constant time, so the time reveals none of them.
         matches = [hmac.compare_digest(given, key) for key in self._keys]
         if not any(matches):
@@ -128,22 +126,6 @@ def host_name(host: str) -> str:
     return (parts[1] if parts else host).lower()
 
 
-def _key_of(headers: Headers) -> bytes:
-    scheme, _, key = headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not key:
-        key = headers.get("x-api-key", "")
-    return key.strip().encode()
-
-
-def too_long() -> ApiError:
-    """The error for a body that is too long."""
-    return ApiError(
-        f"the body has more than {MOST_BYTES >> 20} MiB: send less",
-        status=413,
-        code="request_too_large",
-    )
-
-
 async def body_of(request: Request) -> bytes:
     """Read a request's body.
 
@@ -157,13 +139,13 @@ async def body_of(request: Request) -> bytes:
             status=415,
         )
     parts, length = [], 0
+    _check_length(int(request.headers.get("content-length", 0)))  # a number, or h11 refuses it
     try:
         async with asyncio.timeout(_SILENCE) as limit:
             begun = asyncio.get_running_loop().time()
             async for part in request.stream():
                 length += len(part)
-                if length > MOST_BYTES:
-                    raise too_long()
+                _check_length(length)
                 parts.append(part)
                 # A part may be late, but the average rate must not be too low.
                 slowly = begun + length / _LEAST_RATE
@@ -177,3 +159,12 @@ async def body_of(request: Request) -> bytes:
     except ClientDisconnect:  # nobody reads the answer
         raise ApiError("the client disconnected before the end of the body", status=499) from None
     return b"".join(parts)
+
+
+def _check_length(length: int) -> None:
+    if length > MOST_BYTES:
+        raise ApiError(
+            f"the body has more than {MOST_BYTES >> 20} MiB: send less",
+            status=413,
+            code="request_too_large",
+        )

@@ -105,7 +105,6 @@ class Server:
         self.log: list[dict[str, Any]] = []
         self.worker = Worker([*starting], memory=ServerMemory(bound))
         self.worker.start()
-        self.worker.wait_until_ready()
         self.catalog = Catalog(self.worker, shelf, log=self.log.append, clock=lambda: self.now)
         app = create_app(self.worker, catalog=self.catalog, keep_alive=KeepAlive(sign))
 
@@ -327,7 +326,7 @@ def test_a_load_takes_no_room_from_a_request_that_waits() -> None:
         shelf = Heavy(Entry("a", nbytes=weights), Entry("b", nbytes=weights))
         async with serving(shelf, bound=2 * weights + 40_000_000) as server:
             await server.said(model="a")
-            active = server.worker.limits.active
+            active = server.worker.active
             asked = [server.said(model="a", max_tokens=200) for _ in range(active)]
             asked = [asyncio.create_task(one) for one in asked]
             while len(server.worker.requests) < active:

@@ -22,7 +22,7 @@ from mlxspec.server import memory as server_memory
 from mlxspec.server.memory import ServerMemory
 from mlxspec.server.prefix_cache import PrefixCache
 from mlxspec.server.served_model import CacheMemory, Need, ServedModel
-from mlxspec.server.worker import Worker, WorkerLimits
+from mlxspec.server.worker import Worker
 from tests.support import heads
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import FLAT, demo, given_costs
@@ -64,7 +64,7 @@ def test_requests_for_twice_the_bound_are_all_answered_within_it() -> None:
     texts = [decoder.tokenizer.decode(tokens) for tokens in alone]
     others = mx.get_active_memory() - model.memory.weights  # of models of other tests
     mx.reset_peak_memory()
-    limits = WorkerLimits(active=COUNT)
+    limits = {"active": COUNT}
     with running_server(model, limits, memory=ServerMemory(BOUND)) as server:
         most, memory = 0, server.worker.memory
         whole = memory.reserve

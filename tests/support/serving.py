@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +16,11 @@ from starlette.types import ASGIApp
 import mlxspec
 from mlxspec.engine.params import CacheOptions
 from mlxspec.server.app import create_app
-from mlxspec.server.connections import Bounds, HttpServer
+from mlxspec.server.connections import HttpServer
 from mlxspec.server.memory import ServerMemory
 from mlxspec.server.prefix_cache import PrefixCache
 from mlxspec.server.served_model import CacheMemory, Need, ServedModel
-from mlxspec.server.worker import Worker, WorkerLimits
+from mlxspec.server.worker import Worker
 from tests.support.chat_tokenizer import CHATML, chat_tokenizer, with_tools
 from tests.support.demo import FLAT, given_costs, stand_in_decoder
 from tests.support.random_models import random_model
@@ -97,9 +97,9 @@ def memory_with_room(model: ServedModel, nbytes: int) -> ServerMemory:
 @contextmanager
 def running_server(
     model: ServedModel | None = None,
-    limits: WorkerLimits | None = None,
+    limits: Mapping[str, Any] | None = None,
     send_buffer: int | None = None,
-    bounds: Bounds = Bounds(),  # noqa: B008  # a constant
+    bounds: Mapping[str, Any] | None = None,
     memory: ServerMemory | None = None,
     **options: Any,
 ) -> Iterator[Running]:
@@ -114,11 +114,10 @@ def running_server(
         options: as for :func:`mlxspec.server.app.create_app`.
     """
     model = model or served()
-    worker = Worker([model], limits or WorkerLimits(), memory=memory)
+    worker = Worker([model], memory=memory, **(limits or {}))
     worker.start()
-    worker.wait_until_ready()
     app = create_app(worker, **options)
-    server = HttpServer(app, bounds, grace=1.0)
+    server = HttpServer(app, grace=1.0, **(bounds or {}))
     listening = socket.create_server(("127.0.0.1", 0))
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if send_buffer:
