@@ -405,7 +405,7 @@ class Catalog:
         needs = (one.need for one in self._worker.requests.copy())
         keep = all(memory.ever_fits(need, beside=entry.nbytes) for need in needs)
         if fits := keep and memory.fits(Need(entry.nbytes)):
-            memory.reserve(entry.name, entry.nbytes)
+            memory.reserve(entry.name, Need(entry.nbytes))
         return fits
 
     def _open(self, make: Callable[[], ServedModel]) -> ServedModel:

@@ -69,7 +69,7 @@ def test_requests_for_twice_the_bound_are_all_answered_within_it() -> None:
         most, memory = 0, server.worker.memory
         whole = memory.reserve
 
-        def reserve(owner: object, need: Need | int) -> None:
+        def reserve(owner: object, need: Need) -> None:
             nonlocal most
             whole(owner, need)
             most = max(most, len(memory._reserved))
@@ -139,7 +139,7 @@ def test_the_prefix_used_longest_ago_goes_first_whichever_model_has_it() -> None
         keep(model, seed)
     memory._cache_bytes = memory.room
     left = memory.room - sum(memory.parts[part] for part in ("forward", "prefixes"))
-    memory.reserve("more", left + 1)
+    memory.reserve("more", Need(left + 1))
     assert (first.cache.entries, second.cache.entries) == (2, 0)
     memory.release("more")
     memory.remove(first)
@@ -151,7 +151,7 @@ def test_a_model_finds_room_if_its_weights_fit_beside_what_is_reserved() -> None
     free = memory.room - memory.parts["forward"]
     assert memory.fits(Need(free))
     assert not memory.fits(Need(free + 1))
-    memory.reserve("third", free)
+    memory.reserve("third", Need(free))
     assert not memory.fits(first.memory.needs(1))
     memory.release("third")
     assert memory.fits(first.memory.needs(1))
