@@ -498,6 +498,7 @@ class _Loader:
         self._owner = keys[0] if len(keys) == 1 else ""
         self.prefixes: Path | None = None
         self._known: dict[Path, ModelFiles] = {}
+        self._left_out: set[Path] = set()
 
     def start(self, console: Console, leader: Leader | None) -> list[ServedModel]:
         """Load the models that were asked for."""
@@ -567,6 +568,7 @@ class _Loader:
                 continue
             files = self._known.get(directory) or model_files(directory)
             if files.trouble:
+                self._leave_out(directory, files.trouble)
                 continue
             self._known[directory] = files
             widened = files.half_bytes if mx.default_device().type == mx.cpu else 0
@@ -578,6 +580,13 @@ class _Loader:
                 keep_alive=KEEP_ALIVE if seconds is None else seconds,
             )
         return [*entries.values()]
+
+    def _leave_out(self, directory: Path, trouble: str) -> None:
+        """Say once that a model of ``--models DIR`` cannot run; 'mlxspec models' says it of all."""
+        folders = [local_path(one) for one in self._options.available if one != ALL]
+        if directory not in self._left_out and any(map(directory.is_relative_to, folders)):
+            self._left_out.add(directory)
+            note(f"{shown(str(directory))} is left out: {trouble}")
 
     def load(self, entry: Entry, on_read: OnRead) -> Callable[[], ServedModel]:
         """As :meth:`.server.catalog.Loader.load`."""
@@ -866,9 +875,7 @@ def _line(record: dict[str, Any]) -> str:
     line = f"{record['time'][11:19]}  "
     if about := _COMINGS.get(record["outcome"]):
         words = {name: shown(str(value)) for name, value in record.items()}
-        sizes = {name: size_in_words(record[name]) for name in ("bytes", "read") if name in record}
-        line += about.format_map(words | sizes)
-        line += f", {sizes['read']} so far" if "read" in sizes else ""
+        line += about.format_map(words | {"bytes": size_in_words(record.get("bytes", 0))})
         return click.style(line, fg="red") if "error" in record else line
     if record["outcome"] == "refused":
         what = " ".join(shown(record[name]) for name in ("code", "param") if record[name])

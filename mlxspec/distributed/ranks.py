@@ -344,15 +344,6 @@ class LeadingTarget(Target):
     def _beside(self, cache: Sequence[Any]) -> Target:
         return LeadingTarget(*self._as_this(cache))
 
-    _prefill_chunk = _repeated(Target._prefill_chunk)
-    _change_for_steps = _repeated(Target._change_for_steps)
-    _quantize_if_due = _repeated(Target._quantize_if_due)
-    mark = _repeated(Target.mark)
-    commit_moved = _repeated(Target.commit_moved, Target.commit)  # rows have been moved here
-    truncate = _repeated(Target.truncate)
-    rewind = _repeated(Target.rewind)
-    flush_pending = _repeated(Target.flush_pending)
-
 
 class LeadingJoint(Joint):
     """A joint whose forwards the followers repeat; its targets are leading ones."""
@@ -370,9 +361,17 @@ class LeadingJoint(Joint):
             leader.dispatch(logits)
         return logits, spans
 
-    prefill = _repeated(Joint.prefill)
-    join = _repeated(Joint.join)
-    leave = _repeated(Joint.leave)
+
+_OF_TARGETS: Sequence[Callable[..., Any]] = (
+    *(Target._prefill_chunk, Target._change_for_steps, Target._quantize_if_due, Target.mark),
+    *(Target.truncate, Target.rewind, Target.flush_pending),
+)
+_OF_JOINTS: Sequence[Callable[..., Any]] = (Joint.prefill, Joint.join, Joint.leave)
+for kind, methods in ((LeadingTarget, _OF_TARGETS), (LeadingJoint, _OF_JOINTS)):
+    for method in methods:
+        setattr(kind, method.__name__, _repeated(method))
+# The leader has moved its rows already.
+LeadingTarget.commit_moved = _repeated(Target.commit_moved, Target.commit)  # type: ignore[method-assign]
 
 
 # --- the followers ---
@@ -408,16 +407,14 @@ def _forward(
     mx.async_eval(logits)  # the other ranks need its values; this rank does not read the logits
 
 
-REPEATED: dict[str, Callable[..., Any]] = {
-    function.__qualname__: function
-    for function in (
-        *(chunk_error, joint_agrees, rounding_noise, row_error, tree_agrees),
-        *(forward_memory, least_free_memory, _load, _new_target, _new_joint, _forward),
-        *(Joint.prefill, Joint.join, Joint.leave, Target.fork, Target.mark, Target.commit),
-        *(Target.truncate, Target.rewind, Target.flush_pending, Target._prefill_chunk),
-        *(Target._change_for_steps, Target._quantize_if_due),
-    )
-}
+_FUNCTIONS: Sequence[Callable[..., Any]] = (
+    *(chunk_error, joint_agrees, rounding_noise, row_error, tree_agrees),
+    *(forward_memory, least_free_memory, _load, _new_target, _new_joint, _forward),
+    *_OF_TARGETS,
+    *_OF_JOINTS,
+    *(Target.fork, Target.commit),
+)
+REPEATED = {function.__qualname__: function for function in _FUNCTIONS}
 """What the leader may let the followers call, by name."""
 
 _CALLS_BETWEEN_CLEARING = 512  # outgrown buffers then go to the system, as in the decoding loop

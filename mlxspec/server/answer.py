@@ -28,7 +28,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from .body import ApiError, error_response
+from .body import ApiError
 from .worker import Begun, Ended, Event, EventStream, Piece
 
 # --- the format of an output ---
@@ -608,14 +608,16 @@ async def answered(
 
 
 Endpoint = Callable[[Request], Awaitable[Response]]
+OnError = Callable[[Request, Exception], Awaitable[Response]]
 
 
-def patient(endpoint: Endpoint, sign: float) -> Endpoint:
+def patient(endpoint: Endpoint, sign: float, refused: OnError) -> Endpoint:
     """An endpoint whose streams begin while a model is being loaded for them.
 
     Args:
         endpoint: it sets ``request.state.waits`` to True while a streamed answer waits for a model.
         sign: seconds without data after which such a stream sends a keep-alive.
+        refused: logs the error that ends such a stream, and makes its response.
     """
 
     async def answer(request: Request) -> Response:
@@ -624,7 +626,7 @@ def patient(endpoint: Endpoint, sign: float) -> Endpoint:
             while not making.done():
                 await asyncio.wait({making}, timeout=sign)
                 if not making.done() and getattr(request.state, "waits", False):
-                    events = _after_loading(making, request.url.path, sign)
+                    events = _after_loading(making, request, sign, refused)
                     return _event_stream(events, making.cancel, {})
         except asyncio.CancelledError:
             making.cancel()
@@ -635,7 +637,7 @@ def patient(endpoint: Endpoint, sign: float) -> Endpoint:
 
 
 async def _after_loading(
-    making: asyncio.Future[Response], path: str, sign: float
+    making: asyncio.Future[Response], request: Request, sign: float, refused: OnError
 ) -> AsyncIterator[str]:
     """Keep-alives until there is a streamed response, and then its content."""
     response: Response | None = None
@@ -648,7 +650,7 @@ async def _after_loading(
         async for chunk in response.body_iterator:
             yield str(chunk)
     except Exception as error:
-        body = bytes(error_response(_as_api_error(error), path).body)
+        body = bytes((await refused(request, _as_api_error(error))).body)
         yield f"event: error\ndata: {body.decode()}\n\n"
     finally:
         if isinstance(response, _Streamed):

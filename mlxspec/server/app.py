@@ -25,7 +25,7 @@ from .. import __version__
 from ..engine.grammar import Grammar, Vocabulary
 from ..errors import OptionError, printable
 from ..generation.request import State
-from .answer import FAILED, ApiAnswer, KeepAlive, answered, is_answered, patient
+from .answer import FAILED, ApiAnswer, KeepAlive, OnError, answered, is_answered, patient
 from .auth import AuthMiddleware, OnRefusal, body_of
 from .body import ApiError, error_response, new_request_id, parse, read_body, shown
 from .catalog import Catalog, Entry, keeping_models
@@ -84,7 +84,6 @@ def create_app(
         catalog: the models that requests may name; by default, those of the worker.
     """
     catalog = catalog or Catalog(worker)
-    endpoints = Endpoints(worker, catalog, max_tokens, keep_alive, strict_model_names)
 
     async def refused(request: Request, error: Exception) -> Response:
         refusal = error if isinstance(error, ApiError) else _wrong_path(request, error)
@@ -92,8 +91,9 @@ def create_app(
             on_refusal(request.url.path, refusal)
         return error_response(refusal, request.url.path)
 
+    endpoints = Endpoints(worker, catalog, max_tokens, keep_alive, strict_model_names)
     return Starlette(
-        routes=[*endpoints.routes, *_status_routes(worker, catalog)],
+        routes=[*endpoints.routes(refused), *_status_routes(worker, catalog)],
         middleware=[
             Middleware(AuthMiddleware, hosts=hosts, keys=keys, on_refusal=on_refusal),
             Middleware(keeping_models),
@@ -108,10 +108,9 @@ def create_app(
 
 def _wrong_path(request: Request, error: Exception) -> ApiError:
     assert isinstance(error, HTTPException)
-    path, status = printable(request.url.path), error.status_code
-    what = {404: "this server has no such path", 405: f"this path takes no {request.method}"}
-    headers = dict(error.headers or {})
-    return ApiError(f"{path}: {what.get(status, error.detail)}", status=status, headers=headers)
+    path, headers = printable(request.url.path), dict(error.headers or {})
+    what = "has no such path" if error.status_code == 404 else f"takes no {request.method} here"
+    return ApiError(f"{path}: this server {what}", status=error.status_code, headers=headers)
 
 
 async def _server_error(request: Request, error: Exception) -> Response:
@@ -122,8 +121,8 @@ async def _server_error(request: Request, error: Exception) -> Response:
 
 # --- the three APIs ---
 
-_COMPILING = 4  # requests whose constraints are compiled at once
-_LARGE = 1 << 20  # bytes; larger bodies are read one at a time
+_SLOW = 4  # large bodies and constraints that are read and compiled at once
+_LARGE = 1 << 20  # bytes of a large body, which may take a second and 100 MB
 
 _Result = TypeVar("_Result")
 _Chat = TypeVar("_Chat", bound=ChatRequest)
@@ -153,20 +152,21 @@ class Endpoints:
         self._strict = strict
         self._max_tokens = max_tokens
         self._keep_alive = keep_alive
-        # Large bodies are read one at a time: each may take a second and about 100 MB.
-        self._reading = asyncio.Lock()
         # Only one thread at a time may use a tokenizer.
         self._tokenizing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        # A few slow constraints must not delay others, and many must not occupy all threads.
-        self._compiling = asyncio.Semaphore(_COMPILING)
+        # What is slow must not occupy all threads.
+        self._slow = asyncio.Semaphore(_SLOW)
         self._responses = ResponseStore()
 
-    @property
-    def routes(self) -> list[Route]:
-        """The routes of all endpoints."""
+    def routes(self, refused: OnError) -> list[Route]:
+        """The routes of all endpoints.
+
+        Args:
+            refused: logs an error that comes after a stream has begun, and makes its response.
+        """
         post = ["POST"]
         chat, complete, create_response, message = (
-            patient(endpoint, self._keep_alive.sign)
+            patient(endpoint, self._keep_alive.sign, refused)
             for endpoint in (self.chat, self.complete, self.create_response, self.message)
         )
         return [
@@ -180,7 +180,6 @@ class Endpoints:
             Route("/v1/responses/input_tokens", self.count_input, methods=post),
             Route("/v1/responses/{id}", self.show_response),
             Route("/v1/responses/{id}", self.delete_response, methods=["DELETE"]),
-            Route("/v1/responses/{id}/cancel", self.cancel_response, methods=post),
             Route("/v1/responses/{id}/input_items", self.input_items),
             Route("/v1/messages", message, methods=post),
             Route("/v1/messages/count_tokens", self.count_tokens, methods=post),
@@ -197,7 +196,7 @@ class Endpoints:
     async def complete(self, request: Request) -> Response:
         """``/v1/completions``"""
         body = await self.read(request, parse_completion)
-        served = await self._served(request, body.model, streamed=body.stream)
+        served = await self._served(request, body.model, body.stream)
         tokenizer, vocab_size = served.decoder.tokenizer, served.decoder.vocab_size
 
         def made() -> tuple[list[Prompt], CompletionAnswer]:
@@ -254,10 +253,6 @@ class Endpoints:
 
     async def show_response(self, request: Request) -> Response:
         """``/v1/responses/ID``"""
-        if request.query_params.get("stream") == "true":
-            raise ApiError(
-                "stream: a stored response is not streamed; leave stream out", param="stream"
-            )
         return JSONResponse(self._kept(request).response)
 
     async def delete_response(self, request: Request) -> Response:
@@ -265,14 +260,6 @@ class Endpoints:
         response_id = self._kept(request).response["id"]
         self._responses.delete(request.state.partition, response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
-
-    async def cancel_response(self, request: Request) -> Response:
-        """``/v1/responses/ID/cancel``"""
-        self._kept(request)
-        raise ApiError(
-            "a response is not made in the background, and ends when its client disconnects: "
-            "close the connection",
-        )
 
     async def input_items(self, request: Request) -> Response:
         """``/v1/responses/ID/input_items``"""
@@ -301,14 +288,14 @@ class Endpoints:
 
     async def message(self, request: Request) -> Response:
         """``/v1/messages``"""
-        body, served, prompt = await self._read_chat(request, parse_messages, "claude-")
+        body, served, prompt = await self._read_chat(request, parse_messages)
         answer = MessagesAnswer(body, served.name, prompt.format)
         return await self._respond(request, served, body, [prompt], answer)
 
     async def count_tokens(self, request: Request) -> Response:
         """``/v1/messages/count_tokens``"""
         read = partial(parse_messages, to_count=True)
-        _, served, prompt = await self._read_chat(request, read, "claude-")
+        _, served, prompt = await self._read_chat(request, read)
         headers = messages_headers(served.name, new_request_id())
         return JSONResponse({"input_tokens": len(prompt.tokens)}, headers=headers)
 
@@ -325,32 +312,25 @@ class Endpoints:
             ApiError: the body is not JSON or is too large, or ``parse`` refuses it.
         """
         data = await body_of(request)
-        async with self._reading if len(data) > _LARGE else nullcontext():
+        async with self._slow if len(data) > _LARGE else nullcontext():
             return await run_in_threadpool(lambda: parse(read_body(data)))
 
     async def _read_chat(
-        self, request: Request, parse: Callable[[Any], _Chat], elsewhere: str = "\0"
+        self, request: Request, parse: Callable[[Any], _Chat]
     ) -> tuple[_Chat, ServedModel, ChatPrompt]:
-        """Read a conversation; returns it with its model and its prompt.
-
-        Unknown model names that begin with ``elsewhere`` mean the default model.
-        """
+        """Read a conversation; returns it with its model and its prompt."""
         body = await self.read(request, parse)
-        served = await self._served(request, body.model, elsewhere, body.stream)
+        served = await self._served(request, body.model, body.stream)
         return body, served, await self._chat_prompt(served, body)
 
     async def _served(
-        self,
-        request: Request,
-        name: str | None,
-        elsewhere: str = "\0",
-        streamed: bool = False,
+        self, request: Request, name: str | None, streamed: bool = False
     ) -> ServedModel:
         """The model that answers a request for this name, loaded until the response is sent.
 
         Raises as :meth:`.Catalog.named` and :meth:`.Catalog.use` do.
         """
-        entry = await self._catalog.named(name, elsewhere, self._strict)
+        entry = await self._catalog.named(name, self._strict)
         request.state.waits = streamed
         served = await self._catalog.use(entry, request.state.uses)
         request.state.waits = False
@@ -400,15 +380,15 @@ class Endpoints:
             prediction = expected[: served.context_length]  # no output is longer
         requests: list[ServedRequest] = []
         for prompt in prompts:
-            n_prompt = len(prompt.tokens)
-            tokens = n_prompt + (body.max_tokens or 1)
+            tokens = len(prompt.tokens) + (body.max_tokens or 1)
             tokens = min(tokens, served.context_length or tokens)
             await self._catalog.make_room_for(served.memory.needs(tokens))
-            given = n_prompt, body, self._max_tokens
-            max_tokens = self._worker.memory.max_tokens_for(served, *given)
+            max_tokens = self._worker.memory.max_tokens_for(
+                served, len(prompt.tokens), body, self._max_tokens
+            )
             grammar = await self._grammar(served, body, prompt)
-            shared = {"prediction": prediction, "partition": request.state.partition}
             make = partial(_choices, served, body, prompt, grammar, max_tokens)
+            shared = {"prediction": prediction, "partition": request.state.partition}
             requests += await run_in_threadpool(make, first=len(requests), **shared)
         stream = self._worker.submit(served, requests)
         return await answered(request, stream, answer, body.stream, self._keep_alive)
@@ -427,7 +407,7 @@ class Endpoints:
             if body.constraint is None:  # strict tools are then not enforced
                 return None
             raise ApiError(f"{body.constrained_by}: {error}", param=body.constrained_by) from error
-        async with self._compiling:
+        async with self._slow:
             return await run_in_threadpool(compiled_constraint, body, prompt, tokenizer, vocabulary)
 
 
@@ -447,14 +427,11 @@ def _choices(
     Raises:
         ApiError: a token or an option is out of range.
     """
-    vocab_size, tokens = served.decoder.vocab_size, tuple(prompt.tokens)
-    check_ids(tokens, vocab_size, body.param)
-    if not tokens:
-        raise ApiError(f"{body.param} has no tokens: send a text.", param=body.param)
+    vocab_size = served.decoder.vocab_size
     try:
         return [
             ServedRequest(
-                *(served, tokens, max_tokens),
+                *(served, tuple(prompt.tokens), max_tokens),
                 {
                     "constraint": grammar,
                     "stop": (*body.stop, *prompt.stop),
@@ -500,10 +477,10 @@ def _status_routes(worker: Worker, catalog: Catalog) -> list[Route]:
     kept = _add_gauges(worker)
 
     async def health(request: Request) -> Response:
-        return _state(worker.alive, "ok", "the worker has failed")
+        return _state(worker.alive, "ok")
 
     async def ready(request: Request) -> Response:
-        return _state(worker.ready, "ready", "not ready")
+        return _state(worker.ready, "ready")
 
     async def metrics(request: Request) -> Response:
         kept.clear()
@@ -521,8 +498,8 @@ def _status_routes(worker: Worker, catalog: Catalog) -> list[Route]:
     return [Route(f"/{name}", endpoint) for name, endpoint in named.items()]
 
 
-def _state(good: bool, word: str, other: str) -> Response:
-    return JSONResponse({"status": word if good else other}, 200 if good else 503)
+def _state(good: bool, word: str) -> Response:
+    return JSONResponse({"status": word if good else f"not {word}"}, 200 if good else 503)
 
 
 _WIDEST = 32  # rows; the end of the cost curve that is shown

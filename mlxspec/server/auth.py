@@ -7,7 +7,6 @@ be this server's own. The server sends no CORS headers.
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -21,9 +20,6 @@ from .body import ApiError, error_response, shown
 
 MOST_BYTES = 32 * 2**20
 """The most bytes of a request's body."""
-
-_SILENCE = 30.0  # seconds without a byte after which a body is refused
-_LEAST_RATE = 1000.0  # bytes per second that must arrive on average
 
 _OPEN = ("/", "/health", "/ready")
 """Paths that need no key: the page, which contains no data, and the health checks."""
@@ -130,7 +126,7 @@ async def body_of(request: Request) -> bytes:
     """Read a request's body.
 
     Raises:
-        ApiError: the body is encoded, too long or too slow, or the client disconnected.
+        ApiError: the body is encoded or too long, or the client disconnected.
     """
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() not in ("", "identity"):
@@ -141,21 +137,10 @@ async def body_of(request: Request) -> bytes:
     parts, length = [], 0
     _check_length(int(request.headers.get("content-length", 0)))  # a number, or h11 refuses it
     try:
-        async with asyncio.timeout(_SILENCE) as limit:
-            begun = asyncio.get_running_loop().time()
-            async for part in request.stream():
-                length += len(part)
-                _check_length(length)
-                parts.append(part)
-                # A part may be late, but the average rate must not be too low.
-                slowly = begun + length / _LEAST_RATE
-                limit.reschedule(min(asyncio.get_running_loop().time(), slowly) + _SILENCE)
-    except TimeoutError:
-        raise ApiError(
-            f"the body has stopped after {length:,} bytes, or is too slow: send it again",
-            status=408,
-            headers={"Connection": "close"},
-        ) from None
+        async for part in request.stream():
+            length += len(part)
+            _check_length(length)
+            parts.append(part)
     except ClientDisconnect:  # nobody reads the answer
         raise ApiError("the client disconnected before the end of the body", status=499) from None
     return b"".join(parts)

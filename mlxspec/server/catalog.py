@@ -36,7 +36,6 @@ KEEP_ALIVE = 600.0
 _NAMED = 5  # models that an error names
 _LOOK = 5.0  # seconds for which the models that were found are not looked for again
 _CHECK = 1.0  # seconds between two looks for models that have been idle for their time
-_TELL = 10.0  # seconds between two lines of the log about a model that is being loaded
 
 _Result = TypeVar("_Result")
 
@@ -91,12 +90,6 @@ class Entry:
             served=served,
             state="loaded",
         )
-
-    @property
-    def reading(self) -> dict[str, Any]:
-        """The log's record while its weights are read."""
-        record = {"outcome": "loading", "model": self.name, "bytes": self.nbytes}
-        return record | ({"read": self.read} if self.read else {})
 
     @property
     def is_idle(self) -> bool:
@@ -217,11 +210,11 @@ class Catalog:
             if entry.path not in known:
                 self._entries.setdefault(name, entry)
 
-    async def named(self, name: str | None, elsewhere: str = "\0", strict: bool = True) -> Entry:
+    async def named(self, name: str | None, strict: bool = True) -> Entry:
         """The model for requests with this name.
 
         The default model is meant by requests without a name. Unless ``strict``, it is also meant
-        by unknown names that begin with ``elsewhere``, and an only model by any.
+        by unknown names that begin with "claude-", and an only model by any.
 
         Raises:
             ApiError: 404, it does not exist; 400, several have this name.
@@ -235,7 +228,7 @@ class Catalog:
         else:
             found = self._known(name)
             if found is None and not strict:
-                found = default if name.startswith(elsewhere) else only
+                found = default if name.startswith("claude-") else only
         if found is None:
             which = f"the model {shown(name)} is not served here" if name else "no model is named"
             near = get_close_matches(name or "", self._entries, _NAMED, cutoff=0)
@@ -317,7 +310,7 @@ class Catalog:
             async with self._moving:
                 await self._make_room(entry)
                 entry.state, entry.read, begun = "loading", 0, self._clock()
-                self._log(entry.reading)
+                self._log({"outcome": "loading", "model": entry.name, "bytes": entry.nbytes})
                 entry.served = await self._in_thread(self._read, entry)
                 self._worker.models[entry.name] = entry.served
                 entry.used = self._clock()
@@ -427,16 +420,11 @@ class Catalog:
     def _read(self, entry: Entry) -> ServedModel:
         """Read a model's weights here, and run its first steps in the worker's thread."""
         assert self._loader
-        next_line = self._clock() + _TELL
 
         def on_read(nbytes: int) -> None:
-            nonlocal next_line
             if self._ending:
                 raise ApiError("the server is ending", status=503)
             entry.read += nbytes
-            if self._clock() >= next_line:
-                next_line = self._clock() + _TELL
-                self._log(entry.reading)
 
         served = self._worker.call(self._open, self._loader.load(entry, on_read))
         if gc.get_freeze_count():

@@ -1,4 +1,4 @@
-"""The HTTP server: limits on connections and their idle time, and its shutdown."""
+"""The HTTP server: uvicorn with limits, and its shutdown."""
 
 from __future__ import annotations
 
@@ -8,22 +8,14 @@ import math
 import resource
 import time
 from collections.abc import Callable
-from functools import partial
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-BACKLOG = 256
-"""How many connections the system queues; the event loop accepts all of them in one go."""
-
-_log = logging.getLogger(__name__)
-
-_OTHER_FILES = 64  # models while they load, prefixes, journals, standard streams
-_FEWEST = 8  # connections, even if the process may open fewer files
-_CHECK_INTERVAL = 1.0  # seconds between two checks of a connection
+_MOST = 1024  # connections; further requests get 503
+_FILES = 2 * _MOST  # that the process may open, if it may say so itself
 _LAST = 1.0  # seconds for requests to notice that their connections were closed
 _QUIET = 60.0  # seconds before a message is logged again
 
@@ -33,11 +25,10 @@ class HttpServer(uvicorn.Server):
 
     Args:
         app: the application.
-        grace: seconds for running requests after the first signal. The second signal closes all
-            connections at once.
+        grace: seconds for running requests after the first signal. The second signal ends them.
+        unread: seconds for which a client may read nothing of its answer.
         on_start: called in the event loop at its start.
         on_exit: called at the first signal.
-        limits: as for :class:`Connection`.
     """
 
     def __init__(
@@ -45,19 +36,19 @@ class HttpServer(uvicorn.Server):
         app: ASGIApp,
         *,
         grace: float = 10.0,
+        unread: float = 300.0,
         on_start: Callable[[], object] = lambda: None,
         on_exit: Callable[[], object] = lambda: None,
-        **limits: Any,
     ) -> None:
         config = uvicorn.Config(
-            app,
-            http=cast("type[asyncio.Protocol]", partial(Connection, **limits)),
+            _abandoning(app, unread),
+            http="h11",
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
-            backlog=BACKLOG,
+            limit_concurrency=_MOST,
             # For requests that wait for a thread and do not notice that the client disconnected.
             timeout_graceful_shutdown=math.ceil(grace + _LAST),
         )
@@ -65,8 +56,11 @@ class HttpServer(uvicorn.Server):
         self._grace = grace
         self._on_start = on_start
         self._on_exit = on_exit
-        for log in (_log, logging.getLogger("uvicorn.error")):
-            log.addFilter(_seldom)
+        logging.getLogger("uvicorn.error").addFilter(_seldom)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
+        if soft != resource.RLIM_INFINITY and soft < most:  # 256 on a Mac
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
     async def startup(self, sockets: Any = None) -> None:
         self._on_start()
@@ -95,89 +89,17 @@ class HttpServer(uvicorn.Server):
             await asyncio.wait({*state.tasks}, timeout=_LAST)
 
 
-class Connection(H11Protocol):
-    """A connection that is closed if its client keeps the server waiting too long.
+def _abandoning(app: ASGIApp, unread: float) -> ASGIApp:
+    """ASGI middleware: ends requests whose clients have read nothing for this many seconds."""
 
-    :func:`mlxspec.server.auth.body_of` limits the time of a body, since it can send an error.
+    async def abandoning(scope: Scope, receive: Receive, send: Send) -> None:
+        async def sent(message: Message) -> None:
+            async with asyncio.timeout(unread):
+                await send(message)
 
-    Args:
-        most: connections at once; fewer if the process may not open that many files.
-        head: seconds within which a request's line and headers must arrive.
-        unread: seconds for which a client may read nothing of its answer.
-        options: as uvicorn passes them.
-    """
+        await app(scope, receive, sent)
 
-    def __init__(
-        self, most: int = 1024, head: float = 20.0, unread: float = 300.0, **options: Any
-    ) -> None:
-        super().__init__(**options)
-        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if files != resource.RLIM_INFINITY:
-            most = min(most, max(_FEWEST, files - BACKLOG - _OTHER_FILES))
-        self._most, self._head, self._most_unread = most, head, unread
-        self._since = self._heard = self.loop.time()
-        """When the server began to wait for the client, and when the client last sent something."""
-        self._unsent = 0
-        """Unread bytes at the last check."""
-        self._timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        if len(self.connections) > self._most:
-            _log.warning(
-                "%d connections are open, the most allowed: each new one closes the one that has "
-                "been silent for longest",
-                self._most,
-            )
-            waiting = [one for one in cast(set[Connection], self.connections) if one.waits]
-            # This one, if all others are being answered.
-            min(waiting, key=lambda one: one._heard).transport.abort()
-        self._check()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._timer:
-            self._timer.cancel()
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        self._heard = self.loop.time()
-        super().data_received(data)
-
-    def on_response_complete(self) -> None:
-        self._since = self._heard = self.loop.time()
-        super().on_response_complete()
-
-    def pause_writing(self) -> None:
-        self._since = self.loop.time()
-        super().pause_writing()
-
-    @property
-    def waits(self) -> bool:
-        """Whether the server waits for a request or the rest of one."""
-        if self.transport.is_closing() or self.transport.get_write_buffer_size():
-            return False
-        return self._answered or self.cycle.more_body
-
-    @property
-    def _answered(self) -> bool:
-        """Whether the client is to send a new request."""
-        return self.cycle is None or self.cycle.response_complete
-
-    def _check(self) -> None:
-        """Close the connection if the client takes too long, or check again later."""
-        unsent = self.transport.get_write_buffer_size()
-        if unsent < self._unsent:
-            self._since = self.loop.time()
-        self._unsent = unsent
-        allowed = math.inf
-        if unsent and (self._answered or self.flow.write_paused):
-            allowed = self._most_unread
-        elif self._answered:
-            allowed = self._head
-        if self.loop.time() > self._since + allowed:
-            self.transport.abort()
-        else:
-            self._timer = self.loop.call_later(_CHECK_INTERVAL, self._check)
+    return abandoning
 
 
 _next_time: dict[str, float] = {}
@@ -185,9 +107,12 @@ _next_time: dict[str, float] = {}
 
 
 def _seldom(record: logging.LogRecord) -> bool:
-    """Filter the log: pass a message once a minute, and all tracebacks but of cancellations."""
+    """Filter the log: pass a message once a minute, and tracebacks of faults only.
+
+    An end of the server cancels requests, and a client that does not read makes them time out.
+    """
     if record.exc_info:
-        return not isinstance(record.exc_info[1], asyncio.CancelledError)
+        return not isinstance(record.exc_info[1], asyncio.CancelledError | TimeoutError)
     now, message = time.monotonic(), str(record.msg)
     if now < _next_time.get(message, 0.0):
         return False

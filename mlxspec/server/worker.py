@@ -11,8 +11,8 @@ import itertools
 import logging
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -243,10 +243,6 @@ def _failure(error: Exception, decoder: LoadedModel) -> ApiError:
     return ApiError(f"the generation has failed: {error}", status=500)
 
 
-EventBatch = tuple[ServedRequest, list[Event | ApiError]]
-"""A request and its events of one turn, in order; never empty."""
-
-
 class EventStream:
     """The events of one client's requests, for the event loop that creates it.
 
@@ -259,7 +255,8 @@ class EventStream:
         self.worker = worker
         self.requests = requests
         self.loop = asyncio.get_running_loop()
-        self.batches: asyncio.Queue[EventBatch] = asyncio.Queue()
+        self.batches: asyncio.Queue[tuple[ServedRequest, list[Event | ApiError]]] = asyncio.Queue()
+        """Requests with their events of one turn, in order."""
         for request in requests:
             request.stream = self
 
@@ -488,23 +485,16 @@ class Worker:
         """Queue generations, all or none; called in an event loop.
 
         Raises:
-            ApiError: 400, there are more than the queue can hold; 429, the queue is full; 503, the
-                server is ending.
+            ApiError: 429, the queue is full; 503, the server is ending.
         """
-        most = self.active + self.queued
-        if len(requests) > most:
-            raise ApiError(
-                f"{len(requests)} choices are too many, since the server takes {most} at once: ask "
-                "for fewer",
-                param="n",
-            )
         states = [one.state for one in self.requests.copy() if one.served is served]
         waiting = states.count(State.WAITING)
         free = max(0, self.active - (len(states) - waiting))
         if waiting + len(requests) > self.queued + free:
             self.metrics.add_end("refused")
             raise ApiError(
-                f"{waiting} generations are waiting already: try again later",
+                f"{waiting} generations are waiting already, and {self.queued} may: try again "
+                "later, or ask for fewer choices",
                 status=429,
                 code="queue_full",
                 headers={"Retry-After": str(_RETRY_AFTER)},
@@ -625,14 +615,14 @@ class Worker:
         There is only one call per loop, since each call interrupts the loop and delays the worker.
         """
         outbox, self._outbox = self._outbox, {}
-        of_loops: defaultdict[asyncio.AbstractEventLoop, list[EventBatch]] = defaultdict(list)
-        for batch in outbox.items():
-            of_loops[batch[0].stream.loop].append(batch)
-        for loop, batches in of_loops.items():
+        for loop in {request.stream.loop for request in outbox}:
             with suppress(RuntimeError):  # the loop has ended; no task waits
-                loop.call_soon_threadsafe(_take, batches)
+                loop.call_soon_threadsafe(_take, loop, outbox)
 
 
-def _take(batches: Sequence[EventBatch]) -> None:
-    for batch in batches:
-        batch[0].stream.batches.put_nowait(batch)
+def _take(
+    loop: asyncio.AbstractEventLoop, outbox: Mapping[ServedRequest, list[Event | ApiError]]
+) -> None:
+    for request, events in outbox.items():
+        if request.stream.loop is loop:
+            request.stream.batches.put_nowait((request, events))

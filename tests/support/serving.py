@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,14 +35,12 @@ class Running:
         worker: its worker.
         decoder: of the model that it serves, for runs beside it.
         app: its ASGI application.
-        connections: those that are open.
     """
 
     address: str
     worker: Worker
     decoder: mlxspec.Decoder
     app: ASGIApp
-    connections: Collection[object]
 
     def client(self, **options: Any) -> OpenAI:
         """OpenAI's client, which does not try again."""
@@ -99,7 +97,7 @@ def running_server(
     model: ServedModel | None = None,
     limits: Mapping[str, Any] | None = None,
     send_buffer: int | None = None,
-    bounds: Mapping[str, Any] | None = None,
+    unread: float = 300.0,
     memory: ServerMemory | None = None,
     **options: Any,
 ) -> Iterator[Running]:
@@ -109,15 +107,17 @@ def running_server(
         model: what it serves.
         limits: of its worker.
         send_buffer: bytes that the system takes of what a client has not read yet.
-        bounds: of its connections.
+        unread: seconds for which a client may read nothing.
         memory: its bound on memory.
         options: as for :func:`mlxspec.server.app.create_app`.
     """
     model = model or served()
+    for _ in model.decoder.stream([1, 1], 8):  # it finds out what the model can verify
+        pass
     worker = Worker([model], memory=memory, **(limits or {}))
     worker.start()
     app = create_app(worker, **options)
-    server = HttpServer(app, grace=1.0, **(bounds or {}))
+    server = HttpServer(app, grace=1.0, unread=unread)
     listening = socket.create_server(("127.0.0.1", 0))
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if send_buffer:
@@ -128,8 +128,7 @@ def running_server(
     try:
         while not server.started:
             time.sleep(0.01)
-        connections = server.server_state.connections
-        yield Running(f"http://127.0.0.1:{port}", worker, model.decoder, app, connections)
+        yield Running(f"http://127.0.0.1:{port}", worker, model.decoder, app)
     finally:
         server.should_exit = True
         thread.join(10)
