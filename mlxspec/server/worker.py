@@ -563,8 +563,8 @@ class Worker:
         """Run the thread: in a loop, run the commands and then a turn of every model."""
         with self.memory.in_force():
             try:
-                for served in [*self.models.values()]:
-                    self.open(served)
+                for name in [*self.models]:  # no variable holds a model that may leave
+                    self.open(self.models[name])
                 busy = False
                 while not self._stopping:
                     self._obey(wait=not busy)

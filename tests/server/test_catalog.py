@@ -91,6 +91,7 @@ class Server:
         catalog, worker: its parts.
         now: the time.
         log: the records of the log.
+        refused: the paths of refused requests, with the codes of their errors.
     """
 
     def __init__(
@@ -106,7 +107,13 @@ class Server:
         self.worker = Worker([*starting], memory=ServerMemory(bound))
         self.worker.start()
         self.catalog = Catalog(self.worker, shelf, log=self.log.append, clock=lambda: self.now)
-        app = create_app(self.worker, catalog=self.catalog, keep_alive=KeepAlive(sign))
+        self.refused: list[tuple[str, str | None]] = []
+        app = create_app(
+            self.worker,
+            catalog=self.catalog,
+            keep_alive=KeepAlive(sign),
+            on_refusal=lambda path, error: self.refused.append((path, error.code)),
+        )
 
         async def watched(scope: Any, receive: Any, send: Any) -> None:
             async def sent(message: Any) -> None:
@@ -417,6 +424,7 @@ def test_a_stream_is_kept_alive_while_its_model_is_loaded() -> None:
                 release.clear()
                 last = (await streamed(server, path, "b"))[-1]
                 assert "cannot be loaded" in json.loads(last[6:])["error"]["message"]
+            assert server.refused == [(path, "model_not_loaded") for path in PATHS]
 
     asyncio.run(run())
 
