@@ -167,6 +167,7 @@ def test_a_drafter_of_ones_own_takes_part_alone_and_with_auto(endless: Path, pro
     assert all(figures["outputs"]["different"] == 0 for figures in decoders.values())
 
 
+@pytest.mark.slow
 def test_a_head_takes_part_with_auto_which_is_measured_without_it_too(
     headed: Path, finite: Path, prompts: Path, heads_pay: None
 ) -> None:

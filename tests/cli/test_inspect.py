@@ -132,6 +132,7 @@ def test_a_head_shows_its_kind_and_the_target_it_needs(
     assert report["parameters"] == pytest.approx(report["head"]["bytes"] / 4, rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_model_shows_the_head_that_it_carries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,6 +64,7 @@ def test_who_answers_is_told_where_another_might_be_expected(work: Path, endless
     assert run(*prompt, "-m", endless).stderr == ""
 
 
+@pytest.mark.slow
 def test_the_suggested_prompt_is_one_that_the_demo_model_can_answer():
     result = run("generate", "-m", "demo", "--max-tokens", 40, DEMO_CAN)
     assert result.stdout == "The red fox sees the river.\n" * 3
@@ -206,6 +207,7 @@ class InputOfUser(LineInput):
         pass
 
 
+@pytest.mark.slow
 def test_who_talks_with_the_demo_model_is_told_what_it_can_do(monkeypatch: pytest.MonkeyPatch):
     options = ("chat", "-m", "demo", "--max-tokens", "1", "--no-history")
     piped = CliRunner().invoke(main, options, input="Hello.\n")

@@ -133,6 +133,7 @@ def test_the_lines_of_a_file_get_them_where_they_lack_them(model: Path, tmp_path
     assert result.stderr.count("\n") == 1  # the error's alone
 
 
+@pytest.mark.slow
 def test_a_cached_prompt_begins_with_the_system_prompt(tmp_path: Path) -> None:
     file = tmp_path / "prompt.safetensors"
     begun, end = PROMPT.split("sees")

@@ -127,6 +127,7 @@ def held(cache: Any) -> Any:
 KINDS = {**ARCHITECTURES, "wide": replace(ARCHITECTURES["llama3"], config={"head_dim": 32})}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

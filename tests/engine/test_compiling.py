@@ -130,6 +130,7 @@ def test_what_fails_while_generating_is_refused() -> None:
     assert outcome(Constraint.grammar('start: "{99999999}" A\nA: "x"{3}')) == ""
 
 
+@pytest.mark.slow
 def test_special_tokens_can_be_named_by_their_text_and_by_their_id() -> None:
     size = vocabulary().vocab_size
     usable = ["<think>", f"<[{size - 1}]>", "<[5]>", f"<[1-{size - 1}]>", '"a" <think> "b"']

@@ -299,6 +299,7 @@ class Checked:
         return of_chain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_happens_the_head_knows_the_context(kind: str, tmp_path: Path) -> None:
     @settings(max_examples=examples(12, long=300), deadline=None, derandomize=True)

@@ -285,6 +285,7 @@ class Moody(Oracle):
         return draft
 
 
+@pytest.mark.slow
 def test_a_drafter_may_enter_and_leave_the_pipeline(model: nn.Module) -> None:
     """No step's work is lost: each forward's rows are verified, and the cache stays exact."""
     truth = plain(model, PROMPT, max_tokens=60)

@@ -258,6 +258,7 @@ def test_models_that_verify_less_follow_constraints_too(capability: Capability) 
     assert (found[-1].stats.drafted > 0) == (capability is Capability.CHAIN)
 
 
+@pytest.mark.slow
 def test_forced_tokens_are_drafted_and_accepted() -> None:
     decoder = decoders(demo_decoder)["auto"][0]
     schema: dict[str, Any] = {
@@ -306,6 +307,7 @@ def test_a_bias_cannot_forbid_all_that_a_constraint_allows() -> None:
     assert text_of(found) == "one"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("constraint", "pattern"),
     [
@@ -371,6 +373,7 @@ def test_what_cannot_be_kept_is_named_before_anything_is_generated(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_tokenizers_as_mlx_lm_loads_them_have_spaces_and_parts_of_characters() -> None:
     kinds = [sentencepiece(SENTENCEPIECE["demo"]), byte_level()]
     for tokenizer in map(TokenizerWrapper, kinds):

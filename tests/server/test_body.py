@@ -29,6 +29,7 @@ values: st.SearchStrategy[Any] = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(200, 5_000))
 @given(values, st.booleans(), st.sampled_from([None, 0, 3]))
 def test_json_is_read_as_python_reads_it(value: Any, escaped: bool, indent: int | None) -> None:

@@ -139,6 +139,7 @@ MANY_TEXTS = [{"type": "text", "text": "x" * 1500}] * 20_000
 CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parse", "body"),
     [

@@ -200,6 +200,7 @@ def test_an_idle_model_leaves_and_comes_back_with_the_same_answers() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_model_stays_while_a_request_uses_it() -> None:
     async def run() -> None:
         async with serving(two()) as server:
@@ -240,6 +241,7 @@ def bound_for_one() -> tuple[int, int]:
     return bound, bound * 85 // 100
 
 
+@pytest.mark.slow
 def test_a_model_that_needs_the_room_takes_it_from_the_one_used_longest_ago() -> None:
     bound, nbytes = bound_for_one()
 
@@ -269,6 +271,7 @@ def test_a_model_that_needs_the_room_takes_it_from_the_one_used_longest_ago() ->
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_an_idle_model_makes_room_for_a_request() -> None:
     async def run() -> None:
         async with serving(two()) as server:
@@ -291,6 +294,7 @@ def test_an_idle_model_makes_room_for_a_request() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_model_that_never_fits_is_refused_with_the_sizes() -> None:
     bound, nbytes = bound_for_one()
 
@@ -309,6 +313,7 @@ def test_a_model_that_never_fits_is_refused_with_the_sizes() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_load_takes_no_room_from_a_request_that_waits() -> None:
     weights = 200 << 20
 
@@ -344,6 +349,7 @@ def test_a_load_takes_no_room_from_a_request_that_waits() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_load_that_fails_is_an_error_of_its_requests_alone() -> None:
     async def run() -> None:
         shelf = two()
@@ -370,6 +376,7 @@ def test_a_load_that_fails_is_an_error_of_its_requests_alone() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_model_that_fails_in_its_first_steps_hurts_no_other(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -387,6 +394,7 @@ def test_a_model_that_fails_in_its_first_steps_hurts_no_other(
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_stream_is_kept_alive_while_its_model_is_loaded() -> None:
     release = threading.Event()
 
@@ -422,6 +430,7 @@ def test_a_stream_is_kept_alive_while_its_model_is_loaded() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_names_are_those_of_folders_and_aliases_in_all_apis() -> None:
     shelf = Shelf(
         Entry("hub/a", "/models/a", frozenset({"a", "fast"})),
@@ -481,6 +490,7 @@ def test_models_that_are_available_are_listed_with_their_state() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_stored_responses_outlive_their_model() -> None:
     async def run() -> None:
         async with serving(shelf := two()) as server:
@@ -498,7 +508,8 @@ def test_stored_responses_outlive_their_model() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("times", [2, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("times", [2, 10])
 def test_an_unloaded_model_leaves_no_memory(times: int) -> None:
     async def run() -> None:
         async with serving(shelf := two()) as server:

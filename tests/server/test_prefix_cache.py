@@ -185,9 +185,8 @@ def test_agents_that_share_a_system_prompt_share_it_one_after_the_other(kind: st
     assert requests.cache.forks == 1
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param("chunked", marks=pytest.mark.slow), "state and window", "state and full"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["chunked", "state and window", "state and full"])
 def test_where_a_cache_cannot_be_cut_the_third_agent_finds_what_two_have_shared(kind: str) -> None:
     requests, system = Requests(kind), tokens_of(200)
     contexts = [[*system, agent] for agent in range(3, 7)]
