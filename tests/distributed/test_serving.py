@@ -24,7 +24,7 @@ from tests.support.examples import LONG
 
 pytestmark = pytest.mark.slow
 
-REQUESTS = 200 if LONG else 60
+REQUESTS = 200 if LONG else 30
 ENDLESS: dict[str, Any] = {"prompt": [1, *range(300, 310)], "max_tokens": 4000, "temperature": 0}
 REGEX = "[a-z]{2,9}( [a-z]{2,9}){0,3}"
 
@@ -155,10 +155,9 @@ def alone(decoder: Decoder, path: str, max_tokens: int, **fields: Any) -> str:
 @pytest.mark.parametrize(
     ("n", "rank", "end", "kind"),
     [
-        (2, 1, signal.SIGKILL, "small_model"),
         (3, 2, signal.SIGKILL, "small_model"),
         (2, 1, signal.SIGSTOP, "small_model"),
-        *([(3, 1, signal.SIGKILL, "small_model")] if LONG else []),
+        *((n, 1, signal.SIGKILL, "small_model") for n in (2, 3) if LONG),
         *((n, n - 1, signal.SIGKILL, "small_hybrid") for n in (2, 3) if LONG),
     ],
 )
