@@ -97,6 +97,7 @@ def test_the_margin_is_the_gap_of_the_two_best_logits_in_mlx_lm_s_own_steps(
         )
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_bench_counts_the_outputs_that_differ_in_half_precision() -> None:
     model, tokenizer = mlxspec.load("demo")

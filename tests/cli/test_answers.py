@@ -41,6 +41,7 @@ def results(result: Result) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.nightly(keep=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("concurrency", [1, 3])
 @pytest.mark.parametrize(

@@ -109,6 +109,7 @@ def test_a_schema_that_cannot_be_kept_is_named(tmp_path: Path, content: str, nam
     assert_one_line(generate("--model", "demo", *files), named)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["objects", "rules", "GBNF"])
 def test_a_chain_of_references_that_is_too_long_is_one_line(tmp_path: Path, kind: str) -> None:

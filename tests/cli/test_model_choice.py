@@ -86,6 +86,7 @@ def test_what_the_demo_model_can_do_is_known_by_its_form(prompt: str):
     assert not is_beyond_demo(prompt)
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "prompt",

@@ -55,6 +55,7 @@ def report(*arguments: object) -> dict:
     return json.loads(result.stdout)
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
@@ -100,6 +101,7 @@ def test_a_begun_answer_goes_on_with_its_own_spaces() -> None:
     assert report(*options, "--prefill-response", begun)["text"].startswith(" sees the river.")
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("many", [False, True])
 def test_a_form_holds_for_what_follows_the_beginning(tmp_path: Path, many: bool) -> None:

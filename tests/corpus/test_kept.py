@@ -325,6 +325,7 @@ def flipped(path: Path, place: int, pick: random.Random) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_every_flipped_bit_of_an_index_is_borne(tmp_path: Path):
     answers = some_answers(40)
@@ -388,6 +389,7 @@ def learn_with(directory: Path, lines: list[str], answers: list[list[int]]) -> N
     held.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @settings(max_examples=examples(60))
 @given(data=st.data())
@@ -419,6 +421,7 @@ def test_a_damaged_database_is_set_aside(tmp_path: Path):
     assert path.with_name(f"{DATABASE}.damaged").read_bytes().startswith(b"no database")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_damaged_pages_are_noticed_while_answers_are_kept(tmp_path: Path):
     learn(tmp_path, some_answers(400))
@@ -456,6 +459,7 @@ def test_another_tokenizers_answers_are_not_found(tmp_path: Path):
     assert all_texts(tmp_path) == sorted(some_answers(45))
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [0, 20, 100, 600, 3000])
 def test_a_full_disk_leaves_the_old_state_and_one_line(tmp_path: Path, limit: int):
@@ -582,6 +586,7 @@ def test_answers_that_are_forgotten_while_their_index_is_written_are_not_in_it(
 NUMBERS = [99, 100, 2**31 - 1, -(2**31)]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @settings(max_examples=examples(60))
 @given(

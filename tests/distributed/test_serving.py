@@ -113,6 +113,7 @@ def text_of(answer: dict[str, Any]) -> str:
     return text
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
     ("n", "kind"),
     [
@@ -152,6 +153,7 @@ def alone(decoder: Decoder, path: str, max_tokens: int, **fields: Any) -> str:
     return text if path == "completions" else text.removeprefix(" ")
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
     ("n", "rank", "end", "kind"),
     [
@@ -187,6 +189,7 @@ def test_requests_get_an_error_if_a_rank_dies_or_hangs(
         assert server.errors().count("Error") == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("n", [2, 3] if LONG else [2])
 def test_a_server_without_its_first_rank_ends(n: int, small_model: Path, tmp_path: Path) -> None:
     with serving(small_model, tmp_path, n) as server, ThreadPoolExecutor(4) as clients:

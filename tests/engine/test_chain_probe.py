@@ -37,6 +37,7 @@ def dynamic(model_type: str, end: int = END) -> nn.Module:
     return model
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("model_type", DYNAMIC)
 @pytest.mark.parametrize("length", [4, END - 8, 2 * END])
 def test_a_base_that_depends_on_the_length_changes_no_output(model_type: str, length: int) -> None:
@@ -61,6 +62,7 @@ def test_a_draft_far_before_the_end_stops_short_of_it() -> None:
     assert [response.token for response in responses] == expected
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("end", [40, 4096, 5000, 32768])
 @pytest.mark.parametrize("model_type", DYNAMIC)
 def test_drafts_end_where_the_base_begins_to_change(model_type: str, end: int) -> None:
@@ -70,6 +72,7 @@ def test_drafts_end_where_the_base_begins_to_change(model_type: str, end: int) -
     assert finding.capability in (Capability.CHAIN, Capability.TAPE, Capability.REPLAY)
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("deciding", ["first", "last"])
 @pytest.mark.parametrize("end", [96, 100, 1000, 8192])
 def test_a_rule_that_a_steps_first_or_last_position_decides_is_found(

@@ -137,6 +137,7 @@ def by_brute_force(decoder: mlxspec.Decoder, prompt: str, constraint: Constraint
     return output
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [demo_decoder, small_decoder])
 def test_plain_constrained_decoding_is_masks_and_argmax(model: Any) -> None:
@@ -150,6 +151,7 @@ def test_plain_constrained_decoding_is_masks_and_argmax(model: Any) -> None:
         assert_same(found, expected)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [demo_decoder, small_decoder])
 def test_drafts_change_nothing_and_what_has_stopped_is_valid(model: Any) -> None:
@@ -174,6 +176,7 @@ def test_drafts_change_nothing_and_what_has_stopped_is_valid(model: Any) -> None
     assert drafted
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 def test_drafts_of_ids_that_the_model_lacks_change_nothing(temp: float) -> None:
@@ -196,6 +199,7 @@ def test_drafts_of_ids_that_the_model_lacks_change_nothing(temp: float) -> None:
         assert_same(expected, [response.token for response in found], temp, 6)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("together", [False, True])
 def test_a_prediction_with_a_token_that_the_model_lacks_changes_nothing(together: bool) -> None:
@@ -328,6 +332,7 @@ def test_regexes_choices_and_grammars(constraint: Constraint, pattern: str) -> N
         assert_same(expected, [response.token for response in found])
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("constraint", "named"),

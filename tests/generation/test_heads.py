@@ -137,6 +137,7 @@ def test_one_sequence(kind: str, right: str, temp: float) -> None:
     assert_same(kind, RIGHT[right], temp, 1, texts=False)
 
 
+@pytest.mark.nightly(keep=6)
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 3, 8] if LONG else [3])
 @pytest.mark.parametrize("right", RIGHT)

@@ -58,6 +58,7 @@ def wide(name: str) -> nn.Module:
     return replace(ARCHITECTURES[name], config=config).model()
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_estimate_is_what_caches_take(name: str) -> None:
     model = ARCHITECTURES[name].model()

@@ -508,6 +508,7 @@ def test_stored_responses_outlive_their_model() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("times", [2, 10])
 def test_an_unloaded_model_leaves_no_memory(times: int) -> None:

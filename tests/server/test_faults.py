@@ -553,6 +553,7 @@ def test_a_slow_reader_pauses_its_own_generation_only() -> None:
     assert "".join(texts) == alone("Once upon", 400)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("stream", [False, True])
 def test_who_reads_nothing_at_all_makes_room_in_the_end(stream: bool) -> None:
     """The generation's, and the connection's as well."""

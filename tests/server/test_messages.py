@@ -356,6 +356,7 @@ def test_a_prompt_that_is_too_long_is_told_as_claude_code_reads_it(
         assert "prompt is too long" in bad.value.message
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("path", PATHS)
 def test_the_gates_errors_have_the_form_too(path: str) -> None:
     def error_of(answer: httpx.Response) -> tuple[int, str]:

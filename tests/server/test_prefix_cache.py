@@ -145,6 +145,7 @@ class Request:
         self.reused = response.reused_tokens
 
 
+@pytest.mark.nightly(keep=2)
 @each_kind
 def test_a_conversation_of_ten_turns_runs_each_token_once(kind: str) -> None:
     requests, context = Requests(kind), []
@@ -261,6 +262,7 @@ def test_nobody_waits_for_a_short_beginning_or_for_who_has_passed_it() -> None:
     assert not requests.cache.should_wait(prompt)
 
 
+@pytest.mark.nightly(keep=2)
 @each_kind
 def test_what_was_run_for_a_cancelled_request_is_kept(kind: str) -> None:
     requests, prompt = Requests(kind), tokens_of(200)
@@ -436,6 +438,7 @@ steps = st.tuples(
 )
 
 
+@pytest.mark.nightly(keep=5)
 @pytest.mark.slow
 @pytest.mark.parametrize("caches", CACHES)
 @settings(max_examples=examples(6), deadline=None, derandomize=True)

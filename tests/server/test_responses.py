@@ -343,6 +343,7 @@ def test_a_chat_and_its_response_are_the_same(chatml: Running) -> None:
     assert response.usage.input_tokens_details.cached_tokens >= len(tokens) - 1
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("by_id", [False, True])
 def test_an_agent_of_ten_turns_runs_each_token_once(chatml: Running, by_id: bool) -> None:
     client = chatml.client()
