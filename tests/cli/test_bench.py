@@ -136,7 +136,7 @@ def test_ctrl_c_shows_what_was_measured(
         (("--temp", "-1"), "temp is -1.0"),
         (("--prompts", "missing.jsonl"), "missing.jsonl cannot be read"),
         (("--spec-bench", "missing.jsonl"), "missing.jsonl cannot be read"),
-        (("--html", "missing/page.html"), "--html missing/page.html"),
+        (("--html", "missing/page.html"), "missing/page.html"),
         (("--tune", "--repeats", "0"), "--repeats is 0"),
         (("--tune", "--decoder", "warp"), "'warp'"),
         (("--tune", "--include-text"), "--tune reports no texts"),

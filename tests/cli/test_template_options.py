@@ -186,8 +186,6 @@ def test_chat_and_explain_take_them(model: Path) -> None:
         ("{", "'{' is not a JSON object"),
         ("[1]", "'[1]' is not a JSON object"),
         ("[" * 100_000, "is not a JSON object"),
-        ('{"tokenize": true}', "tokenize is set by mlxspec: leave it out"),
-        ('{"chat_template": "x"}', "chat_template is set by mlxspec"),
     ],
 )
 def test_what_is_no_configuration_is_a_wrong_use(
