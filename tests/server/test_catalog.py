@@ -20,7 +20,6 @@ import pytest
 import mlxspec
 from mlxspec.errors import LoadError
 from mlxspec.models.model import OnRead
-from mlxspec.server.answer import KeepAlive
 from mlxspec.server.app import create_app
 from mlxspec.server.body import ApiError
 from mlxspec.server.catalog import Catalog, Entry
@@ -107,7 +106,7 @@ class Server:
         self.worker.start()
         self.worker.wait_until_ready()
         self.catalog = Catalog(self.worker, shelf, log=self.log.append, clock=lambda: self.now)
-        app = create_app(self.worker, catalog=self.catalog, keep_alive=KeepAlive(sign))
+        app = create_app(self.worker, catalog=self.catalog, keep_alive=sign)
 
         async def watched(scope: Any, receive: Any, send: Any) -> None:
             async def sent(message: Any) -> None:
@@ -410,6 +409,7 @@ def test_a_stream_is_kept_alive_while_its_model_is_loaded() -> None:
     async def streamed(server: Server, path: str, model: str) -> list[str]:
         answer = await server.ask(path, model=model, stream=True)
         assert answer.status_code == 200
+        assert ("request-id" in answer.headers) == (path == "/v1/messages")
         return [line for line in answer.text.splitlines() if line]
 
     async def run() -> None:
@@ -424,8 +424,12 @@ def test_a_stream_is_kept_alive_while_its_model_is_loaded() -> None:
             assert rest[-1] == "data: [DONE]"
             for path in PATHS:
                 release.clear()
-                last = (await streamed(server, path, "b"))[-1]
-                assert "cannot be loaded" in json.loads(last[6:])["error"]["message"]
+                *_, name, last = await streamed(server, path, "b")
+                told = json.loads(last[6:])
+                if path == "/v1/responses":
+                    assert name == "event: response.failed"
+                    told = told["response"]
+                assert "cannot be loaded" in told["error"]["message"]
 
     asyncio.run(run())
 
