@@ -122,7 +122,7 @@ def _report(model: nn.Module) -> dict[str, Any]:
 
     identity, finding = model_identity(model), examine(model)
     joint, joint_reason = examine_joint(model, finding.capability)
-    chunk_end, chunk_reason = examine_chunks(model, finding.capability, finding.draft_end)
+    chunk_end, chunk_reason = examine_chunks(finding.capability, finding.draft_end)
     return {
         "type": identity["type"],
         "parameters": identity["parameters"],
