@@ -26,8 +26,7 @@ Row = tuple[str, str | Text]
 _DRAFTS = {
     "tree": "trees: several continuations are verified in one forward",
     "chain": "chains: one continuation is verified in one forward",
-    "tape": "chains; after a rejection the states of recurrent layers are computed again",
-    "replay": "chains; after a rejection the accepted tokens run again with the next step",
+    "replay": "chains; after a rejection the states of recurrent layers are computed again",
     "plain": "none: the model decodes token by token",
 }
 _SIZES = {"hidden_size": "features", "vocab_size": "tokens", "num_hidden_layers": "layers"}

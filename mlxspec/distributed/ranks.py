@@ -348,7 +348,6 @@ class LeadingTarget(_Led, Target):
     commit_moved = _repeated("commit_moved", "commit")  # the leader has moved its rows already
     truncate = _repeated("truncate")
     rewind = _repeated("rewind")
-    flush_pending = _repeated("flush_pending")
 
 
 class LeadingJoint(_Led, Joint):

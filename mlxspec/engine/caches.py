@@ -614,13 +614,11 @@ class Snapshot:
 
     Args:
         caches: the caches to restore.
-        length, pending: the context cache's at that moment.
+        length: the context cache's at that moment.
     """
 
-    def __init__(
-        self, caches: Sequence[Any], length: int = 0, pending: tuple[int, ...] = ()
-    ) -> None:
-        self.length, self.pending = length, pending
+    def __init__(self, caches: Sequence[Any], length: int = 0) -> None:
+        self.length = length
         self._held = [(cache, _copied(cache, vars(cache))) for cache in caches]
 
     def restore(self) -> None:

@@ -69,10 +69,9 @@ def find_capability(model: nn.Module, end: int | None) -> Finding:
     if capability is Capability.PLAIN:
         return Finding(capability, _ROWS_DIFFER)
     caches = parts(map(for_steps, make_prompt_cache(model)))
-    if capability in (Capability.TAPE, Capability.REPLAY):
+    if capability is Capability.REPLAY:
         names = _names(cache for cache in caches if not is_trimmable(cache))
-        after = "computed again" if capability is Capability.TAPE else "restored"
-        reason = f"{names} cannot be cut back: {after} after a rejection"
+        reason = f"{names} cannot be cut back: computed again after a rejection"
     elif cache_capability(caches) is Capability.CHAIN:
         names = _names(cache for cache in caches if not isinstance(cache, TREE_CACHES))
         reason = f"{names} can be cut back, but takes no tree mask"
@@ -93,16 +92,14 @@ def _names(caches: Iterable[Any]) -> str:
 
 
 def cache_capability(caches: Iterable[Any]) -> Capability:
-    """The richest capability that caches allow; no model runs, so TREE and TAPE may yet fail.
+    """The richest capability that caches allow; no model runs, so TREE may yet fail.
 
     Args:
         caches: mlx-lm's, as its ``make_prompt_cache`` makes them for a model.
     """
     found = parts(map(for_steps, caches))
-    untrimmable = [cache for cache in found if not is_trimmable(cache)]
-    if untrimmable:
-        states = all(type(cache) is ArraysCache for cache in untrimmable)
-        return Capability.TAPE if states else Capability.REPLAY
+    if not all(map(is_trimmable, found)):
+        return Capability.REPLAY
     trees = all(isinstance(cache, TREE_CACHES) for cache in found)
     return Capability.TREE if trees else Capability.CHAIN
 
@@ -149,8 +146,6 @@ def chain_capability(model: nn.Module) -> Capability:
     if (known := getattr(model, "chain_capability", None)) is not None:
         return known
     capability = capability_with(make_prompt_cache(model), Capability.CHAIN)
-    if capability is Capability.TAPE and not _verifies_chains(model, capability):
-        capability = Capability.REPLAY
     if not _verifies_chains(model, capability):
         capability = Capability.PLAIN
     model.chain_capability = capability
@@ -172,8 +167,6 @@ def _verifies_chains(model: nn.Module, capability: Capability) -> bool:
     drafted.prefill(_PREFIX)
     single.prefill(_PREFIX)
     first = run(drafted, draft, kept)
-    if capability is Capability.TAPE and drafted.pending:
-        return False  # a layer's states come from calls that the tape does not record
     several = mx.concatenate([first, run(drafted, after, len(after))])
     one_by_one = mx.concatenate([run(single, (token,), 1) for token in (*draft[:kept], *after)])
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -38,8 +38,7 @@ class Sequence:
     """One generation: a growing context, the target's cache of it, a drafter and a chooser.
 
     After every step, and however it is closed, the target's cache holds exactly the context without
-    its last token. There are two exceptions: while a pipelined plain step is pending, it holds one
-    dispatched token more; with REPLAY, it lacks the target's pending tokens.
+    its last token. While a pipelined plain step is pending, it holds one dispatched token more.
 
     Args:
         target: the model; its cache holds what precedes the prompt.
@@ -279,7 +278,6 @@ class Sequence:
             argmaxes,
             nodes,
             tokens,
-            pending=len(self.target.pending),
             rows=forward.rows,
             sequences=forward.sequences,
             seconds=ended - self._started,
@@ -302,7 +300,7 @@ class Forward:
 
     Args:
         logits: (rows, vocabulary); None once tokens are chosen.
-        rows: the number of rows, including other sequences' and pending ones.
+        rows: the number of rows, including those of other sequences.
         sequences: the number of sequences that share it.
         pipelined: whether it was dispatched during the previous step.
 
@@ -421,7 +419,7 @@ def dispatch(
     if not sequences:
         return ()
     rows = {sequence: sequence.rows(ahead) for sequence in sequences}
-    n_rows = sum(len(target.pending) + len(tree) for target, _, tree in rows.values())
+    n_rows = sum(len(tree) for _, _, tree in rows.values())
     with mx.stream(generation_stream):
         spans: abc.Sequence[slice | None] = [None]
         if joint and len(rows) > 1:
@@ -615,13 +613,12 @@ class Batch:
             return costs, {}
         # The others propose in the step itself; until then, expect what they proposed before.
         others = [sequence for sequence in sequences if sequence not in planned]
-        pending = sum(len(sequence.target.pending) for sequence in sequences)
         plans = plan_drafts(
             list(planned.values()),
             [sequence.max_depth for sequence in planned],
             costs,
             sequences=count,
-            rows_taken=pending + sum(sequence.proposed for sequence in others),
+            rows_taken=sum(sequence.proposed for sequence in others),
             patient=self._patient,
         )
         return costs, dict(zip(planned, plans, strict=True))

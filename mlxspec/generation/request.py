@@ -47,8 +47,7 @@ _log = logging.getLogger(__name__)
 
 
 RecordTime = Callable[[int, float, bool], None]
-"""Called with a step's rows (pending ones included), its wall time in seconds, and whether it was
-pipelined."""
+"""Called with a step's rows, its wall time in seconds, and whether it was pipelined."""
 
 
 class State(StrEnum):

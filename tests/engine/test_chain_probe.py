@@ -68,7 +68,7 @@ def test_drafts_end_where_the_base_begins_to_change(model_type: str, end: int) -
     finding = examine(dynamic(model_type, end))
     assert finding.draft_end == end - MARGIN
     assert f"from position {end - MARGIN} on" in finding.reason
-    assert finding.capability in (Capability.CHAIN, Capability.TAPE, Capability.REPLAY)
+    assert finding.capability in (Capability.CHAIN, Capability.REPLAY)
 
 
 @pytest.mark.parametrize("deciding", ["first", "last"])

@@ -22,11 +22,10 @@ _INTRODUCTION = """\
 The table shows which drafts these models verify, and why. Small models of each
 architecture were run to find out, and their output equals mlx-lm's token for token
 (`tests/engine/test_architectures.py`). `mlxspec inspect MODEL` does the same for any
-model. **tree**: branching drafts. **chain**: one continuation. **tape**: one continuation;
-after a rejection, the states of recurrent layers are recomputed for the accepted tokens from
-the step's intermediate results, which takes a few small operations per layer. **replay**: one
-continuation; some states cannot be recomputed in this way, so after a rejection the accepted
-tokens run again. **plain**: no drafts, token by token.
+model. **tree**: branching drafts. **chain**: one continuation. **replay**: one continuation;
+some states cannot be cut back, so after a rejection they are computed again for the accepted
+tokens: from the step's intermediate results, which takes a few small operations per layer, or,
+where that is not possible, by running these tokens again. **plain**: no drafts, token by token.
 
 The column "several sequences" shows how they share a forward. **joint**: attention runs once per
 sequence, recurrent blocks once for all sequences with equally many rows, and everything else once
@@ -57,8 +56,8 @@ def notes() -> list[str]:
     """The lines below the table: what it leaves out."""
     others = [f"`{other}` ({name})" for other, name in sorted(MODEL_REMAPPING.items())]
     return [
-        "PLaMo 3: rows in one chunk see more of the window than one by one, so the answer to a prompt "
-        "longer than the window may depend on the chunks.",
+        "PLaMo 3: rows in one chunk see more of the window than one by one, so the answer to a "
+        "prompt longer than the window may depend on the chunks.",
         "",
         "These are all of mlx-lm's architectures except the following, which were not tried:",
         "",
