@@ -65,7 +65,6 @@ class Generation:
     ("name", "capability"),
     [
         ("mamba2", Capability.REPLAY),
-        ("mamba2", Capability.TAPE),
         ("recurrent_gemma", Capability.REPLAY),
         ("llama3", Capability.REPLAY),
         ("llama3", Capability.TREE),
