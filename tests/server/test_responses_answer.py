@@ -331,7 +331,6 @@ def test_bytes_are_bounded() -> None:
     assert store.item("", "large") is None
 
 
-@pytest.mark.slow
 def test_memory_is_bounded_as_the_bytes_are() -> None:
     """An agent's tools, in each of its responses, take four times as much as objects."""
     kept: list[Stored] = []
