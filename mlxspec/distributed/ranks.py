@@ -23,10 +23,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..drafting.drafter import DraftTree
 from ..engine.capability import (
-    chunk_error,
     joint_agrees,
     rounding_noise,
-    row_error,
+    rows_agree,
     tree_agrees,
 )
 from ..engine.costs import forward_memory, least_free_memory
@@ -364,7 +363,7 @@ class LeadingJoint(Joint):
 
 _OF_TARGETS: Sequence[Callable[..., Any]] = (
     *(Target._prefill_chunk, Target._change_for_steps, Target._quantize_if_due, Target.mark),
-    *(Target.truncate, Target.rewind, Target.flush_pending),
+    *(Target.truncate, Target.rewind),
 )
 _OF_JOINTS: Sequence[Callable[..., Any]] = (Joint.prefill, Joint.join, Joint.leave)
 for kind, methods in ((LeadingTarget, _OF_TARGETS), (LeadingJoint, _OF_JOINTS)):
@@ -408,7 +407,7 @@ def _forward(
 
 
 _FUNCTIONS: Sequence[Callable[..., Any]] = (
-    *(chunk_error, joint_agrees, rounding_noise, row_error, tree_agrees),
+    *(joint_agrees, rounding_noise, rows_agree, tree_agrees),
     *(forward_memory, least_free_memory, _load, _new_target, _new_joint, _forward),
     *_OF_TARGETS,
     *_OF_JOINTS,

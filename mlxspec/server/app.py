@@ -25,7 +25,16 @@ from .. import __version__
 from ..engine.grammar import Grammar, Vocabulary
 from ..errors import OptionError, printable
 from ..generation.request import State
-from .answer import FAILED, ApiAnswer, KeepAlive, OnError, answered, is_answered, patient
+from .answer import (
+    FAILED,
+    LOADING,
+    ApiAnswer,
+    Endpoint,
+    Failed,
+    answered,
+    is_answered,
+    patient,
+)
 from .auth import AuthMiddleware, OnRefusal, body_of
 from .body import ApiError, error_response, new_request_id, parse, read_body, shown
 from .catalog import Catalog, Entry, keeping_models
@@ -40,7 +49,6 @@ from .openai import (
     parse_tokenize,
 )
 from .prompts import (
-    ChatPrompt,
     Prompt,
     chat_prompt,
     compiled_constraint,
@@ -53,7 +61,7 @@ from .responses import (
     ResponsesAnswer,
     ResponsesRequest,
     ResponseStore,
-    StoredResponse,
+    failed_event,
     input_items_answer,
     parse_responses,
 )
@@ -68,7 +76,7 @@ def create_app(
     hosts: Collection[str] | None = None,
     keys: Sequence[str] = (),
     strict_model_names: bool = False,
-    keep_alive: KeepAlive = KeepAlive(),  # noqa: B008  # a constant
+    keep_alive: float = 10.0,
     on_refusal: OnRefusal = lambda path, error: None,
     catalog: Catalog | None = None,
 ) -> Starlette:
@@ -80,7 +88,7 @@ def create_app(
         hosts, keys, on_refusal: as for :class:`mlxspec.server.auth.AuthMiddleware`.
         strict_model_names: whether a model that is not served is an error, even if only one model
             is served.
-        keep_alive: when keep-alives are sent.
+        keep_alive: seconds without data after which a stream sends a keep-alive.
         catalog: the models that requests may name; by default, those of the worker.
     """
     catalog = catalog or Catalog(worker)
@@ -93,7 +101,7 @@ def create_app(
 
     endpoints = Endpoints(worker, catalog, max_tokens, keep_alive, strict_model_names)
     return Starlette(
-        routes=[*endpoints.routes(refused), *_status_routes(worker, catalog)],
+        routes=[*endpoints.routes(on_refusal), *_status_routes(worker, catalog)],
         middleware=[
             Middleware(AuthMiddleware, hosts=hosts, keys=keys, on_refusal=on_refusal),
             Middleware(keeping_models),
@@ -135,7 +143,7 @@ class Endpoints:
         worker: runs the generations.
         catalog: the models that requests may name.
         max_tokens: the default ``max_tokens`` of requests, limited by the context.
-        keep_alive: when keep-alives are sent.
+        keep_alive: seconds without data after which a stream sends a keep-alive.
         strict: whether a model that is not served is always an error.
     """
 
@@ -144,7 +152,7 @@ class Endpoints:
         worker: Worker,
         catalog: Catalog,
         max_tokens: int,
-        keep_alive: KeepAlive,
+        keep_alive: float,
         strict: bool = False,
     ) -> None:
         self._worker = worker
@@ -158,17 +166,21 @@ class Endpoints:
         self._slow = asyncio.Semaphore(_SLOW)
         self._responses = ResponseStore()
 
-    def routes(self, refused: OnError) -> list[Route]:
+    def routes(self, on_refusal: OnRefusal) -> list[Route]:
         """The routes of all endpoints.
 
         Args:
-            refused: logs an error that comes after a stream has begun, and makes its response.
+            on_refusal: called with the path and the error of a request that is refused after its
+                response has begun.
         """
+
+        def slow(endpoint: Endpoint, failed: Failed = lambda error, request_id: error.body) -> Any:
+            return patient(endpoint, self._keep_alive, failed, on_refusal)
+
         post = ["POST"]
-        chat, complete, create_response, message = (
-            patient(endpoint, self._keep_alive.sign, refused)
-            for endpoint in (self.chat, self.complete, self.create_response, self.message)
-        )
+        chat, complete = slow(self.chat), slow(self.complete)
+        create_response = slow(self.create_response, failed_event)
+        message = slow(self.message, ApiError.messages_body)
         return [
             Route("/v1/chat/completions", chat, methods=post),
             Route("/v1/completions", complete, methods=post),
@@ -197,10 +209,10 @@ class Endpoints:
         """``/v1/completions``"""
         body = await self.read(request, parse_completion)
         served = await self._served(request, body.model, body.stream)
-        tokenizer, vocab_size = served.decoder.tokenizer, served.decoder.vocab_size
+        tokenizer = served.decoder.tokenizer
 
         def made() -> tuple[list[Prompt], CompletionAnswer]:
-            prompts = completion_prompts(body, tokenizer, vocab_size, served.context_length)
+            prompts = completion_prompts(body, tokenizer, served.context_length)
             return prompts, CompletionAnswer(body, served.name, tokenizer)
 
         prompts, answer = await self._tokenized(served, made)
@@ -223,7 +235,7 @@ class Endpoints:
         if chat:
             tokens = (await self._chat_prompt(served, chat)).tokens
         else:
-            tokens = await self._ids(served, body.text or "", "prompt", body.add_special_tokens)
+            tokens = await self._ids(served, body.prompt or "", "prompt", body.add_special_tokens)
         answer = {"tokens": tokens, "count": len(tokens), "max_model_len": served.context_length}
         return JSONResponse(answer)
 
@@ -253,23 +265,25 @@ class Endpoints:
 
     async def show_response(self, request: Request) -> Response:
         """``/v1/responses/ID``"""
-        return JSONResponse(self._kept(request).response)
+        response, _ = self._kept(request)
+        return JSONResponse(response)
 
     async def delete_response(self, request: Request) -> Response:
         """``DELETE /v1/responses/ID``"""
-        response_id = self._kept(request).response["id"]
+        response_id = self._kept(request)[0]["id"]
         self._responses.delete(request.state.partition, response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     async def input_items(self, request: Request) -> Response:
         """``/v1/responses/ID/input_items``"""
-        return JSONResponse(input_items_answer(self._kept(request).given, request.query_params))
+        _, given = self._kept(request)
+        return JSONResponse(input_items_answer(given))
 
     def _response_parser(self, request: Request) -> Callable[[Any], ResponsesRequest]:
         return partial(parse_responses, store=self._responses, partition=request.state.partition)
 
-    def _kept(self, request: Request) -> StoredResponse:
-        """The stored response that the path names.
+    def _kept(self, request: Request) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """The stored response that the path names, and the items before it.
 
         Raises:
             ApiError: 404, it does not exist.
@@ -289,7 +303,7 @@ class Endpoints:
     async def message(self, request: Request) -> Response:
         """``/v1/messages``"""
         body, served, prompt = await self._read_chat(request, parse_messages)
-        answer = MessagesAnswer(body, served.name, prompt.format)
+        answer = MessagesAnswer(body, served.name, prompt.format, request.state.id)
         return await self._respond(request, served, body, [prompt], answer)
 
     async def count_tokens(self, request: Request) -> Response:
@@ -317,7 +331,7 @@ class Endpoints:
 
     async def _read_chat(
         self, request: Request, parse: Callable[[Any], _Chat]
-    ) -> tuple[_Chat, ServedModel, ChatPrompt]:
+    ) -> tuple[_Chat, ServedModel, Prompt]:
         """Read a conversation; returns it with its model and its prompt."""
         body = await self.read(request, parse)
         served = await self._served(request, body.model, body.stream)
@@ -331,9 +345,9 @@ class Endpoints:
         Raises as :meth:`.Catalog.named` and :meth:`.Catalog.use` do.
         """
         entry = await self._catalog.named(name, self._strict)
-        request.state.waits = streamed
+        request.state.sign = LOADING if streamed else ""
         served = await self._catalog.use(entry, request.state.uses)
-        request.state.waits = False
+        request.state.sign = ""
         return served
 
     async def _tokenized(self, served: ServedModel, make: Callable[[], _Result]) -> _Result:
@@ -341,7 +355,7 @@ class Endpoints:
         async with self._tokenizing[served.name]:
             return await run_in_threadpool(make)
 
-    async def _chat_prompt(self, served: ServedModel, body: ChatRequest) -> ChatPrompt:
+    async def _chat_prompt(self, served: ServedModel, body: ChatRequest) -> Prompt:
         longest, arguments = served.context_length, served.template_arguments
         make = partial(chat_prompt, body, served.decoder.tokenizer, longest, arguments)
         return await self._tokenized(served, make)
@@ -427,18 +441,18 @@ def _choices(
     Raises:
         ApiError: a token or an option is out of range.
     """
-    vocab_size = served.decoder.vocab_size
+    check_ids(prompt.tokens, served.decoder.vocab_size, body.param)
+    if not prompt.tokens:
+        raise ApiError(f"{body.param} has no tokens: send a text.", param=body.param)
     try:
         return [
             ServedRequest(
                 *(served, tuple(prompt.tokens), max_tokens),
                 {
                     "constraint": grammar,
-                    "stop": (*body.stop, *prompt.stop),
+                    "stop": body.stop,
                     "stop_tokens": (*body.stop_token_ids, *prompt.stop_tokens),
-                    "sampling": sampling_of_choice(
-                        body.sampling, vocab_size, choice, served.special_tokens
-                    ),
+                    "sampling": sampling_of_choice(body.sampling, choice, served.special_tokens),
                 },
                 index=first + choice,
                 prediction=prediction,

@@ -143,6 +143,7 @@ def test_ctrl_c_lets_running_requests_end(endless: Path) -> None:
         assert server.wait() == 0
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_ends_them(endless: Path, number: int) -> None:
     with serving(endless, "--grace", "600") as server, stream_of(server, 900_000) as lines:
@@ -159,6 +160,7 @@ BODY = json.dumps({"prompt": "one", "max_tokens": 900_000, "stream": True})
 HEAD = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(BODY)}\r\n\r\n"
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(
     ("sent", "runs"),
     [
