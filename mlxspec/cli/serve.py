@@ -519,10 +519,12 @@ class _Loader:
             warn=note,
             chunks_matter=decoder.chunks_matter,
         )
+        memory = CacheMemory(model, caches, draft_model)
         if self.prefixes:
-            prefixes.load(_place(self.prefixes, path))
+            most = max(0, self._memory.most_idle - memory.weights) // max(1, len(self._asked))
+            prefixes.load(_place(self.prefixes, path), most)
         return ServedModel(
-            *(name, decoder, prefixes, CacheMemory(model, caches, draft_model)),
+            *(name, decoder, prefixes, memory),
             cast("GenerationOptions", vars(caches)),
             self._template,
             owner=self._owner,
@@ -597,9 +599,11 @@ class _Loader:
         # With many forwards, which may run beside those of other models.
         _ = decoder.capability, decoder.joint_mode
 
+        served = self._served(entry.name, path, decoder)
+
         def measured() -> ServedModel:
             measure(decoder)
-            return self._served(entry.name, path, decoder)
+            return served
 
         return measured
 

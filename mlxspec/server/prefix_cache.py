@@ -39,6 +39,7 @@ _LEAST = 16  # tokens; a shorter common prefix is not worth a copy
 _OPENING = 16  # tokens at a prompt's end that open the answer; a later prompt may lack them
 _WORTH_WAITING = 64  # tokens of prefill; to save fewer, no request waits for another
 _FORMAT = 1
+_FILES = "[0-9a-f]" * 64 + ".safetensors"
 _SAMPLES = 64  # numbers per weight that enter a model's fingerprint, roughly
 
 _uses = itertools.count(1)  # of the entries of all models, to compare which was used last
@@ -52,24 +53,22 @@ class _Entry:
         tokens: the session's tokens, or the prompt's while the session is lent.
         n_prompt: how many of the tokens a client has sent; an answer follows.
         partition: digest of the partition's name.
-        session: the session; None for an entry that is only on disk.
+        session: the session.
         nbytes: the memory of the session.
         lent: whether the session is in use.
         branch: where other prompts continued differently; a copy is kept there for them.
         shared: whether the entry is such a copy, which is never continued itself.
-        file: the file with the same session; None if there is no file.
         used: when it was last used: the number of that use, of all models' entries.
     """
 
     tokens: array[int]
     n_prompt: int
     partition: str
-    session: Session | None
+    session: Session
     nbytes: int = 0
     lent: bool = False
     branch: int = 0
     shared: bool = False
-    file: Path | None = None
     used: int = 0
 
 
@@ -115,7 +114,6 @@ class PrefixCache:
         """Idle entries, the least recently used first."""
         self._lent: dict[Session, _Entry | None] = {}
         """Lent sessions with their entries; None for a session that shares nothing."""
-        self._files: set[Path] = set()
 
     @property
     def nbytes(self) -> int:
@@ -125,12 +123,12 @@ class PrefixCache:
     @property
     def oldest(self) -> int | None:
         """The number of the last use of the entry that :meth:`make_room` evicts next, if any."""
-        return next((entry.used for entry in self._idle if entry.session), None)
+        return next((entry.used for entry in self._idle), None)
 
     @property
     def entries(self) -> int:
-        """How many idle entries are in memory."""
-        return sum(entry.session is not None for entry in self._idle.copy())
+        """How many idle entries there are."""
+        return len(self._idle)
 
     # --- lending ---
 
@@ -158,14 +156,13 @@ class PrefixCache:
         elif entry and not entry.lent:
             self._touch(entry)
         make_room()
-        if entry and entry.session:
+        if entry and (moves or entry.lent or entry in self._idle):
             session = entry.session if moves else entry.session.fork(length, room=len(tokens))
             self.hits += 1
             self.forks += not moves
         else:
             session, length = Session(), 0
             self.misses += 1
-        self._evict(self.nbytes - self.max_bytes)  # a file may have been loaded
         lent = _Entry(tokens, len(tokens), name, session, lent=True)
         if not (alone or self._cuttable):
             # No state was kept where the prompt departs from others. Keep one for later prompts.
@@ -193,7 +190,6 @@ class PrefixCache:
 
     def _coming(self, entry: _Entry, tokens: array[int]) -> int:
         """The length of a prompt's prefix that a running request has yet to compute."""
-        assert entry.session
         options, last = self._options, entry.n_prompt - 1
         coming = min(common_length(entry.tokens, tokens), len(tokens) - 1)
         quantizes = options.kv_bits is not None and last >= options.quantized_kv_start
@@ -227,7 +223,6 @@ class PrefixCache:
 
     def _keep_branch(self, entry: _Entry, length: int) -> None:
         """Keep a copy of a prefix that prompts share: later states cannot be cut back to it."""
-        assert entry.session
         tokens = entry.tokens[:length]
         known = self._matches(tokens, entry.partition)
         if not any(other.shared and other.tokens == tokens for _, other in known):
@@ -268,14 +263,6 @@ class PrefixCache:
             usable = min(common, len(tokens) - 1)  # the last token belongs to the first step
             if usable < max(1, length):
                 break
-            if not entry.session:
-                whole = common == len(entry.tokens)
-                if usable <= max(length, _LEAST) or not (whole or self._cuttable):
-                    continue  # not worth reading a file
-                if not self._opened(entry):
-                    del self._idle[entry]
-                    continue
-            assert entry.session
             reached = entry.session.reach(usable)
             if entry.session.quantized and not self._quantized_alike(entry, reached):
                 continue
@@ -312,14 +299,11 @@ class PrefixCache:
     def _evict(self, nbytes: int) -> int:
         """Take entries out of memory until ``nbytes`` are freed; returns the number of bytes."""
         freed = 0
-        for entry in [entry for entry in self._idle if entry.session]:
-            if freed >= nbytes:
-                break
+        while freed < nbytes and self._idle:
+            entry = next(iter(self._idle))
+            del self._idle[entry]
             freed += entry.nbytes
             self.evictions += 1
-            entry.session, entry.nbytes = None, 0
-            if not entry.file:
-                del self._idle[entry]
         return freed
 
     @cached_property
@@ -335,71 +319,58 @@ class PrefixCache:
     # --- on disk ---
 
     def save(self, directory: Path) -> None:
-        """Write the idle entries, one file each, for :meth:`load`.
+        """Write the idle entries, one file each, for :meth:`load`, and remove other such files.
 
-        The most recently used entries are written, up to ``max_bytes`` in all. Files of other
-        entries are removed. An error is reported and ends the writing. Only one process may use a
-        directory.
+        An error is reported and ends the writing. Only one process may use a directory.
         """
-        kept: list[_Entry] = []
-        left = self.max_bytes
+        written: set[Path] = set()
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not self._trusts(directory):
                 return
-            for entry in reversed(self._idle):
-                size = entry.nbytes if entry.session else _size(entry.file)
-                if size <= left:
-                    left -= size
-                    kept.append(entry)
-            for entry in reversed(kept):  # so that the times of the files have the order of use
-                self._write(entry, directory)
-            for path in self._files - {entry.file for entry in kept}:
-                path.unlink(missing_ok=True)
+            for entry in self._idle:  # so that the times of the files have the order of use
+                written.add(self._write(entry, directory))
+            for pattern in (_FILES, f".{_FILES}.*"):  # also what a killed process has left
+                for path in {*directory.glob(pattern)} - written:
+                    path.unlink()
         except (OSError, PromptCacheError) as error:
             self._warn(f"the prefix cache cannot be saved: {error}")
 
-    def _write(self, entry: _Entry, directory: Path) -> None:
-        """Write an entry's file, unless it has one."""
-        if entry.file and entry.file.exists():
-            entry.file.touch()
-        elif entry.session:
-            described = {
-                "model": self._fingerprint,
-                "partition": entry.partition,
-                "prompt_tokens": str(entry.n_prompt),
-                "shared": str(int(entry.shared)),
-            }
-            name = _digest(f"{described} {entry.tokens.tolist()}")
-            entry.file = directory / f"{name}.safetensors"
-            entry.session.save(entry.file, described)
-            self._files.add(entry.file)
+    def _write(self, entry: _Entry, directory: Path) -> Path:
+        """Write an entry's file, unless it exists."""
+        described = {
+            "model": self._fingerprint,
+            "partition": entry.partition,
+            "prompt_tokens": str(entry.n_prompt),
+            "shared": str(int(entry.shared)),
+        }
+        path = directory / f"{_digest(f'{described} {entry.tokens.tolist()}')}.safetensors"
+        if path.exists():
+            path.touch()
+        else:
+            entry.session.save(path, described)
+        return path
 
-    def load(self, directory: Path) -> int:
-        """Make entries of files that :meth:`save` has written; each is read when it is needed.
+    def load(self, directory: Path, most: int | None = None) -> None:
+        """Make entries of files that :meth:`save` has written, those that were used last.
 
         Files that are damaged, belong to another model, or are writable by other users are
         reported and skipped.
 
-        Returns:
-            the number of entries.
+        Args:
+            directory: where the files are.
+            most: the most bytes of all entries; by default ``max_bytes``.
         """
-        try:
-            if not self._trusts(directory):
-                return 0
-            for left in directory.glob(".*.partial"):  # by a process that was killed
-                left.unlink()
-            found = [path for path in directory.iterdir() if path.suffix == ".safetensors"]
-            found.sort(key=lambda path: path.lstat().st_mtime)
-        except FileNotFoundError:
-            return 0
-        except OSError as error:
-            self._warn(f"{directory}: ignored, since it cannot be read ({error.strerror})")
-            return 0
-        entries = [entry for path in found if (entry := self._described(path))]
-        self._idle.update(dict.fromkeys(entries))
-        self._files.update(entry.file for entry in entries if entry.file)
-        return len(entries)
+        if not directory.is_dir() or not self._trusts(directory):
+            return
+        left = self.max_bytes if most is None else most
+        entries: list[_Entry] = []
+        for path in sorted(directory.glob(_FILES), key=lambda one: -one.lstat().st_mtime):
+            if (entry := self._read(path)) and entry.nbytes <= left:
+                left -= entry.nbytes
+                entries.append(entry)
+        for entry in reversed(entries):
+            self._touch(entry)
 
     def _trusts(self, path: Path) -> bool:
         """Whether no other user may write to a file or directory; warns if one may.
@@ -411,32 +382,24 @@ class PrefixCache:
             self._warn(f"{path}: ignored, since others may write to it; remove it")
         return trusted
 
-    def _described(self, path: Path) -> _Entry | None:
-        """The entry of a file, from its header."""
+    def _read(self, path: Path) -> _Entry | None:
+        """The entry of a file; None if it cannot be used."""
         try:
             if not self._trusts(path):
                 return None
             tokens, metadata = read_prompt_cache_metadata(path)
             n_prompt, shared = int(metadata["prompt_tokens"]), metadata["shared"] == "1"
             partition, model = metadata["partition"], metadata["model"]
+            if model != self._fingerprint:
+                self._warn(f"{path}: ignored, since it is for another model, version or option")
+                return None
+            session = Session.load(path)
         except (OSError, PromptCacheError, ValueError, KeyError):
             self._warn(f"{path}: ignored, since it is damaged or not from a prefix cache")
             return None
-        if model != self._fingerprint:
-            self._warn(f"{path}: ignored, since it is for another model, version or cache option")
-            return None
-        return _Entry(array("i", tokens), n_prompt, partition, None, file=path, shared=shared)
-
-    def _opened(self, entry: _Entry) -> bool:
-        """Read an entry's file; returns whether it can be used."""
-        assert entry.file
-        try:
-            session = Session.load(entry.file)
-        except (OSError, PromptCacheError):
-            self._warn(f"{entry.file}: ignored, since it is gone or damaged")
-            return False
-        entry.session, entry.nbytes = session, session.nbytes
-        return True
+        entry = _Entry(array("i", tokens), n_prompt, partition, session, session.nbytes)
+        entry.shared = shared
+        return entry
 
     @cached_property
     def _fingerprint(self) -> str:
@@ -458,7 +421,3 @@ class PrefixCache:
 def _digest(text: str) -> str:
     """An identifier that does not reveal the text, such as a client's key."""
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _size(file: Path | None) -> int:
-    return file.stat().st_size if file and file.exists() else 0
