@@ -284,7 +284,8 @@ class EventStream:
                 if isinstance(batch[-1], ApiError):
                     raise batch[-1]
                 left -= isinstance(batch[-1], Ended)
-                self.worker.has_read(request, sum(isinstance(one, Piece) for one in batch))
+                count = sum(isinstance(one, Piece) for one in batch)
+                self.worker.tell(request, ModelQueue.has_read, request, count)
         finally:
             self.close()
 
@@ -292,13 +293,14 @@ class EventStream:
         """End each generation whose choice, by its index, is finished, as if the model had."""
         for request in self.requests:
             if request.state in (State.DECODE, State.PAUSED) and finished(request.index):
-                self.worker.end(request)
+                self.worker.tell(request, ModelQueue.cancel, request)
 
     def close(self) -> None:
         """Cancel all generations that have not ended."""
         for request in self.requests:
             if not request.done:
-                self.worker.end(request, ApiError("cancelled", status=499))
+                error = ApiError("cancelled", status=499)
+                self.worker.tell(request, ModelQueue.cancel, request, error)
 
 
 # --- the queue of a model ---
@@ -503,13 +505,9 @@ class Worker:
         self._put(partial(self._tell, requests[0], ModelQueue.add, *requests), requests)
         return stream
 
-    def end(self, request: ServedRequest, error: ApiError | None = None) -> None:
-        """End a request before its next step, with an error or as if the model had ended it."""
-        self._commands.put(partial(self._tell, request, ModelQueue.cancel, request, error))
-
-    def has_read(self, request: ServedRequest, count: int) -> None:
-        """Record that the client has read ``count`` tokens; a paused request may resume."""
-        self._commands.put(partial(self._tell, request, ModelQueue.has_read, request, count))
+    def tell(self, request: ServedRequest, method: Callable[..., object], *args: Any) -> None:
+        """Call a method of the queue of a request's model in the thread, between two turns."""
+        self._commands.put(partial(self._tell, request, method, *args))
 
     # --- in the thread ---
 
