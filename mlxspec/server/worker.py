@@ -20,7 +20,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, cast
 
-from ..drafting.drafter import VerifiedStep
+from ..drafting.drafter import NoDraft, VerifiedStep
 from ..engine import step as steps
 from ..errors import MlxspecError
 from ..generation.engine import Engine
@@ -429,8 +429,13 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="mlxspec worker", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread, and wait until it answers requests.
+
+        Raises:
+            ApiError: the thread has failed; the log has the reason.
+        """
         self._thread.start()
+        self.call(lambda: None)
 
     def stop(self) -> None:
         """End all generations and the thread, and wait for its end."""
@@ -512,7 +517,11 @@ class Worker:
     # --- in the thread ---
 
     def open(self, served: ServedModel) -> None:
-        """Begin to answer requests to a model."""
+        """Begin to answer requests to a model, after its first steps: MLX compiles them."""
+        warm_up, decoder = Engine(served.decoder), served.decoder
+        for prompt in ([1, 1], [1, 1, 1]):
+            warm_up.add(Request(decoder, prompt, 8, {}, lambda session: NoDraft()))
+        warm_up.run()
         self._queues[served.name] = ModelQueue(served, self)
 
     def leave(self, name: str) -> None:
