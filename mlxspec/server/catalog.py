@@ -397,17 +397,6 @@ class Catalog:
             memory.reserve(entry.name, Need(entry.nbytes))
         return fits
 
-    def _open(self, make: Callable[[], ServedModel]) -> ServedModel:
-        served = make()
-        self._worker.memory.add(served)
-        self._worker.open(served)
-        return served
-
-    def _shut(self, entry: Entry) -> None:
-        assert entry.served
-        self._worker.leave(entry.name)
-        self._worker.memory.remove(entry.served)
-
     # --- in the thread ---
 
     async def _in_thread(self, function: Callable[..., _Result], *args: Any) -> _Result:
@@ -422,7 +411,8 @@ class Catalog:
                 raise ApiError("the server is ending", status=503)
             entry.read += nbytes
 
-        served = self._worker.call(self._open, self._loader.load(entry, on_read))
+        served = self._worker.call(self._loader.load(entry, on_read))
+        self._worker.call(self._worker.open, served)
         if gc.get_freeze_count():
             gc.freeze()  # as at the start of the server
         return served
@@ -438,7 +428,7 @@ class Catalog:
         assert entry.served
         assert self._loader
         try:
-            self._worker.call(self._shut, entry)
+            self._worker.call(self._worker.leave, entry.served)
             self._loader.close(entry.served)
         finally:
             entry.served, entry.state = None, "not-loaded"

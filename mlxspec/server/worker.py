@@ -518,15 +518,17 @@ class Worker:
 
     def open(self, served: ServedModel) -> None:
         """Begin to answer requests to a model, after its first steps: MLX compiles them."""
+        self.memory.add(served)
         warm_up, decoder = Engine(served.decoder), served.decoder
         for prompt in ([1, 1], [1, 1, 1]):
             warm_up.add(Request(decoder, prompt, 8, {}, lambda session: NoDraft()))
         warm_up.run()
         self._queues[served.name] = ModelQueue(served, self)
 
-    def leave(self, name: str) -> None:
+    def leave(self, served: ServedModel) -> None:
         """Answer no more requests to a model."""
-        self._queues.pop(name).close()
+        self._queues.pop(served.name).close()
+        self.memory.remove(served)
         self._first = None  # it would hold the model's memory
 
     def admits(self, request: ServedRequest) -> bool:
