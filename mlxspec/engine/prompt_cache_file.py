@@ -1,18 +1,7 @@
 """Prompt-cache files in mlx-lm's format; mlxspec and mlx-lm read each other's.
 
-mlx-lm flattens a list of caches into a safetensors file. An array's name is its place in the
-caches' states, such as ``3.1`` for the fourth layer's values. Numbers, texts and None in the states
-are stored as arrays, too. The metadata is flat as well: ``0.model`` and so on for the reader,
-``1.3`` for the fourth cache's class, ``2.7.0`` and ``2.7.1`` for the place and the type of the
-seventh value that is not an array.
-
-mlx-lm's own reader trusts all of it: it makes lists as long as the largest number in a name, and
-accepts any offset. This module checks the names before it makes lists of them, and every number and
-shape against what a cache of its class can hold.
-
-What a trained head knows of the context follows the caches, as if it were one more, and the
-metadata names the head. mlx-lm takes as many caches as there are classes, and ignores the rest. If
-it saves them again with their metadata, that names a head, but nothing is known of it.
+A file is a safetensors file with the states of a list of caches, and metadata for the reader. Those
+of mlxspec name the tokens that the caches hold, so that later generations can draft from them.
 """
 
 from __future__ import annotations
@@ -21,7 +10,6 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, cast, overload
 
@@ -42,12 +30,10 @@ from ..errors import PromptCacheError
 from ..files import check_writable, replaced
 from ..models.model_files import check_safetensors
 from .caches import cached_length, parts
-from .head_cache import KeptHead
 
 _ATTENTION = {KVCache, QuantizedKVCache, RotatingKVCache}
 _SUFFIX = ".safetensors"
-_TOKENS, _HEAD = "tokens", "trained_head"  # keys of the metadata that mlx-lm's own files lack
-_MAX_TOKEN = 2**31
+_TOKENS = "tokens"  # a key of the metadata that mlx-lm's own files lack
 
 
 def save_prompt_cache(
@@ -56,7 +42,6 @@ def save_prompt_cache(
     metadata: Mapping[str, str] | None = None,
     *,
     tokens: Sequence[int] = (),
-    head: KeptHead | None = None,
 ) -> None:
     """Save a prompt cache for :func:`load_prompt_cache` and for mlx-lm.
 
@@ -68,29 +53,15 @@ def save_prompt_cache(
         metadata: for the reader. ``mlx_lm.generate`` expects "model", the model's
             directory or repository, and "tokenizer_config", a JSON object.
         tokens: the tokens that the cache holds, which later generations can draft from.
-        head: what a trained head knows of them, as sessions save it.
 
     Raises:
         PromptCacheError: the file cannot be written; an existing one is unchanged.
     """
     path = prompt_cache_path(file_name)
-    held = dict(metadata or {})
-    states = [layer.state for layer in cache]
-    if tokens:
-        held[_TOKENS] = json.dumps(list(tokens))
-    if head:
-        held[_HEAD] = head.identity
-        states.append([mx.array(head.positions), head.states, *head.layers])
-    kinds: list[Any] = [""]  # mlx-lm's begins so
-    arrays = {}
-    for place, value in tree_flatten(states):
-        arrays[place], kind = _array(value)
-        kinds += [(place, kind)] if kind else []
-    classes = [type(layer).__name__ for layer in cache]
+    held = {**(metadata or {}), **({_TOKENS: json.dumps(list(tokens))} if tokens else {})}
     try:
         with replaced(path, PromptCacheError) as file:
-            described = dict(tree_flatten([held, classes, kinds]))
-            mx.save_safetensors(cast(Any, file), arrays, described)
+            mlx_lm_caches.save_prompt_cache(cast(Any, file), list(cache), held)
     except RuntimeError as error:  # MLX's
         reason = " ".join(str(error).split())[:150]
         raise PromptCacheError(f"{path}: cannot be written ({reason}); try again") from error
@@ -119,55 +90,45 @@ def load_prompt_cache(
     Raises:
         PromptCacheError: the file is missing, damaged, or not a prompt cache.
     """
-    cache, metadata, _ = read_prompt_cache(file_name)
+    with _read_errors(Path(file_name)):
+        cache, metadata = mlx_lm_caches.load_prompt_cache(str(file_name), return_metadata=True)
+        mx.eval([part.state for part in cache])
+    metadata = metadata or {}  # "" if the file has none
     return (cache, metadata) if return_metadata else cache
 
 
-def read_prompt_cache(
-    file_name: str | os.PathLike[str],
-) -> tuple[list[Any], dict[str, str], KeptHead | None]:
-    """As :func:`load_prompt_cache`, with what a trained head knows of the tokens, if it does."""
-    path = Path(file_name)
-    with _unreadable(path):
-        cache, metadata, head = _read_caches(path)
-        if (named := _named_tokens(metadata)) and not tokens_in(cache, metadata):
-            raise ValueError(f"it names {len(named)} tokens and holds {cached_length(cache)}")
-        mx.eval([part.state for part in cache], head.arrays if head else [])
-    return cache, metadata, head
-
-
-def read_prompt_cache_metadata(path: Path) -> tuple[list[int], dict[str, str]]:
-    """The tokens that a prompt cache's metadata names, and the metadata; reads no caches.
+def read_prompt_cache_metadata(path: Path) -> dict[str, str]:
+    """The metadata of a prompt cache, without reading the caches.
 
     Raises:
         PromptCacheError: as for :func:`load_prompt_cache`.
     """
-    with _unreadable(path):
-        metadata = _below("0", _load(path)[1])
-        return _named_tokens(metadata), metadata
+    with _read_errors(path):
+        _, flat = cast(Any, mx.load(str(path), return_metadata=True))
+        metadata, *_ = tree_unflatten(list(flat.items()))
+    return metadata or {}
 
 
 @contextmanager
-def _unreadable(file_name: Path) -> Iterator[None]:
-    """Turn errors of reading into one line that names the file."""
+def _read_errors(file: Path) -> Iterator[None]:
+    """Check that a file is whole; turn errors of reading it into one line that names it."""
     try:
-        if not file_name.exists():
-            raise PromptCacheError(
-                f"{file_name}: no such file; make it with 'mlxspec cache-prompt'"
-            )
+        if not file.exists():
+            raise PromptCacheError(f"{file}: no such file; make it with 'mlxspec cache-prompt'")
+        check_safetensors(file)
         yield
     except OSError as error:
         raise PromptCacheError(
-            f"{file_name} cannot be read ({error.strerror}): name a file that you can read"
+            f"{file} cannot be read ({error.strerror}): name a file that you can read"
         ) from error
     except (RuntimeError, SafetensorError) as error:
         raise PromptCacheError(
-            f"{file_name} is truncated or damaged: make it again with 'mlxspec cache-prompt'"
+            f"{file} is truncated or damaged: make it again with 'mlxspec cache-prompt'"
         ) from error
-    except ValueError as error:
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise PromptCacheError(
-            f"{file_name} holds no prompt cache that this version of mlx-lm reads ({error}): make "
-            "it with 'mlxspec cache-prompt'"
+            f"{file} holds no prompt cache that this version of mlx-lm reads: make it with "
+            "'mlxspec cache-prompt'"
         ) from error
 
 
@@ -193,38 +154,32 @@ def check_replaceable(path: Path, force: bool) -> None:
 
     Raises:
         PromptCacheError: the file is not a prompt cache, or it is one and ``force`` is off.
-        OSError: the file cannot be read.
     """
-    if not path.exists() or (path.is_file() and path.stat().st_size == 0):
+    if not path.exists() or path.stat().st_size == 0:
         return
     try:
-        is_cache = "Cache" in _load(path)[1].get("1.0", "")
-    except (RuntimeError, ValueError, SafetensorError):
-        is_cache = False
-    if not is_cache:
-        raise PromptCacheError(f"{path}: exists and is not a prompt cache; name another file")
+        read_prompt_cache_metadata(path)
+    except PromptCacheError as error:
+        raise PromptCacheError(
+            f"{path}: exists and is not a prompt cache; name another file"
+        ) from error
     if not force:
         raise PromptCacheError(f"{path}: exists; name another file, or replace it with --force")
 
 
-def tokens_in(cache: Sequence[Any], metadata: Mapping[str, str]) -> list[int]:
-    """The tokens that a loaded cache holds; empty if its file, like mlx-lm's, names none."""
-    tokens = _named_tokens(metadata)
-    with_positions = [part for part in parts(cache) if hasattr(part, "offset")]
-    known = not with_positions or cached_length(with_positions) == len(tokens)
-    return tokens if known else []
+def tokens_in(metadata: Mapping[str, str], cache: Sequence[Any] | None = None) -> list[int]:
+    """The tokens that a file names; empty if it, like mlx-lm's, names none.
 
-
-def _named_tokens(metadata: Mapping[str, str]) -> list[int]:
-    """The tokens that a file's metadata names; empty without valid ones."""
+    Args:
+        metadata: the file's.
+        cache: the file's, to make sure that it holds as many tokens, unless it holds only states.
+    """
     try:
         tokens = json.loads(metadata.get(_TOKENS, "[]"))
-    except (ValueError, RecursionError):
+        known = all(type(token) is int for token in tokens)
+    except (TypeError, ValueError):
         return []
-    known = isinstance(tokens, list) and all(
-        type(token) is int and 0 <= token < _MAX_TOKEN for token in tokens
-    )
-    return tokens if known else []
+    return tokens if known and cached_length(cache or ()) in (0, len(tokens)) else []
 
 
 def check_fits(cache: Sequence[Any], model: nn.Module, source: str) -> None:
@@ -265,224 +220,17 @@ def _fits(cache: Any, own: Any) -> bool:
     """
     if isinstance(cache, QuantizedKVCache) and hasattr(own, "to_quantized"):
         own = own.to_quantized(cache.group_size, cache.bits)
-    if type(cache) is type(own):
-        bounds = ("max_size", "keep", "chunk_size")
-        alike = all(getattr(cache, name, None) == getattr(own, name, None) for name in bounds)
-    else:
-        alike = {type(cache), type(own)} <= _ATTENTION
+    alike = type(cache) is type(own) or {type(cache), type(own)} <= _ATTENTION
     return alike and _layout(cache) == _layout(own)
 
 
-def _layout(cache: Any) -> dict[str, tuple[bool, tuple[int, ...]]]:
-    """For each array in a cache: whether it holds fractions, and its shape.
+def _layout(cache: Any) -> dict[str, tuple[int, ...]]:
+    """The shape of each array in a cache, without the number of positions.
 
-    The shape omits the number of positions, and for a state the number of tokens that it keeps.
+    Integers in a state are tokens of the context, of any number.
     """
-    layout = {}
-    for name, array in tree_flatten(cache.state):
-        if isinstance(array, mx.array):
-            fractions, shape = mx.issubdtype(array.dtype, mx.floating), array.shape
-            if not isinstance(cache, ArraysCache):
-                shape = (*shape[:2], *shape[3:])
-            elif not fractions:
-                shape = shape[:-1]
-            layout[name] = fractions, shape
-    return layout
-
-
-def check_lengths(cache: Sequence[Any], source: str) -> None:
-    """Refuse a cache whose layers hold different numbers of positions.
-
-    Args:
-        cache: one model's caches, outside a forward, since within one the layers differ.
-        source: names the cache in errors.
-
-    Raises:
-        PromptCacheError: the lengths differ.
-    """
-    filled = [part for part in parts(cache) if hasattr(part, "offset") and not part.empty()]
-    lengths = {part.offset for part in filled}
-    if len(lengths) > 1:
-        raise PromptCacheError(
-            f"{source} is damaged: its layers end at different positions, such as {min(lengths)} "
-            f"and {max(lengths)}; make it again"
-        )
-
-
-# --- reading ---
-
-_MAX_HEADER_BYTES = 16 << 20  # a token takes some seven
-_MAX_HEADER_ITEMS = 1_000_000
-_DEEPEST_NAME = 8  # numbers in the name of an array; names in a list of caches have 5
-_MAX_POSITIONS = 2**31 - 1
-_MAX_CLASS_NAME = 64
-_FLOATS = {mx.float16, mx.bfloat16, mx.float32}
-_BITS = {2, 3, 4, 5, 6, 8}
-_GROUP_SIZES = {16, 32, 64, 128}
-_CLASSES = {
-    one.__name__: one
-    for one in (*_ATTENTION, mlx_lm_caches.ChunkedKVCache, ArraysCache, mlx_lm_caches.CacheList)
-}
-
-
-def _require(condition: bool, problem: str = "values are missing, or too many") -> None:
-    if not condition:
-        raise ValueError(problem)
-
-
-def _load(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
-    """A file's arrays and metadata, unless reading them would take much time or memory.
-
-    Raises:
-        OSError: the file cannot be read.
-        SafetensorError, RuntimeError: it is truncated, or not a safetensors file.
-        ValueError: its header is too large.
-    """
-    _require(path.is_file(), "it is not a regular file")  # reading a pipe would block
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = file.read(min(length, _MAX_HEADER_BYTES + 1))
-    items = sum(map(header.count, (b'"', b"[", b"{")))
-    is_small = len(header) <= _MAX_HEADER_BYTES and items <= _MAX_HEADER_ITEMS
-    _require(is_small, "its header is too large")
-    check_safetensors(path)
-    return cast(Any, mx.load(str(path), return_metadata=True))
-
-
-def _read_caches(path: Path) -> tuple[list[Any], dict[str, str], KeptHead | None]:
-    """The caches, the metadata and the head's part of a file; the arrays are not evaluated.
-
-    Raises:
-        OSError, SafetensorError, RuntimeError: as for :func:`_load`.
-        ValueError: it holds no caches, or invalid ones.
-    """
-    arrays, flat = _load(path)
-    try:
-        classes = _unflattened(_below("1", flat))
-        start, *pairs = _unflattened(_below("2", flat))
-        _require(start == "", "it was not written by mlx-lm")  # which writes "" first
-        values: dict[str, Any] = dict(arrays)
-        for place, kind in pairs:
-            values[place] = _value(arrays[place], kind)
-        held, metadata, head = _unflattened(values), _below("0", flat), None
-        identity = metadata.pop(_HEAD, None)
-        if identity and len(held) > len(classes):
-            head = _head(identity, *held.pop())
-        states = zip(classes, held, strict=True)
-        cache = [_CLASSES[name].from_state(state) for name, state in states]
-        for part in parts(cache):
-            _check(part)
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
-        raise ValueError("its caches are not of the classes that it names") from error
-    return cache, metadata, head
-
-
-def _head(identity: str, positions: mx.array, unseen: mx.array, *layers: Any) -> KeptHead:
-    """What a head knows; raise ValueError for what no head can."""
-    known = positions.ndim == 1 and positions.dtype == mx.int32 and unseen.ndim == 2
-    _require(known and unseen.dtype in _FLOATS, "what it holds of a head has an impossible type")
-    places = cast(list[int], positions.tolist())
-    rising = all(before < after for before, after in pairwise([-1, *places]))
-    _require(bool(places) and rising, "the positions of a head do not rise")
-    rooms = [_room(keys, values, None) for keys, values in layers]
-    _require(all(room == len(places) - 1 for room in rooms), "a head's entries are not complete")
-    return KeptHead(identity, places, unseen, [(keys, values) for keys, values in layers])
-
-
-def _below(section: str, flat: Mapping[str, str]) -> dict[str, str]:
-    """The entries in a section of the metadata, without its number in their names."""
-    return {key[2:]: value for key, value in flat.items() if key.startswith(f"{section}.")}
-
-
-def _unflattened(values: Mapping[str, Any]) -> list[Any]:
-    """Build nested lists from values that are named by their places.
-
-    Raises:
-        ValueError: a name is not a place, or the place before it is missing.
-    """
-    places = set()
-    for name in values:
-        numbers = name.split(".")
-        _require(len(numbers) <= _DEEPEST_NAME, "a name is too long")
-        places |= {tuple(numbers[:depth]) for depth in range(1, len(numbers) + 1)}
-    for *outer, last in places:
-        _require(last.isdecimal() and last == str(int(last)), "a name is not a number")
-        _require(last == "0" or (*outer, str(int(last) - 1)) in places)
-    return cast(list[Any], tree_unflatten(dict(values)))
-
-
-def _array(value: Any) -> tuple[mx.array, str]:
-    """The array that encodes a value, and the value's type; "" for an array."""
-    if isinstance(value, mx.array):
-        return value, ""
-    if value is None:
-        return mx.array([]), "none"
-    if isinstance(value, str):
-        return mx.array([ord(letter) for letter in value]), "string"
-    return mx.array(value), "scalar"
-
-
-def _value(array: mx.array, kind: str) -> int | str | None:
-    """The value that an array of the file encodes."""
-    if kind == "none":
-        return None
-    if kind == "scalar" and array.ndim == 0:
-        return cast(int, array.item())
-    _require(kind == "string" and array.size <= _MAX_CLASS_NAME, "a value is not of its type")
-    name = "".join(map(chr, cast(list[int], array.tolist())))
-    _require(name in _CLASSES, "it holds caches of an unknown class")
-    return name
-
-
-def _check(cache: Any) -> None:
-    """Raise ValueError for a cache with a state that no single sequence can have."""
-    held = vars(cache).copy()
-    if isinstance(cache, ArraysCache):
-        arrays = isinstance(held["cache"], list)
-        arrays = arrays and all(a is None or isinstance(a, mx.array) for a in held.pop("cache"))
-        _require(arrays, "a state is not an array")
-        _require(not any(held.values()), "it holds several sequences")
-        return
-    keys, values = held.pop("keys"), held.pop("values")
-    numbers = all(type(number) is int and 0 <= number <= _MAX_POSITIONS for number in held.values())
-    _require(numbers, "a cache has an impossible length or size")
-    offset, start, index = (held.get(name, 0) for name in ("offset", "start_position", "_idx"))
-    if isinstance(cache, RotatingKVCache):
-        _require(cache.keep < cache.max_size, "a window keeps more than it holds")
-    if keys is None:
-        empty = values is None and not any((offset, start, index))
-        _require(empty, "an empty cache claims to hold positions")
-        return
-    quantization = None
-    if isinstance(cache, QuantizedKVCache):
-        quantization = cache.group_size, cache.bits
-        known = cache.group_size in _GROUP_SIZES and cache.bits in _BITS
-        _require(known, "a cache has an unknown quantisation")
-    room = _room(keys, values, quantization)
-    if isinstance(cache, RotatingKVCache):
-        # Until a window is full, its index is its length; then it wraps.
-        fits = index == offset if offset <= room else cache.keep <= index <= room
-        fits = fits and offset > 0
-    else:
-        fits = start < offset <= start + room
-    _require(fits, f"a cache with room for {room} positions ends at {offset}")
-
-
-def _room(keys: Any, values: Any, quantization: tuple[int, int] | None) -> int:
-    """The number of positions in keys and values, (batch, heads, positions, width) each."""
-    arrays = [keys, values] if quantization is None else [*keys, *values]
-    for array in arrays:
-        # MiniMax M3's index, which picks keys, has values of width 0.
-        known = isinstance(array, mx.array) and array.ndim == 4 and 0 not in array.shape[:3]
-        _require(known, "keys or values have an impossible shape")
-        packed = quantization is not None and (array is keys[0] or array is values[0])
-        known = array.dtype == mx.uint32 if packed else array.dtype in _FLOATS
-        _require(known, "keys or values have an impossible type")
-    if quantization is not None:
-        group_size, bits = quantization
-        for packed, scales, biases in (keys, values):
-            fits = packed.shape[3] * 32 == scales.shape[3] * group_size * bits
-            fits = fits and scales.shape == biases.shape
-            _require(fits, "the arrays of a quantised cache do not match")
-    _require(len({array.shape[:3] for array in arrays}) == 1, "keys and values do not match")
-    return cast(int, keys[0].shape[2] if quantization else keys.shape[2])
+    arrays = {name: one for name, one in tree_flatten(cache.state) if isinstance(one, mx.array)}
+    if not isinstance(cache, ArraysCache):
+        return {name: (*one.shape[:2], *one.shape[3:]) for name, one in arrays.items()}
+    is_state = {name: mx.issubdtype(one.dtype, mx.floating) for name, one in arrays.items()}
+    return {name: one.shape if is_state[name] else () for name, one in arrays.items()}

@@ -202,8 +202,9 @@ class Decoder(LoadedModel):
             session: keeps the KV cache for the conversation's next turn. Pass the whole
                 conversation as the prompt: the part that the cache holds is not run again.
             prompt_cache: mlx-lm's caches of the text before the prompt, from its
-                ``make_prompt_cache``. As with mlx-lm, at each response they hold the prompt and
-                the output taken so far. If another generation continues them, this one fails.
+                ``make_prompt_cache``. Once the generation has ended or is closed (leaving a
+                ``for`` loop closes it), they also hold the prompt and the output taken. Until
+                then, any use of them is an error.
             temp, top_p, seed, and all other fields of :class:`mlxspec.SamplingParams`: override
                 those of ``sampling``. A ``sampler`` without ``sampling`` or ``seed`` draws a seed
                 from MLX's random state, so repeated calls differ, as with mlx-lm.
@@ -222,9 +223,8 @@ class Decoder(LoadedModel):
                 quantised as requested, or ``prompt_cache`` has too few layers. With the first
                 response: another generation is using the session.
             PromptCacheError: ``prompt_cache`` has the shapes of another model. With the first
-                response: the session's initial cache has, or a generation in another thread is
-                using ``prompt_cache``. With a later response: ``prompt_cache`` has been continued
-                or changed since the one before.
+                response: the session's initial cache has, or another generation is using
+                ``prompt_cache``.
             DrafterError: ``drafter`` is not a drafter. With a response: it proposed an invalid
                 draft.
             TypeError: an option is unknown.

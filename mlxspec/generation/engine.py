@@ -15,7 +15,6 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import cached_property, partial
 from queue import SimpleQueue
-from typing import cast
 
 from mlx_lm.generate import generation_stream, wired_limit
 
@@ -27,7 +26,6 @@ from .loaded import LoadedModel
 from .options import GenerationOptions
 from .request import PATIENCE, RecordTime, Request, State, hold_at_exit
 from .response import GenerationResponse
-from .session import CacheLease
 
 # Prompt tokens. Smaller chunks barely shorten a stall, and larger ones are no faster.
 _LEAST_CHUNK, _MOST_CHUNK = 16, 2048
@@ -370,8 +368,7 @@ def responses(
 ) -> Generator[GenerationResponse, None, None]:
     """Run a request alone.
 
-    Each response is yielded before any work for the next one. Until the consumer asks for the next
-    response, it may use the caches, which hold the prompt and the output so far.
+    Each response is yielded before any work for the next one.
 
     Args:
         request: a request that has not started.
@@ -389,16 +386,13 @@ def responses(
 def _responses(request: Request) -> Generator[GenerationResponse, None, None]:
     received: list[GenerationResponse] = []
     request.receive = received.append
-    lease = cast(CacheLease, request.lease)
     engine = Engine(request.decoder, stall=math.inf, alone=True)
     engine.add(request)
     try:
         with engine.running():
             while not request.done:
                 for _ in engine.parts_of_turn():
-                    lease.pause(request.context)
                     yield received.pop()
-                    lease.resume()
     finally:
         if request.error:
             raise request.error

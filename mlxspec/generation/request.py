@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack
 from enum import StrEnum
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
@@ -195,7 +196,7 @@ class Request:
             able = capability if caches is None else capability_with(caches, capability)
             return target_for(model, able, vocab_size, options, caches)
 
-        loan = None if self.prompt_cache is None else Loan(self.prompt_cache, model)
+        loan = None if self.prompt_cache is None else Loan(self.prompt_cache)
         return CacheLease(new_target, prompt, loan, self.draft_model)
 
     def start(self) -> steps.Sequence:
@@ -209,7 +210,7 @@ class Request:
             self.prepare()
         decoder = self.decoder
         self.state = State.PREFILL
-        target, self.n_cached = cast(CacheLease, self.lease).take(self._close_sequence)
+        target, self.n_cached = cast(CacheLease, self.lease).take()
         self.sequence = steps.Sequence(
             target,
             self.prompt,
@@ -299,28 +300,25 @@ class Request:
         return tokens / (time.perf_counter() - self._prefill_ended)
 
     def close(self) -> None:
-        """Return the caches and end the sequence; may be called more than once."""
+        """End the sequence and return the caches; may be called more than once."""
         try:
-            if self.lease:
-                self.lease.give_back(self.context)
+            with ExitStack() as ending:  # runs every callback, even if one fails
+                if self.lease:
+                    ending.callback(self.lease.give_back, self.context)
+                if self.sequence:
+                    ending.callback(self.sequence.close)
         finally:
-            self._close_sequence()
-            if self.sequence and _log.isEnabledFor(logging.DEBUG):
+            if self.sequence and self.stats.steps:
                 stats, generated = self.stats, self.generated
                 _log.debug(
                     "generation ended (%s): %d prompt tokens, %d of them cached; %d tokens in %d "
                     "steps, %.1f a second; %d of %d drafted tokens accepted",
                     *(self.output.finish_reason or "left", len(self.prompt), self.n_cached),
-                    *(generated, stats.steps),
-                    self._generation_tps(generated) if stats.steps else 0.0,
+                    *(generated, stats.steps, self._generation_tps(generated)),
                     *(stats.accepted, stats.drafted),
                 )
             # A finished request must not keep caches and index alive.
             self.drafter = self.lease = self.sequence = self.prefill = None
-
-    def _close_sequence(self) -> None:
-        if self.sequence:
-            self.sequence.close()
 
 
 PATIENCE = 10.0  # seconds; a step, or a chunk of a prompt, takes less

@@ -33,7 +33,7 @@ from ..corpus.suffix_index import common_length
 from ..engine.caches import for_steps, is_trimmable_anywhere, parts
 from ..engine.costs import model_identity
 from ..engine.params import CacheOptions
-from ..engine.prompt_cache_file import read_prompt_cache_metadata
+from ..engine.prompt_cache_file import read_prompt_cache_metadata, tokens_in
 from ..errors import PromptCacheError
 from ..files import is_ours_alone, remove_leftovers
 from ..generation.session import Session
@@ -454,7 +454,7 @@ class PrefixCache:
         try:
             if not self._trusts(path):
                 return None
-            tokens, metadata = read_prompt_cache_metadata(path)
+            metadata = read_prompt_cache_metadata(path)
             n_prompt = int(metadata.get(_N_PROMPT, ""))
             partition, shared = metadata[_PARTITION], metadata[_SHARED] == "1"
         except (OSError, PromptCacheError, ValueError, KeyError):
@@ -463,7 +463,9 @@ class PrefixCache:
         if metadata.get(_MODEL) != self._fingerprint:
             self._warn(f"{path}: ignored, since it is for another model, version or cache option")
             return None
-        return _Entry(array("i", tokens), n_prompt, partition, None, file=path, shared=shared)
+        return _Entry(
+            array("i", tokens_in(metadata)), n_prompt, partition, None, file=path, shared=shared
+        )
 
     def _opened(self, entry: _Entry) -> bool:
         """Read an entry's file; returns whether it can be used."""
