@@ -71,7 +71,7 @@ def cache_prompt_command(
 
     from ..engine.capability import check_quantization
     from ..engine.model_sizes import context_length
-    from ..engine.prompt_cache_file import check_replaceable, prompt_cache_path, save_prompt_cache
+    from ..engine.prompt_cache import check_replaceable, prompt_cache_path, save_prompt_cache
     from ..engine.target import vocabulary_size
     from ..generation.options import prompt_ids
     from ..models.model import load
@@ -119,7 +119,7 @@ class CachedPrompt:
 
     def __init__(self, file: str) -> None:
         from ..engine.caches import parts
-        from ..engine.prompt_cache_file import load_prompt_cache, tokens_in
+        from ..engine.prompt_cache import load_prompt_cache, tokens_in
 
         self.file = file
         self._cache, self._metadata = load_prompt_cache(file, return_metadata=True)
@@ -210,7 +210,7 @@ class CachedPrompt:
             PromptCacheError: the file belongs to another model.
             OptionError: the chat template does not apply.
         """
-        from ..engine.prompt_cache_file import check_fits
+        from ..engine.prompt_cache import check_fits
         from ..generation.session import Session
 
         check_fits(self._cache, decoder.model, self.file)

@@ -19,8 +19,9 @@ from ..engine.caches import are_quantized, for_steps
 from ..engine.capability import capability_with
 from ..engine.draft_model import DraftModelDrafter
 from ..engine.params import CacheOptions
-from ..engine.prompt_cache import Loan, as_mlx_lms
-from ..engine.prompt_cache_file import (
+from ..engine.prompt_cache import (
+    Loan,
+    as_mlx_lms,
     check_fits,
     load_prompt_cache,
     save_prompt_cache,

@@ -33,7 +33,7 @@ from ..corpus.suffix_index import common_length
 from ..engine.caches import for_steps, is_trimmable_anywhere, parts
 from ..engine.costs import model_identity
 from ..engine.params import CacheOptions
-from ..engine.prompt_cache_file import read_prompt_cache_metadata, tokens_in
+from ..engine.prompt_cache import read_prompt_cache_metadata, tokens_in
 from ..errors import PromptCacheError
 from ..files import is_ours_alone, remove_leftovers
 from ..generation.session import Session

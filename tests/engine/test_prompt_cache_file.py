@@ -14,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 from mlx_lm.models.cache import save_prompt_cache as mlx_lm_save
 
 from mlxspec import PromptLookupDecoder, Session, load_prompt_cache, save_prompt_cache
-from mlxspec.engine.prompt_cache_file import check_fits, tokens_in
+from mlxspec.engine.prompt_cache import check_fits, tokens_in
 from mlxspec.errors import OptionError, PromptCacheError
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import demo

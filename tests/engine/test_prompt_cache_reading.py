@@ -12,7 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.cache import save_prompt_cache as mlx_lm_save
 
 from mlxspec import load_prompt_cache
-from mlxspec.engine.prompt_cache_file import check_fits
+from mlxspec.engine.prompt_cache import check_fits
 from mlxspec.errors import PromptCacheError
 from tests.support.architectures import ARCHITECTURES
 from tests.support.hostile import harmless

@@ -304,8 +304,6 @@ def test_options_out_of_range_are_named() -> None:
     decoder = small_decoder()
     with pytest.raises(OptionError, match="max_active is 0"):
         Engine(decoder, max_active=0)
-    with pytest.raises(OptionError, match="stall is 0"):
-        Engine(decoder, stall=0)
     with pytest.raises(PromptError):
         submit(Engine(decoder), [], print)
 
@@ -314,7 +312,6 @@ DRAFTINGS: list[tuple[type[mlxspec.Decoder], dict[str, Any]]] = [
     (mlxspec.PromptLookupDecoder, {"n_draft": 2, "ngram_max": 1}),
     (mlxspec.PromptLookupDecoder, {"n_draft": 0}),
     (mlxspec.LookaheadDecoder, {"window_size": 3, "ngram_size": 3, "guess_set_size": 2}),
-    (mlxspec.CombinedDecoder, {"window_size": 2, "ngram_size": 3}),
 ]
 
 
