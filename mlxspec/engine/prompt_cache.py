@@ -125,7 +125,6 @@ class Loan:
             return
         with mx.stream(generation_stream):
             target.truncate(min(target.length, self._start + len(context)))
-            target.flush_pending()
             if complete:
                 target.prefill(context[target.length - self._start :])
             returned = [as_mlx_lms(cache) for cache in target.cache]

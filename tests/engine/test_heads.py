@@ -101,7 +101,6 @@ class Checked:
 
     def prefill(self, tokens: list[int]) -> None:
         rows = [self.last, *tokens[:-1]]
-        self.target.flush_pending()
         self.target.prefill(rows)
         self.tokens += rows
         self.last = tokens[-1]
@@ -171,7 +170,6 @@ class Checked:
         except ValueError:  # no state was kept
             self.__init__(self.kind, self.directory)  # type: ignore[misc]
         else:
-            self.target.flush_pending()
             self.shortened()
 
     def shortened(self) -> None:
@@ -272,6 +270,7 @@ class Checked:
         return of_chain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_happens_the_head_knows_the_context(kind: str, tmp_path: Path) -> None:
     @settings(max_examples=examples(12, long=300), deadline=None, derandomize=True)
