@@ -14,17 +14,15 @@ from itertools import groupby
 from typing import Annotated, Any, Literal, cast
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from pydantic import Discriminator, Field, Tag, WrapValidator
+from pydantic import BeforeValidator, Field, WrapValidator
 
 from .. import __version__
 from ..models.tokenizer import token_bytes
 from .answer import ApiAnswer, Choice, OutputFormat, Part, TextRun
 from .body import (
-    ApiError,
     Body,
     Integer,
     Items,
-    Name,
     StringOr,
     TokenId,
     parse,
@@ -37,6 +35,7 @@ from .requests import (
     ChatRequest,
     CommonBody,
     CompletionRequest,
+    Function,
     Texts,
     chosen_tool,
     conversation,
@@ -47,19 +46,11 @@ from .worker import Piece
 _Top = Annotated[Integer, Field(ge=0, le=20)]
 
 
-class _Function(Body):
-    name: Name
-    description: str = ""
-    parameters: dict[str, Any] = {}
-    strict: bool = False
-    arguments: dict[str, Any] | str = {}
-
-
 class _Tool(Body):
     """A tool that is offered, called or chosen."""
 
     type: Literal["function"] = "function"
-    function: _Function
+    function: Function
     id: str | None = None
 
     needed = {"function": ("function",)}
@@ -137,23 +128,19 @@ def parse_chat(body: object) -> ChatRequest:
     )
 
 
-def _form(prompt: Any) -> str:
-    if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], (int, float))):
-        return "[several]"
-    return "[one]"
+def _as_prompts(value: Any) -> Any:
+    several = isinstance(value, list) and not (value and isinstance(value[0], (int, float)))
+    return value if several else [value]
 
 
 _Prompt = StringOr[str, Annotated[Items[TokenId], Field(min_length=1)]]
-_Prompts = Annotated[Items[_Prompt], Field(min_length=1)]
+_Prompts = Annotated[Items[_Prompt], Field(min_length=1, max_length=MOST_CHOICES)]
 
 
 class CompletionBody(CommonBody):
     """A body of ``/v1/completions``."""
 
-    prompt: Annotated[
-        Annotated[_Prompt, Tag("[one]")] | Annotated[_Prompts, Tag("[several]")],
-        Discriminator(_form),
-    ]
+    prompt: Annotated[_Prompts, BeforeValidator(_as_prompts)]
     suffix: str = ""
     echo: bool = False
     logprobs: _Top | None = None
@@ -168,35 +155,25 @@ def parse_completion(body: object) -> CompletionRequest:
         ApiError: as for :func:`parse_chat`.
     """
     completion = parse(CompletionBody, body)
-    prompt, n = completion.prompt, completion.n
-    several: list[Any] = [prompt]
-    if isinstance(prompt, list) and isinstance(prompt[0], (str, list)):
-        several = prompt
-    prompts = tuple(one if isinstance(one, str) else tuple(one) for one in several)
-    if len(prompts) * n > MOST_CHOICES:
-        raise ApiError(
-            f"{len(prompts)} prompts with {n} choices each are too many: ask for at most "
-            f"{MOST_CHOICES} choices in all, or send several requests.",
-            param="prompt" if n == 1 else "n",
-        )
     if completion.echo and completion.logprobs is not None:
         refuse("echo", True, "leave it out, since prompt tokens have no logprobs here")
     return CompletionRequest(
         **completion.common(),
         logprobs=completion.logprobs,
-        prompts=prompts,
+        prompts=tuple(one if isinstance(one, str) else tuple(one) for one in completion.prompt),
         suffix=completion.suffix or None,
         echo=completion.echo,
     )
 
 
 class TokenizeBody(Body):
-    """A body of ``/v1/tokenize``, with a text or a conversation."""
+    """A body of ``/v1/tokenize``, with a text or a conversation, or of ``/v1/detokenize``."""
 
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool = True
     messages: Any = None
+    tokens: Items[TokenId] = []
 
 
 def parse_tokenize(body: object) -> tuple[TokenizeBody, ChatRequest | None]:
@@ -213,11 +190,12 @@ def parse_tokenize(body: object) -> tuple[TokenizeBody, ChatRequest | None]:
     return asked, None
 
 
-class DetokenizeBody(Body):
-    """A body of ``/v1/detokenize``."""
-
-    model: str | None = None
-    tokens: Items[TokenId]
+def parse_detokenize(body: object) -> TokenizeBody:
+    """Parse a body of ``/v1/detokenize``, with ``tokens``; raises as :func:`parse_tokenize`."""
+    asked = parse(TokenizeBody, body)
+    if "tokens" not in asked.model_fields_set:
+        refuse("tokens", None, "send a list of token ids")
+    return asked
 
 
 # --- answers ---
@@ -307,17 +285,12 @@ class ChatAnswer(ApiAnswer):
         }
 
     def _chunk(
-        self, choice: Choice, fields: dict[str, Any], drafts: Iterable[tuple[str, bool]] = ()
+        self, choice: Choice, fields: dict[str, Any], drafts: Sequence[list[Any]] = ()
     ) -> dict[str, Any]:
         """A chunk for one choice, with its drafts if they were requested."""
         content = {"index": choice.index, "logprobs": None, "finish_reason": None, **fields}
-        runs = [
-            [text, accepted]
-            for accepted, group in groupby(drafts, key=lambda one: one[1])
-            if (text := "".join(text for text, _ in group))
-        ]
-        if self._request.drafts and runs:
-            content["mlxspec"] = {"drafts": runs}
+        if self._request.drafts and drafts:
+            content["mlxspec"] = {"drafts": drafts}
         return self._envelope(self._chunk_object, [content], None)
 
     def _envelope(
@@ -401,12 +374,12 @@ class CompletionAnswer(ChatAnswer):
 
     def _begin_choice(self, choice: Choice) -> list[dict[str, Any]]:
         echo = self._echo(choice)
-        return [self._chunk(choice, {"text": echo}, [(echo, False)])] if echo else []
+        return [self._chunk(choice, {"text": echo}, [[echo, False]])] if echo else []
 
     def feed_choice(self, choice: Choice, runs: Sequence[TextRun]) -> list[dict[str, Any]]:
         chunks = []
         for run in runs:  # at most one
-            offset = len(self._echo(choice)) + choice.length - len(run.text)
+            offset = len(self._echo(choice)) + len(run.part.text) - len(run.text)
             logprobs = completion_logprobs(
                 self._tokenizer, choice.latest, offset, self._request.logprobs
             )

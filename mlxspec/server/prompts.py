@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -16,7 +16,7 @@ from ..generation.options import in_answer, leaves_reasoning_open
 from ..models.chat_template import apply_template, reserved_arguments
 from ..models.model import encode_prompt
 from ..models.tokenizer import detokenizer_of
-from .answer import OutputFormat, output_format, parser_name
+from .answer import OutputFormat, parser_name
 from .body import ApiError, blaming
 from .requests import ApiRequest, ChatRequest, CompletionRequest
 
@@ -64,7 +64,6 @@ def chat_prompt(
             f"This model does not support tools, since {reason}: leave tools out.", param="tools"
         )
     text = _templated(request, tokenizer, arguments or {})
-    format = output_format(tokenizer, request.tools)
     initial = tokenizer.response_initial_state or "normal"
     if _is_reasoning(request, tokenizer, text):
         initial = "reasoning"
@@ -74,13 +73,14 @@ def chat_prompt(
         puts_space = bool(getattr(detokenizer_of(tokenizer), "prefix_space", False))
         trims_space = puts_space and not request.continued
     else:
-        opening = _call_opening(request, tokenizer)
+        opening = call_opening(tokenizer, request.forced_tool)
         if initial == "reasoning":  # a call inside reasoning would not count
             text += f"\n{tokenizer.think_end}\n\n"
         text += tokenizer.tool_call_start + opening
         initial = "tool"
-    format = replace(
-        format,
+    format = OutputFormat(
+        tokenizer,
+        request.tools,
         initial=initial,
         call_begun=opening,
         several_calls=request.parallel_tool_calls,
@@ -145,16 +145,17 @@ def _templated(
                 f"chat_template_kwargs sets {name}, which only the server may set: leave it out.",
                 param=f"chat_template_kwargs.{name}",
             )
-    messages = list(request.messages)
-    how = {**arguments, **request.template_kwargs, "tokenize": False}
-    if request.continued:
-        how["continue_final_message"] = True
-    else:
-        how["add_generation_prompt"] = True
-    if request.tools:
-        how["tools"] = list(request.tools)
+    how = {
+        **arguments,
+        **request.template_kwargs,
+        "tools": list(request.tools) or None,
+        "add_generation_prompt": not request.continued,
+        "continue_final_message": request.continued,
+        "tokenize": False,
+        "bound_memory": False,
+    }
     try:
-        return cast(str, apply_template(tokenizer, messages, bound_memory=False, **how))
+        return cast(str, apply_template(tokenizer, list(request.messages), **how))
     except PromptError as error:
         raise ApiError(
             f"{error}: send messages with roles, and in an order, that this model accepts.",
@@ -174,41 +175,32 @@ def _is_reasoning(request: ChatRequest, tokenizer: TokenizerWrapper, text: str) 
     return text.rstrip().endswith(tokenizer.think_start)
 
 
-def _call_opening(request: ChatRequest, tokenizer: TokenizerWrapper) -> str:
-    opening = call_opening(tokenizer, request.forced_tool)
-    if opening is None:
-        what = "a function" if request.forced_tool is None else "a given function"
-        raise ApiError(
-            f'tool_choice: this model cannot be made to call {what}; send "auto".',
-            param="tool_choice",
-        )
-    return opening
-
-
-def call_opening(tokenizer: TokenizerWrapper, name: str | None) -> str | None:
+def call_opening(tokenizer: TokenizerWrapper, name: str | None) -> str:
     """The beginning of a call, after its marker, which makes the model continue the call.
 
     Args:
         tokenizer: the model's tokenizer.
         name: the function's name; None if the model may choose.
 
-    Returns:
-        the text; None if the model's call format is unknown.
+    Raises:
+        ApiError: the model's call format is unknown.
     """
-    if not tokenizer.has_tool_calling or tokenizer.response_initial_state:
-        return None
-    if name is None:
-        return ""
     # Without the space before the arguments, which belongs to their first token.
     as_json = f'{{"name": {json.dumps(name)}, "arguments":'
     parser = parser_name(tokenizer)
-    if parser == "json_tools":
-        return f"\n{as_json}"
-    if parser == "qwen3_coder":
-        return f"\n<function={name}>\n"
-    if parser == "mistral":
-        return f"{name}[ARGS]" if "[ARGS]" in tokenizer.get_vocab() else f"[{as_json}"
-    return None
+    if not tokenizer.response_initial_state:
+        if name is None:
+            return ""
+        if parser == "json_tools":
+            return f"\n{as_json}"
+        if parser == "qwen3_coder":
+            return f"\n<function={name}>\n"
+        if parser == "mistral":
+            return f"{name}[ARGS]" if "[ARGS]" in tokenizer.get_vocab() else f"[{as_json}"
+    raise ApiError(
+        'tool_choice: this model cannot be made to call that function; send "auto".',
+        param="tool_choice",
+    )
 
 
 # --- constraints ---

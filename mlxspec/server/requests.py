@@ -23,6 +23,7 @@ from .body import (
     Dictionary,
     Integer,
     Items,
+    Name,
     TokenId,
     as_integer,
     blaming,
@@ -31,7 +32,7 @@ from .body import (
     without_nulls,
 )
 
-MOST_CHOICES = 128  # of all prompts together
+MOST_CHOICES = 128  # of a prompt; also the most prompts
 _Value = TypeVar("_Value")
 
 
@@ -200,6 +201,28 @@ class CompletionRequest(ApiRequest):
     echo: bool = False
 
 
+def merged(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Merge consecutive messages of a role: many chat templates require that roles alternate.
+
+    Contents and reasoning are lists of texts. They are joined at the end: ten thousand may form one
+    message.
+    """
+    result: list[dict[str, Any]] = []
+    for message in messages:
+        last, role = result[-1] if result else {}, message["role"]
+        complete = "tool_calls" in last and "tool_calls" not in message
+        if role == "tool" or last.get("role") != role or complete:
+            result.append(message)
+            continue
+        for name in message.keys() - {"role"}:
+            last.setdefault(name, []).extend(message[name])
+    for message in result:
+        message["content"] = "\n\n".join(filter(None, message["content"]))
+        if "reasoning_content" in message:
+            message["reasoning_content"] = "".join(message["reasoning_content"])
+    return result
+
+
 def conversation(
     messages: Sequence[dict[str, Any]], param: str, continues: bool = True
 ) -> dict[str, Any]:
@@ -298,6 +321,19 @@ def text_of_output(parts: ToolOutput) -> str:
         else:
             texts.append(f"[{kind[:20]}: left out, since this model reads text alone]")
     return "".join(texts)
+
+
+class Function(Body):
+    """A function that is offered or called; in ``/v1/messages`` also a tool."""
+
+    type: Literal["function", "custom"] = "function"
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(
+        None, validation_alias=AliasChoices("parameters", "input_schema")
+    )
+    strict: bool | None = None
+    arguments: dict[str, Any] | str = {}
 
 
 class ResponseFormat(Body):
