@@ -406,15 +406,12 @@ class ApiAnswer(ABC):
         """Take events; returns the chunks that a streamed answer sends for them."""
         chunks = self.begin()
         for index, group in groupby(events, key=lambda event: event.index):
-            choice, end = self.choices[index], None
-            pieces: list[Piece] = []
-            for event in group:
-                if isinstance(event, Begun):
-                    chunks += self.choice_begun(event)
-                elif isinstance(event, Piece):
-                    pieces.append(event)
-                else:
-                    end = event
+            choice, happened = self.choices[index], [*group]
+            first, last = happened[0], happened[-1]
+            if isinstance(first, Begun):
+                chunks += self.choice_begun(first)
+            pieces = [event for event in happened if isinstance(event, Piece)]
+            end = last if isinstance(last, Ended) else None
             chunks += self.feed_choice(choice, choice.read(pieces, end))
         if self.done:
             chunks += self.close()

@@ -254,16 +254,21 @@ class MessagesAnswer(ApiAnswer):
         self, request: ChatRequest, model: str, format: OutputFormat | None, request_id: str
     ) -> None:
         super().__init__([Choice(0, format)])
-        self.id = f"msg_{uuid.uuid4().hex}"
         self.headers = messages_headers(model, request_id)
         self._request_id = request_id
         self._request = request
-        self._model = model
+        self._message: dict[str, Any] = {
+            "id": f"msg_{uuid.uuid4().hex}",
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
 
     def choice_begun(self, event: Begun) -> list[dict[str, Any]]:
-        message = self._message([], _usage(event.prompt_tokens, event.cached_tokens))
-        message |= {"stop_reason": None, "stop_sequence": None}
-        return [{"type": "message_start", "message": message}]
+        return [{"type": "message_start", "message": {**self._message, "usage": _usage(event)}}]
 
     def feed_choice(self, choice: Choice, runs: Sequence[TextRun]) -> list[dict[str, Any]]:
         chunks: list[dict[str, Any]] = []
@@ -279,17 +284,21 @@ class MessagesAnswer(ApiAnswer):
                 chunks.append(_block_delta(index, kind, name, text))
         if choice.end:
             chunks += _block_end(choice, index)
-            end = {"type": "message_delta", "delta": self._stop(choice, choice.end)}
-            chunks.append(end | {"usage": self._usage(choice, choice.end)})
+            usage = _usage(choice.end, choice.end.completion_tokens, choice.reasoning_tokens)
+            delta = self._stop(choice, choice.end)
+            chunks.append({"type": "message_delta", "delta": delta, "usage": usage})
             chunks.append({"type": "message_stop"})
         return chunks
 
     def whole(self) -> dict[str, Any]:
         (choice,) = self.choices
         assert choice.end
-        content = [_block(part, part.text) for part in choice.parts]
-        usage = self._usage(choice, choice.end)
-        return self._message(content, usage) | self._stop(choice, choice.end)
+        return {
+            **self._message,
+            "content": [_block(part, part.text) for part in choice.parts],
+            "usage": _usage(choice.end, choice.end.completion_tokens, choice.reasoning_tokens),
+            **self._stop(choice, choice.end),
+        }
 
     def keep_alive(self) -> str:
         return framed({"type": "ping"})
@@ -297,36 +306,17 @@ class MessagesAnswer(ApiAnswer):
     def failed(self, error: ApiError) -> dict[str, Any]:
         return error.messages_body(self._request_id)
 
-    def _message(self, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "type": "message",
-            "role": "assistant",
-            "model": self._model,
-            "content": content,
-            "usage": usage,
-        }
-
     def _stop(self, choice: Choice, end: Ended) -> dict[str, Any]:
         """The fields that say why the message has ended."""
-        reason, sequence = choice.finish_reason, None
-        if reason == "tool_calls":
-            reason = "tool_use"
-        elif reason == "length":
-            wanted = self._request.max_tokens
-            cut = wanted is not None and end.completion_tokens < wanted
-            reason = "model_context_window_exceeded" if cut else "max_tokens"
-        elif end.stop in self._request.stop:
-            reason, sequence = "stop_sequence", end.stop
-        else:
-            reason = "end_turn"
-        return {"stop_reason": reason, "stop_sequence": sequence}
+        reason = _STOP_REASONS[choice.finish_reason]
+        if reason == "end_turn" and end.stop is not None:
+            return {"stop_reason": "stop_sequence", "stop_sequence": end.stop}
+        if reason == "max_tokens" and end.completion_tokens < (self._request.max_tokens or 0):
+            reason = "model_context_window_exceeded"
+        return {"stop_reason": reason, "stop_sequence": None}
 
-    def _usage(self, choice: Choice, end: Ended) -> dict[str, Any]:
-        return _usage(end.prompt_tokens, end.cached_tokens) | {
-            "output_tokens": end.completion_tokens,
-            "output_tokens_details": {"thinking_tokens": choice.reasoning_tokens},
-        }
+
+_STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
 
 
 def _block_delta(index: int, kind: str, name: str, text: str) -> dict[str, Any]:
@@ -343,12 +333,13 @@ def _block_end(choice: Choice, index: int) -> list[dict[str, Any]]:
     return chunks
 
 
-def _usage(prompt_tokens: int, cached_tokens: int) -> dict[str, Any]:
+def _usage(event: Begun | Ended, output: int = 0, thinking: int = 0) -> dict[str, Any]:
     return {
-        "input_tokens": prompt_tokens - cached_tokens,
+        "input_tokens": event.prompt_tokens - event.cached_tokens,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": cached_tokens,
-        "output_tokens": 0,
+        "cache_read_input_tokens": event.cached_tokens,
+        "output_tokens": output,
+        "output_tokens_details": {"thinking_tokens": thinking},
     }
 
 

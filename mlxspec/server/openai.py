@@ -11,10 +11,10 @@ import time
 import uuid
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from pydantic import BeforeValidator, Field, WrapValidator
+from pydantic import BeforeValidator, Field
 
 from .. import __version__
 from ..models.tokenizer import token_bytes
@@ -65,7 +65,6 @@ class _Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Texts = []
     name: str | None = None
-    refusal: str = ""
     reasoning_content: str = ""
     reasoning: str = ""
     tool_calls: Items[_Tool] = []
@@ -77,7 +76,7 @@ class _Message(Body):
         """The message in the form that chat templates expect."""
         message = {
             "role": "system" if self.role == "developer" else self.role,
-            "content": joined(self.content) or self.refusal,
+            "content": joined(self.content),
             "name": self.name,
             "tool_call_id": self.tool_call_id,
             "reasoning_content": self.reasoning_content or self.reasoning or None,
@@ -86,17 +85,11 @@ class _Message(Body):
         return without_nulls(message)
 
 
-def _as_sent(value: Any, check: Any) -> Any:
-    """Validate an object, but keep all of its fields: templates may use unknown ones."""
-    check(value)
-    return value
-
-
 class ChatBody(CommonBody):
     """A body of ``/v1/chat/completions``."""
 
     messages: Annotated[Items[_Message], Field(min_length=1)]
-    tools: Items[Annotated[_Tool, WrapValidator(_as_sent)]] = []
+    tools: Items[_Tool] = []
     tool_choice: StringOr[Literal["none", "auto", "required"], _Tool] = "auto"
     logprobs: bool = False
     top_logprobs: _Top = 0
@@ -104,7 +97,7 @@ class ChatBody(CommonBody):
     unsupported = (*CommonBody.unsupported, "chats", "/v1/chat/completions")
 
 
-def parse_chat(body: object) -> ChatRequest:
+def parse_chat(body: Any) -> ChatRequest:
     """Parse a body of ``/v1/chat/completions``.
 
     Raises:
@@ -117,7 +110,7 @@ def parse_chat(body: object) -> ChatRequest:
     if isinstance(asked, _Tool):
         named, param = asked.function.name, "tool_choice.function.name"
     messages = [message.for_template() for message in chat.messages]
-    tools = cast(list[dict[str, Any]], chat.tools)
+    tools = body.get("tools") or []  # with all fields: templates may use unknown ones
     return ChatRequest(
         **chat.common(),
         **conversation(messages, "messages"),
@@ -215,9 +208,6 @@ class ChatAnswer(ApiAnswer):
         tokenizer: the model's tokenizer.
         format: the format of the model's output; None for text without markers.
         n_prompts: the number of prompts, each with the request's ``n`` choices.
-
-    Attributes:
-        id: the answer's id.
     """
 
     end = "data: [DONE]\n\n"
@@ -232,11 +222,11 @@ class ChatAnswer(ApiAnswer):
         n_prompts: int = 1,
     ) -> None:
         super().__init__([Choice(index, format) for index in range(n_prompts * request.n)])
-        self.id = f"{self._prefix}-{uuid.uuid4().hex}"
         self._request = request
         self._tokenizer = tokenizer
         self._begun = False
         self._head = {
+            "id": f"{self._prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": f"mlxspec-{__version__}",
@@ -296,7 +286,7 @@ class ChatAnswer(ApiAnswer):
     def _envelope(
         self, kind: str, choices: list[dict[str, Any]], usage: dict[str, Any] | None
     ) -> dict[str, Any]:
-        envelope = {"id": self.id, "object": kind, **self._head, "choices": choices}
+        envelope = {**self._head, "object": kind, "choices": choices}
         if usage or self._request.include_usage:
             envelope["usage"] = usage
         return envelope
@@ -312,12 +302,9 @@ class ChatAnswer(ApiAnswer):
                 delta = {"content" if part.kind == "text" else "reasoning_content": text}
                 chunks.append(self._chunk(choice, {"delta": delta}, run.drafts))
                 continue
-            if run.begins:
-                call = {"index": part.index, **_call(part, "")}
-                chunks.append(self._chunk(choice, {"delta": {"tool_calls": [call]}}))
-            if text:
-                call = {"index": part.index, "function": {"arguments": text}}
-                chunks.append(self._chunk(choice, {"delta": {"tool_calls": [call]}}))
+            call = _call(part, text) if run.begins else {"function": {"arguments": text}}
+            calls = [{"index": part.index, **call}]
+            chunks.append(self._chunk(choice, {"delta": {"tool_calls": calls}}))
         if logprobs := chat_logprobs(self._tokenizer, choice.latest):
             if not chunks:
                 chunks.append(self._chunk(choice, {"delta": {}}))
@@ -429,28 +416,22 @@ def completion_logprobs(
         offset: where the first token begins in the choice's text.
         top: how many of the likeliest tokens were requested.
     """
-    names: list[str] = []
-    logprobs: list[float] = []
-    offsets: list[int] = []
-    likeliest: list[dict[str, float]] = []
+    offsets, likeliest = [], []
     for piece in pieces:
         if _is_shown(piece, tokenizer):
-            best = [
-                (_name(token_bytes(tokenizer, token)), _finite(one))
-                for token, one in (*piece.top, (piece.token, piece.logprob))
-            ]
-            names.append(best[-1][0])
-            logprobs.append(best[-1][1])
+            all_tokens = (*piece.top, (piece.token, piece.logprob))
             offsets.append(offset)
-            likeliest.append(dict(best))
+            likeliest.append(
+                [(_name(token_bytes(tokenizer, token)), _finite(one)) for token, one in all_tokens]
+            )
         offset += len(piece.text)
-    if not names:
+    if not offsets:
         return None
     return {
-        "tokens": names,
-        "token_logprobs": logprobs,
+        "tokens": [best[-1][0] for best in likeliest],
+        "token_logprobs": [best[-1][1] for best in likeliest],
         "text_offset": offsets,
-        "top_logprobs": likeliest if top else None,
+        "top_logprobs": [*map(dict, likeliest)] if top else None,
     }
 
 

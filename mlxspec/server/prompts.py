@@ -101,11 +101,7 @@ def why_no_tools(tokenizer: TokenizerWrapper) -> str | None:
 
 
 def text_ids(
-    text: str,
-    param: str,
-    tokenizer: TokenizerWrapper,
-    longest: int | None,
-    special: bool = False,
+    text: str, param: str, tokenizer: TokenizerWrapper, longest: int | None, special: bool = False
 ) -> list[int]:
     """The token ids of a text, with BOS if ``special``; raises as :func:`check_length` does."""
     check_length(text, param, longest)
@@ -168,11 +164,9 @@ _RESERVED = reserved_arguments()
 
 def _is_reasoning(request: ChatRequest, tokenizer: TokenizerWrapper, text: str) -> bool:
     """Whether the answer begins inside reasoning."""
-    if not tokenizer.has_thinking:
-        return False
     if request.continued:
         return leaves_reasoning_open(request.messages[-1]["content"], tokenizer)
-    return text.rstrip().endswith(tokenizer.think_start)
+    return tokenizer.has_thinking and text.rstrip().endswith(tokenizer.think_start)
 
 
 def call_opening(tokenizer: TokenizerWrapper, name: str | None) -> str:
@@ -187,16 +181,15 @@ def call_opening(tokenizer: TokenizerWrapper, name: str | None) -> str:
     """
     # Without the space before the arguments, which belongs to their first token.
     as_json = f'{{"name": {json.dumps(name)}, "arguments":'
+    has_args = "[ARGS]" in tokenizer.get_vocab()
+    openings = {
+        "json_tools": f"\n{as_json}",
+        "qwen3_coder": f"\n<function={name}>\n",
+        "mistral": f"{name}[ARGS]" if has_args else f"[{as_json}",
+    }
     parser = parser_name(tokenizer)
-    if not tokenizer.response_initial_state:
-        if name is None:
-            return ""
-        if parser == "json_tools":
-            return f"\n{as_json}"
-        if parser == "qwen3_coder":
-            return f"\n<function={name}>\n"
-        if parser == "mistral":
-            return f"{name}[ARGS]" if "[ARGS]" in tokenizer.get_vocab() else f"[{as_json}"
+    if not tokenizer.response_initial_state and (name is None or parser in openings):
+        return "" if name is None else openings[parser]
     raise ApiError(
         'tool_choice: this model cannot be made to call that function; send "auto".',
         param="tool_choice",
@@ -220,25 +213,21 @@ def compiled_constraint(
     Raises:
         ApiError: a schema, regex or grammar cannot be enforced.
     """
-    constraint, param = request.constraint, request.constrained_by
-    # First by itself, even in a chat, so that an error names its field.
-    with blaming(param):
-        grammar = Grammar(constraint, vocabulary) if constraint else None
-    if not isinstance(request, ChatRequest):
-        return grammar
-    with blaming("tools" if request.tools else param):
-        phases = _answer_phases(request, prompt, tokenizer)
-        return Grammar(phases, vocabulary) if phases else None
+    with blaming(request.constrained_by or "tools"):
+        constraint: Constraint | Phases | None = request.constraint
+        if isinstance(request, ChatRequest):
+            constraint = _answer_phases(request, prompt, tokenizer)
+        return Grammar(constraint, vocabulary) if constraint else None
 
 
 def is_constrained(request: ApiRequest) -> bool:
     """Whether a request constrains its answer."""
-    return request.constraint is not None or (
-        isinstance(request, ChatRequest) and _constrains_calls(request)
-    )
+    return request.constraint is not None or _constrains_calls(request)
 
 
-def _constrains_calls(request: ChatRequest) -> bool:
+def _constrains_calls(request: ApiRequest) -> bool:
+    if not isinstance(request, ChatRequest):
+        return False
     return request.tool_choice != "auto" or any(map(_is_strict, request.tools))
 
 
@@ -263,8 +252,8 @@ def _answer_phases(
     if request.tools and call_start is None:
         if request.constraint:
             raise OptionError(
-                "this model's tool calls do not begin with a single token, so tools cannot be "
-                f"combined with {request.constrained_by}: leave one out"
+                "this model's tool calls do not begin with a single token, so it cannot be "
+                "combined with tools; leave one out"
             )
         return None
     if not request.constraint and not calls:
@@ -370,10 +359,8 @@ def completion_prompts(
 _FILL_IN: tuple[tuple[str, ...], ...] = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
-    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
     ("▁<PRE>", "▁<SUF>", "▁<MID>"),
-    ("<PRE>", "<SUF>", "<MID>"),
     ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
     ("[PREFIX]", "[SUFFIX]"),
 )

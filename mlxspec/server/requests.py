@@ -443,15 +443,9 @@ class CommonBody(SamplingBody):
 
         Args:
             verbosity: that of the API's own field, if it has another one.
-
-        Raises:
-            ApiError: fields contradict each other.
         """
-        effort: Effort | None = same(
-            **{"reasoning.effort": self.reasoning.effort, "reasoning_effort": self.reasoning_effort}
-        )
-        verbosity = same(**{"text.verbosity": verbosity, "verbosity": self.verbosity})
-        given = {"verbosity": verbosity, **self.chat_template_kwargs}
+        effort = self.reasoning.effort or self.reasoning_effort
+        given = {"verbosity": verbosity or self.verbosity, **self.chat_template_kwargs}
         return template_kwargs(effort, self.enable_thinking, given)
 
     def _constraint(
@@ -522,4 +516,4 @@ def template_kwargs(
     if thinking is None and effort == "none":
         thinking = False
     kwargs = {"reasoning_effort": effort, "enable_thinking": thinking, **given}
-    return {name: value for name, value in kwargs.items() if value is not None}
+    return dict(without_nulls(kwargs))

@@ -24,7 +24,6 @@ from .body import (
     Items,
     Name,
     StringOr,
-    TokenId,
     parse,
     refuse,
     shown,
@@ -71,16 +70,11 @@ class _ToolBody(Body):
         """Whether the server would have to run the tool."""
         return self.type.startswith(_HOSTED)
 
-    @property
-    def flat_name(self) -> str:
-        """The tool's name for the model."""
-        return _flat_name(self.name, self.namespace)
-
     def for_chat(self) -> dict[str, Any]:
         """The tool in OpenAI's form for chats."""
         custom = self.type == "custom"
         function = {
-            "name": self.flat_name,
+            "name": _flat_name(self.name, self.namespace),
             "description": self.description,
             "parameters": _text_schema(self.format) if custom else self.parameters,
             "strict": self.strict,
@@ -183,14 +177,9 @@ class ResponsesBody(CommonBody):
     tool_choice: StringOr[Literal["none", "auto", "required"], _ToolBody] = "auto"
     include: Items[str] = []
     top_logprobs: Annotated[Integer, Field(ge=0, le=20)] = 0
-    max_tool_calls: TokenId | None = None
     metadata: Annotated[Dictionary[str, str], Field(max_length=16)] = {}  # OpenAI's limit
     store: bool = True
-    user: str | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
     text: Options = Options()
-    truncation: Literal["auto", "disabled"] = "disabled"
 
     unsupported = (*CommonBody.unsupported, "chats", "/v1/responses")
 
@@ -215,9 +204,7 @@ def parse_responses(
     items = [_InputItem.model_validate(item) for item in stored]
     known = _known_tools([*asked.tools, *(tool for item in items for tool in item.tools)])
     if asked.tools and not known:
-        raise ApiError(
-            "tools has only tools that a server would run: offer functions, too.", param="tools"
-        )
+        refuse("tools", body["tools"], "offer functions, since the server runs no tools itself")
     word, named, kept = _tool_choice(asked.tool_choice, known)
     top = asked.top_logprobs
     asks_logprobs = top or "message.output_text.logprobs" in asked.include
@@ -237,9 +224,8 @@ def parse_responses(
 
 
 _REPEATED = (
-    *("instructions", "max_output_tokens", "max_tool_calls", "metadata", "parallel_tool_calls"),
-    *("previous_response_id", "prompt_cache_key", "safety_identifier", "store", "temperature"),
-    *("top_logprobs", "top_p", "user", "frequency_penalty", "presence_penalty"),
+    *("frequency_penalty", "instructions", "max_output_tokens", "metadata", "parallel_tool_calls"),
+    *("presence_penalty", "previous_response_id", "store", "temperature", "top_logprobs", "top_p"),
 )
 
 
@@ -277,22 +263,19 @@ def _known_tools(offered: Iterable[_ToolBody]) -> dict[str, _ToolBody]:
         tools = [outer]
         if outer.type == "namespace":
             tools = [tool.model_copy(update={"namespace": outer.name}) for tool in outer.tools]
-        for index, tool in enumerate(tools):
+        for tool in tools:
             if tool.type not in ("function", "custom"):
                 raise ApiError(
                     f"tools has one of the type {shown(tool.type)}: offer tools of the type "
                     '"function" or "custom", or a "namespace" of them.',
                     param="tools",
                 )
-            if tool is not outer and not index and outer.description:
-                about = f"{outer.description}\n\n{tool.description or ''}".rstrip()
-                tool = tool.model_copy(update={"description": about})
-            known.setdefault(tool.flat_name, tool)
+            known.setdefault(_flat_name(tool.name, tool.namespace), tool)
     return known
 
 
 def _tool_choice(
-    choice: str | _ToolBody, known: Mapping[str, _ToolBody]
+    choice: str | _ToolBody, known: dict[str, _ToolBody]
 ) -> tuple[str, str | None, list[_ToolBody]]:
     """The tool choice of a chat, the function that must be called, and the allowed tools."""
     if isinstance(choice, str):
@@ -301,10 +284,9 @@ def _tool_choice(
     if not allows and choice.type not in ("function", "custom"):
         remedy = 'send "function", "custom" or "allowed_tools", or a string'
         refuse("tool_choice.type", choice.type, remedy)
-    names: dict[tuple[str, str | None], str] = {}
-    for flat_name, tool in known.items():
-        for namespace in (None, tool.namespace):  # without a namespace, the first tool of that name
-            names.setdefault((tool.name, namespace), flat_name)
+    names = {(tool.name, tool.namespace): flat_name for flat_name, tool in known.items()}
+    # Without a namespace, the first tool of that name is meant.
+    names |= {(tool.name, None): flat_name for flat_name, tool in reversed(known.items())}
     chosen = []
     for tool in choice.tools if allows else [choice]:
         if (tool.name, tool.namespace) in names:

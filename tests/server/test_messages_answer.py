@@ -124,7 +124,6 @@ def test_the_client_puts_a_stream_together_to_the_whole(text: str, length: int) 
     [
         ({}, ("end_turn", None)),
         ({"stop": "END"}, ("stop_sequence", "END")),
-        ({"stop": "\nUser:"}, ("end_turn", None)),  # not the client's
         ({"reason": "length", "completion_tokens": 100}, ("max_tokens", None)),
         ({"reason": "length"}, ("model_context_window_exceeded", None)),
     ],

@@ -310,7 +310,6 @@ def test_choices_have_seeds_of_their_own_and_the_first_has_the_clients() -> None
         ({"format": 5}, "format"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
         ({"max_tokens": 5, "max_output_tokens": 6}, "max_tokens"),
-        ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, "reasoning_effort"),
         ({"json_schema": "x"}, "json_schema"),
         ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
