@@ -37,16 +37,16 @@ from .answer import (
     patient,
 )
 from .auth import AuthMiddleware, OnRefusal, body_of
-from .body import ApiError, error_response, new_request_id, parse, read_body, shown
+from .body import ApiError, error_response, new_request_id, read_body, shown
 from .catalog import Catalog, Entry, keeping_models
 from .messages import MessagesAnswer, messages_headers, parse_messages
 from .openai import (
     ChatAnswer,
     CompletionAnswer,
-    DetokenizeBody,
     detokenized,
     parse_chat,
     parse_completion,
+    parse_detokenize,
     parse_tokenize,
 )
 from .prompts import (
@@ -242,7 +242,7 @@ class Endpoints:
 
     async def detokenize(self, request: Request) -> Response:
         """``/v1/detokenize``"""
-        body = await self.read(request, partial(parse, DetokenizeBody))
+        body = await self.read(request, parse_detokenize)
         served = await self._served(request, body.model)
         check_ids(body.tokens, served.decoder.vocab_size, "tokens")
         make = partial(detokenized, served.decoder.tokenizer, body.tokens)
@@ -278,7 +278,7 @@ class Endpoints:
     async def input_items(self, request: Request) -> Response:
         """``/v1/responses/ID/input_items``"""
         _, given = self._kept(request)
-        return JSONResponse(input_items_answer(given))
+        return JSONResponse(input_items_answer(given, request.query_params.get("order")))
 
     def _response_parser(self, request: Request) -> Callable[[Any], ResponsesRequest]:
         return partial(parse_responses, store=self._responses, partition=request.state.partition)

@@ -30,7 +30,7 @@ from ..corpus.suffix_index import common_length
 from ..engine.caches import for_steps, is_trimmable_anywhere, parts
 from ..engine.costs import model_identity
 from ..engine.params import CacheOptions
-from ..engine.prompt_cache_file import read_prompt_cache_metadata
+from ..engine.prompt_cache import read_prompt_cache_metadata, tokens_in
 from ..errors import PromptCacheError
 from ..files import is_ours_alone
 from ..generation.session import Session
@@ -387,7 +387,7 @@ class PrefixCache:
         try:
             if not self._trusts(path):
                 return None
-            tokens, metadata = read_prompt_cache_metadata(path)
+            metadata = read_prompt_cache_metadata(path)
             n_prompt, shared = int(metadata["prompt_tokens"]), metadata["shared"] == "1"
             partition, model = metadata["partition"], metadata["model"]
             if model != self._fingerprint:
@@ -397,7 +397,9 @@ class PrefixCache:
         except (OSError, PromptCacheError, ValueError, KeyError):
             self._warn(f"{path}: ignored, since it is damaged or not from a prefix cache")
             return None
-        entry = _Entry(array("i", tokens), n_prompt, partition, session, session.nbytes)
+        entry = _Entry(
+            array("i", tokens_in(metadata)), n_prompt, partition, session, session.nbytes
+        )
         entry.shared = shared
         return entry
 
