@@ -27,9 +27,9 @@ import mlxspec
 from mlxspec import (
     AutoDecoder,
     CombinedDecoder,
-    ConversionError,
-    DistributedError,
-    DrafterError,
+    LoadError,
+    MlxspecError,
+    MlxspecError,
     GenerationOptions,
     GenerationResponse,
     GenerationResult,
@@ -38,17 +38,17 @@ from mlxspec import (
     Memory,
     MlxspecError,
     OptionError,
-    PromptCacheError,
+    FileError,
     PromptError,
     PromptLookupDecoder,
     Session,
-    StoreError,
+    FileError,
 )
 
 Responses = Generator[GenerationResponse, None, None]
 ERRORS: list[type[MlxspecError]] = [
-    ConversionError, DistributedError, DrafterError, LoadError, OptionError, PromptCacheError,
-    PromptError, StoreError,
+    LoadError, MlxspecError, MlxspecError, LoadError, OptionError, FileError,
+    PromptError, FileError,
 ]
 
 def told(done: int, total: int) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..engine.params import CacheOptions
-from ..errors import OptionError, PromptCacheError
+from ..errors import FileError, OptionError
 from ..models.model_files import DEMO, is_downloaded, is_repository_name
 from ..terminal import one_line
 from .common.generation import Generation
@@ -114,7 +114,7 @@ class CachedPrompt:
         file: made by ``mlxspec cache-prompt`` or ``mlx_lm.cache_prompt``.
 
     Raises:
-        PromptCacheError: the file is missing, damaged, empty or of another kind.
+        FileError: the file is missing, damaged, empty or of another kind.
     """
 
     def __init__(self, file: str) -> None:
@@ -125,13 +125,13 @@ class CachedPrompt:
         self._cache, self._metadata, self._head = read_prompt_cache(file)
         self._tokens = tokens_in(self._cache, self._metadata)
         if all(part.empty() for part in parts(self._cache)):
-            raise PromptCacheError(f"{file} holds an empty cache: leave out --prompt-cache-file")
+            raise FileError(f"{file} holds an empty cache: leave out --prompt-cache-file")
 
     def completed(self, generation: Generation) -> Generation:
         """Complete a generation with the file's model, adapters and end token.
 
         Raises:
-            PromptCacheError: the generation has another model or quantisation, or the model is not
+            FileError: the generation has another model or quantisation, or the model is not
                 on this machine.
         """
         self._check_quantization(generation.caches)
@@ -153,16 +153,14 @@ class CachedPrompt:
             return asked
         made = f"{self.file} was made by the model {one_line(own[:_LONGEST_NAME])}"
         if asked is not None:
-            raise PromptCacheError(
-                f"{made}, not {asked}: leave out --model, or make the file again"
-            )
+            raise FileError(f"{made}, not {asked}: leave out --model, or make the file again")
         if own == DEMO or _is_directory(own):
             return own
         if is_repository_name(own):
             question = f"{one_line(made)}, which is not on this machine. Download it?"
             if is_downloaded(own) or (at_terminal() and click.confirm(question, err=True)):
                 return own
-        raise PromptCacheError(f"{made}, which is not on this machine: name the model with --model")
+        raise FileError(f"{made}, which is not on this machine: name the model with --model")
 
     def _adapters(self, asked: str | None) -> str | None:
         """The adapters that the file was made with; ``asked`` if the file does not name them."""
@@ -173,7 +171,7 @@ class CachedPrompt:
             return own or None
         named = f"the adapters {one_line(own[:_LONGEST_NAME])}: name them with"
         made = named if own else "no adapters: leave out"
-        raise PromptCacheError(f"{self.file} was made with {made} --adapter-path")
+        raise FileError(f"{self.file} was made with {made} --adapter-path")
 
     def _check_quantization(self, options: CacheOptions) -> None:
         """Raise an error if options would quantise the cache differently."""
@@ -185,7 +183,7 @@ class CachedPrompt:
         for cache in parts(self._cache):
             quantized = isinstance(cache, QuantizedKVCache) and bits is not None
             if quantized and (cache.bits, cache.group_size) != (bits, size):
-                raise PromptCacheError(
+                raise FileError(
                     f"{self.file} is quantised to {cache.bits} bits in groups of "
                     f"{cache.group_size}: leave out --kv-bits and --kv-group-size"
                 )
@@ -207,7 +205,7 @@ class CachedPrompt:
         If the file lists its tokens, they can be drafted from, too.
 
         Raises:
-            PromptCacheError: the file belongs to another model.
+            FileError: the file belongs to another model.
             OptionError: the chat template does not apply.
         """
         from ..engine.prompt_cache_file import check_fits, check_lengths

@@ -32,7 +32,7 @@ def leading() -> Iterator[Leader | None]:
         the leader; None in a process that ``mlx.launch`` has not started.
 
     Raises:
-        DistributedError: the ranks cannot be connected.
+        MlxspecError: the ranks cannot be connected.
     """
     if launched_rank() is None:
         yield None

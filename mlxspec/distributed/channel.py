@@ -16,7 +16,7 @@ from typing import Any, NoReturn, cast
 
 import mlx.core as mx
 
-from ..errors import DistributedError
+from ..errors import MlxspecError
 from .launch import end_with
 
 Message = list[Any]
@@ -41,7 +41,7 @@ def meet(group: mx.distributed.Group) -> Channel:
     by an all-reduce. Connections without the secret are refused.
 
     Raises:
-        DistributedError: a rank cannot be reached.
+        MlxspecError: a rank cannot be reached.
     """
     rank, size = group.rank(), group.size()
     if rank == 0:
@@ -93,7 +93,7 @@ def _accept(listener: socket.socket, secret: str, count: int) -> dict[int, socke
             connection = listener.accept()[0]
         except TimeoutError:
             missing = ", ".join(str(r) for r in range(1, count + 1) if r not in peers)
-            raise DistributedError(
+            raise MlxspecError(
                 f"rank {missing} has not connected to rank 0: {_FIREWALLS}"
             ) from None
         rank = _greeted(connection, secret)
@@ -122,7 +122,7 @@ def _connect(addresses: Sequence[str], port: int) -> socket.socket:
             return socket.create_connection((address, port), timeout=_SECONDS_TO_GREET)
         except OSError:
             continue
-    raise DistributedError(
+    raise MlxspecError(
         f"rank 0 cannot be reached at {' or '.join(addresses)}, port {port}: {_FIREWALLS}"
     )
 

@@ -32,7 +32,7 @@ from ..engine.costs import forward_memory, least_free_memory
 from ..engine.joint import Joint, JointMode, JointRows
 from ..engine.params import CacheOptions
 from ..engine.target import Capability, Target, vocabulary_size
-from ..errors import DistributedError, LoadError, MlxspecError, OptionError
+from ..errors import LoadError, MlxspecError, OptionError
 from ..models.model import load
 from .channel import Channel, Message, meet
 from .launch import end_with, uninterrupted
@@ -411,12 +411,12 @@ def taking_part() -> Iterator[Leader | None]:
         the leader, or None in a group of one.
 
     Raises:
-        DistributedError: the ranks cannot be connected.
+        MlxspecError: the ranks cannot be connected.
     """
     try:
         group = mx.distributed.init()
     except (RuntimeError, ValueError) as error:
-        raise DistributedError(f"the ranks cannot be connected: {error}") from error
+        raise MlxspecError(f"the ranks cannot be connected: {error}") from error
     if group.size() == 1:
         yield None
         return

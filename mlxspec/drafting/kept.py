@@ -85,7 +85,7 @@ def _write_json(what: str, path: Path, content: Mapping[str, object]) -> bool:
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with replaced(path, MlxspecError) as file:
+        with replaced(path) as file:
             file.write(json.dumps(content, separators=(",", ":")).encode())
     except (OSError, MlxspecError) as error:
         if path.parent.parent not in _warned_of:

@@ -20,7 +20,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from ..errors import OptionError, PromptCacheError
+from ..errors import FileError, OptionError
 from .caches import TreeKVCache, TreeQuantizedKVCache, WindowKVCache, parts
 from .prompt_cache_file import check_fits, check_lengths
 from .target import Target
@@ -47,7 +47,7 @@ def lent_caches(prompt_cache: Sequence[Any], model: nn.Module) -> list[Any]:
 
     Raises:
         OptionError: the cache was made for a model with fewer layers.
-        PromptCacheError: the cache holds another model's keys and values.
+        FileError: the cache holds another model's keys and values.
     """
     needed = len(make_prompt_cache(model))
     if len(prompt_cache) < needed:
@@ -114,7 +114,7 @@ class Loan:
             new_target: called with caches of the same content.
 
         Raises:
-            PromptCacheError: a generation is using them in another thread, another model made
+            FileError: a generation is using them in another thread, another model made
                 them, or they are damaged.
         """
         with _lock:
@@ -141,12 +141,12 @@ class Loan:
         """Resume the generation; borrow the caches again if they were used in between.
 
         Raises:
-            PromptCacheError: they have changed, or another generation has borrowed them.
+            FileError: they have changed, or another generation has borrowed them.
         """
         with _lock:
             if self._state == "returned":
                 if self._target is None or not self._is_as_given():
-                    raise PromptCacheError(
+                    raise FileError(
                         "prompt_cache has been continued or changed since this generation's last "
                         "response, so it cannot continue: start another one"
                     )
@@ -181,11 +181,11 @@ class Loan:
             for_good: end the generation.
 
         Raises:
-            PromptCacheError: the generation is running.
+            FileError: the generation is running.
         """
         with _lock:
             if self._state in ("running", "returning"):
-                raise PromptCacheError(
+                raise FileError(
                     "prompt_cache is in use by a generation that is running: use it between two "
                     "responses, or after the generation"
                 )
@@ -265,7 +265,7 @@ def reclaim(caches: Iterable[Any]) -> None:
     """Take caches back from unfinished generations, which this ends.
 
     Raises:
-        PromptCacheError: one of the generations is running.
+        FileError: one of the generations is running.
     """
     for cache in caches:
         if type(cache) is _LentCache and (loan := _held(cache).get("_loan")):

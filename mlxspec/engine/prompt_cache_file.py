@@ -36,11 +36,10 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
     make_prompt_cache,
 )
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
-from ..errors import PromptCacheError
+from ..errors import FileError
 from ..files import check_writable, replaced
-from ..models.model_files import check_safetensors
 from .caches import cached_length, parts
 from .head_cache import KeptHead
 
@@ -71,7 +70,7 @@ def save_prompt_cache(
         head: what a trained head knows of them, as sessions save it.
 
     Raises:
-        PromptCacheError: the file cannot be written; an existing one is unchanged.
+        FileError: the file cannot be written; an existing one is unchanged.
     """
     path = prompt_cache_path(file_name)
     held = dict(metadata or {})
@@ -88,12 +87,12 @@ def save_prompt_cache(
         kinds += [(place, kind)] if kind else []
     classes = [type(layer).__name__ for layer in cache]
     try:
-        with replaced(path, PromptCacheError) as file:
+        with replaced(path) as file:
             described = dict(tree_flatten([held, classes, kinds]))
             mx.save_safetensors(cast(Any, file), arrays, described)
     except RuntimeError as error:  # MLX's
         reason = " ".join(str(error).split())[:150]
-        raise PromptCacheError(f"{path}: cannot be written ({reason}); try again") from error
+        raise FileError(f"{path}: cannot be written ({reason}); try again") from error
 
 
 @overload
@@ -117,7 +116,7 @@ def load_prompt_cache(
         mlx-lm's caches, to pass as ``prompt_cache``.
 
     Raises:
-        PromptCacheError: the file is missing, damaged, or not a prompt cache.
+        FileError: the file is missing, damaged, or not a prompt cache.
     """
     cache, metadata, _ = read_prompt_cache(file_name)
     return (cache, metadata) if return_metadata else cache
@@ -140,7 +139,7 @@ def read_prompt_cache_metadata(path: Path) -> tuple[list[int], dict[str, str]]:
     """The tokens that a prompt cache's metadata names, and the metadata; reads no caches.
 
     Raises:
-        PromptCacheError: as for :func:`load_prompt_cache`.
+        FileError: as for :func:`load_prompt_cache`.
     """
     with _unreadable(path):
         metadata = _below("0", _load(path)[1])
@@ -152,20 +151,18 @@ def _unreadable(file_name: Path) -> Iterator[None]:
     """Turn errors of reading into one line that names the file."""
     try:
         if not file_name.exists():
-            raise PromptCacheError(
-                f"{file_name}: no such file; make it with 'mlxspec cache-prompt'"
-            )
+            raise FileError(f"{file_name}: no such file; make it with 'mlxspec cache-prompt'")
         yield
     except OSError as error:
-        raise PromptCacheError(
+        raise FileError(
             f"{file_name} cannot be read ({error.strerror}): name a file that you can read"
         ) from error
     except (RuntimeError, SafetensorError) as error:
-        raise PromptCacheError(
+        raise FileError(
             f"{file_name} is truncated or damaged: make it again with 'mlxspec cache-prompt'"
         ) from error
     except ValueError as error:
-        raise PromptCacheError(
+        raise FileError(
             f"{file_name} holds no prompt cache that this version of mlx-lm reads ({error}): make "
             "it with 'mlxspec cache-prompt'"
         ) from error
@@ -175,12 +172,12 @@ def prompt_cache_path(file_name: str | os.PathLike[str]) -> Path:
     """The file that :func:`save_prompt_cache` will write; check it before the work begins.
 
     Raises:
-        PromptCacheError: the file cannot be written.
+        FileError: the file cannot be written.
     """
     path = Path(file_name)
     if path.suffix != _SUFFIX:
         path = path.with_name(path.name + _SUFFIX)
-    check_writable(path, PromptCacheError)
+    check_writable(path)
     return path
 
 
@@ -192,7 +189,7 @@ def check_replaceable(path: Path, force: bool) -> None:
         force: whether an existing prompt cache may be replaced.
 
     Raises:
-        PromptCacheError: the file is not a prompt cache, or it is one and ``force`` is off.
+        FileError: the file is not a prompt cache, or it is one and ``force`` is off.
         OSError: the file cannot be read.
     """
     if not path.exists() or (path.is_file() and path.stat().st_size == 0):
@@ -202,9 +199,9 @@ def check_replaceable(path: Path, force: bool) -> None:
     except (RuntimeError, ValueError, SafetensorError):
         is_cache = False
     if not is_cache:
-        raise PromptCacheError(f"{path}: exists and is not a prompt cache; name another file")
+        raise FileError(f"{path}: exists and is not a prompt cache; name another file")
     if not force:
-        raise PromptCacheError(f"{path}: exists; name another file, or replace it with --force")
+        raise FileError(f"{path}: exists; name another file, or replace it with --force")
 
 
 def tokens_in(cache: Sequence[Any], metadata: Mapping[str, str]) -> list[int]:
@@ -238,11 +235,11 @@ def check_fits(cache: Sequence[Any], model: nn.Module, source: str) -> None:
         source: names the cache in errors.
 
     Raises:
-        PromptCacheError: the number of layers or the shapes differ.
+        FileError: the number of layers or the shapes differ.
     """
     own = make_prompt_cache(model)
     if len(own) != len(cache):
-        raise PromptCacheError(
+        raise FileError(
             f"{source} is another model's: it caches {len(cache)} layers, the model has "
             f"{len(own)}; name the model that made it"
         )
@@ -252,7 +249,7 @@ def check_fits(cache: Sequence[Any], model: nn.Module, source: str) -> None:
     except (ValueError, NotImplementedError):  # the model's cannot be quantised like that
         fits = False
     if not fits:
-        raise PromptCacheError(
+        raise FileError(
             f"{source} is another model's: its keys and values have other shapes; name the "
             "model that made it"
         )
@@ -298,12 +295,12 @@ def check_lengths(cache: Sequence[Any], source: str) -> None:
         source: names the cache in errors.
 
     Raises:
-        PromptCacheError: the lengths differ.
+        FileError: the lengths differ.
     """
     filled = [part for part in parts(cache) if hasattr(part, "offset") and not part.empty()]
     lengths = {part.offset for part in filled}
     if len(lengths) > 1:
-        raise PromptCacheError(
+        raise FileError(
             f"{source} is damaged: its layers end at different positions, such as {min(lengths)} "
             f"and {max(lengths)}; make it again"
         )
@@ -345,8 +342,8 @@ def _load(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
     items = sum(map(header.count, (b'"', b"[", b"{")))
     is_small = len(header) <= _MAX_HEADER_BYTES and items <= _MAX_HEADER_ITEMS
     _require(is_small, "its header is too large")
-    check_safetensors(path)
-    return cast(Any, mx.load(str(path), return_metadata=True))
+    with safe_open(path, "np"):  # checks the header and the length, as MLX does not
+        return cast(Any, mx.load(str(path), return_metadata=True))
 
 
 def _read_caches(path: Path) -> tuple[list[Any], dict[str, str], KeptHead | None]:

@@ -378,7 +378,7 @@ def responses(
         record_time: called with the rows and the time of each step.
 
     Raises:
-        DrafterError: as :meth:`Request.prepare`, before the first response.
+        MlxspecError: as :meth:`Request.prepare`, before the first response.
     """
     request.prepare()
     if record_time:

@@ -34,8 +34,8 @@ from ..engine.caches import for_steps, is_trimmable_anywhere, parts
 from ..engine.costs import model_identity
 from ..engine.params import CacheOptions
 from ..engine.prompt_cache_file import read_prompt_cache_metadata
-from ..errors import PromptCacheError
-from ..files import is_ours_alone, remove_leftovers
+from ..errors import FileError
+from ..files import is_ours_alone
 from ..generation.session import Session
 
 _LEAST = 16  # tokens; a shorter common prefix is not worth a copy
@@ -391,7 +391,7 @@ class PrefixCache:
             now = time.time()
             for age, path in enumerate(kept):  # keeps the order of use
                 os.utime(path, (now - age, now - age))
-        except (OSError, PromptCacheError) as error:
+        except (OSError, FileError) as error:
             self._warn(f"the prefix cache cannot be saved: {error}")
         self._files.update(kept)
 
@@ -424,7 +424,6 @@ class PrefixCache:
         try:
             if not self._trusts(directory):
                 return 0
-            remove_leftovers(directory / _NEW_FILE)
             with suppress(OSError):
                 (directory / _NEW_FILE).unlink()  # complete, but not yet renamed to its checksum
             found = [path for path in directory.iterdir() if path.suffix == ".safetensors"]
@@ -457,7 +456,7 @@ class PrefixCache:
             tokens, metadata = read_prompt_cache_metadata(path)
             n_prompt = int(metadata.get(_N_PROMPT, ""))
             partition, shared = metadata[_PARTITION], metadata[_SHARED] == "1"
-        except (OSError, PromptCacheError, ValueError, KeyError):
+        except (OSError, FileError, ValueError, KeyError):
             self._warn(f"{path}: ignored, since it is damaged or not from a prefix cache")
             return None
         if metadata.get(_MODEL) != self._fingerprint:
@@ -470,11 +469,11 @@ class PrefixCache:
         path = cast(Path, entry.file)
         try:
             if _checksum(path) != path.stem:
-                raise PromptCacheError("its content has changed")
+                raise FileError("its content has changed")
             session = Session.load(path)
             if array("i", session.tokens) != entry.tokens:
-                raise PromptCacheError("its content has changed")
-        except (OSError, PromptCacheError):
+                raise FileError("its content has changed")
+        except (OSError, FileError):
             self._warn(f"{path}: ignored, since it is gone or damaged")
             return False
         entry.session, entry.nbytes = session, session.nbytes

@@ -175,7 +175,7 @@ def _templated(
     if request.tools:
         how["tools"] = list(request.tools)
     try:
-        return cast(str, apply_template(tokenizer, messages, bound_memory=False, **how))
+        return cast(str, apply_template(tokenizer, messages, **how))
     except PromptError as error:
         raise ApiError(
             f"{error}: send messages with roles, and in an order, that this model accepts.",

@@ -55,7 +55,7 @@ def test_a_head_is_told_with_its_norms(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_head_of_no_known_kind_is_one_line_and_leaves_nothing(tmp_path: Path):
     head_files.write(tmp_path / "source", {"model_type": "glm4_moe_lite_mtp"}, {})
-    arguments = ["--head", str(tmp_path / "source"), "--mlx-path", str(tmp_path / "out" / "head")]
+    arguments = ["--head", str(tmp_path / "source"), "--mlx-path", str(tmp_path / "head")]
     result = CliRunner().invoke(main, ["convert", *arguments])
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.count("\n") == 1

@@ -30,7 +30,7 @@ from mlxspec.engine.prompt_cache_file import (
     save_prompt_cache,
 )
 from mlxspec.engine.target import Target
-from mlxspec.errors import PromptCacheError
+from mlxspec.errors import FileError
 from mlxspec.models.heads import BlockHead
 from tests.support import heads
 from tests.support.architectures import ARCHITECTURES
@@ -425,5 +425,5 @@ def test_what_no_head_can_know_is_refused_in_one_line(
     change(arrays)
     mx.save_safetensors(str(path), arrays, metadata)
     error = harmless(lambda: read_prompt_cache(path))
-    assert isinstance(error, PromptCacheError)
+    assert isinstance(error, FileError)
     assert "\n" not in str(error)

@@ -28,7 +28,7 @@ from mlxspec.drafting.drafter import NoDraft
 from mlxspec.drafting.sources import PromptLookupDrafter
 from mlxspec.engine import prompt_cache
 from mlxspec.engine.target import Target, target_for
-from mlxspec.errors import OptionError, PromptCacheError
+from mlxspec.errors import FileError, OptionError
 from mlxspec.generation import request as base
 from mlxspec.generation.request import Request
 from mlxspec.generation.session import CacheLease
@@ -220,11 +220,11 @@ def test_a_cache_that_is_damaged_or_another_model_s_by_the_first_response_is_ref
     by_mlx_lm(decoder.model, TURNS[0], lent)
     responses = decoder.decode([1], NoDraft(), prompt_cache=lent)
     lent[0].trim(1)
-    with pytest.raises(PromptCacheError, match="damaged: its layers end at"):
+    with pytest.raises(FileError, match="damaged: its layers end at"):
         next(responses)
     responses = decoder.decode([1], NoDraft(), prompt_cache=lent)
     lent[0].keys = lent[0].keys[..., :1]
-    with pytest.raises(PromptCacheError, match="prompt_cache is another model's"):
+    with pytest.raises(FileError, match="prompt_cache is another model's"):
         next(responses)
 
 
@@ -299,7 +299,7 @@ def test_a_generation_says_that_its_cache_has_been_continued_or_changed() -> Non
         generations.append(started(decoder, lent, TURNS[0], 3))
         change()
         for outrun in generations[:1]:
-            with pytest.raises(PromptCacheError, match="continued or changed"):
+            with pytest.raises(FileError, match="continued or changed"):
                 next(outrun)
         generations.clear()
 
@@ -317,7 +317,7 @@ def test_a_cache_cannot_be_used_by_what_runs_inside_its_generation() -> None:
     responses = decoder.decode(
         TURNS[0], NoDraft(), prompt_cache=lent, logits_processors=[nosy], max_tokens=3
     )
-    with pytest.raises(PromptCacheError, match="in use by a generation that is running"):
+    with pytest.raises(FileError, match="in use by a generation that is running"):
         next(responses)
     assert seen == [len(TURNS[0])]
     assert offsets(lent) == [len(TURNS[0]) - 1] * len(lent)
@@ -350,7 +350,7 @@ def test_mlx_lm_goes_on_from_a_cache_whose_generation_waits(name: str) -> None:
     whole = [*TURNS[0], *expected[:3], *TURNS[1]]
     alone = by_mlx_lm(decoder.model, whole, make_prompt_cache(decoder.model))
     assert by_mlx_lm(decoder.model, TURNS[1], lent) == alone
-    with pytest.raises(PromptCacheError, match="continued or changed"):
+    with pytest.raises(FileError, match="continued or changed"):
         next(waiting)
 
 
@@ -397,7 +397,7 @@ def test_a_cache_can_be_looked_at_and_closed_while_other_threads_generate_on_it(
         for turn in range(examples(12)):
             try:
                 made.append(started(decoder, lent, [turn + 1], 2))
-            except PromptCacheError as error:
+            except FileError as error:
                 assert "is running" in str(error) or "continued" in str(error)  # noqa: PT017
 
     def look() -> None:

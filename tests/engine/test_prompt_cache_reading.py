@@ -19,7 +19,7 @@ from mlx_lm.models.cache import save_prompt_cache as mlx_lm_save
 
 from mlxspec import load_prompt_cache, save_prompt_cache
 from mlxspec.engine.prompt_cache_file import check_fits, check_lengths, tokens_in
-from mlxspec.errors import PromptCacheError
+from mlxspec.errors import FileError
 from tests.support.architectures import ARCHITECTURES
 from tests.support.examples import examples
 from tests.support.hostile import harmless, json_values, mutated
@@ -172,7 +172,7 @@ def test_what_no_cache_can_be_is_refused_in_one_line(
     change(arrays, metadata)
     path = written(arrays, metadata)
     error = harmless(lambda: used("llama3", path))
-    assert isinstance(error, PromptCacheError)
+    assert isinstance(error, FileError)
     assert "\n" not in str(error)
 
 
@@ -195,7 +195,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path, Path(os.devnull), tmp_path / ("x" * 300)):
         error = harmless(lambda path=path: load_prompt_cache(path))
-        assert isinstance(error, PromptCacheError)
+        assert isinstance(error, FileError)
 
 
 def test_a_large_header_is_refused_before_it_is_read(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_a_large_header_is_refused_before_it_is_read(tmp_path: Path) -> None:
         b" " * 40_000_000,
     ):
         path.write_bytes(len(header).to_bytes(8, "little") + header)
-        assert isinstance(harmless(lambda: load_prompt_cache(path)), PromptCacheError)
+        assert isinstance(harmless(lambda: load_prompt_cache(path)), FileError)
 
 
 @st.composite
@@ -262,7 +262,7 @@ def test_whatever_a_file_s_entries_it_is_refused_or_goes_on(kind: str) -> None:
     def check(changed: tuple[Arrays, Metadata]) -> None:
         path = written(*changed)
         result = harmless(lambda: used(kind, path))
-        assert result is True or isinstance(result, PromptCacheError)
+        assert result is True or isinstance(result, FileError)
 
     check()
 
@@ -278,6 +278,6 @@ def test_whatever_a_file_s_bytes_it_is_refused_or_goes_on(kind: str) -> None:
         path = directory() / "hostile.safetensors"
         path.write_bytes(header + data[end:])
         result = harmless(lambda: used(kind, path))
-        assert result is True or isinstance(result, PromptCacheError)
+        assert result is True or isinstance(result, FileError)
 
     check()

@@ -30,7 +30,7 @@ from mlxspec import Decoder, Session
 from mlxspec.drafting.drafter import NoDraft
 from mlxspec.drafting.lookahead import LookaheadDrafter
 from mlxspec.drafting.sources import PromptLookupDrafter
-from mlxspec.errors import OptionError, PromptCacheError
+from mlxspec.errors import FileError, OptionError
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import endless_tokenizer
 from tests.support.drafters import PartlyRightDrafter
@@ -274,7 +274,7 @@ class Ours(Side):
             return
         assert made is not None
         if isinstance(expected, str):
-            error = PromptCacheError if expected == "outrun" else OptionError
+            error = FileError if expected == "outrun" else OptionError
             with pytest.raises(error):
                 self.do(made, step)
             made.generator = None

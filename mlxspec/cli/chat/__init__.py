@@ -22,7 +22,7 @@ from rich.console import Console
 
 from ...distributed import leading
 from ...engine.params import SamplingParams
-from ...errors import ChatFileError, MlxspecError, OptionError, PromptError
+from ...errors import FileError, MlxspecError, OptionError, PromptError
 from ...files import replaced
 from ...jsonl import conversation_of, load_json
 from ...models.model_files import find_directory, local_path
@@ -774,13 +774,13 @@ def write_chat(path: Path, model: str, messages: Messages) -> None:
         messages: the system prompt, if there is one, and the turns.
 
     Raises:
-        ChatFileError: the file exists and is not a saved chat, or cannot be written.
+        FileError: the file exists and is not a saved chat, or cannot be written.
     """
     if os.path.lexists(path) and not _is_ours(path):
-        raise ChatFileError(f"{path}: exists and is not a saved chat; choose another name")
+        raise FileError(f"{path}: exists and is not a saved chat; choose another name")
     record = {"model": model, "created": int(time.time()), "messages": messages}
     text = json.dumps(record, ensure_ascii=False, indent=1)
-    with replaced(path, ChatFileError) as file:
+    with replaced(path) as file:
         file.write(text.encode(errors="replace") + b"\n")
 
 
@@ -792,18 +792,18 @@ def read_chat(path: Path) -> tuple[str, Messages]:
         prompt if there is one, and turns of "user" and "assistant".
 
     Raises:
-        ChatFileError: it cannot be read or continued.
+        FileError: it cannot be read or continued.
     """
     try:
         record = _json_at(path)
         model = record.get("model") if isinstance(record, dict) else None
         return model if isinstance(model, str) else "", _messages_of(record)
     except OSError as error:
-        raise ChatFileError(
+        raise FileError(
             f"{path}: cannot be read ({error.strerror or error}); name a saved chat"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise ChatFileError(f"{path}: is not a saved chat ({error})") from error
+        raise FileError(f"{path}: is not a saved chat ({error})") from error
 
 
 def _is_ours(path: Path) -> bool:

@@ -33,8 +33,8 @@ from rich.markdown import Markdown
 from rich.segment import Segment, SegmentLines
 from rich.theme import Theme
 
-from ...errors import ChatFileError, MlxspecError, PromptError
-from ...files import replaced, sole_writer
+from ...errors import FileError, MlxspecError, PromptError
+from ...files import replaced
 from ...terminal import visible, wants_color
 from ..common.notes import note
 from . import COMMANDS, NAMES, QUOTES, is_open, without_quotes
@@ -193,7 +193,7 @@ class TerminalInput:
             self._last = typed
             try:
                 keep_message(self._file, typed)
-            except (ChatFileError, OSError) as error:
+            except (FileError, OSError) as error:
                 reason = str(error).partition(";")[0]
                 note(f"{reason}; messages are not kept for the next chat")
                 self._file = None
@@ -232,19 +232,17 @@ def keep_message(path: Path, message: str) -> None:
         message: the message.
 
     Raises:
-        ChatFileError, OSError: it cannot be written.
+        FileError, OSError: it cannot be written.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     lines = "".join(f"+{line}\n" for line in message.split("\n"))
     entry = f"\n# {datetime.now()}\n{lines}".encode(errors="replace")
-    with sole_writer(path, ChatFileError, create=True):
-        if path.stat().st_size <= _MOST_BYTES:
-            with open(path, "ab") as file:
-                file.write(entry)
-        else:
-            _, begin, newer = path.read_bytes()[-_MOST_BYTES // 2 :].partition(_ENTRY)
-            with replaced(path, ChatFileError) as file:
-                file.write(begin + newer + entry)
+    with replaced(path) as file:
+        kept = path.read_bytes() if path.exists() else b""
+        if len(kept) > _MOST_BYTES:
+            _, begin, newer = kept[-_MOST_BYTES // 2 :].partition(_ENTRY)
+            kept = begin + newer
+        file.write(kept + entry)
 
 
 class ChatCompleter(Completer):

@@ -60,7 +60,7 @@ def resolved(name: str) -> str:
     """The model that a name stands for.
 
     Raises:
-        SettingsError: the settings file is invalid.
+        FileError: the settings file is invalid.
     """
     model = load_config().resolved(name)
     if model != name and Path(name).is_dir():
@@ -86,7 +86,7 @@ def default_model() -> tuple[str, str] | None:
 
     Raises:
         OptionError: it is set to something that is not a model.
-        SettingsError: the settings file is invalid.
+        FileError: the settings file is invalid.
     """
     config = load_config()
     for source, name in (
@@ -112,7 +112,7 @@ def model_or_default(model: str | None) -> str:
     """The given model, or the default one, or else the demo model.
 
     Raises:
-        SettingsError: the settings file is invalid.
+        FileError: the settings file is invalid.
     """
     if model:
         return model

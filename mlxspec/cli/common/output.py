@@ -29,7 +29,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from ...errors import OptionError
+from ...errors import FileError, OptionError
 from ...files import SHARED, check_writable, replaced
 from ...terminal import one_line, visible, wants_color
 from .notes import say
@@ -261,12 +261,13 @@ def check_page(path: Path, *, force: bool) -> None:
         force: replace any regular file.
 
     Raises:
-        OptionError: ``path`` cannot be written, or holds something else.
+        FileError: ``path`` cannot be written.
+        OptionError: it holds something else.
     """
     try:
-        check_writable(path, OptionError)
-    except OptionError as error:
-        raise OptionError(f"--html {error}") from error
+        check_writable(path)
+    except FileError as error:
+        raise FileError(f"--html {error}") from error
     if path.exists() and not force:
         with suppress(OSError), path.open("rb") as file:
             beginning = file.read(_BEGINNING)
@@ -282,10 +283,10 @@ def write_page(path: Path, content: str, *, force: bool) -> None:
     """Write a page, whole or not at all; arguments as for :func:`check_page`.
 
     Raises:
-        OptionError: it cannot be written; an existing file is unchanged.
+        FileError, OptionError: it cannot be written; an existing file is unchanged.
     """
     check_page(path, force=force)
-    with replaced(path, OptionError, SHARED) as file:
+    with replaced(path, SHARED) as file:
         file.write(content.encode(errors="replace"))  # file names need not be UTF-8
 
 
