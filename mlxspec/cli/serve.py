@@ -39,7 +39,7 @@ from .common.model_choice import (
     default_model,
     model_argument,
     model_or_default,
-    note_which_model,
+    note_if_demo,
 )
 from .common.notes import note
 from .common.options import (
@@ -296,7 +296,7 @@ def serve_command(
         keys, hosts = checked(models, options, drafting, os.environ.get(API_KEY, ""))
         console = error_console(color)
         # A head, a draft model and a store belong to the models that were named with them.
-        apart = replace(drafting, head=None, draft_model=None, num_draft_tokens=None, store=None)
+        apart = replace(drafting, head=None, draft_model=None, store=None)
         base = Generation(None, options.max_tokens, apart, Ends(), SamplingParams(), caches)
         _run(asked, base, options, hosts, keys, chat_template_config or {}, console, leader)
 
@@ -348,7 +348,7 @@ def _run(
         catalog = loader.catalog(worker, log)
         serving.callback(catalog.close)
         if asked:
-            note_which_model(asked[0].model)
+            note_if_demo(asked[0].model)
         if not options.quiet:
             address = f"http://{bracketed(options.host)}:{listening.getsockname()[1]}"
             console.print(_panel(address, worker, catalog, bool(keys)))
@@ -537,11 +537,10 @@ class _Loader:
             if seconds is not None:
                 entry.keep_alive, entry.stays = seconds, False
         loads = self._options.available or seconds is not None
-        default = default_model() if not entries else None
         return Catalog(
             *(worker, self if loads else None),
             entries=entries,
-            default=default and default[0],
+            default=None if entries else default_model(),
             log=log,
         )
 

@@ -22,10 +22,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..drafting.drafter import DraftTree
 from ..engine.capability import (
-    chunk_error,
     joint_agrees,
     rounding_noise,
-    row_error,
+    rows_agree,
     tree_agrees,
 )
 from ..engine.costs import forward_memory, least_free_memory
@@ -349,7 +348,6 @@ class LeadingTarget(_Led, Target):
     commit_moved = _repeated("commit_moved", "commit")  # the leader has moved its rows already
     truncate = _repeated("truncate")
     rewind = _repeated("rewind")
-    flush_pending = _repeated("flush_pending")
 
 
 class LeadingJoint(_Led, Joint):
@@ -391,7 +389,7 @@ def _rows(members: Iterable[tuple[Any, DraftTree]]) -> list[tuple[Any, ...]]:
 TOGETHER: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
-        *(chunk_error, joint_agrees, rounding_noise, row_error, tree_agrees),
+        *(joint_agrees, rounding_noise, rows_agree, tree_agrees),
         *(forward_memory, least_free_memory),
     )
 }

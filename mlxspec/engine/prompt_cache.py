@@ -247,7 +247,6 @@ class Loan:
         try:
             with mx.stream(generation_stream):
                 target.truncate(min(target.length, self._start + len(self._context)))
-                target.flush_pending()
                 if complete:
                     target.prefill(self._context[target.length - self._start :])
                 returned = [as_mlx_lms(cache) for cache in target.cache]

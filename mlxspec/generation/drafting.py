@@ -239,7 +239,6 @@ def _planned(
         costs,
         sources,
         branching=branching and decoder.capability is Capability.TREE,
-        replays=decoder.chain_capability is Capability.REPLAY,
         experience=experience,
     )
     trained = getattr(decoder.model, "trained_head", None)

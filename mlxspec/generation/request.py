@@ -47,8 +47,7 @@ _log = logging.getLogger(__name__)
 
 
 RecordTime = Callable[[int, float, bool], None]
-"""Called with a step's rows (pending ones included), its wall time in seconds, and whether it was
-pipelined."""
+"""Called with a step's rows, its wall time in seconds, and whether it was pipelined."""
 
 
 class State(StrEnum):
@@ -210,6 +209,7 @@ class Request:
         decoder = self.decoder
         self.state = State.PREFILL
         target, self.n_cached = cast(CacheLease, self.lease).take(self._close_sequence)
+        length = target.length + len(self.prompt) - self.n_cached - 1
         self.sequence = steps.Sequence(
             target,
             self.prompt,
@@ -218,9 +218,8 @@ class Request:
             max_tokens=self.max_tokens,
             ends=self.output.add,
             n_cached=self.n_cached,
-            limits=steps.PositionLimits(
-                decoder.first_crossing, lambda: decoder.draft_end, decoder.chunks_matter
-            ),
+            draft_end=decoder.draft_end,
+            in_mlx_lms_chunks=decoder.chunks_matter(length, target.cache),
         )
         self.prefilled = self.n_cached
         self._prefill_started = time.perf_counter()

@@ -105,8 +105,6 @@ class CacheLease:
 
 MARKS = 2
 """Prefills to which a cache that cannot be cut can be rewound; each takes a copy of its state."""
-UNDOABLE = 2
-"""Forwards of a generation that can be undone; each takes a copy of states that cannot be cut."""
 
 _TRIMMABLE = {Capability.TREE, Capability.CHAIN}
 
@@ -208,8 +206,6 @@ class Session:
             assert target is not None
             if not isinstance(target, Target):
                 return Session(target.copied(length, room), tokens[:length], self._head)
-            if not self._lent and length == len(tokens):
-                target.flush_pending()
             session = Session(tokens=tokens[:length])
             session._target = forked = target.fork(length, room)
             if target.head and forked.head:
@@ -253,10 +249,6 @@ class Session:
                     raise OptionError(
                         "session holds a part of a split model's cache: it is not saved"
                     )
-                try:
-                    target.flush_pending()
-                finally:  # an interrupted flush leaves a shorter context
-                    del self._tokens[target.length :]
                 head = target.head.kept(len(self._tokens)) if target.head else None
             cache = [as_mlx_lms(layer) for layer in target.cache]
             save_prompt_cache(file_name, cache, metadata, tokens=self._tokens, head=head)
@@ -295,7 +287,6 @@ class Session:
             model,
             vocab_size=vocab_size,
             options=options,
-            undoable=UNDOABLE,
             marks=MARKS,
         )
         # Without a target, the turn after a failed one starts afresh.
@@ -315,7 +306,6 @@ class Session:
             target.rewind(common)
         except ValueError:
             return new(capability)
-        target.flush_pending()
         return target
 
     def _put_back(self, target: Target, context: Sequence[int]) -> None:

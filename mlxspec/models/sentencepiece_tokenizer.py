@@ -24,6 +24,7 @@ _SPACE = "▁"  # what SentencePiece writes for a space
 _REMEDY = "use a version of the model that has a tokenizer.json"
 
 _BPE = 2  # TrainerSpec.ModelType
+_BEGINS_A_NAME = r"\A<(?=(?:unk|0x[0-9A-F]{2})>\z)"
 _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
 # ModelProto.SentencePiece.Type
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
@@ -131,6 +132,8 @@ def _pre_tokenizer(model: Any) -> pre_tokenizers.PreTokenizer | None:
     if user_defined := _piece_names(model, _USER_DEFINED):
         longest_first = "|".join(map(re.escape, sorted(user_defined, key=len, reverse=True)))
         steps.append(pre_tokenizers.Split(Regex(longest_first), behavior="isolated"))
+        # SentencePiece splits the names of other pieces, which ignore_merges would find whole.
+        steps.append(pre_tokenizers.Split(Regex(_BEGINS_A_NAME), behavior="isolated"))
     return pre_tokenizers.Sequence(steps) if steps else None
 
 
@@ -199,7 +202,9 @@ def _probe_texts(model: Any) -> Iterator[str]:
     random.Random(0).shuffle(names)
     starts = range(0, len(names), _PIECES_A_TEXT)
     shuffled = ("".join(names[start : start + _PIECES_A_TEXT]) for start in starts)
-    for text in (*_SAMPLES, *_piece_names(model, _USER_DEFINED), *shuffled):
+    user_defined = _piece_names(model, _USER_DEFINED)
+    names_after = (f"{piece}{name}" for piece in user_defined for name in ("", "<unk>", "<0x41>"))
+    for text in (*_SAMPLES, *names_after, *shuffled):
         text = text.replace(_SPACE, " ")
         if not any(name in text for name in control):  # these differ intentionally
             yield text

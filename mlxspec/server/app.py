@@ -25,7 +25,7 @@ from .. import __version__
 from ..engine.grammar import Grammar, Vocabulary
 from ..errors import OptionError, printable
 from ..generation.request import State
-from .answer import FAILED, ApiAnswer, KeepAlive, answered, is_answered, patient
+from .answer import FAILED, LOADING, ApiAnswer, answered, is_answered, patient
 from .auth import AuthMiddleware, OnRefusal, body_of
 from .body import ApiError, error_response, new_request_id, parse, read_body, shown
 from .catalog import Catalog, Entry, UseMiddleware
@@ -40,7 +40,6 @@ from .openai import (
     parse_tokenize,
 )
 from .prompts import (
-    ChatPrompt,
     Prompt,
     chat_prompt,
     compiled_constraint,
@@ -53,7 +52,7 @@ from .responses import (
     ResponsesAnswer,
     ResponsesRequest,
     ResponseStore,
-    StoredResponse,
+    failed_event,
     input_items_answer,
     parse_responses,
 )
@@ -68,7 +67,7 @@ def create_app(
     hosts: Collection[str] | None = None,
     keys: Sequence[str] = (),
     strict_model_names: bool = False,
-    keep_alive: KeepAlive = KeepAlive(),  # noqa: B008  # a constant
+    keep_alive: float = 10.0,
     on_refusal: OnRefusal = lambda path, error: None,
     catalog: Catalog | None = None,
 ) -> Starlette:
@@ -80,7 +79,7 @@ def create_app(
         hosts, keys, on_refusal: as for :class:`mlxspec.server.auth.AuthMiddleware`.
         strict_model_names: whether a model that is not served is an error, even if only one model
             is served.
-        keep_alive: when keep-alives are sent.
+        keep_alive: seconds without data after which a stream sends a keep-alive.
         catalog: the models that requests may name; by default, those of the worker.
     """
     catalog = catalog or Catalog(worker)
@@ -136,7 +135,7 @@ class Endpoints:
         worker: runs the generations.
         catalog: the models that requests may name.
         max_tokens: the default ``max_tokens`` of requests, limited by the context.
-        keep_alive: when keep-alives are sent.
+        keep_alive: seconds without data after which a stream sends a keep-alive.
         strict: whether a model that is not served is always an error.
     """
 
@@ -145,7 +144,7 @@ class Endpoints:
         worker: Worker,
         catalog: Catalog,
         max_tokens: int,
-        keep_alive: KeepAlive,
+        keep_alive: float,
         strict: bool = False,
     ) -> None:
         self._worker = worker
@@ -164,11 +163,10 @@ class Endpoints:
     @property
     def routes(self) -> list[Route]:
         """The routes of all endpoints."""
-        post = ["POST"]
-        chat, complete, create_response, message = (
-            patient(endpoint, self._keep_alive.sign)
-            for endpoint in (self.chat, self.complete, self.create_response, self.message)
-        )
+        post, keep_alive = ["POST"], self._keep_alive
+        chat, complete = patient(self.chat, keep_alive), patient(self.complete, keep_alive)
+        create_response = patient(self.create_response, keep_alive, failed_event)
+        message = patient(self.message, keep_alive, ApiError.messages_body)
         return [
             Route("/v1/chat/completions", chat, methods=post),
             Route("/v1/completions", complete, methods=post),
@@ -198,10 +196,10 @@ class Endpoints:
         """``/v1/completions``"""
         body = await self.read(request, parse_completion)
         served = await self._served(request, body.model, streamed=body.stream)
-        tokenizer, vocab_size = served.decoder.tokenizer, served.decoder.vocab_size
+        tokenizer = served.decoder.tokenizer
 
         def made() -> tuple[list[Prompt], CompletionAnswer]:
-            prompts = completion_prompts(body, tokenizer, vocab_size, served.context_length)
+            prompts = completion_prompts(body, tokenizer, served.context_length)
             return prompts, CompletionAnswer(body, served.name, tokenizer)
 
         prompts, answer = await self._tokenized(served, made)
@@ -224,7 +222,7 @@ class Endpoints:
         if chat:
             tokens = (await self._chat_prompt(served, chat)).tokens
         else:
-            tokens = await self._ids(served, body.text or "", "prompt", body.add_special_tokens)
+            tokens = await self._ids(served, body.prompt or "", "prompt", body.add_special_tokens)
         answer = {"tokens": tokens, "count": len(tokens), "max_model_len": served.context_length}
         return JSONResponse(answer)
 
@@ -258,11 +256,12 @@ class Endpoints:
             raise ApiError(
                 "stream: a stored response is not streamed; leave stream out", param="stream"
             )
-        return JSONResponse(self._kept(request).response)
+        response, _ = self._kept(request)
+        return JSONResponse(response)
 
     async def delete_response(self, request: Request) -> Response:
         """``DELETE /v1/responses/ID``"""
-        response_id = self._kept(request).response["id"]
+        response_id = self._kept(request)[0]["id"]
         self._responses.delete(request.state.partition, response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
@@ -276,13 +275,14 @@ class Endpoints:
 
     async def input_items(self, request: Request) -> Response:
         """``/v1/responses/ID/input_items``"""
-        return JSONResponse(input_items_answer(self._kept(request).given, request.query_params))
+        _, given = self._kept(request)
+        return JSONResponse(input_items_answer(given))
 
     def _response_parser(self, request: Request) -> Callable[[Any], ResponsesRequest]:
         return partial(parse_responses, store=self._responses, partition=request.state.partition)
 
-    def _kept(self, request: Request) -> StoredResponse:
-        """The stored response that the path names.
+    def _kept(self, request: Request) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """The stored response that the path names, and the items before it.
 
         Raises:
             ApiError: 404, it does not exist.
@@ -302,7 +302,7 @@ class Endpoints:
     async def message(self, request: Request) -> Response:
         """``/v1/messages``"""
         body, served, prompt = await self._read_chat(request, parse_messages, "claude-")
-        answer = MessagesAnswer(body, served.name, prompt.format)
+        answer = MessagesAnswer(body, served.name, prompt.format, request.state.id)
         return await self._respond(request, served, body, [prompt], answer)
 
     async def count_tokens(self, request: Request) -> Response:
@@ -330,7 +330,7 @@ class Endpoints:
 
     async def _read_chat(
         self, request: Request, parse: Callable[[Any], _Chat], elsewhere: str = "\0"
-    ) -> tuple[_Chat, ServedModel, ChatPrompt]:
+    ) -> tuple[_Chat, ServedModel, Prompt]:
         """Read a conversation; returns it with its model and its prompt.
 
         Unknown model names that begin with ``elsewhere`` mean the default model.
@@ -351,9 +351,9 @@ class Endpoints:
         Raises as :meth:`.Catalog.named` and :meth:`.Catalog.use` do.
         """
         entry = await self._catalog.named(name, elsewhere, self._strict)
-        request.state.waits = streamed
+        request.state.sign = LOADING if streamed else ""
         served = await self._catalog.use(entry, request.state.uses)
-        request.state.waits = False
+        request.state.sign = ""
         return served
 
     async def _tokenized(self, served: ServedModel, make: Callable[[], _Result]) -> _Result:
@@ -361,7 +361,7 @@ class Endpoints:
         async with self._tokenizing[served.name]:
             return await run_in_threadpool(make)
 
-    async def _chat_prompt(self, served: ServedModel, body: ChatRequest) -> ChatPrompt:
+    async def _chat_prompt(self, served: ServedModel, body: ChatRequest) -> Prompt:
         longest, arguments = served.context_length, served.template_arguments
         make = partial(chat_prompt, body, served.decoder.tokenizer, longest, arguments)
         return await self._tokenized(served, make)
@@ -457,11 +457,9 @@ def _choices(
                 *(served, tokens, max_tokens),
                 {
                     "constraint": grammar,
-                    "stop": (*body.stop, *prompt.stop),
+                    "stop": body.stop,
                     "stop_tokens": (*body.stop_token_ids, *prompt.stop_tokens),
-                    "sampling": sampling_of_choice(
-                        body.sampling, vocab_size, choice, served.special_tokens
-                    ),
+                    "sampling": sampling_of_choice(body.sampling, choice, served.special_tokens),
                 },
                 index=first + choice,
                 prediction=prediction,

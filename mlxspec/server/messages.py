@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
@@ -16,16 +16,14 @@ from urllib.parse import quote
 from pydantic import BeforeValidator, Field
 
 from ..engine.params import Constraint
-from .answer import ApiAnswer, Choice, OutputFormat, Part, TextRun
+from .answer import ApiAnswer, Choice, OutputFormat, Part, TextRun, framed
 from .body import (
     NO_THREADS,
     ApiError,
     Body,
-    Integer,
     Items,
     Name,
     blaming,
-    new_request_id,
     parse,
     read_json,
     refuse,
@@ -33,16 +31,17 @@ from .body import (
 )
 from .requests import (
     ChatRequest,
+    MaxTokens,
     Options,
     ResponseFormat,
     SamplingBody,
     Stops,
+    ToolOutput,
     as_parts,
     chosen_tool,
     conversation,
-    left_out,
-    same,
     template_kwargs,
+    text_of_output,
 )
 from .worker import Begun, Ended
 
@@ -50,6 +49,7 @@ _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 """The first line of Claude Code's system prompt, usually in a block of its own. It differs from
 request to request, so no prompt with it would match a cached prefix."""
 
+_TOOL_CHOICES = {"auto": "auto", "any": "required", "tool": "function", "none": "none"}
 _THINKING = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
 
 
@@ -63,16 +63,10 @@ class _Block(Body):
     name: Name = "-"
     input: dict[str, Any] = {}
     tool_use_id: Name = "-"
-    tool_name: Name = "-"
     is_error: bool = False
-    content: Annotated[Items[_Block], BeforeValidator(as_parts)] = []
+    content: ToolOutput = []
 
-    needed = {
-        "text": ("text",),
-        "tool_use": ("id", "name"),
-        "tool_result": ("tool_use_id",),
-        "tool_reference": ("tool_name",),
-    }
+    needed = {"text": ("text",), "tool_use": ("id", "name"), "tool_result": ("tool_use_id",)}
 
     def plain(self, path: str) -> str:
         """The text of a text block.
@@ -85,14 +79,11 @@ class _Block(Body):
             refuse(f"{path}.type", self.type, remedy)
         return self.text
 
-    def result(self) -> str:
-        """The text of a tool's result, or of a block in it."""
-        if self.type == "tool_reference":  # refers to a tool that is offered already
-            return self.tool_name
-        if self.type != "tool_result":
-            return self.text if self.type == "text" else left_out(self.type)
+    def result(self) -> dict[str, Any]:
+        """The message of a tool's result."""
         error = "Error: " if self.is_error else ""  # templates have no other place for it
-        return error + "".join(inner.result() for inner in self.content)
+        text = error + text_of_output(self.content)
+        return {"role": "tool", "content": [text], "tool_call_id": self.tool_use_id}
 
 
 _Blocks = Annotated[Items[_Block], BeforeValidator(as_parts)]
@@ -121,23 +112,15 @@ class _MessagesTool(Body):
         return {"type": "function", "function": without_nulls(function)}
 
 
-class _MessagesToolChoice(Body):
-    type: Literal["auto", "any", "tool", "none"]
-    name: Name = "-"
-    disable_parallel_tool_use: bool = False
-
-    needed = {"tool": ("name",)}
-
-
 class MessagesBody(SamplingBody):
     """A body of ``/v1/messages`` or ``/v1/messages/count_tokens``."""
 
     model: str | None = None
-    max_tokens: Annotated[Integer, Field(ge=1)] | None = None
+    max_tokens: MaxTokens = None
     system: _Blocks = []
     messages: Annotated[Items[_Turn], Field(min_length=1)]
     tools: Items[_MessagesTool] = []
-    tool_choice: _MessagesToolChoice = _MessagesToolChoice(type="auto")
+    tool_choice: dict[str, Any] = {"type": "auto"}
     thinking: dict[str, Any] | None = None
     output_config: Options = Options()
     output_format: ResponseFormat | None = None
@@ -168,32 +151,26 @@ def parse_messages(body: object, *, to_count: bool = False) -> ChatRequest:
     if asked.max_tokens is None and not to_count:
         refuse("max_tokens", None, "choose an integer of 1 or more")
     choice, tools = asked.tool_choice, [tool.for_chat() for tool in asked.tools]
-    word = {"any": "required", "tool": "function"}.get(choice.type, choice.type)
-    named = choice.name if choice.type == "tool" else None
-    formats = {
-        "output_config.format": asked.output_config.format,
-        "output_format": asked.output_format,
-    }
-    format = same(**formats)
-    path = next((path for path, one in formats.items() if one), "")
-    if format and format.type != "json_schema":
-        refuse(f"{path}.type", format.type, 'send "json_schema" with a schema')
-    place, schema = (format and format.schema_at(path, inner=False)) or ("", {})
+    word = _TOOL_CHOICES.get(str(choice.get("type")))
+    if word is None:
+        refuse("tool_choice.type", choice.get("type"), f"choose one of {', '.join(_TOOL_CHOICES)}")
+    named = str(choice.get("name")) if word == "function" else None
+    place = "output_config.format" if asked.output_config.format else "output_format"
+    format = asked.output_config.format or asked.output_format
     with blaming(place):
-        constraint = Constraint.json_schema(schema) if place else None
+        constraint = Constraint.json_schema(format.schema_at(place)) if format else None
     return ChatRequest(
         model=asked.model,
         sampling=asked.sampling,
-        max_tokens=asked.max_tokens and min(asked.max_tokens, 2**31 - 1),
+        max_tokens=asked.max_tokens,
         cuts_max_tokens=True,  # clients ask for what the largest models can write
         stop=tuple(asked.stop_sequences),
         stream=asked.stream,
         constraint=constraint,
-        constrained_by=place,
+        constrained_by=place if constraint else "",
         **conversation(_messages(asked), "messages"),
         **chosen_tool(word, named, tools, "tool_choice.name" if named else "tool_choice.type"),
-        tool_places=tuple(f"tools[{index}].input_schema" for index in range(len(tools))),
-        parallel_tool_calls=not choice.disable_parallel_tool_use,
+        parallel_tool_calls=not choice.get("disable_parallel_tool_use"),
         template_kwargs=_template_kwargs(asked),
     )
 
@@ -224,8 +201,7 @@ def _messages(asked: MessagesBody) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     for index, turn in enumerate(asked.messages):
         for message in _messages_of(turn, f"messages[{index}].content"):
-            last = messages[-1] if messages else {}
-            role = message["role"]
+            last, role = messages[-1] if messages else {}, message["role"]
             if role == "tool" or last.get("role") != role or "tool_calls" in last:
                 messages.append(message)
                 continue
@@ -240,28 +216,22 @@ def _messages(asked: MessagesBody) -> list[dict[str, Any]]:
     return [{"role": "system", "content": system}, *messages] if system else messages
 
 
-def _messages_of(turn: _Turn, path: str) -> list[dict[str, Any]]:
+def _messages_of(turn: _Turn, path: str) -> Iterator[dict[str, Any]]:
     """Convert one of Anthropic's messages into chat messages whose contents are lists."""
     places = [(block, f"{path}[{index}]") for index, block in enumerate(turn.content)]
     if turn.role == "assistant":
-        return [_answer(places)]
-    if turn.role == "system":
-        # Few chat templates accept a system message within a conversation. Claude Code marks
-        # such text in a user message this way.
-        text = "".join(block.plain(place) for block, place in places)
-        marked = f"<system-reminder>\n{text}\n</system-reminder>"
-        return [{"role": "user", "content": [marked]}] if text else []
-    messages: list[dict[str, Any]] = []
+        yield _answer(places)
+        return
     for is_result, group in groupby(places, key=lambda one: one[0].type == "tool_result"):
         if is_result:
-            messages += [
-                {"role": "tool", "content": [block.result()], "tool_call_id": block.tool_use_id}
-                for block, _ in group
-            ]
-        else:
-            text = "".join(block.plain(place) for block, place in group)
-            messages.append({"role": "user", "content": [text]})
-    return messages
+            yield from (block.result() for block, _ in group)
+            continue
+        text = "".join(block.plain(place) for block, place in group)
+        if turn.role == "system":
+            # Few chat templates accept a system message within a conversation. Claude Code marks
+            # such text in a user message this way.
+            text = f"<system-reminder>\n{text}\n</system-reminder>"
+        yield {"role": "user", "content": [text]}
 
 
 def _answer(places: Sequence[tuple[_Block, str]]) -> dict[str, Any]:
@@ -326,13 +296,16 @@ class MessagesAnswer(ApiAnswer):
         request: the client's request.
         model: the model's own name, which the answer shows.
         format: the format of the model's output.
+        request_id: the request's id, which a header and errors repeat.
     """
 
-    def __init__(self, request: ChatRequest, model: str, format: OutputFormat) -> None:
+    def __init__(
+        self, request: ChatRequest, model: str, format: OutputFormat | None, request_id: str
+    ) -> None:
         super().__init__([Choice(0, format)])
         self.id = f"msg_{uuid.uuid4().hex}"
-        self._request_id = new_request_id()
-        self.headers = messages_headers(model, self._request_id)
+        self.headers = messages_headers(model, request_id)
+        self._request_id = request_id
         self._request = request
         self._model = model
 
@@ -367,11 +340,8 @@ class MessagesAnswer(ApiAnswer):
         usage = self._usage(choice, choice.end)
         return self._message(content, usage) | self._stop(choice, choice.end)
 
-    def framed(self, chunk: dict[str, Any]) -> str:
-        return f"event: {chunk['type']}\n{super().framed(chunk)}"
-
     def keep_alive(self) -> str:
-        return self.framed({"type": "ping"})
+        return framed({"type": "ping"})
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         return error.messages_body(self._request_id)

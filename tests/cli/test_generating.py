@@ -158,6 +158,7 @@ def test_json_stays_json_where_tokens_are_forbidden(endless: Path) -> None:
     assert len(json.loads(result.stdout)["logprobs"][0]["top"]) == 63
 
 
+@pytest.mark.slow
 def test_lookahead_changes_the_steps_and_not_the_text(endless: Path) -> None:
     options = ("--model", endless, "--prompt", "a", "--max-tokens", 40)
     plain = report(*options, "--decoder", "plain")
@@ -168,6 +169,7 @@ def test_lookahead_changes_the_steps_and_not_the_text(endless: Path) -> None:
     assert report(*options, "--decoder", "lookahead")["tokens"] == plain["tokens"]
 
 
+@pytest.mark.slow
 def test_the_names_of_paper_and_reference_mean_the_same(endless: Path) -> None:
     options = ("--model", endless, "--prompt", "one two three four", "--max-tokens", 30)
 
@@ -288,6 +290,7 @@ def test_a_draft_model_drafts_where_no_text_repeats(finite: Path, endless: Path)
         assert_one_line_error(generate(*prompt, *wrong), told)
 
 
+@pytest.mark.slow
 def test_a_head_that_comes_with_the_model_drafts_unless_it_is_left_out(
     headed: Path, finite: Path, heads_pay: None
 ) -> None:

@@ -439,6 +439,7 @@ def test_what_is_chosen_is_forgotten(options: tuple[str, ...], gone: list[int]):
         assert shown == ["There is nothing to forget."]
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("typed", "status", "left"), [(b"y\n", 0, 0), (b"n\n", 1, 3), (b"\n", 1, 3)]
@@ -688,6 +689,7 @@ def test_what_another_process_has_learned_is_seen_when_a_generation_begins(tmp_p
 # Processes.
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_two_processes_learn_at_once_and_one_of_them_is_told_to_forget(endless: Path):
     memory("on")
@@ -726,6 +728,7 @@ def test_a_server_keeps_answers_and_drafts_from_them_after_a_restart():
     assert len(answers()) == 1
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", ["one", "one\none", "one\ntwo"], ids=repr)
 def test_a_server_with_several_keys_keeps_no_answers(keys: str, tmp_path: Path):

@@ -62,6 +62,7 @@ def alone(loaded: tuple, prompt: list[int], limit: int) -> list[int]:
     return [r.token for r in responses if r.token not in loaded[1].eos_token_ids]
 
 
+@pytest.mark.nightly(keep=1)
 def test_answers_are_those_to_single_prompts(
     prompts: list, way: JointMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,6 +58,7 @@ def outcome(constraint: Constraint) -> str:
     return message
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CHAINS)
 def test_chains_of_references_are_followed_to_some_depth(kind: str) -> None:
@@ -75,6 +76,7 @@ def test_what_crashes_ends_another_process(kind: str) -> None:
     assert outcome(SMALL) == ""
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @given(st.sampled_from(sorted(CHAINS)), st.integers(0, 3000))
 def test_a_chain_of_any_kind_and_length_is_usable_or_refused_in_a_line(
@@ -130,6 +132,7 @@ def test_what_fails_while_generating_is_refused() -> None:
     assert outcome(Constraint.grammar('start: "{99999999}" A\nA: "x"{3}')) == ""
 
 
+@pytest.mark.slow
 def test_special_tokens_can_be_named_by_their_text_and_by_their_id() -> None:
     size = vocabulary().vocab_size
     usable = ["<think>", f"<[{size - 1}]>", "<[5]>", f"<[1-{size - 1}]>", '"a" <think> "b"']
@@ -139,6 +142,7 @@ def test_special_tokens_can_be_named_by_their_text_and_by_their_id() -> None:
     assert str(size) in outcome(Constraint.grammar(f"start: <[{size}]>"))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_many_patterns_in_many_objects_are_kept() -> None:
     one = {"type": "object", "patternProperties": {"^x": {"type": "string"}}}
@@ -252,6 +256,7 @@ outcome(SLOW)
 """
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="children are listed by Linux")
 @pytest.mark.parametrize(

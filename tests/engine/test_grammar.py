@@ -105,6 +105,7 @@ def random_tree(source: random.Random, state: GrammarState, vocab_size: int) -> 
     )
 
 
+@pytest.mark.slow
 def test_each_node_of_a_tree_has_the_mask_of_its_own_context() -> None:
     source = random.Random(5)
     tokenizer, vocabulary = vocabulary_of("bytes")

@@ -112,7 +112,6 @@ class Checked:
 
     def prefill(self, tokens: list[int]) -> None:
         rows = [self.last, *tokens[:-1]]
-        self.target.flush_pending()
         self.target.prefill(rows)
         self.tokens += rows
         self.last = tokens[-1]
@@ -169,7 +168,6 @@ class Checked:
     def look(self, _: int) -> None:
         """The context is completed for others to read, and then as before."""
         with self.target.rolled_back():
-            self.target.flush_pending()
             self.target.prefill([self.last])
 
     def cut(self, length: int) -> None:
@@ -188,7 +186,6 @@ class Checked:
         except ValueError:  # no state was kept
             self.__init__(self.kind, self.directory)  # type: ignore[misc]
         else:
-            self.target.flush_pending()
             self.shortened()
 
     def shortened(self) -> None:
@@ -208,7 +205,6 @@ class Checked:
     def save(self, _: float) -> None:
         """Continue with what a file holds."""
         path = self.directory / "c.safetensors"
-        self.target.flush_pending()
         layers = [as_mlx_lms(layer) for layer in self.target.cache]
         save_prompt_cache(path, layers, tokens=self.tokens, head=self.head.kept(len(self.tokens)))
         layers, _, head = read_prompt_cache(path)
@@ -299,6 +295,7 @@ class Checked:
         return of_chain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_happens_the_head_knows_the_context(kind: str, tmp_path: Path) -> None:
     @settings(max_examples=examples(12, long=300), deadline=None, derandomize=True)

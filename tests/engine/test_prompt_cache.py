@@ -80,6 +80,7 @@ def conversation(
             assert getattr(own, "offset", None) == getattr(other, "offset", None)
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("drafts", [True, False])
 @pytest.mark.parametrize("name", NAMES)
 def test_mlx_lm_goes_on_from_what_is_given_back(name: str, drafts: bool) -> None:
@@ -117,6 +118,7 @@ def test_caches_of_a_kind_that_takes_no_trees_are_verified_in_chains() -> None:
     conversation(decoder, own, theirs)
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("taken", [1, 2, 5])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_generation_that_is_closed_gives_back_what_was_taken(name: str, taken: int) -> None:
@@ -267,6 +269,7 @@ def test_generations_that_are_made_before_any_is_advanced_follow_one_another() -
         assert [response.token for response in stream] == by_mlx_lm(decoder.model, prompt, theirs)
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_generation_goes_on_after_its_cache_was_looked_at_saved_and_copied(
     name: str, tmp_path: Path
@@ -323,6 +326,7 @@ def test_a_cache_cannot_be_used_by_what_runs_inside_its_generation() -> None:
     assert offsets(lent) == [len(TURNS[0]) - 1] * len(lent)
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("name", NAMES)
 def test_turns_on_a_cache_can_be_taken_in_any_thread(name: str) -> None:
     decoder = decoder_of(name)
@@ -339,6 +343,7 @@ def test_turns_on_a_cache_can_be_taken_in_any_thread(name: str) -> None:
         assert tokens == expected
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("name", NAMES)
 def test_mlx_lm_goes_on_from_a_cache_whose_generation_waits(name: str) -> None:
     decoder = decoder_of(name)

@@ -255,6 +255,7 @@ HOSTILE_ARRAYS = [
 ]
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_a_file_s_entries_it_is_refused_or_goes_on(kind: str) -> None:
     @settings(max_examples=examples(33))

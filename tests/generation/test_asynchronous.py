@@ -355,6 +355,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["ended", "interrupted", "left"])
 def test_a_process_ends_well_in_the_middle_of_a_generation(how: str) -> None:

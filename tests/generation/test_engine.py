@@ -86,6 +86,7 @@ def test_each_generation_writes_what_it_writes_alone() -> None:
     assert found[2].reason == "stop"
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_models_of_every_mode_can_be_scheduled(kind: str) -> None:
     decoder = small_decoder(kind)
@@ -132,6 +133,7 @@ def failing_processor(tokens: mx.array, logits: mx.array) -> mx.array:
     return logits
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(
     "fault", ["drafter", "drafter's begin", "processor", "consumer", "progress"]
 )

@@ -179,6 +179,7 @@ def test_a_model_s_own_cache_is_taken_whatever_it_holds(
         assert list(other.stream([4, 5], 1, prompt_cache=cache))
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
     "kind", [mlxspec.AutoDecoder, mlxspec.LookaheadDecoder, mlxspec.CombinedDecoder]
 )

@@ -343,6 +343,7 @@ def test_a_body_may_be_slow_but_not_stop() -> None:
     run(ask())
 
 
+@pytest.mark.slow
 def test_a_connection_is_told_why_its_body_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -23,7 +23,6 @@ from mlxspec.cli.serve import refusal_record, request_log
 from mlxspec.drafting.costs import LiveCosts
 from mlxspec.generation.request import State
 from mlxspec.server import app
-from mlxspec.server.answer import KeepAlive
 from mlxspec.server.auth import MOST_BYTES
 from mlxspec.server.body import ApiError
 from mlxspec.server.connections import Bounds
@@ -553,6 +552,7 @@ def test_a_slow_reader_pauses_its_own_generation_only() -> None:
     assert "".join(texts) == alone("Once upon", 400)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("stream", [False, True])
 def test_who_reads_nothing_at_all_makes_room_in_the_end(stream: bool) -> None:
     """The generation's, and the connection's as well."""
@@ -577,7 +577,7 @@ def test_who_reads_nothing_at_all_makes_room_in_the_end(stream: bool) -> None:
 
 def test_silent_phases_have_keep_alives() -> None:
     with (
-        running_server(limits=WorkerLimits(active=1), keep_alive=KeepAlive(0.02, 0.05)) as server,
+        running_server(limits=WorkerLimits(active=1), keep_alive=0.02) as server,
         braked(server.decoder.model) as brake,
         ThreadPoolExecutor() as pool,
     ):

@@ -67,6 +67,7 @@ def test_without_drafts_nothing_is_gained_or_lost(
     assert summed(worker, "plain_seconds") == pytest.approx(summed(worker, "seconds"))
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 3])
 def test_drafts_are_not_blamed_for_what_else_slows_steps(

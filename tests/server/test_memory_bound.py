@@ -185,6 +185,7 @@ def test_other_programs_get_the_memory_of_idle_prefixes() -> None:
         assert not memory.ever_fits(model.memory.needs(1))
 
 
+@pytest.mark.slow
 def test_a_conversation_that_takes_more_than_half_is_continued() -> None:
     model = served()
     memory = ServerMemory()

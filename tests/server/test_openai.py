@@ -173,19 +173,14 @@ def test_one_call_is_enough_where_only_one_may_be() -> None:
 
 
 @pytest.mark.parametrize("at_once", [1, 5, 100])
-def test_what_the_model_writes_after_the_one_call_does_not_count(at_once: int) -> None:
+def test_what_the_model_writes_after_the_one_call_is_not_sent(at_once: int) -> None:
     answer = chat(tools=TOOLS, parallel_tool_calls=False, logprobs=True)
     written = pieces(CALLS, logprob=-0.5)
     for start in range(0, len(written), at_once):
         answer.feed(written[start : start + at_once])
-    answer.feed([ended(completion_tokens=len(written), drafted=99, accepted=90)])
+    answer.feed([ended(completion_tokens=len(written))])
     whole = valid(ChatCompletion, answer.whole())
-    n_tokens = CALLS.index("}") // 3 + 1
-    assert whole.usage.completion_tokens == n_tokens < len(written)
-    details = whole.usage.completion_tokens_details
-    assert details.accepted_prediction_tokens == n_tokens // 2
-    assert details.rejected_prediction_tokens == 9
-    assert len(whole.choices[0].logprobs.content) == n_tokens
+    assert len(whole.choices[0].logprobs.content) == CALLS.index("}") // 3 + 1 < len(written)
 
 
 @settings(phases=[Phase.explicit, Phase.reuse, Phase.generate])  # as simple as they get
@@ -291,11 +286,11 @@ def test_logprobs_of_a_chat_have_the_bytes_of_tokens() -> None:
     content = valid(ChatCompletion, answer.whole()).choices[0].logprobs.content
     assert [entry.model_dump() for entry in content] == streamed
     assert [(one.token, one.bytes, one.logprob) for one in content] == [
-        ("bytes:\\xc3", [0xC3], -0.25),
-        ("bytes:\\xa9", [0xA9], -9999.0),
+        ("\\xc3", [0xC3], -0.25),
+        ("\\xa9", [0xA9], -9999.0),
     ]
     assert [(one.token, one.logprob) for one in content[0].top_logprobs] == [
-        ("bytes:\\xc3", -0.25),
+        ("\\xc3", -0.25),
         ("a", -2.0),
     ]
 

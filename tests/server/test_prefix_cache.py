@@ -145,6 +145,7 @@ class Request:
         self.reused = response.reused_tokens
 
 
+@pytest.mark.nightly(keep=2)
 @each_kind
 def test_a_conversation_of_ten_turns_runs_each_token_once(kind: str) -> None:
     requests, context = Requests(kind), []
@@ -185,9 +186,8 @@ def test_agents_that_share_a_system_prompt_share_it_one_after_the_other(kind: st
     assert requests.cache.forks == 1
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param("chunked", marks=pytest.mark.slow), "state and window", "state and full"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["chunked", "state and window", "state and full"])
 def test_where_a_cache_cannot_be_cut_the_third_agent_finds_what_two_have_shared(kind: str) -> None:
     requests, system = Requests(kind), tokens_of(200)
     contexts = [[*system, agent] for agent in range(3, 7)]
@@ -262,6 +262,7 @@ def test_nobody_waits_for_a_short_beginning_or_for_who_has_passed_it() -> None:
     assert not requests.cache.should_wait(prompt)
 
 
+@pytest.mark.nightly(keep=2)
 @each_kind
 def test_what_was_run_for_a_cancelled_request_is_kept(kind: str) -> None:
     requests, prompt = Requests(kind), tokens_of(200)
@@ -437,6 +438,7 @@ steps = st.tuples(
 )
 
 
+@pytest.mark.nightly(keep=5)
 @pytest.mark.slow
 @pytest.mark.parametrize("caches", CACHES)
 @settings(max_examples=examples(6), deadline=None, derandomize=True)

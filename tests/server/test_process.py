@@ -149,6 +149,7 @@ def test_ctrl_c_lets_running_requests_end(endless: Path) -> None:
         assert server.wait() == 0
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_ends_them(endless: Path, number: int) -> None:
     with serving(endless, "--grace", "600") as server, stream_of(server, 900_000) as lines:
@@ -165,6 +166,7 @@ BODY = json.dumps({"prompt": "one", "max_tokens": 900_000, "stream": True})
 HEAD = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(BODY)}\r\n\r\n"
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(
     ("sent", "runs"),
     [
@@ -197,6 +199,7 @@ def running(server: Process) -> int:
     return len(httpx.get(f"{server.address}/status", timeout=SECONDS).json()["requests"])
 
 
+@pytest.mark.nightly
 def test_many_idle_connections_leave_room_for_others(endless: Path) -> None:
     """With the limit of open files that the process may have, and with one line of it."""
     with serving(endless, files=FILES) as server, ExitStack() as idle:

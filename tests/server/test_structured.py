@@ -99,6 +99,7 @@ def test_answers_that_run_at_once_each_have_their_form(client: OpenAI) -> None:
         Person.model_validate_json(text)
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(
     ("fields", "pattern"),
     [
@@ -156,6 +157,7 @@ def test_what_cannot_be_kept_is_a_400_and_others_are_answered(
     )
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("kind", CHAINS)
 def test_chains_of_references_cost_their_own_request_alone(server: Running, kind: str) -> None:
     text = CHAINS[kind](2500).text
@@ -335,6 +337,7 @@ def test_a_demanded_response_is_a_valid_call(thinker: Running) -> None:
         jsonschema.validate(json.loads(item.arguments), PARAMETERS)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "find"}}])
 def test_a_demanded_call_in_elements_has_the_parameters_of_the_schema(choice: Any) -> None:
     values = {
