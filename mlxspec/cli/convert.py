@@ -60,7 +60,8 @@ def convert_command(model: str | None, **options: Any) -> None:
         is_original = (directory / "params.json").is_file() or any(directory.glob("consolidated*"))
         options["torch_path" if is_original else "hf_path"] = model
     options["mlx_path"] = options["mlx_path"] or ("mlx_head" if options["head"] else "mlx_model")
-    with ProgressBar("Converting"):
+    with ProgressBar("Converting") as bar:
+        bar(0, None)
         result = convert(**options)
     started_as_script = click.get_current_context().parent is None
     generate = "python decoder.py" if started_as_script else "mlxspec generate"
