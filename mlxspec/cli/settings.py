@@ -114,11 +114,7 @@ class UserConfig:
 
 
 def config_path() -> Path:
-    """The path of the settings file.
-
-    Raises:
-        OptionError: the environment variable names the home directory of an unknown user.
-    """
+    """The path of the settings file."""
     directory = directory_in(ENVIRONMENT_VARIABLE) or platformdirs.user_config_path("mlxspec")
     return directory / "config.toml"
 
@@ -127,7 +123,6 @@ def load_config() -> UserConfig:
     """Read the user's settings; without a file they are empty.
 
     Raises:
-        OptionError: as for :func:`config_path`.
         FileError: the file cannot be read, or has a wrong setting.
     """
     path = config_path()

@@ -518,11 +518,7 @@ def memory_directory() -> Path:
 
 
 def data_directory() -> Path:
-    """The directory of all data kept between runs, by default the user's data directory.
-
-    Raises:
-        OptionError: :data:`ENVIRONMENT_VARIABLE` begins with ``~`` and an unknown user name.
-    """
+    """The directory of all data kept between runs, by default the user's data directory."""
     return directory_in(ENVIRONMENT_VARIABLE) or platformdirs.user_data_path("mlxspec")
 
 

@@ -40,11 +40,7 @@ _Read = TypeVar("_Read")
 
 
 def cache_directory() -> Path:
-    """Where mlxspec keeps what it can find out again, by default the user's cache directory.
-
-    Raises:
-        OptionError: ``MLXSPEC_CACHE_DIR`` begins with ``~`` and an unknown user name.
-    """
+    """Where mlxspec keeps what it can find out again, by default the user's cache directory."""
     return directory_in(ENVIRONMENT_VARIABLE) or platformdirs.user_cache_path("mlxspec")
 
 
@@ -177,9 +173,6 @@ class CostCache:
 
     Args:
         directory: where the files are; by default ``step_times`` in :func:`cache_directory`.
-
-    Raises:
-        OptionError: as :func:`cache_directory`.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
