@@ -132,7 +132,7 @@ def test_ctrl_c_shows_what_was_measured(
         (("--repeats", "0"), "--repeats is 0"),
         (("--limit", "0"), "--limit is 0"),
         (("--head", "a", "--no-head"), "--head and --no-head are given together"),
-        (("--head", "a", "--decoder", "plain"), "--head is for --decoder auto and combined"),
+        (("--head", "a", "--decoder", "plain"), "--head is for --decoder auto"),
         (("--temp", "-1"), "temp is -1.0"),
         (("--prompts", "missing.jsonl"), "missing.jsonl cannot be read"),
         (("--spec-bench", "missing.jsonl"), "missing.jsonl cannot be read"),

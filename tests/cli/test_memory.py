@@ -141,14 +141,14 @@ def test_other_decoders_leave_it_alone(finite: Path, decoder: str):
     assert answers() == []
 
 
-def test_files_of_prompts_chats_and_combined_keep_their_answers_too(finite: Path, tmp_path: Path):
+def test_files_of_prompts_keep_their_answers_too(finite: Path, tmp_path: Path):
     memory("on")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('"a"\n"a b"\n')
     assert run("generate", "--model", finite, "--prompts", prompts).exit_code == 0
     assert [len(tokens) for tokens in answers()] == [6]  # the same answer twice, with its end
     assert earned("tokens") == 12
-    generate("--model", finite, "--prompt", "a", "--decoder", "combined")
+    generate("--model", finite, "--prompt", "a", "--decoder", "auto")
     assert earned("tokens") == 18
 
 
@@ -650,18 +650,18 @@ def test_decoders_of_one_tokenizer_share_what_is_kept(tmp_path: Path):
         stand_in_decoder(mlxspec.AutoDecoder, memory=other)
     other.close()
 
-    def generated(kind: type[mlxspec.AutoDecoder], shared: mlxspec.Memory) -> list:
-        decoder = stand_in_decoder(kind, memory=shared)
+    def generated(shared: mlxspec.Memory) -> list:
+        decoder = stand_in_decoder(mlxspec.AutoDecoder, memory=shared)
         decoder.costs = given_costs(FLAT)
         responses = [*decoder.stream(prompt, 40)]
         shared.settle()
         return responses
 
     one = mlxspec.Memory.kept_in(tmp_path / "kept", demo().tokenizer)
-    first, second = (generated(mlxspec.AutoDecoder, one) for _ in range(2))
+    first, second = (generated(one) for _ in range(2))
     one.close()
     again = mlxspec.Memory.kept_in(tmp_path / "kept", demo().tokenizer)
-    third = generated(mlxspec.CombinedDecoder, again)
+    third = generated(again)
     again.close()
     tokens = [[response.token for response in one] for one in (first, second, third)]
     assert tokens[0] == tokens[1] == tokens[2]

@@ -122,7 +122,7 @@ def test_only_what_is_remembered_teaches_the_next_generation(
 
 
 @pytest.mark.nightly(keep=1)
-@pytest.mark.parametrize("kind", [AutoDecoder, mlxspec.CombinedDecoder, mlxspec.LookaheadDecoder])
+@pytest.mark.parametrize("kind", [AutoDecoder, mlxspec.LookaheadDecoder])
 def test_a_decoder_apart_notices_nothing_of_what_the_other_has_learned(kind: Any) -> None:
     """Neither way: each drafts as if there were no other."""
 

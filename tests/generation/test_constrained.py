@@ -72,7 +72,6 @@ def decoders(make: Any) -> dict[str, tuple[mlxspec.Decoder, dict[str, Any]]]:
     """Every way to draft, and its options."""
     planned = {
         "auto": mlxspec.AutoDecoder,
-        "combined": mlxspec.CombinedDecoder,
         "lookahead": mlxspec.LookaheadDecoder,
     }
     found: dict[str, tuple[mlxspec.Decoder, dict[str, Any]]] = {

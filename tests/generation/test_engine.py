@@ -306,8 +306,6 @@ def test_options_out_of_range_are_named() -> None:
     decoder = small_decoder()
     with pytest.raises(OptionError, match="max_active is 0"):
         Engine(decoder, max_active=0)
-    with pytest.raises(OptionError, match="stall is 0"):
-        Engine(decoder, stall=0)
     with pytest.raises(PromptError):
         submit(Engine(decoder), [], print)
 
@@ -316,7 +314,6 @@ DRAFTINGS: list[tuple[type[mlxspec.Decoder], dict[str, Any]]] = [
     (mlxspec.PromptLookupDecoder, {"n_draft": 2, "ngram_max": 1}),
     (mlxspec.PromptLookupDecoder, {"n_draft": 0}),
     (mlxspec.LookaheadDecoder, {"window_size": 3, "ngram_size": 3, "guess_set_size": 2}),
-    (mlxspec.CombinedDecoder, {"window_size": 2, "ngram_size": 3}),
 ]
 
 
@@ -409,7 +406,7 @@ def test_of_two_generations_at_once_on_one_prompt_cache_the_second_is_refused(ki
     engine.run()
     assert [collected.tokens for collected in found] == [expected[0], []]
     assert requests[0].error is None
-    assert "in use by a generation that is running" in str(requests[1].error)
+    assert "in use by another generation" in str(requests[1].error)
     assert alone(decoder, prompts[1], 8, prompt_cache=caches[1]) == expected[1]
 
 

@@ -10,12 +10,10 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.models.cache import make_prompt_cache
 
 import mlxspec
 from mlxspec.corpus import Memory
@@ -269,18 +267,6 @@ def test_a_servers_prefixes_have_their_heads(kind: str, tmp_path: Path) -> None:
         assert response.reused_tokens >= len(context) - 17 or not turn
         assert talk.trained.drafted > drafted
         prefixes.give_back(session)
-
-
-def test_a_prompt_cache_that_is_read_between_responses_keeps_the_head_ready(kind: str) -> None:
-    talk = Conversation(kind)
-    (prompt,) = prompts(1)
-    held = make_prompt_cache(talk.decoder.model)
-    expected = [r.token for r in plain_decoder(kind).stream(prompt, TOKENS)]
-    talk.trained.contexts = [prompt + expected]
-    for number, response in enumerate(talk.decoder.stream(prompt, TOKENS, prompt_cache=held)):
-        assert response.token == expected[number]
-        mx.eval([layer.state for layer in held])
-    assert response.stats.accepted > TOKENS / 3
 
 
 # --- what else there is ---

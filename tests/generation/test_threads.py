@@ -26,7 +26,6 @@ PROMPTS = [
 ]
 KINDS = [
     mlxspec.AutoDecoder,
-    mlxspec.CombinedDecoder,
     mlxspec.LookaheadDecoder,
     mlxspec.PromptLookupDecoder,
 ]

@@ -58,11 +58,11 @@ if TYPE_CHECKING:
 API_KEY = "MLXSPEC_API_KEY"
 """The environment variable that holds a server's key, for the server and its clients."""
 
-_DECODERS = ("auto", "prompt-lookup", "lookahead", "combined", "plain")
+_DECODERS = ("auto", "prompt-lookup", "lookahead", "plain")
 # Decoders that take certain options. The default decoder is the first that takes all given options.
-PLANNED = ("auto", "combined")  # a trained head drafts with these
-_LOOKUP = ("prompt-lookup", "combined")
-_LOOKAHEAD = ("lookahead", "combined")
+PLANNED = ("auto",)  # a trained head drafts with these
+_LOOKUP = ("prompt-lookup",)
+_LOOKAHEAD = ("lookahead",)
 
 
 _lookup = partial(option_field, of=_LOOKUP)
@@ -84,13 +84,13 @@ class DraftingOptions:
     decoder: str | None = option_field(
         "--decoder",
         "auto chooses each draft by its measured cost; prompt-lookup has fixed parameters; "
-        "lookahead drafts from the model's own guesses; combined is auto with lookahead.  "
+        "lookahead drafts from the model's own guesses.  "
         "[default: auto, or the one that the given options need]",
         type=click.Choice(_DECODERS),
     )
     store: str | None = option_field(
         "--store FILE",
-        "With auto and combined: also draft from a store made by 'mlxspec store'.",
+        "With auto: also draft from a store made by 'mlxspec store'.",
         type=NAME,
         of=PLANNED,
     )
@@ -232,11 +232,7 @@ class DraftingOptions:
         if self.kind == "lookahead":
             return self.lookahead
         store = None if self.store is None else open_store(self.store, tokenizer)
-        lookahead = None
-        if self.kind == "combined":
-            looks_up = any(of is _LOOKUP for of in self._for_some_decoders().values())
-            lookahead = replace(self.lookahead, first=self.lookup.new if looks_up else None)
-        return Auto(memory or Memory(), store, extra, lookahead, head=head)
+        return Auto(memory or Memory(), store, extra, head=head)
 
 
 @dataclass(frozen=True)

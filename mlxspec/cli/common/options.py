@@ -249,7 +249,7 @@ ADAPTERS_HELP = "Apply adapters (LoRA, DoRA) that mlx_lm.lora has trained for th
 
 HEAD = "--head PATH_OR_REPO"
 HEAD_HELP = (
-    "With auto and combined: also draft with this trained head, where no text is likely.  "
+    "With auto: also draft with this trained head, where no text is likely.  "
     "[default: the one that comes with the model, if it has one]"
 )
 NO_HEAD = "--no-head"
