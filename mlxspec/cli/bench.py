@@ -249,7 +249,7 @@ def _submission_file(asked: BenchOptions, shows: ReportOptions, names: Iterable[
             f"--decoder {asked.decoders} with --submit: a report needs the default one; add auto"
         )
     file = Path(time.strftime("mlxspec-report-%Y%m%d-%H%M%S.json"))
-    check_writable(file, OptionError)
+    check_writable(file)
     return file
 
 
@@ -258,7 +258,7 @@ def _submit(file: Path, report: Report, tuning: list[Report]) -> None:
     from ..bench.submission import BenchReport, issue_url
 
     sent = BenchReport.of(report, tuning)
-    with replaced(file, OptionError, SHARED) as writable:
+    with replaced(file, SHARED) as writable:
         writable.write(sent.text().encode())
     url, is_filled_in = issue_url(sent)
     click.echo(f"\nAll that the report says; it is in {file}, too:\n\n{sent.text()}")

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from ..engine.params import CacheOptions
-from ..errors import OptionError, PromptCacheError
+from ..errors import FileError, OptionError
 from ..models.model_files import DEMO, is_downloaded, local_path
 from ..terminal import one_line
 from .common.generation import Generation
@@ -110,7 +110,7 @@ class CachedPrompt:
         file: made by ``mlxspec cache-prompt`` or ``mlx_lm.cache_prompt``.
 
     Raises:
-        PromptCacheError: the file is missing, damaged, empty or of another kind.
+        FileError: the file is missing, damaged, empty or of another kind.
     """
 
     def __init__(self, file: str) -> None:
@@ -121,7 +121,7 @@ class CachedPrompt:
         self._cache, self._metadata = load_prompt_cache(file, return_metadata=True)
         self._tokens = tokens_in(self._metadata, self._cache)
         if all(part.empty() for part in parts(self._cache)):
-            raise PromptCacheError(f"{file} holds an empty cache: leave out --prompt-cache-file")
+            raise FileError(f"{file} holds an empty cache: leave out --prompt-cache-file")
 
     def completed(self, generation: Generation) -> Generation:
         """Complete a generation with the file's model and adapters.
@@ -129,12 +129,12 @@ class CachedPrompt:
         The file may come from anybody, so its model is not downloaded.
 
         Raises:
-            PromptCacheError: the generation has another model or other adapters, or the model is
+            FileError: the generation has another model or other adapters, or the model is
                 not on this machine.
         """
         model, adapters = self._metadata.get("model"), self._metadata.get(ADAPTERS_OF_FILE)
         if generation.model is None and model and not _is_here(model):
-            raise PromptCacheError(
+            raise FileError(
                 f"{self.file} was made by the model {one_line(model[:_LONGEST_NAME])}, which is "
                 "not on this machine: name the model with --model"
             )
@@ -151,7 +151,7 @@ class CachedPrompt:
         if asked == own or (own and local_path(asked).resolve() == local_path(own).resolve()):
             return asked
         made = one_line(own[:_LONGEST_NAME]) or "none"
-        raise PromptCacheError(
+        raise FileError(
             f"{option} is {asked}, and {self.file} was made with {made}: leave out {option}"
         )
 
@@ -163,7 +163,7 @@ class CachedPrompt:
         If the file lists its tokens, they can be drafted from, too.
 
         Raises:
-            PromptCacheError: the file belongs to another model.
+            FileError: the file belongs to another model.
             OptionError: the chat template does not apply.
         """
         from ..engine.prompt_cache import check_fits

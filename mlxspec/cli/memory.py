@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.table import Table
 
-from ..errors import LoadError, OptionError, StoreError
+from ..errors import FileError, LoadError, OptionError
 from ..files import check_writable, replaced
 from .common.model_choice import MODEL
 from .common.notes import note, say
@@ -100,7 +100,7 @@ class Memories:
                 most, name = self._settings.max_tokens, _absolute(model)
                 try:
                     kept = KeptAnswers(memory_directory(), identity, name, most)
-                except StoreError as error:
+                except FileError as error:
                     note(f"{error}; answers are remembered only until this command ends")
             self._memories[identity.fingerprint] = Memory(kept=kept, on_trouble=note)
         self._users[identity.fingerprint] += 1
@@ -378,7 +378,7 @@ def export_command(model: str | None, output: Path | None, force: bool) -> None:
     *.jsonl, 'mlxspec store build' and 'mlxspec replay' can read it.
     """
     if output is not None:
-        check_writable(output, OptionError)
+        check_writable(output)
         if output.exists() and not force:
             raise OptionError(f"--output {output}: exists; name another file, or add --force")
     tokenizer = _tokenizer_of(model)
@@ -387,7 +387,7 @@ def export_command(model: str | None, output: Path | None, force: bool) -> None:
         raise OptionError("no answers are kept: to keep them from now on, run mlxspec memory on")
     decoders = [_decoder(one, tokenizer) for one in kept]  # all, before the first line
     number = 0
-    with replaced(output, StoreError) if output else nullcontext(sys.stdout.buffer) as file:
+    with replaced(output) if output else nullcontext(sys.stdout.buffer) as file:
         for one, decode in zip(kept, decoders, strict=True):
             for _, tokens, ended in sorted(one.read(), key=itemgetter(2)):
                 messages = [{"role": "assistant", "content": decode(tokens)}]
@@ -401,7 +401,7 @@ def _kept(tokenizer: Any) -> list[KeptAnswers]:
     """The kept answers of all tokenizers, or only of this one.
 
     Raises:
-        StoreError: the database cannot be read.
+        FileError: the database cannot be read.
     """
     from ..corpus import identify, kept_answers, memory_directory
 

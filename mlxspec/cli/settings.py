@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import platformdirs
 
-from ..errors import MlxspecError, OptionError, SettingsError
+from ..errors import FileError, MlxspecError, OptionError
 from ..files import SHARED, check_writable, directory_in, replaced
 from ..models.model_files import DEMO
 from ..process import MLX_VARIABLES, variables_in
@@ -114,11 +114,7 @@ class UserConfig:
 
 
 def config_path() -> Path:
-    """The path of the settings file.
-
-    Raises:
-        OptionError: the environment variable names the home directory of an unknown user.
-    """
+    """The path of the settings file."""
     directory = directory_in(ENVIRONMENT_VARIABLE) or platformdirs.user_config_path("mlxspec")
     return directory / "config.toml"
 
@@ -127,27 +123,22 @@ def load_config() -> UserConfig:
     """Read the user's settings; without a file they are empty.
 
     Raises:
-        OptionError: as for :func:`config_path`.
-        SettingsError: the file cannot be read, or has a wrong setting.
+        FileError: the file cannot be read, or has a wrong setting.
     """
     path = config_path()
     try:
         if path.exists() and not path.is_file():
-            raise SettingsError(f"{path}: not a regular file; remove it")
+            raise FileError(f"{path}: not a regular file; remove it")
         document = tomllib.loads(path.read_bytes().decode())
         check_settings(document)
     except FileNotFoundError:
         return UserConfig(path)
     except OptionError as error:
-        raise SettingsError(f"{path}: {error}; correct the file") from error
+        raise FileError(f"{path}: {error}; correct the file") from error
     except OSError as error:
-        raise SettingsError(
-            f"{path}: cannot be read ({error.strerror}); make it readable"
-        ) from error
+        raise FileError(f"{path}: cannot be read ({error.strerror}); make it readable") from error
     except (ValueError, RecursionError) as error:
-        raise SettingsError(
-            f"{path}: is not valid TOML ({error}); correct it, or remove it"
-        ) from error
+        raise FileError(f"{path}: is not valid TOML ({error}); correct it, or remove it") from error
     aliases = document.pop(ALIAS, {})
     return UserConfig(path, document, aliases)
 
@@ -216,26 +207,26 @@ class SettingsFile:
         """The file's text; empty if the file does not exist.
 
         Raises:
-            SettingsError: it cannot be read or written, or is not UTF-8.
+            FileError: it cannot be read or written, or is not UTF-8.
         """
         try:
             place = self.path.resolve()
             if place.parent.is_dir():
-                check_writable(place, SettingsError)
+                check_writable(place)
             return place.read_bytes().decode()
         except FileNotFoundError:
             return ""
         except UnicodeDecodeError as error:
-            raise SettingsError(f"{self.path}: is not UTF-8 text; convert it") from error
+            raise FileError(f"{self.path}: is not UTF-8 text; convert it") from error
         except (OSError, RuntimeError) as error:
             reason = getattr(error, "strerror", None) or "the link leads nowhere"
-            raise SettingsError(f"{self.path}: {reason}; make it readable") from error
+            raise FileError(f"{self.path}: {reason}; make it readable") from error
 
     def merged(self, text: str) -> str:
         """Merge the settings into a text of the file; the text of a new file is empty.
 
         Raises:
-            SettingsError: something in the text would be lost.
+            FileError: something in the text would be lost.
         """
         kind = _KINDS[self.path.suffix]
         try:
@@ -249,12 +240,12 @@ class SettingsFile:
                 return text
             new = _render(kind, document, text)
             if _plain(_parse(kind, new)) != expected:
-                raise SettingsError("the edit would change other parts of it")
-        except SettingsError as error:
-            raise SettingsError(f"{self.path}: {error}; change it by hand") from error
+                raise FileError("the edit would change other parts of it")
+        except FileError as error:
+            raise FileError(f"{self.path}: {error}; change it by hand") from error
         except (ValueError, RecursionError) as error:
             reason = " ".join(str(error).split())
-            raise SettingsError(
+            raise FileError(
                 f"{self.path}: cannot be edited as {kind} ({reason}); change it by hand"
             ) from error
         return new
@@ -263,7 +254,7 @@ class SettingsFile:
         """Replace the file in one step; create its directory if it is missing.
 
         Raises:
-            SettingsError: it cannot be written.
+            FileError: it cannot be written.
         """
         try:
             place = self.path.resolve()
@@ -271,10 +262,10 @@ class SettingsFile:
             mode = stat.S_IMODE(place.stat().st_mode) if place.exists() else SHARED
         except OSError as error:
             reason = error.strerror
-            raise SettingsError(
+            raise FileError(
                 f"{self.path}: cannot be written ({reason}); create its directory"
             ) from error
-        with replaced(place, SettingsError, mode) as file:
+        with replaced(place, mode) as file:
             file.write(text.encode())
 
 
@@ -282,7 +273,7 @@ def _merge(document: MutableMapping[str, Any], settings: Settings) -> None:
     """Put settings into a document, which is changed in place.
 
     Raises:
-        SettingsError: nested settings meet a value of another type.
+        FileError: nested settings meet a value of another type.
     """
     for name, value in settings.items():
         there = document.get(name)
@@ -292,11 +283,11 @@ def _merge(document: MutableMapping[str, Any], settings: Settings) -> None:
             document[name] = _given(value)
         elif isinstance(value, dict):
             if not isinstance(there, MutableMapping):
-                raise SettingsError(f"{name} must be an object")
+                raise FileError(f"{name} must be an object")
             _merge(there, value)
         elif isinstance(value, list) and any(isinstance(one, dict) for one in value):
             if not isinstance(there, list):
-                raise SettingsError(f"{name} must be a list")
+                raise FileError(f"{name} must be a list")
             for entry in value:
                 named = (one for one in there if isinstance(one, MutableMapping))
                 same = next((one for one in named if one.get("name") == entry["name"]), None)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import platformdirs
 
-from ..errors import OptionError, StoreError
+from ..errors import FileError, OptionError
 from ..files import PRIVATE, directory_in, replaced
 from ..jsonl import load_json
 from .suffix_array import TOKEN_BITS, read_arrays
@@ -61,12 +61,12 @@ def identify(tokenizer: Any) -> TokenizerIdentity:
         tokenizer: one of mlx-lm, transformers or tokenizers, or any with ``get_vocab``.
 
     Raises:
-        StoreError: the tokenizer has no tokens, or ids that no store can hold.
+        FileError: the tokenizer has no tokens, or ids that no store can hold.
     """
     vocabulary = sorted((index, token) for token, index in tokenizer.get_vocab().items())
     name = _short_name(getattr(tokenizer, "name_or_path", None) or "unnamed")
     if not vocabulary or not 0 <= vocabulary[0][0] <= vocabulary[-1][0] < _MAX_VOCABULARY:
-        raise StoreError(
+        raise FileError(
             f"the tokenizer {name} has ids that no store can hold: use one with ids from 0 to "
             f"{_MAX_VOCABULARY - 1:,}"
         )
@@ -174,7 +174,7 @@ class KeptAnswers:
         max_tokens: how many tokens to keep.
 
     Raises:
-        StoreError: the database cannot be made or opened.
+        FileError: the database cannot be made or opened.
     """
 
     def __init__(
@@ -265,7 +265,7 @@ class KeptAnswers:
         Another process drops them when it next adds an answer.
 
         Raises:
-            StoreError: they cannot be deleted, or another process keeps the database busy.
+            FileError: they cannot be deleted, or another process keeps the database busy.
         """
         gone = [(row,) for row in rows]
         if not gone:
@@ -276,7 +276,7 @@ class KeptAnswers:
         self._run("VACUUM")
         ((busy, *_),) = self._run("PRAGMA wal_checkpoint(TRUNCATE)")
         if busy:
-            raise StoreError("another process is reading the kept answers; forget them again")
+            raise FileError("another process is reading the kept answers; forget them again")
 
     def count(self) -> dict[str, Any]:
         """Count the "texts", their "tokens", and their "bytes", index files included.
@@ -347,7 +347,7 @@ class KeptAnswers:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Raise SQLite's errors as StoreError, and replace a damaged database by a new one."""
+        """Raise SQLite's errors as FileError, and replace a damaged database by a new one."""
         try:
             yield
         except sqlite3.Error as error:
@@ -361,7 +361,7 @@ def kept_answers(directory: Path) -> list[KeptAnswers]:
     """The answers of all tokenizers in a directory, sorted by the tokenizers' names.
 
     Raises:
-        StoreError: the database cannot be read.
+        FileError: the database cannot be read.
     """
     if not (directory / DATABASE).exists():
         return []
@@ -381,7 +381,7 @@ def connect(directory: Path | None) -> sqlite3.Connection:
     A damaged database is set aside, and a new one made.
 
     Raises:
-        StoreError: the database cannot be made or opened, or a later version made it.
+        FileError: the database cannot be made or opened, or a later version made it.
     """
     if directory is None:
         return _prepared(sqlite3.connect(":memory:", **_OPTIONS))
@@ -400,7 +400,7 @@ def connect(directory: Path | None) -> sqlite3.Connection:
                 set_aside(directory)
     except (OSError, sqlite3.Error) as error:
         reason = getattr(error, "strerror", None) or error
-        raise StoreError(
+        raise FileError(
             f"{path}: cannot be opened ({reason}); set MLXSPEC_MEMORY to another directory"
         ) from error
     raise AssertionError("unreachable")
@@ -436,13 +436,13 @@ def _prepared(database: sqlite3.Connection) -> sqlite3.Connection:
     return database
 
 
-def store_error(directory: Path | None, error: sqlite3.Error) -> StoreError:
+def store_error(directory: Path | None, error: sqlite3.Error) -> FileError:
     """The error to raise for SQLite's; also sets a damaged database aside."""
     path = directory / DATABASE if directory else "memory"
     if directory and is_damage(error):
         set_aside(directory)
-        return StoreError(f"{path}: is damaged; it is set aside as {DATABASE}{DAMAGED}")
-    return StoreError(f"{path}: {error}")
+        return FileError(f"{path}: is damaged; it is set aside as {DATABASE}{DAMAGED}")
+    return FileError(f"{path}: {error}")
 
 
 def is_damage(error: sqlite3.Error) -> bool:
@@ -518,11 +518,7 @@ def memory_directory() -> Path:
 
 
 def data_directory() -> Path:
-    """The directory of all data kept between runs, by default the user's data directory.
-
-    Raises:
-        OptionError: :data:`ENVIRONMENT_VARIABLE` begins with ``~`` and an unknown user name.
-    """
+    """The directory of all data kept between runs, by default the user's data directory."""
     return directory_in(ENVIRONMENT_VARIABLE) or platformdirs.user_data_path("mlxspec")
 
 
@@ -566,7 +562,7 @@ def save_settings(settings: Settings) -> None:
     """Write the user's settings, whole or not at all.
 
     Raises:
-        StoreError: they cannot be written.
+        FileError: they cannot be written.
     """
     value = {
         "version": 1,
@@ -578,8 +574,8 @@ def save_settings(settings: Settings) -> None:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise StoreError(f"{directory}: cannot be made ({error.strerror})") from error
-    with replaced(directory / "settings.json", StoreError) as file:
+        raise FileError(f"{directory}: cannot be made ({error.strerror})") from error
+    with replaced(directory / "settings.json") as file:
         file.write(json.dumps(value, indent=1).encode() + b"\n")
 
 

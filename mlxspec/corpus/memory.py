@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import OptionError, StoreError
-from ..files import remove_leftovers, replaced
+from ..errors import FileError, OptionError
+from ..files import remove_leftover, replaced
 from .answers import (
     INDEX,
     INDEX_FORMAT,
@@ -103,7 +103,7 @@ class Memory:
 
     Raises:
         OptionError: ``max_tokens`` is negative or not a whole number.
-        StoreError: the kept answers cannot be read.
+        FileError: the kept answers cannot be read.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Memory:
 
         Raises:
             OptionError: as for the class.
-            StoreError: the directory cannot be made or written.
+            FileError: the directory cannot be made or written.
         """
         model = str(getattr(tokenizer, "name_or_path", ""))
         kept = KeptAnswers(Path(directory), identify(tokenizer), model, max_tokens)
@@ -306,7 +306,7 @@ class _MemoryWorker:
         """Run an action, and report its failure, if any."""
         try:
             action()
-        except (OSError, StoreError) as error:
+        except (OSError, FileError) as error:
             self._report(f"{error}; answers are remembered until this process ends")
 
     def _report(self, line: str) -> None:
@@ -347,7 +347,7 @@ class _MemoryWorker:
     def _keep(self, text: bytes, earned: Mapping[str, int]) -> int:
         """Write an answer to the database; returns its row, or a negative one if that fails."""
         for _ in range(2):  # the second try finds a damaged database replaced
-            with suppress(StoreError):
+            with suppress(FileError):
                 return self._answers.add(text, earned)
         self._try(lambda: self._answers.add(text, earned))
         self._unkept -= 1
@@ -398,8 +398,8 @@ class _MemoryWorker:
             else:
                 segments.append(segment)
                 taken = np.append(taken, segment.rows)
-        for leftover in directory.glob(f".*{INDEX}.*") if directory else ():
-            remove_leftovers(leftover.with_name(leftover.name[1:].partition(INDEX)[0] + INDEX))
+        for leftover in directory.glob(f".*{INDEX}.partial") if directory else ():
+            remove_leftover(leftover)
         return sorted(segments, key=lambda segment: int(segment.rows[-1]), reverse=True)
 
     def refresh(self, leading: Mapping[int, Sequence[int]] | None = None) -> None:
@@ -488,7 +488,7 @@ class _MemoryWorker:
         except (IndexError, ValueError):  # impossible numbers, despite right checksums
             for segment in [one for one in self._segments if one.path]:
                 self._try(partial(self.drop_segment, segment))
-        except (OSError, StoreError) as error:
+        except (OSError, FileError) as error:
             if isinstance(error.__cause__ or error, FileNotFoundError):
                 self._try(self.refresh)  # other processes have deleted rows, or the new file
             else:
@@ -516,14 +516,14 @@ class _MemoryWorker:
         """Replace one or two segments with a single new one.
 
         Raises:
-            OSError, StoreError: the new file cannot be written, or rows were deleted meanwhile.
+            OSError, FileError: the new file cannot be written, or rows were deleted meanwhile.
         """
         arrays = _joined(*chosen) if len(chosen) > 1 else chosen[0].arrays()
         if all(map(self._goes_to_file, chosen)):
             assert self._state
             path, database = self._answers.new_index_file(), self._state[0]
             header = {"format": INDEX_FORMAT[0], "database": database}
-            with ExitStack() as locked, replaced(path, StoreError) as file:
+            with ExitStack() as locked, replaced(path) as file:
                 write_arrays(file, header, {n: (k, self._taken(a)) for n, (k, a) in arrays.items()})
                 if locked.enter_context(self._answers.locked()) != self._state:
                     raise FileNotFoundError("rows were deleted")

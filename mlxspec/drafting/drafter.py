@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import DrafterError, OptionError
+from ..errors import MlxspecError, OptionError
 
 
 @dataclass(frozen=True)
@@ -563,11 +563,11 @@ def checked_drafter(drafter: object) -> Drafter:
     """Return ``drafter`` if it is a :class:`Drafter`.
 
     Raises:
-        DrafterError: it is not an instance of a derived class.
+        MlxspecError: it is not an instance of a derived class.
     """
     if not isinstance(drafter, Drafter):
         name = repr(drafter) if isinstance(drafter, type) else f"a {type(drafter).__name__}"
-        raise DrafterError(
+        raise MlxspecError(
             f"drafter is {name}, not an instance of a class derived from mlxspec.Drafter"
         )
     return drafter
@@ -577,16 +577,16 @@ def checked_draft(proposed: object, drafter: Drafter, last: int) -> DraftTree:
     """Return a drafter's proposal if it is a tree with the root ``last``.
 
     Raises:
-        DrafterError: it is not a draft tree, or its root is another token.
+        MlxspecError: it is not a draft tree, or its root is another token.
     """
     name = type(drafter).__name__
     if not isinstance(proposed, DraftTree):
-        raise DrafterError(
+        raise MlxspecError(
             f"{name}.propose returned {type(proposed).__name__}: return a DraftTree, such as "
             "DraftTree.chain(last token, drafted tokens)"
         )
     if proposed.tokens[0] != last:
-        raise DrafterError(
+        raise MlxspecError(
             f"{name}.propose returned a tree with the root {proposed.tokens[0]}, but the context "
             f"ends with {last}: keep the last token of the prompt, and then of step.tokens"
         )

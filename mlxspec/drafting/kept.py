@@ -40,11 +40,7 @@ _Read = TypeVar("_Read")
 
 
 def cache_directory() -> Path:
-    """Where mlxspec keeps what it can find out again, by default the user's cache directory.
-
-    Raises:
-        OptionError: ``MLXSPEC_CACHE_DIR`` begins with ``~`` and an unknown user name.
-    """
+    """Where mlxspec keeps what it can find out again, by default the user's cache directory."""
     return directory_in(ENVIRONMENT_VARIABLE) or platformdirs.user_cache_path("mlxspec")
 
 
@@ -85,7 +81,7 @@ def _write_json(what: str, path: Path, content: Mapping[str, object]) -> bool:
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with replaced(path, MlxspecError) as file:
+        with replaced(path) as file:
             file.write(json.dumps(content, separators=(",", ":")).encode())
     except (OSError, MlxspecError) as error:
         if path.parent.parent not in _warned_of:
@@ -177,9 +173,6 @@ class CostCache:
 
     Args:
         directory: where the files are; by default ``step_times`` in :func:`cache_directory`.
-
-    Raises:
-        OptionError: as :func:`cache_directory`.
     """
 
     def __init__(self, directory: Path | None = None) -> None:

@@ -205,7 +205,7 @@ def drafter_maker(drafter: Drafter | Callable[[], Drafter]) -> Callable[[], Draf
         drafter: a class or function that makes drafters, or one drafter for all generations.
 
     Raises:
-        DrafterError: ``drafter`` is neither.
+        MlxspecError: ``drafter`` is neither.
     """
     if callable(drafter) and not isinstance(drafter, Drafter):
         return drafter

@@ -28,7 +28,7 @@ from ..engine.prompt_cache import (
     tokens_in,
 )
 from ..engine.target import Capability, ContextCache, Target, target_for
-from ..errors import OptionError, PromptCacheError
+from ..errors import FileError, OptionError
 
 
 class CacheLease:
@@ -134,14 +134,14 @@ class Session:
         """Begin a session with the cache in a file.
 
         Raises:
-            PromptCacheError: the file cannot be read, or does not list the cache's tokens, as files
+            FileError: the file cannot be read, or does not list the cache's tokens, as files
                 of mlx-lm do not. For these, pass the result of :func:`mlxspec.load_prompt_cache` as
                 ``prompt_cache``.
         """
         cache, metadata = load_prompt_cache(file_name, return_metadata=True)
         tokens = tokens_in(metadata, cache)
         if not tokens:
-            raise PromptCacheError(
+            raise FileError(
                 f"{file_name} does not list its cache's tokens: load it with load_prompt_cache and "
                 "pass it as prompt_cache"
             )
@@ -203,7 +203,7 @@ class Session:
         Raises:
             OptionError: the session holds nothing yet, a generation is using it, or its model is
                 split over several machines.
-            PromptCacheError: the file cannot be written; an existing one stays unchanged.
+            FileError: the file cannot be written; an existing one stays unchanged.
         """
         with self._used(), mx.stream(generation_stream):
             target = self._target
@@ -305,7 +305,7 @@ class SessionTurn(CacheLease):
         Raises:
             OptionError: another generation is using the session, or it begins with a cache from a
                 file, and the model is split over several machines.
-            PromptCacheError: the session's initial cache is another model's.
+            FileError: the session's initial cache is another model's.
         """
         with ExitStack() as ending:
             ending.enter_context(self._session._used())

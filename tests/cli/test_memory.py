@@ -29,7 +29,7 @@ from mlxspec.corpus import (
 )
 from mlxspec.corpus.store import open_store
 from mlxspec.corpus.suffix_index import SEPARATOR
-from mlxspec.errors import OptionError, StoreError
+from mlxspec.errors import FileError, OptionError
 from mlxspec.models.tokenizer import load_tokenizer_of
 from mlxspec.terminal import TokenPrinter
 from tests.cli.test_serve import serving
@@ -646,7 +646,7 @@ def test_decoders_of_one_tokenizer_share_what_is_kept(tmp_path: Path):
     with pytest.raises(OptionError, match="memory and memory_tokens are given together"):
         stand_in_decoder(mlxspec.AutoDecoder, memory=Memory(), memory_tokens=5)
     other = Memory.kept_in(tmp_path / "kept", FIRST)
-    with pytest.raises(StoreError, match=r"memory keeps tokens of first \(100 tokens"):
+    with pytest.raises(FileError, match=r"memory keeps tokens of first \(100 tokens"):
         stand_in_decoder(mlxspec.AutoDecoder, memory=other)
     other.close()
 

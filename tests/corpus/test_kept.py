@@ -22,7 +22,7 @@ from mlxspec.corpus import KeptAnswers, Memory, identify
 from mlxspec.corpus.answers import DATABASE, INDEX_FORMAT
 from mlxspec.corpus.memory import Segment
 from mlxspec.corpus.suffix_array import write_arrays
-from mlxspec.errors import StoreError
+from mlxspec.errors import FileError
 from tests.corpus.test_memory import looked_up, make_small
 from tests.support.examples import examples
 from tests.support.hostile import mutated
@@ -404,7 +404,7 @@ def test_whatever_stands_in_the_database_is_harmless(
     try:
         learn_with(directory, lines, [[7, 8, 9]])
         found = all_texts(directory)
-    except StoreError as error:
+    except FileError as error:
         lines.append(str(error))
         found = []
     assert all("\n" not in line for line in lines)
@@ -432,7 +432,7 @@ def test_damaged_pages_are_noticed_while_answers_are_kept(tmp_path: Path):
     lines: list[str] = []
     try:
         learn_with(tmp_path, lines, [[1, 2, 3]])
-    except StoreError as error:
+    except FileError as error:
         lines.append(str(error))
         learn_with(tmp_path, lines, [[1, 2, 3]])
     assert any("is damaged; it is set aside as answers.sqlite.damaged" in line for line in lines)
@@ -444,7 +444,7 @@ def test_a_later_versions_database_is_left_alone(tmp_path: Path):
     with sqlite3.connect(tmp_path / DATABASE) as database:
         database.execute("PRAGMA user_version = 3")
     before = (tmp_path / DATABASE).read_bytes()
-    with pytest.raises(StoreError, match="version 3 is later than this mlxspec's"):
+    with pytest.raises(FileError, match="version 3 is later than this mlxspec's"):
         KeptAnswers(tmp_path, IDENTITY)
     assert (tmp_path / DATABASE).read_bytes() == before
 

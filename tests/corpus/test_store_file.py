@@ -12,7 +12,7 @@ import pytest
 
 from mlxspec.corpus.answers import identify
 from mlxspec.corpus.store import Store, add_to_store, build_store, open_store
-from mlxspec.errors import StoreError
+from mlxspec.errors import FileError
 from tests.corpus.test_store import places
 from tests.support.tokenizers import FIRST, FakeTokenizer
 
@@ -33,7 +33,7 @@ def body(data: bytes) -> int:
 def refused(path: Path, data: bytes) -> str:
     """The message with which this content is refused."""
     path.write_bytes(data)
-    with pytest.raises(StoreError) as caught:
+    with pytest.raises(FileError) as caught:
         open_store(path, FIRST).verify()
     message = str(caught.value)
     assert message.startswith(f"{path}: ")
@@ -109,7 +109,7 @@ def test_content_of_ill_will_gives_an_error_or_right_results(path: Path, seed: i
         path.write_bytes(resealed(bytes(changed)))
         try:
             store = open_store(path).verify()
-        except StoreError:
+        except FileError:
             continue
         opened += 1
         assert_all_right(store)
@@ -173,17 +173,17 @@ def test_a_header_that_makes_no_sense_is_refused(path: Path, name: str, value: o
 def test_what_is_no_store_is_called_so(path: Path, tmp_path: Path):
     for content in (b"", b"{}", b"x" * 4096, b"[" * 5000 + b"\n", b'{"format": 1}  \n'):
         assert "is not an mlxspec store" in refused(path, content)
-    with pytest.raises(StoreError, match=r"nowhere: no such file; .*`mlxspec store build`"):
+    with pytest.raises(FileError, match=r"nowhere: no such file; .*`mlxspec store build`"):
         open_store(tmp_path / "nowhere")
-    with pytest.raises(StoreError, match="is not a regular file"):
+    with pytest.raises(FileError, match="is not a regular file"):
         open_store(tmp_path)
-    with pytest.raises(StoreError, match="cannot be read"):
+    with pytest.raises(FileError, match="cannot be read"):
         open_store(path / "below")
 
 
 def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path: Path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(StoreError, match="pipe: is not a regular file"):
+    with pytest.raises(FileError, match="pipe: is not a regular file"):
         open_store(tmp_path / "pipe")
 
 
@@ -204,7 +204,7 @@ def test_a_damaged_store_is_neither_extended_nor_replaced(
     whole = path.read_bytes()
     for damaged in (whole[:-4], whole[:-1] + bytes([whole[-1] ^ 1])):
         path.write_bytes(damaged)
-        with pytest.raises(StoreError):
+        with pytest.raises(FileError):
             change(path)
         assert path.read_bytes() == damaged
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlxspec.corpus.store import find_files, read_texts
-from mlxspec.errors import StoreError
+from mlxspec.errors import FileError
 
 
 def read(*paths: Path) -> tuple[list[str], Counter[str]]:
@@ -61,7 +61,7 @@ def test_files_that_are_no_text_are_passed_over_and_counted(tmp_path: Path):
 def test_pipes_are_not_waited_for(tmp_path: Path):
     os.mkfifo(tmp_path / "pipe")
     assert read(tmp_path) == ([], Counter())
-    with pytest.raises(StoreError, match="pipe: neither a regular file nor a directory"):
+    with pytest.raises(FileError, match="pipe: neither a regular file nor a directory"):
         find_files([tmp_path / "pipe"])
 
 
@@ -80,7 +80,7 @@ def test_a_file_that_vanishes_is_counted(tmp_path: Path):
 
 
 def test_what_is_not_there_is_named(tmp_path: Path):
-    with pytest.raises(StoreError, match=r"nowhere: cannot be read \(No such file"):
+    with pytest.raises(FileError, match=r"nowhere: cannot be read \(No such file"):
         find_files([tmp_path / "nowhere"])
 
 

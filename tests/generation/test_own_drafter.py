@@ -11,7 +11,7 @@ import pytest
 import mlxspec
 from mlxspec import AutoDecoder, Decoder, Drafter, DraftTree, VerifiedStep
 from mlxspec.drafting.drafter import load_drafter
-from mlxspec.errors import DrafterError, OptionError
+from mlxspec.errors import MlxspecError, OptionError
 from tests.support.demo import FLAT, demo_decoder, given_costs, stand_in_decoder
 from tests.support.drafters import HostileDrafter
 
@@ -109,7 +109,7 @@ class Wrong(Drafter):
 )
 def test_what_is_no_draft_is_refused_by_name(proposal: object, message: str) -> None:
     for decoder in (stand_in_decoder(Decoder, drafter=Wrong(proposal)), extra(Wrong(proposal))):
-        with pytest.raises(DrafterError, match=message) as raised:
+        with pytest.raises(MlxspecError, match=message) as raised:
             list(decoder.stream(PROMPT, 5))
         assert "\n" not in str(raised.value)
 
@@ -130,7 +130,7 @@ def extra(drafter: Drafter) -> AutoDecoder:
 )
 def test_what_is_no_drafter_is_refused(drafter: object, message: str) -> None:
     decoder = stand_in_decoder(Decoder)
-    with pytest.raises((DrafterError, NotImplementedError), match=message):
+    with pytest.raises((MlxspecError, NotImplementedError), match=message):
         list(decoder.decode(PROMPT, drafter, max_tokens=3))  # type: ignore[arg-type]
 
 

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from ...distributed import leading
 from ...engine.params import SamplingParams
-from ...errors import ChatFileError, MlxspecError, OptionError, PromptError
+from ...errors import FileError, MlxspecError, OptionError, PromptError
 from ...files import replaced
 from ...jsonl import conversation_of, load_json
 from ...models.model_files import find_directory, local_path
@@ -710,13 +710,13 @@ def write_chat(path: Path, model: str, messages: Messages) -> None:
         messages: the system prompt, if there is one, and the turns.
 
     Raises:
-        ChatFileError: the file exists and is not a saved chat, or cannot be written.
+        FileError: the file exists and is not a saved chat, or cannot be written.
     """
     if path.is_file():
         read_chat(path)
     record = {"model": model, "created": int(time.time()), "messages": messages}
     text = json.dumps(record, ensure_ascii=False, indent=1)
-    with replaced(path, ChatFileError) as file:
+    with replaced(path) as file:
         file.write(text.encode(errors="replace") + b"\n")
 
 
@@ -727,22 +727,20 @@ def read_chat(path: Path) -> Messages:
         the system prompt if there is one, and turns of "user" and "assistant".
 
     Raises:
-        ChatFileError: it cannot be read or continued.
+        FileError: it cannot be read or continued.
     """
     try:
         turns, _ = conversation_of(load_json(path.read_bytes()))
     except OSError as error:
-        raise ChatFileError(
-            f"{path}: cannot be read ({error.strerror}); name a saved chat"
-        ) from error
+        raise FileError(f"{path}: cannot be read ({error.strerror}); name a saved chat") from error
     except (ValueError, RecursionError) as error:
-        raise ChatFileError(f"{path}: is not a saved chat ({error}); name another file") from error
+        raise FileError(f"{path}: is not a saved chat ({error}); name another file") from error
     system = []
     if turns and turns[0]["role"] in _SYSTEM:
         system = [_said("system", turns.pop(0)["content"])]
     roles = [turn["role"] for turn in turns]
     if roles[:1] == ["assistant"] or not {"user", "assistant"}.issuperset(roles):
-        raise ChatFileError(
+        raise FileError(
             f"{path}: is not a saved chat (its turns must be the user's and the assistant's, the "
             "user's first); name another file"
         )

@@ -61,11 +61,7 @@ def open_input(
 
 
 def kept_history() -> History:
-    """The messages of earlier chats, in a file that only the user may read.
-
-    Raises:
-        OptionError: the environment names an impossible directory.
-    """
+    """The messages of earlier chats, in a file that only the user may read."""
     from ...corpus import data_directory
 
     path = data_directory() / "chat_history"

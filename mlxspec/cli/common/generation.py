@@ -219,7 +219,7 @@ class DraftingOptions:
             head: the model's trained head.
 
         Raises:
-            StoreError: the store cannot be read, or belongs to another tokenizer.
+            FileError: the store cannot be read, or belongs to another tokenizer.
         """
         from ...corpus import Memory
         from ...corpus.store import open_store

@@ -237,7 +237,7 @@ class ReportOptions:
         if self.html:
             if self.html.suffix != ".html":
                 raise OptionError(f"--html {self.html}: choose a name *.html")
-            check_writable(self.html, OptionError)
+            check_writable(self.html)
 
     def show_tables(
         self,
@@ -263,7 +263,7 @@ class ReportOptions:
             print_tables(tables(), color)
         if self.html:
             content = html_page((page or tables)())
-            with replaced(self.html, OptionError, SHARED) as file:
+            with replaced(self.html, SHARED) as file:
                 file.write(content.encode(errors="replace"))  # file names need not be UTF-8
 
 
