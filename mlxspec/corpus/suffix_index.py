@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -220,23 +221,16 @@ class Excerpts(NamedTuple):
         tokens: the excerpts, with a SEPARATOR after each.
         occurrences: the longest match first; ``position`` is where its excerpt begins in
             ``tokens``.
-        sources: the index that each occurrence is from, and its position there.
     """
 
     tokens: list[int]
     occurrences: list[Occurrence]
-    sources: Sequence[Any]
 
 
 def excerpts(
-    indexes: Iterable[Any],
-    tail: Sequence[int],
-    limit: int,
-    depth: int,
-    vocab_size: int,
-    on_damage: Callable[[Any], object] = lambda index: None,
+    indexes: Iterable[Any], tail: Sequence[int], limit: int, depth: int, vocab_size: int
 ) -> Excerpts:
-    """Look up a context in several indexes.
+    """Look up a context in several indexes; positions and tokens out of range are skipped.
 
     Args:
         indexes: suffix indexes and suffix arrays, the newest first.
@@ -244,30 +238,23 @@ def excerpts(
         limit: the most excerpts to return.
         depth: the most tokens of an excerpt.
         vocab_size: all ids must be below it.
-        on_damage: called with an index that has positions or tokens out of range.
     """
     tail = tail[-MAX_LENGTH:]
     found: list[tuple[int, int, Any]] = []
     for one in indexes:
-        try:
+        with suppress(IndexError):  # a damaged file
             found += [(length, position, one) for length, position in one.matches(tail, limit)]
-        except IndexError:
-            on_damage(one)
     found.sort(key=_LENGTH, reverse=True)  # stable: newer ones come before equal older ones
     tokens: list[int] = []
-    occurrences, sources = [], []
+    occurrences: list[Occurrence] = []
     for length, position, one in found[:limit]:
         piece = one.tokens[position : position + depth].tolist()
         if SEPARATOR in piece:
             del piece[piece.index(SEPARATOR) :]
-        if piece and not 0 <= min(piece) <= max(piece) < vocab_size:
-            on_damage(one)
-            continue
-        occurrences.append(Occurrence(length, len(tokens)))
-        sources.append((one, position))
-        tokens += piece
-        tokens.append(SEPARATOR)
-    return Excerpts(tokens, occurrences, sources)
+        if not piece or 0 <= min(piece) <= max(piece) < vocab_size:
+            occurrences.append(Occurrence(length, len(tokens)))
+            tokens += [*piece, SEPARATOR]
+    return Excerpts(tokens, occurrences)
 
 
 _LENGTH = itemgetter(0)

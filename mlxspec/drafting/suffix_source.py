@@ -15,7 +15,6 @@ from ..corpus.suffix_index import (
     SEPARATOR,
     ContextIndex,
     Continuation,
-    Excerpts,
     Occurrence,
     SuffixIndex,
     continuations,
@@ -88,7 +87,6 @@ class SuffixSource(Drafter):
         self._context.begin(prompt)
         self._index: SuffixIndex | None = None
         self._trees: list[SuffixTree] = []
-        self._excerpts: dict[str, Excerpts] = {}
         self._acceptance.begin(self._experience.of_kind(prompt), self._context.output_start)
         for texts, acceptance in self._earlier.values():
             acceptance.begin(self._experience.of_texts(texts).of_kind(prompt))
@@ -103,7 +101,6 @@ class SuffixSource(Drafter):
         self._trees = [SuffixTree(last, *own, limits)]
         for name, (texts, acceptance) in self._earlier.items():
             found = texts.look_up(tail, _EARLIER_OCCURRENCES, depth)
-            self._excerpts[name] = found
             if found.occurrences:
                 tree = SuffixTree(last, name, found.tokens, found.occurrences, acceptance, limits)
                 self._trees.append(tree)
@@ -137,10 +134,6 @@ class SuffixSource(Drafter):
             reached = [(tree, node) for tree, node in below if node]
             name = reached[0][0].name if reached else OTHERS
             self.earned[name] += 1
-            if name == MEMORY and self._memory:
-                (tree, node), excerpts = reached[0], self._excerpts[MEMORY]
-                first = excerpts.occurrences.index(tree.firsts[node - 1])
-                self._memory.used(excerpts.sources[first])
 
 
 # Negative p_reached, serial number, parent, occurrences, path.
@@ -185,7 +178,6 @@ class SuffixTree(TreeBuilder):
         self._most_children = _CHILDREN if limits.branching else 1
         self._expected = self._best_rate = self._price = 1.0
         self._proposals: list[_Proposal | None] = []  # per node, its proposed children
-        self.firsts: list[Occurrence] = []  # per node but the root, the best occurrence
         self._frontier: list[_Frontier] = []
         self._serial = 0  # breaks ties: the older entry comes first
         self._grow(occurrences)
@@ -209,7 +201,7 @@ class SuffixTree(TreeBuilder):
             negative_p, _, parent, occurrences, path = heappop(self._frontier)
             if not self._is_wanted(-negative_p):
                 break
-            node = self._append(path[-1], parent, -negative_p, occurrences[0])
+            node = self._append(path[-1], parent, -negative_p)
             self._follow(node, -negative_p, occurrences, path)
 
     def _push(
@@ -226,10 +218,9 @@ class SuffixTree(TreeBuilder):
         """The probability below which no further node is wanted."""
         return max(_LEAST_P_REACHED, self._least_p[len(self.p_reached)] * self._price)
 
-    def _append(self, token: int, parent: int, p_reached: float, occurrence: Occurrence) -> int:
+    def _append(self, token: int, parent: int, p_reached: float) -> int:
         """Add a node that the text proposes."""
         node = self.child(parent, token, p_reached, self.name)
-        self.firsts.append(occurrence)
         self._expected += p_reached
         rows = node + 1
         if rows < len(self._costs) and self._expected > self._best_rate * self._costs[rows]:
@@ -268,7 +259,7 @@ class SuffixTree(TreeBuilder):
             if p_reached <= likeliest_other or not self._is_wanted(p_reached):
                 self._push(p_reached, node, occurrences, path)
                 return
-            node = self._append(token, node, p_reached, occurrences[0])
+            node = self._append(token, node, p_reached)
         self._proposals.append(None)  # nothing follows
 
     def _expand(

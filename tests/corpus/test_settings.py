@@ -182,7 +182,7 @@ def test_a_directory_that_is_made_for_answers_is_its_owners_alone(tmp_path: Path
 def test_where_nothing_can_be_made_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("MLXSPEC_DATA_DIR", str(tmp_path / "file"))
-    with pytest.raises(StoreError, match="cannot be opened"):
+    with pytest.raises(StoreError, match="cannot be used"):
         KeptAnswers(memory_directory(), identify(FIRST))
     with pytest.raises(StoreError, match="cannot be made"):
         save_settings(Settings(True))

@@ -129,7 +129,7 @@ def test_look_ups_bear_what_was_not_verified(path: Path, seed: int):
         path.write_bytes(changed)
         store = open_store(path)
         for tail in ([0, 1, 2], [3], [1] * 70, [2, 2, 0, 1]):
-            tokens, occurrences, _ = store.look_up(tail, 8)
+            tokens, occurrences = store.look_up(tail, 8)
             assert len(occurrences) <= 8
             assert all(-1 <= token < 100 for token in tokens)
             assert all(-1 in tokens[place:] for _, place in occurrences)

@@ -223,16 +223,13 @@ def test_no_draft_is_deeper_than_max_depth() -> None:
 
 def test_an_earlier_output_is_drafted_from_memory() -> None:
     output = noise(100, seed=7)
-    used, told = [], []
+    told = []
 
     class Noting(Memory):
         def add(self, output, earned=None, prompt=()):
             super().add(output, earned, prompt)
             self.settle()
             told.append(dict(earned))
-
-        def used(self, source):
-            used.append(source)
 
     drafter = suffix_planner(FLAT, memory=Noting())
     first = replay([1, 2, 3], output, drafter)
@@ -242,7 +239,7 @@ def test_an_earlier_output_is_drafted_from_memory() -> None:
     assert told[0] == {"steps": 100, "tokens": 100}
     assert told[1]["steps"] == len(again.rows)
     # The last step has no token of the target's own.
-    assert told[1]["memory"] == len(used) == 101 - len(again.rows)
+    assert told[1]["memory"] == 101 - len(again.rows)
 
 
 def test_a_memory_that_misleads_is_trusted_less_in_each_generation() -> None:
@@ -277,10 +274,10 @@ def test_a_store_is_drafted_from() -> None:
 
         def look_up(self, tail: Sequence[int], limit: int, depth: int) -> Excerpts:
             if tail[-1] not in self.tokens[:-1]:
-                return Excerpts([], [], [])
+                return Excerpts([], [])
             start = self.tokens.index(tail[-1]) + 1
             excerpt = [*self.tokens[start : start + depth], SEPARATOR]
-            return Excerpts(excerpt, [Occurrence(1, 0)], [None])
+            return Excerpts(excerpt, [Occurrence(1, 0)])
 
     drafter = suffix_planner(FLAT, store=Stored())
     assert len(replay([1, 2], Stored.tokens, drafter).rows) < 40
