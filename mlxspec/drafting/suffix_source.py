@@ -89,7 +89,7 @@ class SuffixSource(Drafter):
         self._trees: list[SuffixTree] = []
         self._acceptance.begin(self._experience.of_kind(prompt), self._context.output_start)
         for texts, acceptance in self._earlier.values():
-            acceptance.begin(self._experience.of_texts(texts).of_kind(prompt))
+            acceptance.begin([self._experience.of_texts(texts)])
         self.earned: Counter[str] = Counter()
 
     def search(self, limits: Limits) -> DraftTree:
