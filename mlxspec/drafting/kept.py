@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -312,7 +312,7 @@ class Experience:
     ) -> None:
         self.probe_step = 0
         self._kinds: dict[tuple[int, ...], Corrections | None] = {}  # the last used last
-        self._of_texts: defaultdict[object, Corrections] = defaultdict(Corrections)
+        self._of_texts: defaultdict[str, Corrections] = defaultdict(Corrections)
         self._of_head: HeadExperience | None = None
         self._path, self._clock = path, clock
         self._next_save = clock()
@@ -330,9 +330,9 @@ class Experience:
             del self._kinds[next(iter(self._kinds))]
         return [own, self.corrections] if own else [self.corrections]
 
-    def of_texts(self, texts: object) -> Corrections:
-        """What was learned about earlier texts, such as a memory; it is not saved."""
-        return self._of_texts[texts]
+    def of_texts(self, name: str) -> Corrections:
+        """What was learned about other texts, such as a memory; it is not saved."""
+        return self._of_texts[name]
 
     def of_head(self, most: int) -> HeadExperience:
         """What was learned about drafts of a trained head; it is not saved.

@@ -19,8 +19,6 @@ from ..drafting.planner import Planner
 from ..drafting.policy import trees_pay
 from ..drafting.sources import (
     CombinedDrafter,
-    DrafterSource,
-    PredictionDrafter,
     PromptLookupDrafter,
 )
 from ..drafting.suffix_source import SuffixSource
@@ -188,16 +186,14 @@ class Auto(Drafting):
             experience,
             memory=self.memory,
             store=self.store,
+            prediction=self.prediction,
             remembers=remembers,
-            context=session.index if session else None,
         )
         sources: list[Drafter] = [look_ups]
         fallbacks: list[Drafter] = []
         extra = self.extra() if self.extra else None
         if extra is not None:
             (fallbacks if _runs_model(extra) else sources).append(extra)
-        if self.prediction:
-            sources.append(DrafterSource(PredictionDrafter(self.prediction), "prediction"))
         if self.lookahead and not self.lookahead.plans:
             fallbacks.append(self.lookahead.new())
         branching = trees_pay(decoder.costs.curve)

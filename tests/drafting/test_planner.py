@@ -12,7 +12,7 @@ import pytest
 from mlxspec.bench.policies import verify
 from mlxspec.bench.replay import MAX_DEPTH, replay
 from mlxspec.corpus import Memory
-from mlxspec.corpus.suffix_index import SEPARATOR, ContextIndex, Excerpts, Occurrence, SuffixIndex
+from mlxspec.corpus.suffix_index import SEPARATOR, Excerpts, Occurrence, SuffixIndex
 from mlxspec.drafting.acceptance import AcceptanceModel, Corrections
 from mlxspec.drafting.chips import known_chip
 from mlxspec.drafting.costs import CostCurve, FixedCosts, KnownTime, LiveCosts
@@ -253,19 +253,6 @@ def test_a_memory_that_misleads_is_trusted_less_in_each_generation() -> None:
     drafter = suffix_planner(known_chip("M4 Pro").curve, memory=memory, remembers=False)
     costs = [replay([1, 2], output, drafter).cost(known_chip("M4 Pro").curve) for _ in range(4)]
     assert 301 > costs[0] > costs[1] >= costs[2] >= costs[3] >= 300
-
-
-def test_an_answer_is_drafted_from_the_one_it_takes_the_place_of() -> None:
-    prompt, answer = noise(100, seed=9), noise(80, seed=10)
-    index = ContextIndex()
-    first = replay(prompt, answer, suffix_planner(FLAT, context=index))
-    again = replay(prompt, answer, suffix_planner(FLAT, context=index))
-    assert len(first.rows) == 80
-    assert len(again.rows) < 30
-    # A drafter without a conversation's index forgets.
-    forgetful = suffix_planner(FLAT)
-    for _ in range(2):
-        assert len(replay(prompt, answer, forgetful).rows) == 80
 
 
 def test_a_store_is_drafted_from() -> None:
