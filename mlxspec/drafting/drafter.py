@@ -498,26 +498,6 @@ def united(trees: Sequence[DraftTree], limits: Limits) -> DraftTree:
     return (tree if limits.branching else tree.first_chain()).first(limits.nodes)
 
 
-def likelier_first(text: DraftTree, head: DraftTree) -> tuple[DraftTree, DraftTree]:
-    """Two drafts for one token, so that :func:`merge` scales the one that is less sure."""
-    surer = max(head.p_reached, default=0.0) > max(text.p_reached, default=0.0)
-    return (head, text) if surer else (text, head)
-
-
-def united_apart(first: DraftTree, second: DraftTree, limits: Limits) -> DraftTree:
-    """As :func:`united`, but faster, for drafts without a token in common, the likelier first."""
-    if not limits.branching:
-        return first.first(limits.nodes)
-    below, left = len(first) - 1, max(0.0, 1 - first.p_next)
-    tree = DraftTree._of(
-        [*first.tokens, *second.tokens[1:]],
-        [*first.parents, *(parent and parent + below for parent in second.parents[1:])],
-        [*first.p_reached, *(left * p for p in second.p_reached)],
-        (),
-    )
-    return tree.best_first(limits.nodes)
-
-
 def merge(trees: Sequence[DraftTree]) -> DraftTree:
     """Merge drafts for one token; common prefixes share their nodes.
 
