@@ -21,7 +21,7 @@ from pydantic import AfterValidator, Field, TypeAdapter
 from ..errors import MlxspecError
 from ..files import directory_in, replaced
 from .acceptance import MOST_SEEN, TOKEN_FEATURES, Corrections
-from .costs import MOST_UNCERTAINTY, STEP_SECONDS, WIDEST, KnownTime
+from .costs import KnownTime
 from .heads import HeadExperience
 from .measurement import COST_PER_ROW, is_whole
 
@@ -96,14 +96,19 @@ def _write_json(what: str, path: Path, content: Mapping[str, object]) -> bool:
     return True
 
 
-_MOST = 1e18  # of any number that describes a machine or model
 Source = Literal["steps", "quick", "careful"]  # the best one last
 Identity = dict[str, str | int | float | None]
 
 
-def _iso(time: str) -> str:
-    datetime.fromisoformat(time)
-    return time
+def _plausible(times: tuple[KnownTime, ...]) -> tuple[KnownTime, ...]:
+    rows = [known.rows for known in times]
+    if rows[:1] != [1] or rows != sorted(set(rows)):
+        raise ValueError("times must be sorted by their rows, from 1 on")
+    low, high = COST_PER_ROW
+    for known in times:
+        if not low <= known.seconds / times[0].seconds <= high * known.rows:
+            raise ValueError(f"an implausible time of {known.rows} rows")
+    return times
 
 
 @dataclass(frozen=True)
@@ -141,9 +146,9 @@ class KnownTimes:
             :func:`mlxspec.engine.patches.split_attention`. None if that was not measured.
     """
 
-    times: tuple[KnownTime, ...]
+    times: Annotated[tuple[KnownTime, ...], AfterValidator(_plausible)]
     source: Source
-    updated: Annotated[str, AfterValidator(_iso)]
+    updated: str
     name: str = ""
     split: bool | None = None
 
@@ -208,7 +213,7 @@ class CostCache:
             kept = _times_of(path, key)
         for context, known in found.items():
             with suppress(ValueError):
-                _check(known.times)
+                _KNOWN.validate_python(asdict(known))
                 before = kept.get(context, known)
                 if before.rank <= known.rank:
                     split = before.split if known.split is None else known.split
@@ -228,34 +233,13 @@ def _times_of(path: Path, key: CostKey) -> TimesByContext:
 def _read_times(path: Path) -> tuple[CostKey, TimesByContext]:
     """The content of a file; all that decoding relies on is checked. Raises as `_read_json`."""
     content = _read_json(path, _STEP_TIMES)
-    machine, model = (_IDENTITY.validate_python(content.get(of)) for of in ("machine", "model"))
-    if isinstance(model.get("parameters"), str):
-        raise ValueError("the number of parameters is a string")
-    times = _CONTEXTS.validate_python(content.get("contexts"))
-    for known in times.values():
-        _check(known.times)
-    return CostKey(machine, model), times
+    key = CostKey(*(_IDENTITY.validate_python(content.get(of)) for of in ("machine", "model")))
+    return key, _CONTEXTS.validate_python(content.get("contexts"))
 
 
-_IDENTITY = TypeAdapter[Identity](
-    dict[str, Annotated[int | float, Field(ge=0, le=_MOST)] | str | None]
-)
-_CONTEXTS = TypeAdapter(dict[Annotated[int, Field(ge=0, le=_MOST)], KnownTimes])
-
-
-def _check(times: tuple[KnownTime, ...]) -> None:
-    """Raise ValueError unless these are plausible. (All comparisons with NaN are false.)"""
-    rows = [known.rows for known in times]
-    if rows[:1] != [1] or rows != sorted(set(rows)) or rows[-1] > WIDEST:
-        raise ValueError("times must be sorted by their rows, from 1 on")
-    low, high = COST_PER_ROW
-    for known in times:
-        if not (
-            STEP_SECONDS[0] <= known.seconds <= STEP_SECONDS[1]
-            and low <= known.seconds / times[0].seconds <= high * known.rows
-            and 0 <= known.uncertainty <= MOST_UNCERTAINTY
-        ):
-            raise ValueError(f"an implausible time of {known.rows} rows")
+_IDENTITY = TypeAdapter(Identity)
+_KNOWN = TypeAdapter(KnownTimes)
+_CONTEXTS = TypeAdapter(dict[Annotated[int, Field(ge=0, lt=1 << 60)], KnownTimes])
 
 
 _KIND_TOKENS = 32

@@ -106,23 +106,17 @@ def parse_lookup_config(config: str | Sequence[object]) -> tuple[int, int, str |
         OptionError: the configuration has another form.
     """
     try:
-        values = json.loads(config) if isinstance(config, str) else list(config)
-    except (TypeError, ValueError, RecursionError):
-        values = None
-    match values:
-        case [int(n_draft), int(ngram_max), *devices] if (
-            {type(n_draft), type(ngram_max)} == {int}
-            and min(n_draft, ngram_max) >= 0
-            and len(devices) <= 1
-        ):
-            note = None
-            if devices:
-                note = f"prompt_lookup_config: the device list {devices[0]} is ignored"
-            return n_draft, ngram_max, note
-    raise OptionError(
-        f"prompt_lookup_config is {config!r}: write it as [draft tokens, longest n-gram], "
-        "for example [10,2]"
-    )
+        values: list[Any] = json.loads(config) if isinstance(config, str) else [*config]
+        n_draft, ngram_max, *devices = values
+        if min(n_draft, ngram_max) < 0 or type(n_draft + ngram_max) is not int or devices[1:]:
+            raise ValueError
+    except (TypeError, ValueError) as error:
+        raise OptionError(
+            f"prompt_lookup_config is {config!r}: write it as [draft tokens, longest n-gram], "
+            "for example [10,2]"
+        ) from error
+    note = f"prompt_lookup_config: the device list {devices[0]} is ignored" if devices else None
+    return n_draft, ngram_max, note
 
 
 # Where these come from: notes/planner.md, "Constants".
