@@ -152,6 +152,7 @@ _EVICT = """
 DELETE FROM answers WHERE id IN (SELECT id FROM (
     SELECT id, sum(length(tokens) / 4 + 1) OVER (ORDER BY ended DESC, id DESC) AS total
     FROM answers WHERE tokenizer = ?) WHERE total > ?)
+RETURNING id
 """
 
 
@@ -228,9 +229,9 @@ class KeptAnswers:
                 if len(tokens) > 1 and 0 <= tokens.min() <= tokens.max() < self.identity.vocab_size:
                     yield after, tokens, ended
 
-    def evict(self, most: int) -> None:
-        """Delete the least recently used answers until at most ``most`` tokens remain."""
-        self._run(_EVICT, self._tokenizer, most)
+    def evict(self, most: int) -> bool:
+        """Delete the oldest answers until at most ``most`` tokens remain; returns whether any."""
+        return bool(self._run(_EVICT, self._tokenizer, most))
 
     def forget(self, rows: Iterable[int]) -> None:
         """Delete answers and the index files, so that no file keeps their text.

@@ -1,10 +1,10 @@
 """The memory of earlier answers, from which all generations of a process draft.
 
-The answers are rows of a database (:mod:`answers`). Look-ups search indexes derived from it, a
-log-structured merge tree (O'Neil et al., 1996). The newest answers are in a suffix index, the
-others in sorted segments, each of consecutive rows. Merging keeps the segments few. Segments of
-kept answers are files next to the database. They may be deleted at any time, and are then built
-again from the rows, as after every deletion of an answer.
+The answers are rows of a database (:mod:`answers`). Look-ups search two indexes derived from it: a
+suffix index of the newest answers, and a sorted segment of all others. Once there are many new
+answers, they are sorted and merged into the segment. The segment of kept answers is a file next to
+the database. It may be deleted at any time, and is then built again from the rows, as after every
+deletion of an answer.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import threading
 import time
 import weakref
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -60,26 +61,18 @@ _log = logging.getLogger(__name__)
 MAX_TOKENS = 1 << 20
 """Tokens that a memory without kept answers holds by default, in 13 MB."""
 
-LIVE_TOKENS = 16_384
-"""The newest answers are sorted once they have this many tokens."""
+LIVE_TOKENS, MOST_LIVE_TOKENS = 1 << 14, 1 << 18
+"""The newest answers are sorted once they have a sixteenth of all tokens, within these bounds."""
 
 LEADING_TOKENS = 8
 """A prompt's last tokens, which find the opening of its answer; "Openings" in notes/planner.md."""
 
-RATIO = 8
-"""A segment is merged into the next larger one unless that is this many times as large."""
-
 _SORTED_TOKENS = 1 << 20  # sorted at once if segments are missing, in 90 bytes a token
 _PIECE = 1 << 18  # tokens copied at a time
 _INDEXED_TOKENS = 256  # indexed at a time; in between, other threads can run
-_MANY_SEGMENTS = 8  # with more, answers wait for merging
-_MOST_TOKENS = 2**31 - 1  # in a segment: positions are int32
 _EXIT_SECONDS = 5.0  # to wait for the thread when the process ends
 
 _IN_MEMORY = TokenizerIdentity("any", (1 << TOKEN_BITS) - 1, b"")
-
-Arrays = Mapping[str, tuple[int, Iterable[np.ndarray]]]
-"""The arrays of a segment: the length and the pieces of each, by name."""
 
 
 class Memory:
@@ -200,28 +193,24 @@ class Memory:
         if self.kept:
             self._worker.requests.put(self._worker.refresh)
 
-    def settle(self, *, tidy: bool = False) -> None:
+    def settle(self) -> None:
         """Wait until look-ups find everything that was added.
 
-        Args:
-            tidy: also wait for all merging. Then the memory holds at most ``max_tokens``. Unless
-                several processes share it, look-ups then depend only on what was added.
+        Then the memory holds at most ``max_tokens``. Unless several processes share it, look-ups
+        depend only on what was added.
         """
         done = threading.Event()
-        if tidy:
-            self._worker.requests.put(self._worker.tidy)
         self._worker.requests.put(done.set)
         while not done.wait(0.1) and self._thread.is_alive():
             pass
 
     def close(self, patience: float | None = None) -> None:
-        """Keep everything that was added, merge, and remember nothing from then on.
+        """Keep everything that was added, and remember nothing from then on.
 
         Args:
-            patience: how many seconds to merge; None merges to the end. The next process that
-                opens the directory merges the rest.
+            patience: how many seconds to sort; None waits for the end. The next process that opens
+                the directory sorts the rest.
         """
-        self._worker.requests.put(self._worker.tidy)
         self._worker.requests.put(None)
         self._thread.join(patience)
         if self._thread.is_alive():
@@ -247,7 +236,7 @@ class _MemoryWorker:
     Attributes:
         searched: the indexes to search, the newest first.
         requests: functions for the thread to call; None ends it.
-        hurries: whether to stop merging.
+        hurries: whether to stop sorting.
     """
 
     def __init__(self, answers: KeptAnswers, max_tokens: int, on_trouble: OnTrouble) -> None:
@@ -256,28 +245,17 @@ class _MemoryWorker:
         self.hurries = False
         self._answers = answers
         self._max_tokens = max_tokens
-        self._live_tokens = max(1, min(LIVE_TOKENS, max_tokens // 8))
         self._on_trouble = on_trouble
         self._start_over()
 
     def run(self) -> None:
-        """Handle requests until the end, and merge while there are none."""
+        """Handle requests until the end."""
         try:
             self._try(self.refresh)
-            while True:
-                while self.requests.empty() or len(self._segments) > _MANY_SEGMENTS:
-                    if not self._merge():
-                        break
-                if (request := self.requests.get()) is None:
-                    return
+            while (request := self.requests.get()) is not None:
                 self._try(request)
         finally:
             self._answers.close()
-
-    def tidy(self) -> None:
-        """Merge until nothing is left to merge, or the process ends."""
-        while self._merge():
-            pass
 
     def _try(self, action: Callable[[], object]) -> None:
         """Run an action; if it fails, continue without the database on disk."""
@@ -294,22 +272,21 @@ class _MemoryWorker:
         self._stamp, self._last = self._answers.stamp(), 0
 
     def _start_over(self) -> None:
-        """Index only what is in files; :meth:`refresh` adds the other rows."""
+        """Index only what is in a file; :meth:`refresh` adds the other rows."""
         self._stamp = self._answers.stamp()
-        self._segments = self._files()
-        self._last = self._segments[0].last if self._segments else 0  # the last indexed row
-        self._untidy = True  # whether segments may need merging
-        self._empty_live()
+        self._publish(self._file())
 
-    def _empty_live(self) -> None:
+    def _publish(self, segment: Segment) -> None:
+        """Let other threads search a segment, and an empty index of the newest answers."""
+        self._segment, self._last = segment, segment.last  # the last indexed row
         self._live, self._live_texts = SuffixIndex(), list[bytes]()
-        self._publish()
+        self.searched: tuple[SuffixIndex | SuffixArray, ...] = (self._live, segment)
 
-    def _publish(self) -> None:
-        """Let other threads search the present indexes."""
-        self.searched: tuple[SuffixIndex | SuffixArray, ...] = (self._live, *self._segments)
-
-    # Answers until they are sorted.
+    @property
+    def _live_tokens(self) -> int:
+        """The newest answers are sorted once they have so many tokens."""
+        most = min(max(LIVE_TOKENS, len(self._segment) // 16), MOST_LIVE_TOKENS)
+        return max(1, min(most, self._max_tokens // 8))
 
     def take(
         self, output: Sequence[int], earned: Mapping[str, int], leading: Sequence[int]
@@ -335,8 +312,19 @@ class _MemoryWorker:
         Args:
             openings: by row, the prompt's last tokens.
         """
-        if self._answers.stamp() != self._stamp:
-            self._start_over()
+        while not self.hurries:
+            try:
+                if self._answers.stamp() != self._stamp:
+                    self._start_over()
+                self._index_new(openings or {})
+                most = max(0, self._max_tokens - self._live_tokens)
+                if len(self._segment) <= most or not self._answers.evict(self._max_tokens * 3 // 4):
+                    return
+            except (IndexError, ValueError):  # rows were deleted, or the file is damaged
+                self._segment.remove_file()
+                self._start_over()
+
+    def _index_new(self, openings: Mapping[int, Sequence[int]]) -> None:
         new, size = dict[int, bytes](), sum(map(_size, self._live_texts))
         for row, tokens, _ in self._answers.read(self._last):
             self._last = row
@@ -347,113 +335,48 @@ class _MemoryWorker:
                 new, size = {}, 0
         if size >= self._live_tokens:
             self._sort(new.values())
-        else:
-            for row, text in new.items():
-                self._index(text, (openings or {}).get(row, ()))
-        self._publish()
-        if sum(map(len, self._segments)) > max(0, self._max_tokens - self._live_tokens):
-            self._answers.evict(self._max_tokens * 3 // 4)
-            self.refresh()
-
-    def _index(self, text: bytes, leading: Sequence[int]) -> None:
-        """Add an answer to the newest ones."""
-        tokens = [*leading, *np.frombuffer(text, np.int32).tolist(), SEPARATOR]
-        for start in range(0, len(tokens), _INDEXED_TOKENS):
-            self._live.extend(tokens[start : start + _INDEXED_TOKENS])
+            return
+        added = array("i")
+        for row, text in new.items():
+            added.extend(openings.get(row, ()))
+            added.frombytes(text)
+            added.append(SEPARATOR)
+        for start in range(0, len(added), _INDEXED_TOKENS):
+            self._live.extend(added[start : start + _INDEXED_TOKENS])
             time.sleep(0)  # lets drafting threads run
-        self._live_texts.append(text)
+        self._live_texts += new.values()
 
     def _sort(self, new: Iterable[bytes]) -> None:
-        """Sort the newest answers, and further ones, into a segment."""
-        after = self._segments[0].last if self._segments else 0
-        texts = SuffixArray.of([*self._live_texts, *new])
-        segment = Segment(texts.tokens, texts.order, after, self._last)
-        self._segments, self._untidy = [segment, *self._segments], True
-        self._empty_live()
-
-    # Files and merging.
-
-    def _files(self) -> list[Segment]:
-        """The segments in files that follow each other, the newest first; removes other files."""
-        directory = self._answers.directory
-        for leftover in directory.glob(f".*{INDEX}.*") if directory else ():
-            remove_leftovers(leftover.with_name(leftover.name[1:].partition(INDEX)[0] + INDEX))
-        found, segments = list[Segment](), list[Segment]()
-        for path in self._answers.index_files():
-            try:
-                found.append(Segment.open(path, self._stamp))
-            except FileNotFoundError:  # another process has removed it
-                continue
-            except (OSError, ValueError):
-                path.unlink(missing_ok=True)
-        last = 0
-        while following := [one for one in found if one.after == last < one.last]:
-            segments.insert(0, max(following, key=lambda one: one.last))
-            last = segments[0].last
-        for segment in found:
-            if segment not in segments:
-                segment.remove_file()
-        return segments
-
-    def _merge(self) -> bool:
-        """Merge two segments, or write one to a file; returns whether that was needed."""
-        chosen = self._choice() if self._untidy and not self.hurries else []
-        self._untidy = bool(chosen)
-        if chosen:
-            self._try(partial(self._replace, chosen))
-        return bool(chosen)
-
-    def _choice(self) -> list[Segment]:
-        """The two segments to merge, or the one to write to a file."""
-        for segment in self._segments:
-            if self._answers.directory and segment.path is None:
-                return [segment]
-        total = 0  # tokens of newer segments
-        for segment in self._segments:
-            if len(segment) < RATIO * total and total + len(segment) <= _MOST_TOKENS:
-                return self._segments[:2]
-            total += len(segment)
-        return []
-
-    def _replace(self, chosen: Sequence[Segment]) -> None:
-        """Replace one segment, or two neighbours, with a single new one."""
-        try:
-            merged = self._merged(chosen)
-        except (IndexError, ValueError):  # rows were deleted, a file is damaged, or time is up
-            if not self.hurries:
-                for segment in chosen:
-                    segment.remove_file()
-                self._start_over()
-                self.refresh()
-            return
-        place = self._segments.index(chosen[0])
-        self._segments[place : place + len(chosen)] = [merged]
-        self._publish()
-        for segment in chosen:
-            segment.remove_file()
-
-    def _merged(self, chosen: Sequence[Segment]) -> Segment:
-        """Merge segments, in a new file if answers are kept on disk.
+        """Sort the newest answers, and further ones, and merge them into the segment.
 
         Raises:
-            ValueError, IndexError: the segments are damaged or outdated, or the process ends.
-            OSError, StoreError: the file cannot be written.
+            ValueError, IndexError: the segment is damaged or outdated, or the process ends.
+            OSError, StoreError: its file cannot be written.
         """
-        if not all(segment.is_intact() for segment in chosen):
+        old, texts = self._segment, SuffixArray.of([*self._live_texts, *new])
+        if not old.is_intact():
             raise ValueError("damaged")
-        rows = chosen[-1].after, chosen[0].last
-        arrays = _joined(*chosen) if len(chosen) > 1 else chosen[0].arrays()
-        taken = {name: (length, self._taken(own)) for name, (length, own) in arrays.items()}
+        arrays = {
+            name: (length, self._taken(pieces))
+            for name, length, pieces in zip(
+                INDEX_FORMAT[1],
+                (len(old.tokens) + len(texts.tokens), len(old.order) + len(texts.order)),
+                (chain(_pieces(old.tokens), [texts.tokens]), _merged(old, texts)),
+                strict=True,
+            )
+        }
         if self._answers.directory is None:
-            tokens, order = (np.concatenate([*pieces]) for _, pieces in taken.values())
-            return Segment(tokens, order, *rows)
+            tokens, order = (np.concatenate([*pieces]) for _, pieces in arrays.values())
+            self._publish(Segment(tokens, order, self._last))
+            return
         path = self._answers.new_index_file()
-        header = {"format": INDEX_FORMAT[0], "stamp": self._stamp, "rows": rows}
+        header = {"format": INDEX_FORMAT[0], "stamp": self._stamp, "last": self._last}
         with ExitStack() as locked, replaced(path, StoreError) as file:
-            write_arrays(file, header, taken)
+            write_arrays(file, header, arrays)
             if locked.enter_context(self._answers.locked()) != self._stamp:
                 raise ValueError("rows were deleted")
-        return Segment.open(path, self._stamp)
+        self._publish(Segment.open(path, self._stamp))
+        old.remove_file()
 
     def _taken(self, pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
         """Yield an array's pieces, until the process ends."""
@@ -463,13 +386,31 @@ class _MemoryWorker:
             yield piece
             time.sleep(0)  # lets drafting threads run
 
+    def _file(self) -> Segment:
+        """The segment in a file that has the most rows; removes other files."""
+        directory = self._answers.directory
+        for leftover in directory.glob(f".*{INDEX}.*") if directory else ():
+            remove_leftovers(leftover.with_name(leftover.name[1:].partition(INDEX)[0] + INDEX))
+        best = Segment(np.empty(0, np.int32), np.empty(0, np.int32), 0)
+        for path in self._answers.index_files():
+            try:
+                found = Segment.open(path, self._stamp)
+            except FileNotFoundError:  # another process has removed it
+                continue
+            except (OSError, ValueError):
+                path.unlink(missing_ok=True)
+                continue
+            best, other = (found, best) if found.last > best.last else (best, found)
+            other.remove_file()
+        return best
+
 
 class Segment(SuffixArray):
-    """Sorted answers: all those in consecutive rows of the database.
+    """Sorted answers: all those up to a row of the database.
 
     Args:
         tokens, order: as for the base class.
-        after, last: the row before the first one, and the last row.
+        last: the row.
         path: the segment's file, if it has one.
         whole: the file's whole content.
     """
@@ -478,13 +419,12 @@ class Segment(SuffixArray):
         self,
         tokens: np.ndarray,
         order: np.ndarray,
-        after: int,
         last: int,
         path: Path | None = None,
         whole: np.ndarray | None = None,
     ) -> None:
         super().__init__(tokens, order)
-        self.after, self.last, self.path, self._whole = after, last, path, whole
+        self.last, self.path, self._whole = last, path, whole
 
     @classmethod
     def open(cls, path: Path, stamp: int) -> Segment:
@@ -496,8 +436,8 @@ class Segment(SuffixArray):
         """
         header, whole, (tokens, order) = read_arrays(path, *INDEX_FORMAT)
         match header:
-            case {"stamp": int(found), "rows": [int(after), int(last)]} if found == stamp:
-                return cls(tokens, order, after, last, path, whole)
+            case {"stamp": int(found), "last": int(last)} if found == stamp:
+                return cls(tokens, order, last, path, whole)
         raise ValueError("is outdated")
 
     def __len__(self) -> int:
@@ -512,29 +452,18 @@ class Segment(SuffixArray):
         if self.path:
             self.path.unlink(missing_ok=True)
 
-    def arrays(self) -> Arrays:
-        """The arrays of its file."""
-        arrays = zip(INDEX_FORMAT[1], (self.tokens, self.order), strict=True)
-        return {name: (len(array), [array]) for name, array in arrays}
-
 
 def _size(text: bytes) -> int:
     """The number of tokens of a text, including its SEPARATOR."""
     return len(text) // TOKEN_BYTES + 1
 
 
-def _joined(newer: Segment, older: Segment) -> Arrays:
-    """The arrays of a segment that joins two."""
-    start = len(older.tokens)
-    if len(older.order) < len(newer.order):
-        order = merged_order(newer, older, start, 0)
-    else:
-        order = merged_order(older, newer, 0, start)
-    tokens = chain(_pieces(older.tokens), _pieces(newer.tokens))
-    return {
-        "tokens": (start + len(newer.tokens), tokens),
-        "order": (len(older.order) + len(newer.order), order),
-    }
+def _merged(old: SuffixArray, new: SuffixArray) -> Iterator[np.ndarray]:
+    """The order of two arrays, of which the second's tokens follow the first's."""
+    start = len(old.tokens)
+    if len(old.order) < len(new.order):
+        return merged_order(new, old, start, 0)
+    return merged_order(old, new, 0, start)
 
 
 def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:

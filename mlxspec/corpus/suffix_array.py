@@ -217,7 +217,7 @@ def _slots_among(
                 break
         high[open_[before]] = middle[before]
         low[open_[~before]] = middle[~before] + 1
-    return low
+    return np.maximum.accumulate(low)  # ascending even in a damaged order
 
 
 def encode_texts(tokens: Sequence[int], vocab_size: int) -> list[bytes]:

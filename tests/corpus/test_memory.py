@@ -41,10 +41,8 @@ def holding(answers: list[list[int]], max_tokens: int = 1 << 20) -> Memory:
 
 def texts_of(held: Memory) -> list[list[int]]:
     """All texts, the oldest first."""
-    worker, found = held._worker, []
-    for one in reversed(worker._segments):
-        found += [np.frombuffer(text, np.int32).tolist() for text in split_texts(one.tokens)]
-    return found + [np.frombuffer(text, np.int32).tolist() for text in worker._live_texts]
+    texts = [*split_texts(held._worker._segment.tokens), *held._worker._live_texts]
+    return [np.frombuffer(text, np.int32).tolist() for text in texts]
 
 
 def followed(answers: list[list[int]], tail: list[int]) -> list[tuple[int, list[int]]]:
@@ -127,11 +125,10 @@ def test_sorted_answers_have_lost_their_prompts():
     held = Memory()
     for first in range(0, 300, 10):
         held.add([*range(first, first + 10)], prompt=[1000, 1001, 1002])
-    held.settle(tidy=True)
-    assert held._worker._segments
+    held.settle()
+    assert len(held._worker._segment)
     assert texts_of(held) == [[*range(first, first + 10)] for first in range(0, 300, 10)]
-    sorted_tokens = [segment.tokens for segment in held._worker._segments]
-    assert not np.isin([1000, 1001, 1002], np.concatenate(sorted_tokens)).any()
+    assert not np.isin([1000, 1001, 1002], held._worker._segment.tokens).any()
     assert held.look_up([7, 100, 101], limit=1).tokens[:2] == [102, 103]
 
 
@@ -143,7 +140,7 @@ def test_equal_answers_are_kept_once_with_what_all_of_them_earned():
     given = [pick.choice(answers) for _ in range(300)]
     for answer in given:
         held.add(answer, {"steps": 2, "tokens": 20, "memory": 18})
-    held.settle(tidy=True)
+    held.settle()
     texts = [tuple(text) for text in texts_of(held)]
     assert texts == list(dict.fromkeys(map(tuple, given)))
     (figures,) = held._worker._answers.earned_by_day().values()
@@ -152,19 +149,14 @@ def test_equal_answers_are_kept_once_with_what_all_of_them_earned():
 
 
 @given(ANSWERS, st.integers(5, 200), st.integers(20, 400))
-def test_a_tidy_memory_holds_no_more_than_it_may_in_few_parts(
-    answers: list[list[int]], live: int, max_tokens: int
-):
+def test_a_memory_holds_no_more_than_it_may(answers: list[list[int]], live: int, max_tokens: int):
     with pytest.MonkeyPatch.context() as patch:
         make_small(patch, live)
         held = Memory(max_tokens)
         for answer in answers:
             held.add(answer)
-            held.settle(tidy=True)
-            sizes = [len(one) for one in held._worker._segments]
-            assert len(held._worker._live) + sum(sizes) <= max_tokens
-            for number in range(1, len(sizes)):
-                assert sizes[number] >= memory.RATIO * sum(sizes[:number])
+            held.settle()
+            assert len(held._worker._live) + len(held._worker._segment) <= max_tokens
         held.close()
 
 
@@ -178,7 +170,7 @@ def test_of_one_day_and_even_of_one_second_what_was_learned_first_goes_first(
         answers = [[number] * min(length, max_tokens // 2) for number, length in enumerate(lengths)]
         for answer in answers:
             held.add(answer)
-            held.settle(tidy=True)
+            held.settle()
         held.close()
         remaining = texts_of(held)
         assert remaining == answers[len(answers) - len(remaining) :]

@@ -23,8 +23,6 @@ from mlxspec.corpus import (
     settings_in_force,
 )
 from mlxspec.corpus import memory as memory_module
-from mlxspec.corpus.answers import INDEX_FORMAT
-from mlxspec.corpus.memory import Arrays, Segment
 from mlxspec.errors import OptionError, StoreError
 from tests.support.hostile import json_values, mutated
 from tests.support.tokenizers import FIRST, SECOND
@@ -122,16 +120,13 @@ def test_the_variable_goes_before_the_settings(
 
 
 def test_a_memory_is_closed_before_its_merging_ends(monkeypatch: pytest.MonkeyPatch):
-    def endless(segment: Segment) -> Arrays:
-        def pieces() -> Iterator[np.ndarray]:
-            while True:
-                time.sleep(0.05)
-                yield np.zeros(1, np.int32)
-
-        return {name: (1, pieces()) for name in INDEX_FORMAT[1]}
+    def endless(*_: object) -> Iterator[np.ndarray]:
+        while True:
+            time.sleep(0.05)
+            yield np.zeros(1, np.int32)
 
     monkeypatch.setattr(memory_module, "LIVE_TOKENS", 8)
-    monkeypatch.setattr(Segment, "arrays", endless)
+    monkeypatch.setattr(memory_module, "_merged", endless)
     memory = Memory.kept_in(memory_directory(), FIRST, on_trouble=fail)
     texts = [[number, *range(12)] for number in range(3)]
     for text in texts:
