@@ -243,7 +243,7 @@ class LiveTimes:
             However noisy they are, all that the curves say is finite.
 
     Attributes:
-        overhead: the sync overhead and its variance; see :func:`next_overhead`.
+        overhead: the sync overhead, a running average.
         unsaved: steps since they were last saved.
     """
 
@@ -281,7 +281,7 @@ class LiveTimes:
         # Where plain steps scattered so much that T(1) is hardly known, others will scatter, too.
         self._noise = min(max(_FIRST_NOISE, plain**2), _MOST_NOISE)
         self._off = 0  # how many of the latest steps in a row were far off
-        self.overhead = FIRST_OVERHEAD
+        self.overhead = USUAL_SYNC_OVERHEAD
         self.unsaved = 0
         self._curves: dict[int, tuple[CostCurve, CostCurve]] = {}
         self._forget_curves()
@@ -309,11 +309,6 @@ class LiveTimes:
         It becomes small only where both plain and drafted steps run.
         """
         return math.sqrt(max(self._covariance[1, 1], 0.0))
-
-    @property
-    def noise(self) -> float:
-        """Relative standard deviation of a step's time."""
-        return math.sqrt(self._noise)
 
     def seconds(self, rows: int, context: int) -> float:
         """The wall time that a step would take now."""
@@ -524,33 +519,8 @@ def _extended(points: list[tuple[int, float]]) -> CostCurve:
     return CostCurve(points)
 
 
-FIRST_OVERHEAD = USUAL_SYNC_OVERHEAD, 0.1**2
-"""The sync overhead and its variance before anything was learned."""
-_OVERHEAD_CHANGE = 0.005**2  # variance of its change from one run of plain steps to the next
-_STEPS_NOISE = 6  # of a run's surplus: a step of about 2 T(1), a short one, and twice T(1) itself
-_CLIP, _MOST_OVERHEAD = 3.0, 0.5  # standard deviations; share of a plain step
-
-
-def next_overhead(now: tuple[float, float], surplus: float, noise: float) -> tuple[float, float]:
-    """The sync overhead and its variance after a run of plain steps.
-
-    The first step of a run waits for its token and for a part of the second's forward; the last
-    one finds its own forward nearly done. What the two take beyond 2 T(1) is a small difference
-    of large times, so each run counts as much as its noise allows.
-
-    Args:
-        now: overhead and variance before it.
-        surplus: by how many T(1) its first and last step together took longer than two
-            pipelined ones.
-        noise: relative standard deviation of a step's time.
-    """
-    mean, variance = now[0], now[1] + _OVERHEAD_CHANGE
-    of_surplus = variance + _STEPS_NOISE * noise * noise
-    limit = _CLIP * math.sqrt(of_surplus)
-    error, gain = min(max(-limit, surplus - mean), limit), variance / of_surplus
-    return mean + gain * error, variance * (1 - gain)
-
-
+_MOST_OVERHEAD = 0.5  # share of a plain step
+_OVERHEAD_RATE = 0.1  # weight of the newest run of plain steps
 _PLAIN_STEPS_PER_LESSON = 8  # in a row; learning from each would slow them down
 _LEAST_CONTEXT_STEP = 64  # positions
 _MOST_STDDEV = 0.04  # that drafted steps' costs have in common, before plain steps are wanted
@@ -650,7 +620,7 @@ class LiveCosts:
     @property
     def sync_overhead(self) -> float:
         """The time that waiting for its token adds to a plain step, as a share of that step's."""
-        return min(max(self._live.overhead[0], 0.0), _MOST_OVERHEAD)
+        return max(self._live.overhead, 0.0)
 
     @property
     def wants_plain_steps(self) -> bool:
@@ -664,8 +634,9 @@ class LiveCosts:
     def record(self, rows: int, seconds: float, pipelined: bool, head: float = 0.0) -> None:
         """Learn from a step.
 
-        Plain steps show T(1) only in the middle of a pipeline. The first and the last one show
-        the sync overhead; see :func:`next_overhead`.
+        Plain steps show T(1) only in the middle of a pipeline. The first one waits for its token
+        and for a part of the second's forward, and the last one finds its own forward nearly done:
+        what the two take beyond 2 T(1) is the sync overhead.
 
         Args:
             rows: its rows.
@@ -686,8 +657,8 @@ class LiveCosts:
                 # A run of plain steps is over: the one that waited, and the last pipelined one.
                 run = self._last_waiting, *([] if before is None else [before])
                 surplus = sum(run) / self.seconds(1) - len(run)
-                live = self._live
-                live.overhead = next_overhead(live.overhead, surplus, live.noise)
+                surplus = min(max(surplus, -_MOST_OVERHEAD), _MOST_OVERHEAD)
+                self._live.overhead += _OVERHEAD_RATE * (surplus - self._live.overhead)
             self._last_waiting = seconds if rows == 1 else None
         if rows == 1:
             if not pipelined or before is None:

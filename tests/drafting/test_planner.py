@@ -125,7 +125,7 @@ def test_the_time_of_a_plain_step_is_without_the_planner() -> None:
     drafter = Planner(costs, [SuffixSource()])
     drafter.begin(noise(50, seed=8))
     tree = DraftTree.chain(0)
-    for number in range(100):
+    for number in range(300):
         drafter.propose(0)
         times = {"seconds": 0.013, "drafting": 0.003, "pipelined": number % 10 > 0}
         drafter.observe(VerifiedStep(tree, (), (), (), (1,), context=51 + number, **times))
