@@ -67,7 +67,7 @@ LIVE_TOKENS, MOST_LIVE_TOKENS = 1 << 14, 1 << 18
 LEADING_TOKENS = 8
 """A prompt's last tokens, which find the opening of its answer; "Openings" in notes/planner.md."""
 
-_SORTED_TOKENS = 1 << 20  # sorted at once if segments are missing, in 90 bytes a token
+_SORTED_TOKENS = 1 << 20  # sorted at once, in 90 bytes a token
 _PIECE = 1 << 18  # tokens copied at a time
 _INDEXED_TOKENS = 256  # indexed at a time; in between, other threads can run
 _EXIT_SECONDS = 5.0  # to wait for the thread when the process ends
@@ -78,7 +78,7 @@ _IN_MEMORY = TokenizerIdentity("any", (1 << TOKEN_BITS) - 1, b"")
 class Memory:
     """Earlier answers, in which the end of a context is looked up.
 
-    The memory's own thread adds, sorts and merges. Look-ups and additions never block, and may be
+    The memory's own thread adds and sorts. Look-ups and additions never block, and may be
     made in any thread, even by a finaliser that interrupts a method of the memory.
 
     A memory changes only the speed of generations, never their output. Several decoders of one
@@ -375,7 +375,10 @@ class _MemoryWorker:
             write_arrays(file, header, arrays)
             if locked.enter_context(self._answers.locked()) != self._stamp:
                 raise ValueError("rows were deleted")
-        self._publish(Segment.open(path, self._stamp))
+        try:
+            self._publish(Segment.open(path, self._stamp))
+        except FileNotFoundError as error:
+            raise ValueError("another process has removed the file") from error
         old.remove_file()
 
     def _taken(self, pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
