@@ -43,10 +43,10 @@ from .common.options import (
     options_of,
 )
 from .common.output import (
-    FoldingTable,
     ProgressBar,
     ReportOptions,
     at_terminal,
+    folding_table,
     ratio,
     shown,
     speed_bars,
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from ..bench.measure import MakeBackend, MeasuredPrompt, Report
     from ..bench.prompts import BenchPrompt
 
-_DECODERS = ("plain", "mlx-lm", "prompt-lookup", "auto", "lookahead", "combined")
+_DECODERS = ("plain", "mlx-lm", "prompt-lookup", "auto", "lookahead")
 _prompts = partial(option_field, group="Prompts")
 _measurement = partial(option_field, group="Measurement")
 
@@ -145,7 +145,7 @@ def bench_command(
     check_one(head=asked.head, no_head=asked.no_head)
     uses_head = any(map(takes_head, backends))
     if asked.head is not None and not uses_head:
-        raise OptionError("--head is for --decoder auto and combined: add one of them")
+        raise OptionError("--head is for --decoder auto: add it")
     check_least(1, max_tokens=asked.max_tokens, repeats=asked.repeats, limit=asked.limit)
     sampling = SamplingParams(temp=asked.temp, seed=asked.seed)
     prompts = [prompt for file in asked.prompts for prompt in read_prompts(file)]
@@ -164,9 +164,7 @@ def bench_command(
     head = asked.head if uses_head and not asked.no_head else False
     report = _report(model, asked, head, backends, sampling, questions, include_text, submit)
     wrong = list(what_differs(report))
-    shows.show_tables(
-        "mlxspec bench", report, lambda: bench_tables(report), lambda: page_parts(report)
-    )
+    shows.show_tables(report, lambda: bench_tables(report), lambda: page_parts(report))
     _exit(report, wrong)
     if file is not None:
         _submit(file, report, tuned["tuning"])
@@ -303,7 +301,7 @@ def _tuned(model: str, asked: BenchOptions) -> Report:
 
 def _show_tuning(report: Report, shows: ReportOptions) -> None:
     """Show what settings bring; return if all was measured, or else exit as :func:`_exit`."""
-    shows.show_tables("mlxspec bench --tune", report, lambda: _tuning_tables(report))
+    shows.show_tables(report, lambda: _tuning_tables(report))
     if report["best"] and not shows.as_json:  # on one line, even if the terminal is narrow
         click.echo(f"To keep the best: mlxspec config set mlx-settings {report['best']}")
         click.echo("Then measure the costs of steps again: mlxspec calibrate MODEL")
@@ -356,7 +354,7 @@ def bench_tables(report: Report) -> Iterator[RenderableType]:
 
     yield from _heading(report)
     decoders = report["decoders"]
-    table = FoldingTable(
+    table = folding_table(
         *("category", "prompts", *decoders),
         caption=f"tokens/s without prefill, and the ratio to {report['baseline']}, turn by turn",
     )
@@ -379,7 +377,7 @@ def bench_tables(report: Report) -> Iterator[RenderableType]:
 
 
 def _over_all(decoders: Report) -> RenderableType:
-    result = FoldingTable(
+    result = folding_table(
         "all",
         *("vs plain", "vs mlx-lm", "worst vs plain", "predicted", "error"),
         *("tokens/step", "rows/step", "accepted", "outputs"),
@@ -422,7 +420,7 @@ def _formatted(value: float | None, form: str) -> str:
 def _tuning_tables(report: Report) -> Iterator[RenderableType]:
     yield from _heading(report)
     none, *others = report["tuning"]
-    table = FoldingTable(
+    table = folding_table(
         *("MLX's settings", *none["decoders"]),
         caption="tokens/s, and the ratio to none: the geometric mean over prompts and rounds "
         f"({report['settings']['repeats']}); ± is half the width of a 95 % confidence interval",

@@ -114,7 +114,6 @@ def calibrate_command(
         )
     bars = not output_console().options.ascii_only
     shows.show_tables(
-        "mlxspec calibrate",
         {"curves": curves}
         if show
         else {**curves[0], "longer_contexts": curves[1:], "head": of_head},

@@ -18,6 +18,7 @@ from threading import Timer
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.table import Table
 
 from ..errors import LoadError, OptionError, StoreError
 from ..files import check_writable, replaced
@@ -25,9 +26,9 @@ from .common.model_choice import MODEL
 from .common.notes import note, say
 from .common.options import FILE, group, option
 from .common.output import (
-    FoldingTable,
     confirm,
     counted,
+    folding_table,
     json_text,
     print_rows,
     print_tables,
@@ -469,13 +470,13 @@ def _at(seconds: float) -> str:
     return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M}"
 
 
-def _table(earned: dict[str, dict[str, int]]) -> FoldingTable:
+def _table(earned: dict[str, dict[str, int]]) -> Table:
     """What the answers earned on each of the last days, and in all."""
     from ..corpus import EARNED, SOURCES
 
     total = {name: sum(day[name] for day in earned.values()) for name in ("answers", *EARNED)}
     named = [name for name in SOURCES if total[name] or name in _ALWAYS]
-    table = FoldingTable(
+    table = folding_table(
         *("day", "answers", "tokens", "tokens per step", *named),
         caption="Shares of the tokens that were accepted drafts, by source.",
     )

@@ -15,7 +15,7 @@ from ..models.model_files import DEMO, DEMO_DIRECTORY, local_path
 from .common.model_choice import DIRECTORY, SMALL_MODEL, model_or_default
 from .common.notes import note
 from .common.options import command, option
-from .common.output import FoldingTable, print_tables, shown, size_in_words, write_json
+from .common.output import folding_table, print_tables, shown, size_in_words, write_json
 from .settings import load_config
 
 _RESERVE = 1.1  # memory for weights, caches and a forward, relative to the weights
@@ -132,7 +132,7 @@ def _tables(
     usable = [one for one in models if one["usable"]]
     others = [one for one in models if not one["usable"]]
     named = f"; the default model is {shown(default)}" if default else ""
-    table = FoldingTable(
+    table = folding_table(
         *("model", "weights", "memory", "fits", "costs"),
         caption=f"MLX may take {_size(memory)} here{named}",
     )

@@ -22,9 +22,9 @@ from .common.options import (
     options_of,
 )
 from .common.output import (
-    FoldingTable,
     ProgressBar,
     ReportOptions,
+    folding_table,
     ratio,
     shown,
     speed_bars,
@@ -143,11 +143,12 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
         comparison = compare(*work, on_progress)
     verdict = [*map(shown, _verdict(asked, policies, comparison))]
     shows.show_tables(
-        "mlxspec replay",
         _report(asked, policies, comparison, chips),
-        lambda: [*_tables(comparison, policies, chips, asked.concurrency), *verdict],
+        lambda: [
+            *([] if shows.html else _tables(comparison, policies, chips, asked.concurrency)),
+            *verdict,
+        ],
         lambda: [*verdict, *_page(comparison, policies, chips)],
-        verdict,
     )
 
 
@@ -250,14 +251,14 @@ def _tables(
         labels = [policies[name].label for name in reports]
         if several == 1:
             caption = "speed against plain decoding"
-            sets = FoldingTable("set", "outputs", "tokens", *labels, caption=caption)
+            sets = folding_table("set", "outputs", "tokens", *labels, caption=caption)
             for name, first in next(iter(reports.values()))["sets"].items():
                 speeds = [ratio(report["sets"][name]["speedup"]) for report in reports.values()]
                 counts = str(first["completions"]), f"{first['tokens']:,}"
                 sets.add_row(shown(name), *counts, *speeds)
             yield sets
         columns, caption = (_TOGETHER, _BATCHED) if several > 1 else (_ALONE, _DECODERS)
-        table = FoldingTable("decoder", *columns, caption=caption)
+        table = folding_table("decoder", *columns, caption=caption)
         for label, report in zip(labels, reports.values(), strict=True):
             table.add_row(label, *(cell(report) for cell in columns.values()))
         yield table

@@ -293,8 +293,8 @@ def test_wherever_a_head_fails_text_is_drafted(name: str, planning_faults: list[
     assert not planning_faults
 
 
-def test_a_head_whose_drafts_would_run_twice_waits_for_no_token() -> None:
-    planner = Planner(FixedCosts(FLAT), [NoDraft()], replays=True)
+def test_a_head_whose_drafts_are_too_dear_waits_for_no_token() -> None:
+    planner = Planner(FixedCosts(FLAT), [NoDraft()])
     planner.head = Scripted(cost=5)
     planner.begin([1, 2])
     planner.policy.gain = 0.0
