@@ -146,7 +146,7 @@ def index_short(directory: Path) -> tuple[float, float]:
     other = corpus.KeptAnswers(directory, identity, "", 10**9)
     started = time.perf_counter()
     memory = Memory(kept=corpus.KeptAnswers(directory, identity, "", 10**9), on_trouble=print)
-    memory.settle(tidy=True)
+    memory.settle()
     indexed = time.perf_counter() - started
     costs = []
     for number in range(9):

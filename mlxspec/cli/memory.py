@@ -186,8 +186,8 @@ def memory_command() -> None:
 @_model_option
 @option(
     "--max-tokens N",
-    "Tokens to keep per tokenizer; the least recently used answers are dropped.  [default: as "
-    "before, or 50,000,000]",
+    "Tokens to keep per tokenizer; the oldest answers are dropped.  [default: as before, or "
+    "50,000,000]",
     type=click.IntRange(min=2),
 )
 def on_command(model: str | None, max_tokens: int | None) -> None:
@@ -296,7 +296,7 @@ def show_command(model: str | None, as_json: bool) -> None:
 @option("--since WHEN", "Answers that ended since WHEN: 2h, 3d, 2026-11-23, 2026-11-23T14:30.")
 @option("--before WHEN", "Answers that ended before WHEN.")
 @option("--matching TEXT", "Answers that contain TEXT, in upper or lower case.")
-@option("--all", "All answers, damaged files, and what was learned about drafts.", "everything")
+@option("--all", "All answers, and what was learned about drafts.", "everything")
 @_model_option
 @option("-y --yes", "Forget without asking.")
 def forget_command(
@@ -326,7 +326,6 @@ def forget_command(
         raise OptionError(
             f"--since {since} is not before --before {before}: give an earlier --since"
         )
-    from ..corpus import memory_directory
     from ..drafting.kept import kept_experience
 
     tokenizer = _tokenizer_of(model)
@@ -343,9 +342,6 @@ def forget_command(
         confirm("forget", "Forget them?", "Nothing was forgotten.")
     for kept, rows in found:
         kept.forget(rows)
-    for damaged in memory_directory().glob("*.damaged*"):
-        damaged.unlink(missing_ok=True)
-        note(f"removed the damaged file {damaged}, with all answers in it")
     taught = kept_experience() if everything and model is None else []
     for path in taught:
         path.unlink(missing_ok=True)

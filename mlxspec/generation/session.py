@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
-from ..corpus.suffix_index import ContextIndex, common_length
+from ..corpus.suffix_index import common_length
 from ..engine.caches import are_quantized, for_steps
 from ..engine.capability import capability_with
 from ..engine.draft_model import DraftModelDrafter
@@ -83,7 +83,7 @@ _TRIMMABLE = {Capability.TREE, Capability.CHAIN}
 
 
 class Session:
-    """A conversation's KV cache and its drafter's index, kept between turns.
+    """A conversation's KV cache, kept between turns.
 
     Pass the whole conversation at every turn. The model runs only what follows the longest common
     prefix with the last turn::
@@ -115,8 +115,6 @@ class Session:
     """
 
     def __init__(self, cache: Sequence[Any] = (), tokens: Sequence[int] = ()) -> None:
-        self.index = ContextIndex()
-        """The drafter's index of the conversation."""
         self.mark_at = 0
         """A length to which the cache can be rewound after the next prompt."""
         self._tokens = list(tokens)

@@ -207,7 +207,7 @@ class PrefixCache:
             return
         tokens = array("i", session.tokens)
         entry = _Entry(tokens, min(lent.n_prompt, len(tokens)), lent.partition, session)
-        entry.nbytes = session.nbytes + session.index.nbytes
+        entry.nbytes = session.nbytes
         if not tokens or entry.nbytes > self.max_bytes:
             return
         if session.quantized and not self._quantized_alike(lent, len(tokens)):

@@ -34,7 +34,6 @@ _STEP = 256  # positions by which caches grow
 _SLACK = 16 + _STEP  # positions that a window holds beyond its size
 _ROWS = 64  # rows of a step of all sequences; more rarely pay
 _SCORES = 4  # arrays over the vocabulary for each row: logits, log-probabilities, filters
-_INDEX = 2 * MOST_BYTES  # bytes per token; an index may also hold abandoned turns
 
 
 class Need(NamedTuple):
@@ -81,7 +80,7 @@ class CacheMemory:
 
     def needs(self, tokens: int) -> Need:
         """What a request takes whose prompt and answer have so many tokens."""
-        caches = self.bytes_for(tokens) + _INDEX * tokens
+        caches = self.bytes_for(tokens) + MOST_BYTES * tokens
         chunk = min(tokens, self.options.prefill_step_size)
         forward = max(self.forward_bytes(tokens, chunk), self.step_bytes(tokens))
         if self._draft:

@@ -251,10 +251,10 @@ def test_a_drafter_of_ones_own_drafts_and_changes_no_token(endless: Path, own: s
 @pytest.mark.parametrize(
     ("drafter", "message"),
     [
-        ("own_drafter", "--drafter is 'own_drafter': write it as module:Class"),
+        ("own_drafter", "write it as module:Class"),
         ("nowhere_at_all:Mine", "No module named 'nowhere_at_all'"),
-        ("own_drafter:Nothing", "has no class Nothing"),
-        ("json:JSONDecoder", "no class JSONDecoder derived from mlxspec.Drafter"),
+        ("own_drafter:Nothing", "has no attribute 'Nothing'"),
+        ("json:JSONDecoder", "not derived from mlxspec.Drafter"),
     ],
 )
 def test_what_is_no_drafter_is_one_line_before_a_model_is_loaded(

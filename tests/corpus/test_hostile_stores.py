@@ -36,7 +36,7 @@ def whole(path: Path) -> bytes:
 def drafts_tokens_or_is_refused(path: Path) -> None:
     def read() -> list[int]:
         store = open_store(path, FIRST)
-        tokens, occurrences, _ = store.look_up([1, 2, 3])
+        tokens, occurrences = store.look_up([1, 2, 3])
         assert all(-1 in tokens[position:] for _, position in occurrences)
         return [token for token in tokens if token != -1]
 

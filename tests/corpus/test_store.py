@@ -32,11 +32,7 @@ def texts_in(store: Store) -> list[list[int]]:
 
 def places(store: Store, tail: list[int], limit: int) -> list[tuple[int, int]]:
     """The matches that a store finds: their lengths, and where in its tokens they end."""
-    found = store.look_up(tail, limit)
-    return [
-        (length, position)
-        for (length, _), (_, position) in zip(found.occurrences, found.sources, strict=True)
-    ]
+    return store.index.matches(tail, limit)
 
 
 def test_a_store_gives_back_its_texts_and_what_followed(tmp_path: Path):
@@ -225,7 +221,7 @@ def test_a_look_up_copies_what_followed(
     depth: int,
 ):
     store = build_store(tmp_path_factory.mktemp("store") / "s", built, FIRST)
-    tokens, occurrences, sources = store.look_up(tail, 1000, depth)
+    tokens, occurrences = store.look_up(tail, 1000, depth)
     texts = texts_in(store)
     expected = [
         (length, text[place : place + depth])
@@ -235,4 +231,3 @@ def test_a_look_up_copies_what_followed(
     found = [(length, tokens[start : tokens.index(-1, start)]) for length, start in occurrences]
     assert sorted(found) == sorted(expected)
     assert [length for length, _ in found] == sorted((n for n, _ in found), reverse=True)
-    assert len(sources) == len(found)

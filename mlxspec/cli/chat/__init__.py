@@ -83,8 +83,8 @@ def chat_command(
 ) -> None:
     """Chat with a model.
 
-    Each turn continues where the last one ended: the conversation stays in the KV cache and in the
-    drafter's index, and is not processed again.
+    Each turn continues where the last one ended: the conversation stays in the KV cache, and is not
+    processed again.
 
     \b
     Examples:
