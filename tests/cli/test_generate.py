@@ -164,7 +164,6 @@ def test_without_mlx_model_a_line_says_that_the_demo_model_answers(
         ((), "no prompt"),
         (("a", "--prompt", "b"), "PROMPT and --prompt are given together"),
         (("a", "--prompt-ids", "1"), "PROMPT and --prompt-ids are given together"),
-        (("a", "--quiet", "--stats"), "--quiet and --stats are given together"),
         (
             ("a", "--raw", "--system-prompt", "b"),
             "--system-prompt is for a text in",

@@ -143,7 +143,7 @@ def test_a_file_of_prompts_has_a_bar_and_ctrl_c_ends_it_with_what_there_is(
         arguments = ("--prompts", prompts, "--decoder", "plain", "--no-color")
         process = start(endless, *arguments, stdout=results.fileno(), stderr=window.terminal)
         os.close(window.terminal)
-        window.read(until="0/2")
+        window.read(until="0/?")
         process.send_signal(signal.SIGINT)
         rest = window.read()
         assert process.wait() == 130

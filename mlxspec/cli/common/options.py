@@ -241,22 +241,22 @@ def names_completed(names: Callable[[], Iterable[str]]) -> Callable[..., list[st
     return complete
 
 
+# Spelling and help of options that several commands have.
 DRAFTER = "--drafter MODULE:CLASS"
-"""The option for a custom drafter, which :func:`mlxspec.drafting.drafter.load_drafter` loads."""
-
-ADAPTERS = "--adapter-path DIR"
-ADAPTERS_HELP = "Apply adapters (LoRA, DoRA) that mlx_lm.lora has trained for the model."
-
-HEAD = "--head PATH_OR_REPO"
-HEAD_HELP = (
-    "With auto and combined: also draft with this trained head, where no text is likely.  "
-    "[default: the one that comes with the model, if it has one]"
+ADAPTERS = (
+    "--adapter-path DIR",
+    "Apply adapters (LoRA, DoRA) that mlx_lm.lora has trained for the model.",
 )
-NO_HEAD = "--no-head"
-NO_HEAD_HELP = "Leave out the trained head that comes with the model."
-
-NO_MEMORY = "--no-memory"
-NO_MEMORY_HELP = "Neither draft from nor add to the answers that 'mlxspec memory on' keeps."
+HEAD = (
+    "--head PATH_OR_REPO",
+    "With auto and combined: also draft with this trained head, where no text is likely.  "
+    "[default: the one that comes with the model, if it has one]",
+)
+NO_HEAD = "--no-head", "Leave out the trained head that comes with the model."
+NO_MEMORY = (
+    "--no-memory",
+    "Neither draft from nor add to the answers that 'mlxspec memory on' keeps.",
+)
 
 
 def check_least(least: int, **options: int | None) -> None:
