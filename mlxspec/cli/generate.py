@@ -179,8 +179,6 @@ def answer(
         generation.note_if_full(decoder.model, result.finish_reason, len(result.tokens))
         if shows["stats"]:
             console.print(step_times_table(result.step_times))
-            if decoder.plans:
-                console.print(machine_line(decoder.costs.slowdown))
         if printer:
             memories.suggest_once()
     if result.finish_reason == "interrupted":
@@ -224,16 +222,3 @@ def step_times_table(step_times: list[StepTime]) -> Table:
         rows = f"{time.rows} pipelined" if time.pipelined else str(time.rows)
         table.add_row(rows, str(time.steps), f"{time.seconds * 1000:.2f}", cost)
     return table
-
-
-_NOTICEABLY_SLOW = 1.3
-
-
-def machine_line(slowdown: float) -> str:
-    """How fast the machine is now, compared with when it was measured.
-
-    Args:
-        slowdown: the time of a plain step now, divided by the measured time.
-    """
-    cause = ": it is hot or busy" if slowdown > _NOTICEABLY_SLOW else ""
-    return f"A plain step takes {slowdown:.2f} times as long as when it was measured{cause}."

@@ -51,7 +51,7 @@ def results(result: Result) -> list[dict[str, Any]]:
         ("--decoder", "plain"),
         ("--n-draft", 3, "--ngram-max", 2),
         ("--decoder", "lookahead", "-W", 3, "-N", 3, "-G", 2),
-        ("--decoder", "combined", "-W", 2, "-N", 3, "--n-draft", 4),
+        ("--decoder", "combined", "-W", 2, "-N", 3),
         ("--decoder", "plain", "--temp", 2, "--seed", 5),
         ("--decoder", "plain", "--max-kv-size", 16),
     ],

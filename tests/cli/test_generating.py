@@ -22,9 +22,7 @@ from mlxspec.cli.explain import explain_command
 from mlxspec.cli.memory import Memories
 from mlxspec.engine.params import CacheOptions, SamplingParams
 from mlxspec.errors import OptionError
-from mlxspec.generation.drafting import Auto
 from tests.cli.test_generate import assert_one_line_error, generate, report
-from tests.support.demo import demo
 from tests.support.head_files import write_head
 from tests.support.scripted_model import EOS
 
@@ -346,7 +344,7 @@ def test_other_drafts_leave_out_the_head_that_comes_with_the_model(
         (("--head", "a", "--no-head"), "--head and --no-head are given together: choose one"),
         (("--head", "a", "--draft-model", "b"), "--head and --draft-model are given together"),
         (("--head", "a", "--decoder", "plain"), "--head is for --decoder auto and combined, not"),
-        (("--head", "a", "--n-draft", "3"), "--head is for --decoder auto and combined, not"),
+        (("--head", "a", "--n-draft", "3"), "--n-draft is for --decoder prompt-lookup, not"),
         (("--head", "nowhere"), "nowhere: no such directory"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
@@ -385,15 +383,3 @@ def test_a_head_that_does_not_fit_is_one_line_or_a_note(
     result = generate("--model", model, *prompt)
     assert result.exit_code == 0
     assert "Note: the head that comes with the model is left out: " in result.stderr
-
-
-def test_each_generation_beside_lookahead_has_a_prompt_lookup_of_its_own() -> None:
-    """Served ones run at the same time."""
-    asked = taken("--decoder", "combined", "--n-draft", 4, "-W", 3).drafting
-    drafting = asked.of_model(demo().tokenizer, None, None)
-    assert isinstance(drafting, Auto)
-    assert drafting.lookahead is not None
-    assert (drafting.lookahead.window_size, drafting.lookahead.ngram_size) == (3, 5)
-    first = drafting.lookahead.first
-    assert first is not None
-    assert first() is not first()

@@ -57,12 +57,8 @@ API_KEY = "MLXSPEC_API_KEY"
 _DECODERS = ("auto", "prompt-lookup", "lookahead", "combined", "plain")
 # Decoders that take certain options. The default decoder is the first that takes all given options.
 PLANNED = ("auto", "combined")  # a trained head drafts with these
-_LOOKUP = ("prompt-lookup", "combined")
-_LOOKAHEAD = ("lookahead", "combined")
-
-
-_lookup = partial(option_field, of=_LOOKUP)
-_lookahead = partial(option_field, of=_LOOKAHEAD)
+_lookup = partial(option_field, of=("prompt-lookup",))
+_lookahead = partial(option_field, of=("lookahead", "combined"))
 
 
 def _number_or_auto(text: str) -> int | str:
@@ -165,11 +161,9 @@ class DraftingOptions:
     @cached_property
     def kind(self) -> str:
         """The name of the decoder: the requested one, or the first that takes the given options."""
-        if self.decoder:
-            return self.decoder
-        options = self._for_some_decoders().items()
-        taking = [of for name, of in options if name not in ("store", "head")]
-        return next((kind for kind in _DECODERS if all(kind in of for of in taking)), "auto")
+        takers = self._for_some_decoders().values()
+        taking = (kind for kind in _DECODERS if all(kind in of for of in takers))
+        return self.decoder or next(taking, "auto")
 
     @cached_property
     def lookup(self) -> PromptLookup:
@@ -219,10 +213,7 @@ class DraftingOptions:
         if self.kind == "lookahead":
             return self.lookahead
         store = None if self.store is None else open_store(self.store, tokenizer)
-        lookahead = None
-        if self.kind == "combined":
-            looks_up = any(of is _LOOKUP for of in self._for_some_decoders().values())
-            lookahead = replace(self.lookahead, first=self.lookup.new if looks_up else None)
+        lookahead = self.lookahead if self.kind == "combined" else None
         return Auto(memory or Memory(), store, extra, lookahead, head=head)
 
 

@@ -176,16 +176,18 @@ def options_of(
         leave_out: fields that are not options of this command.
     """
 
+    added = [*_options_in(kind, group, leave_out)]
+
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def called(**options: Any) -> Any:
             taken = _taken(kind, options)
             return function(**{argument: taken}, **options)
 
-        optioned: Callable[..., Any] = called
-        for add in reversed([*_options_in(kind, group, leave_out)]):
-            optioned = add(optioned)
-        return optioned
+        made: Callable[..., Any] = called
+        for add in reversed(added):
+            made = add(made)
+        return made
 
     return decorate
 

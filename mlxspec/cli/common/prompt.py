@@ -254,6 +254,7 @@ def _piped_text(waits: bool) -> str | None:
             comes = os.lseek(descriptor, 0, os.SEEK_CUR) == 0
         else:
             comes = stat.S_ISFIFO(kind) and _begins(descriptor, waits)
+        os.set_blocking(descriptor, True)  # another process may have made it non-blocking
         data = sys.stdin.buffer.read() if comes else b""
     except OSError:  # replaced by an object, or open only for writing
         return None
