@@ -214,8 +214,9 @@ class PromptAnswers:
 
     def panel(self, interrupted: bool) -> Panel:
         """The figures of all answers."""
-        counts = {"answered": self.figures.answers, "failed": self.failed}
-        rows = ((f"prompts {name}", f"{number:,}") for name, number in counts.items() if number)
+        rows = [("prompts answered", f"{self.figures.answers:,}")]
+        if self.failed:
+            rows.append(("prompts failed", f"{self.failed:,}"))
         return self.figures.panel(*rows, subtitle="interrupted" if interrupted else None)
 
     def run(self, lines: Iterator[tuple[int, Any]], bar: ProgressBar) -> bool:

@@ -80,7 +80,7 @@ def test_commands_of_a_pipe_save_load_and_take_back(endless: Path, tmp_path: Pat
     result = chat("--model", endless, "--load", path, stdin=f"/save {tmp_path}\n")
     assert result.exit_code == 1
     assert result.stderr.endswith(
-        f"Error: {tmp_path}: is a directory, a link or a device; name another file\n"
+        f"Error: {tmp_path}: is a directory, a link or a device; name a regular file\n"
     )
     result = chat("--model", "missing", "--load", tmp_path / "none", stdin="")
     assert result.exit_code == 1
@@ -167,7 +167,7 @@ class Terminal(Window):
     def read(self, until: str | None = None) -> str:
         """What comes up to a text and with it; the next call goes on behind it."""
         while until and until not in self._unread:
-            ready = select([self._master], [], [], 60)[0]
+            ready = select([self._master], [], [], 20)[0]
             assert ready, f"{until!r} does not come after {self._unread!r}"
             self._unread += os.read(self._master, 65536).decode().replace("\r\n", "\n")
         if until is None:
@@ -245,12 +245,16 @@ def test_pasted_lines_are_one_message_as_they_are_and_kept_for_the_next_chat(
         window.read(until=PROMPT)
         window.type(f"\x1b[200~{code.replace(chr(10), chr(13))}\x1b[201~\r")
         assert LINE in window.shown(until="reused")
+        window.read(until=PROMPT)
         window.type("second\x1b\rthird\x0afourth\\\rfifth\r")  # new lines by three ways
         window.read(until="reused")
+        window.read(until=PROMPT)
         window.type('"""\rone\r\r  two"""\r')
         window.read(until="reused")
+        window.read(until=PROMPT)
         window.type(f"/save {tmp_path / 'chat.json'}\r")
         window.read(until="Saved 3 turns")
+        window.read(until=PROMPT)
         window.type("\x04")
         assert process.wait() == 0
     asked = [message["content"] for message in messages(tmp_path / "chat.json")[::2]]
@@ -262,7 +266,11 @@ def test_pasted_lines_are_one_message_as_they_are_and_kept_for_the_next_chat(
         window.read(until=PROMPT)
         window.type("\x10\x10\r")  # up, to the message before the command
         window.read(until="reused")
-        window.type(f"/save {tmp_path / 'again.json'}\r/exit\r")
+        window.read(until=PROMPT)
+        window.type(f"/save {tmp_path / 'again.json'}\r")
+        window.read(until="Saved")
+        window.read(until=PROMPT)
+        window.type("/exit\r")
         assert process.wait() == 0
     assert messages(tmp_path / "again.json")[0]["content"] == asked[2]
 
@@ -299,19 +307,26 @@ def test_an_answer_that_is_cut_says_by_what_and_how_to_get_another(
         window.read(until=PROMPT)
         window.type("go on\r")
         window.read(until="cut by --max-tokens")
+        window.read(until=PROMPT)
         window.type("/retry\r")
         window.read(until="gets the same answer")
         window.read(until="cut by --max-tokens")
+        window.read(until=PROMPT)
         window.type("/retry 0.5\r")
         window.read(until="cut by --max-tokens")
+        window.read(until=PROMPT)
         window.type("/retry hot\r")
         window.read(until="give a temperature")
+        window.read(until=PROMPT)
         window.type("/retry -1\r")
         window.read(until="temp is -1")
+        window.read(until=PROMPT)
         window.type("/undo\r")
         window.read(until="Took back: go on")
+        window.read(until=PROMPT)
         window.type("/retry\r")
         window.read(until="nothing has been said yet")
+        window.read(until=PROMPT)
         window.type("\x04")
         assert process.wait() == 0
 
@@ -325,11 +340,15 @@ def test_commands_are_completed_while_they_are_typed(endless: Path, tmp_path: Pa
         window.type("\t\r")  # a command without more is done at once
         window.read(until="nothing has been said yet")
         window.read(until=PROMPT)
-        window.type("hello\r/sav")
+        window.type("hello\r")
+        window.read(until="reused")
+        window.read(until=PROMPT)
+        window.type("/sav")
         window.read(until="write the conversation")
         window.type("\t\r")  # takes the choice; a name is to follow
         window.type(f"{tmp_path / 'chat.json'}\r")
         window.read(until="Saved 1 turn")
+        window.read(until=PROMPT)
         window.type("\x04")
         assert process.wait() == 0
 
@@ -394,10 +413,16 @@ def test_markdown_is_rendered_where_it_is_wanted(tmp_path: Path) -> None:
         window.read(until=PROMPT)
         window.type("a\r")
         assert "a big one" in window.shown(until="reused")
+        window.read(until=PROMPT)
         window.type("/markdown\r")
         window.read(until="plain text again")
-        window.type("/reset\ra\r")
+        window.read(until=PROMPT)
+        window.type("/reset\r")
+        window.read(until="begins")
+        window.read(until=PROMPT)
+        window.type("a\r")
         assert "a **big** one" in window.shown(until="reused")
+        window.read(until=PROMPT)
         window.type("/exit\r")
         assert process.wait() == 0
 

@@ -140,16 +140,22 @@ def _biases(ctx: click.Context, param: click.Parameter, texts: Sequence[str]) ->
     return parsed
 
 
+def _text(value: str) -> str:
+    value.encode()  # ValueError: Python makes lone surrogates of bytes that are not UTF-8
+    return value
+
+
 def _id_or_text(token: str) -> int | str:
-    return int(token) if token.isdecimal() else token
+    return int(token) if token.isdecimal() else _text(token)
 
 
 _TYPES: dict[str, dict[str, Any]] = {
     "bool": {},
     "float": {"type": float},
     "int": {"type": int},
-    "str": {"type": str},
+    "str": {"type": _text},
     "Path": {"type": FILE},
+    "tuple[str, ...]": {"multiple": True, "type": _text},
     "tuple[int | str, ...]": {"multiple": True, "type": _id_or_text},
     "Mapping[int, float]": {"multiple": True, "callback": _biases},
 }
