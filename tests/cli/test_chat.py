@@ -293,6 +293,7 @@ def test_what_is_typed_during_an_answer_waits_at_the_prompt(endless: Path, tmp_p
             window.read(until=PROMPT)
             window.type(more)
             window.read(until=LINE.strip() if more == "\r" else "Saved 2 turns")
+        window.read(until=PROMPT)
         window.type("/exit\r")
         assert process.wait() == 0
     asked = [message["content"] for message in messages(tmp_path / "chat.json")[::2]]

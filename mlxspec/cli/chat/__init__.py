@@ -402,10 +402,8 @@ def command_in(message: str) -> tuple[ChatCommand, str] | None:
         close = get_close_matches(word, NAMES, 1)
         guess = f"did you mean {close[0]}?" if close else "/help lists them"
         raise OptionError(f"unknown command {word} ({guess}); {_OR_TEXT}")
-    if argument and not command.takes:
-        raise OptionError(f"{word} takes no argument; {_OR_TEXT}")
-    if not argument and command.takes == "file":
-        raise OptionError(f"{word} needs the name of a file: {command.spelling}")
+    if bool(argument) > bool(command.takes) or (command.takes == "file" and not argument):
+        raise OptionError(f"write it as {command.spelling}; {_OR_TEXT}")
     return command, argument
 
 
