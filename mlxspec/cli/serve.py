@@ -578,7 +578,7 @@ class _Loader:
             entry.path,
             replace(self._base, model=entry.path),
         )
-        decoder = one.load_unmeasured(self._memories, on_read=on_read)
+        decoder = one.load(None, self._memories, on_read=on_read)
         # With many forwards, which may run beside those of other models.
         _ = decoder.capability, decoder.joint_mode
 

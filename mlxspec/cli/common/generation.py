@@ -276,32 +276,20 @@ class Generation:
             return _read_form("--grammar", self.grammar, Constraint.grammar)
         return None if self.regex is None else Constraint.regex(self.regex)
 
-    def load(self, console: Console, memories: Memories, leader: Leader | None = None) -> Decoder:
-        """Load the model, and measure the cost of its steps if that is needed and unknown.
-
-        Args:
-            console: shows the progress of the measurement.
-            memories: hold the earlier answers to draft from.
-            leader: splits the model over its ranks; None for one process.
-        """
-        with ProgressBar("Measuring step times", console=console) as bar:
-            decoder = self.load_unmeasured(memories, leader, on_measuring=bar)
-            measure(decoder)
-        return decoder
-
-    def load_unmeasured(
+    def load(
         self,
+        console: Console | None,
         memories: Memories,
         leader: Leader | None = None,
         on_read: OnRead = lambda nbytes: None,
-        on_measuring: Callable[[float], None] | None = None,
     ) -> Decoder:
-        """As :meth:`load`, but without running the model, which :func:`measure` does.
+        """Load the model, and measure the cost of its steps if that is needed and unknown.
 
         Args:
-            memories, leader: as for :meth:`load`.
+            console: shows the progress of the measurement; None leaves it to :func:`measure`.
+            memories: hold the earlier answers to draft from.
+            leader: splits the model over its ranks; None for one process.
             on_read: as for :func:`.models.model.evaluate`.
-            on_measuring: as for :class:`mlxspec.Decoder`.
         """
         from ...drafting.drafter import load_drafter
         from ...engine.draft_model import DraftModelDrafter, check_vocabularies
@@ -332,10 +320,14 @@ class Generation:
             model, tokenizer, head = load_with_head(name, wanted, self.adapter_path, on_read)
         memory = memories.of(tokenizer, name) if drafting.kind in PLANNED else None
         drafts_from = drafting.of_model(tokenizer, memory, extra, head)
-        decoder = mlxspec.Decoder(model, tokenizer, drafts_from, on_measuring=on_measuring)
+        bar = ProgressBar("Measuring step times", console=console) if console else None
+        decoder = mlxspec.Decoder(model, tokenizer, drafts_from, on_measuring=bar)
         decoder.keeps_experience = memories.keeps
         if draft_model is not None:
             check_vocabularies(draft_model, decoder.vocab_size, len(decoder.tokenizer))
+        if bar:
+            with bar:
+                measure(decoder)
         return decoder
 
     def request(
