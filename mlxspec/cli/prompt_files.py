@@ -14,7 +14,7 @@ import stat
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
@@ -271,9 +271,8 @@ class PromptAnswers:
         asked, default = read_line(value), self.generation
         generation = replace(
             default,
-            max_tokens=asked.get("max_tokens", default.max_tokens),
             sampling=replace(default.sampling, **_those(_SAMPLING, asked)),
-            **_those(_ENDS, asked),
+            **_those(("max_tokens", *_ENDS), asked),
         )
         tokens, templated = self._tokens(asked)
         request, as_shown = generation.request(
@@ -331,5 +330,5 @@ class PromptAnswers:
         answer.end({"error": f"line {answer.number}: {kind}{error}"})
 
 
-def _those(names: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
+def _those(names: Iterable[str], asked: dict[str, Any]) -> dict[str, Any]:
     return {name: asked[name] for name in names if name in asked}

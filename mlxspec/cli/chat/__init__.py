@@ -673,7 +673,7 @@ _SYSTEM = ("system", "developer")  # OpenAI's newer name for it
 
 
 def write_chat(path: Path, model: str, messages: Messages) -> None:
-    """Write a conversation, whole or not at all; replace nothing but a saved chat.
+    """Write a conversation, whole or not at all; replace only what :func:`read_chat` reads.
 
     Args:
         path: the file.
