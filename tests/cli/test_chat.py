@@ -167,7 +167,7 @@ class Terminal(Window):
     def read(self, until: str | None = None) -> str:
         """What comes up to a text and with it; the next call goes on behind it."""
         while until and until not in self._unread:
-            ready = select([self._master], [], [], 20)[0]
+            ready = select([self._master], [], [], 60)[0]
             assert ready, f"{until!r} does not come after {self._unread!r}"
             self._unread += os.read(self._master, 65536).decode().replace("\r\n", "\n")
         if until is None:

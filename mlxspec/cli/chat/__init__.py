@@ -632,6 +632,8 @@ class LocalModel:
             MlxspecError: the other model cannot be loaded, or has no chat template.
         """
         before, name = self._generation, resolved(name)
+        if name == self.name:
+            return
         find_directory(name, None)  # downloads it
         self.close()
         drafting = replace(before.drafting, head=None)
