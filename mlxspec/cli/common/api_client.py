@@ -65,6 +65,8 @@ class ApiClient:
         try:
             data = self.ask("/v1/models")["data"]
             models = [ModelCard(model["id"], model.get("context_length")) for model in data]
+            if not all(isinstance(x, str) and isinstance(n, int | None) for x, n in models):
+                raise TypeError(models)
             names = [model.name for model in models]
             name = first or names[0]
         except (AttributeError, LookupError, TypeError, json.JSONDecodeError) as error:
@@ -107,7 +109,7 @@ class ApiClient:
                 except (OSError, ValueError, LookupError, TypeError, HTTPException):
                     message = f"{error.code} {error.reason}"
                 remedy = f"; {API_KEY} must hold the server's key" if error.code == 401 else ""
-                raise PromptError(f"the server: {message}{remedy}") from error
+                raise PromptError(f"--server {self.address}: {message}{remedy}") from error
         except (OSError, ValueError, HTTPException) as error:
             reason = getattr(error, "reason", error)
             reason = getattr(reason, "strerror", None) or reason
