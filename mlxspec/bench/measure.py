@@ -38,7 +38,7 @@ from ..engine.params import SamplingParams
 from ..engine.sampling import Chooser
 from ..engine.target import Progress
 from ..errors import OptionError, PromptError
-from ..generation.decoder import AutoDecoder, CombinedDecoder, Decoder, LookaheadDecoder
+from ..generation.decoder import AutoDecoder, Decoder, LookaheadDecoder
 from ..generation.response import SpeculationStats
 from ..models.chat_template import apply_template
 from ..models.heads import Head
@@ -213,7 +213,6 @@ BACKENDS: dict[str, MakeBackend] = {
     "prompt-lookup": with_drafter(PromptLookupDrafter),
     "auto": _planned(partial(AutoDecoder, memory_tokens=0)),
     "lookahead": _planned(LookaheadDecoder),
-    "combined": _planned(partial(CombinedDecoder, memory_tokens=0)),
 }
 """By the names of ``--decoder``; each is made from a loaded model and its tokenizer."""
 
@@ -227,7 +226,7 @@ def backends_with(drafter: type[Drafter]) -> dict[str, MakeBackend]:
 
 def takes_head(name: str) -> bool:
     """Whether the backend of this name drafts with a trained head, if there is one."""
-    return name.partition("+")[0] in ("auto", "combined")
+    return name.partition("+")[0] == "auto"
 
 
 def with_head(makers: Mapping[str, MakeBackend], head: Head) -> dict[str, MakeBackend]:

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from ..bench.measure import MakeBackend, MeasuredPrompt, Report
     from ..bench.prompts import BenchPrompt
 
-_DECODERS = ("plain", "mlx-lm", "prompt-lookup", "auto", "lookahead", "combined")
+_DECODERS = ("plain", "mlx-lm", "prompt-lookup", "auto", "lookahead")
 _prompts = partial(option_field, group="Prompts")
 _measurement = partial(option_field, group="Measurement")
 
@@ -142,7 +142,7 @@ def bench_command(
     check_one(head=asked.head, no_head=asked.no_head)
     uses_head = any(map(takes_head, backends))
     if asked.head is not None and not uses_head:
-        raise OptionError("--head is for --decoder auto and combined: add one of them")
+        raise OptionError("--head is for --decoder auto: add it")
     check_least(1, max_tokens=asked.max_tokens, repeats=asked.repeats, limit=asked.limit)
     sampling = SamplingParams(temp=asked.temp, seed=asked.seed)
     prompts = [prompt for file in asked.prompts for prompt in read_prompts(file)]

@@ -68,7 +68,7 @@ def cache_prompt_command(
 
     from ..engine.capability import check_quantization
     from ..engine.model_sizes import context_length
-    from ..engine.prompt_cache_file import check_replaceable, prompt_cache_path, save_prompt_cache
+    from ..engine.prompt_cache import check_replaceable, prompt_cache_path, save_prompt_cache
     from ..engine.target import vocabulary_size
     from ..generation.options import prompt_ids
     from ..models.model import load
@@ -114,11 +114,11 @@ class CachedPrompt:
     """
 
     def __init__(self, file: str) -> None:
-        from ..engine.prompt_cache_file import read_prompt_cache, tokens_in
+        from ..engine.prompt_cache import load_prompt_cache, tokens_in
 
         self.file = file
-        self._cache, self._metadata, self._head = read_prompt_cache(file)
-        self._tokens = tokens_in(self._cache, self._metadata)
+        self._cache, self._metadata = load_prompt_cache(file, return_metadata=True)
+        self._tokens = tokens_in(self._metadata, self._cache)
 
     def completed(self, generation: Generation) -> Generation:
         """Complete a generation with the file's model and adapters.
@@ -163,14 +163,13 @@ class CachedPrompt:
             PromptCacheError: the file belongs to another model.
             PromptError: the chat template fails.
         """
-        from ..engine.prompt_cache_file import check_fits, check_lengths
+        from ..engine.prompt_cache import check_fits
         from ..generation.session import Session
 
         check_fits(self._cache, decoder.model, self.file)
-        check_lengths(self._cache, self.file)
         following = _following(prompt, options, decoder.tokenizer, templated)
         if self._tokens:
-            session = Session(self._cache, self._tokens, self._head)
+            session = Session(self._cache, self._tokens)
             return [*self._tokens, *following], {"session": session}
         return following, {"prompt_cache": self._cache}
 

@@ -74,7 +74,7 @@ def explain_command(
     Examples:
       mlxspec explain --decoder lookahead -W 7 -N 4 --raw "def add(a, b):"
       mlxspec explain "Say this three times: ..." --steps 5 --skip 0
-      mlxspec explain --decoder combined --prompt-file ask.txt --html steps.html
+      mlxspec explain --decoder lookahead --prompt-file ask.txt --html steps.html
     """
     source = prompt.read()  # this, and all checks that need no model, before a model is loaded
     check_least(1, steps=steps)

@@ -55,7 +55,7 @@ _output = partial(option, group="Output")
 @_model(
     "--prompts FILE",
     "Answer each line of FILE, several at a time: see below; - reads standard input.",
-    type=click.File("rb"),
+    type=click.File("rb", lazy=True),
 )
 @_model("--concurrency N", "With --prompts: answer N at once.", default=8, type=click.IntRange(1))
 @_model("--max-tokens N", "Generate at most N tokens.", default=250, type=click.IntRange(1))
@@ -112,7 +112,7 @@ def generate_command(*, prompts: IO[bytes] | None, concurrency: int, **options: 
     if options["quiet"]:
         silence_notes()
     sources = *vars(options["prompt"]).values(), getattr(prompts, "name", None)
-    if launched_rank() is not None and ("-" in sources or "<stdin>" in sources):
+    if launched_rank() is not None and "-" in sources:
         raise PromptError("-: mlx.launch does not pass on the end of standard input; name a file")
     if prompts is not None:
         from .prompt_files import answer_prompts

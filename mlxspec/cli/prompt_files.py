@@ -77,6 +77,7 @@ def answer_prompts(
     others += ["--prompt-cache-file"] * (prompt_cache_file is not None) + ["--stats"] * stats
     if others:
         raise OptionError(f"--prompts and {others[0]} are given together: choose one")
+    lines = json_lines(iter(file))  # opens it
     with Memories(not generation.drafting.no_memory) as kept:
         console = error_console(shows["color"])
         quiet = Console(quiet=True) if shows["quiet"] else console
@@ -92,7 +93,7 @@ def answer_prompts(
         )
         columns = MofNCompleteColumn(), TimeElapsedColumn()
         bar = ProgressBar("answers", *columns, console=Console(quiet=True) if hidden else quiet)
-        interrupted = answers.run(json_lines(file), bar)
+        interrupted = answers.run(lines, bar)
         quiet.print("", answers.panel(interrupted), sep="\n")
         if not shows["as_json"]:
             kept.suggest_once()

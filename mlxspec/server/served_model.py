@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,11 +20,11 @@ from ..engine.costs import forward_memory
 from ..engine.model_sizes import CacheKind, cache_kinds, context_length
 from ..engine.params import CacheOptions
 from ..engine.step import SHORT
-from ..engine.target import together, vocabulary_size
+from ..engine.target import UNDOABLE, together, vocabulary_size
 from ..generation.decoder import Decoder
 from ..generation.drafting import Auto
 from ..generation.options import GenerationOptions
-from ..generation.session import MARKS, UNDOABLE, Session
+from ..generation.session import MARKS, Session
 from .prefix_cache import PrefixCache
 
 if TYPE_CHECKING:
@@ -174,7 +173,6 @@ class ServedModel:
         owner: the partition that uses the decoder's own memory. The others have memories of their
             own, in the process only.
         path: the path from which the user loaded it, another name for it in requests.
-        created: when it was loaded, in seconds since 1970.
     """
 
     name: str
@@ -185,7 +183,6 @@ class ServedModel:
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     owner: str = field(default="", repr=False)
     path: str | None = None
-    created: int = field(default_factory=lambda: int(time.time()))
     _apart: OrderedDict[str, Decoder] = field(
         default_factory=OrderedDict, init=False, repr=False, compare=False
     )

@@ -146,6 +146,7 @@ def test_an_interrupt_leaves_the_rounds_that_are_complete(after: int) -> None:
     assert (settings["repeats"], settings["interrupted"]) == (1, True)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_process_has_the_setting_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

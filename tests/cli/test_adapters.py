@@ -49,6 +49,7 @@ def tokens(*arguments: object) -> list[int]:
     return json.loads(result.stdout)["tokens"]
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_the_output_is_mlx_lm_s_with_the_same_adapters(

@@ -42,6 +42,7 @@ def results(result: Result) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.nightly(keep=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("concurrency", [1, 3])
 @pytest.mark.parametrize(
@@ -51,7 +52,6 @@ def results(result: Result) -> list[dict[str, Any]]:
         ("--decoder", "plain"),
         ("--n-draft", 3, "--ngram-max", 2),
         ("--decoder", "lookahead", "-W", 3, "-N", 3, "-G", 2),
-        ("--decoder", "combined", "-W", 2, "-N", 3),
         ("--decoder", "plain", "--temp", 2, "--seed", 5),
         ("--decoder", "plain", "--max-kv-size", 16),
     ],

@@ -215,6 +215,7 @@ def history(data: dict[str, str]) -> list[str]:
     return list(FileHistory(path).load_history_strings())[::-1]
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("width", [40, 80, 160])
 def test_at_a_terminal_ctrl_c_stops_an_answer_and_twice_leaves(endless: Path, width: int) -> None:
     with Terminal(columns=width) as window:
@@ -354,6 +355,7 @@ def test_commands_are_completed_while_they_are_typed(endless: Path, tmp_path: Pa
         assert process.wait() == 0
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("end", ["\x04", "/quit\r", "/bye\r"])
 def test_leaving_gives_the_terminal_back_as_it_was(endless: Path, end: str) -> None:
     with Terminal(columns=30) as window:

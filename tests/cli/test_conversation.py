@@ -106,6 +106,7 @@ def answered_by_mlx_lm(
     return answer.removeprefix(" ")
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("system_prompt", [None, "Be brief."])
 def test_answers_are_those_of_the_whole_conversation(
     decoder: PromptLookupDecoder, system_prompt: str | None
@@ -281,6 +282,7 @@ class Letters(Model):
             yield response
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("kind", KINDS_OF_CACHES)
 def test_caches_of_every_kind_return_to_where_the_conversation_did(kind: str) -> None:
     model = ARCHITECTURES[KINDS_OF_CACHES[kind]].model()

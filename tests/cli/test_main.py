@@ -155,6 +155,7 @@ def test_help_has_the_options_in_groups():
         assert option.opts[0] in result.stdout or isinstance(option, click.Argument)
 
 
+@pytest.mark.slow
 def test_help_waits_for_no_heavy_import():
     heavy = {"mlx", "mlx_lm", "transformers", "numpy", "huggingface_hub", "jinja2"}
     commands = "from mlxspec.cli.main import main; [main.get_command(None, n) for n in COMMANDS]"

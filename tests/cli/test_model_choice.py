@@ -53,6 +53,7 @@ def test_the_demo_model_is_named_if_nothing_else_is(work: Path, endless: Path):
     assert run(*prompt).stderr == ""
 
 
+@pytest.mark.slow
 def test_the_suggested_prompt_is_one_that_the_demo_model_can_answer():
     result = run("generate", "-m", "demo", "--max-tokens", 40, DEMO_CAN)
     assert result.stdout == "The red fox sees the river.\n" * 3

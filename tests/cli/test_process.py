@@ -102,6 +102,7 @@ def test_a_pipe_gets_the_text_of_the_model_and_no_library_s_chatter(hostile: Pat
     assert all(line[:1] in "╭│╰" or "Note: step" in line for line in errors.splitlines())
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("arguments", [ENDLESS, (*ENDLESS, "--n-draft", "0")])
 def test_ctrl_c_ends_with_the_text_so_far_the_panel_and_130(
     endless: Path, arguments: tuple[str, ...]

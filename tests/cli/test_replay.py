@@ -328,6 +328,7 @@ def test_memories_are_compared_with_several_outputs_at_once(repeating: tuple[Pat
     assert "Remembering 1k tokens gains" in table
 
 
+@pytest.mark.slow
 def test_the_page_of_memories_has_a_bar_for_each_size_and_chip(
     repeating: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -49,6 +49,7 @@ def write(directory: Path, name: str, text: str) -> str:
     return str(directory / name)
 
 
+@pytest.mark.slow
 def test_a_script_gets_its_arguments_and_speculates(run, model: str, tmp_path: Path) -> None:
     write(tmp_path, "neighbour.py", f"PROMPT = {PROMPT!r}")
     script = write(tmp_path, "script.py", SCRIPT.format(model=model))
@@ -68,6 +69,7 @@ def test_mlx_lm_s_generate_speculates(run, model: str, module: tuple[str, ...]) 
     assert "deprecated" not in result.stdout
 
 
+@pytest.mark.slow
 def test_mlx_lm_s_programs_know_the_bundled_model(run) -> None:
     options = ("--model", "demo", "--prompt", 'Repeat this 2 times: "A day."')
     result = run("-m", "mlx_lm", "generate", *options)

@@ -54,11 +54,11 @@ if TYPE_CHECKING:
 API_KEY = "MLXSPEC_API_KEY"
 """The environment variable that holds a server's key, for the server and its clients."""
 
-_DECODERS = ("auto", "prompt-lookup", "lookahead", "combined", "plain")
+_DECODERS = ("auto", "prompt-lookup", "lookahead", "plain")
 # Decoders that take certain options. The default decoder is the first that takes all given options.
-PLANNED = ("auto", "combined")  # a trained head drafts with these
+PLANNED = ("auto",)  # a trained head drafts with these
 _lookup = partial(option_field, of=("prompt-lookup",))
-_lookahead = partial(option_field, of=("lookahead", "combined"))
+_lookahead = partial(option_field, of=("lookahead",))
 
 
 def _number_or_auto(text: str) -> int | str:
@@ -76,13 +76,13 @@ class DraftingOptions:
     decoder: str | None = option_field(
         "--decoder",
         "auto chooses each draft by its measured cost; prompt-lookup has fixed parameters; "
-        "lookahead drafts from the model's own guesses; combined is auto with lookahead.  "
+        "lookahead drafts from the model's own guesses.  "
         "[default: auto, or the one that the given options need]",
         type=click.Choice(_DECODERS),
     )
     store: str | None = option_field(
         "--store FILE",
-        "With auto and combined: also draft from a store made by 'mlxspec store'.",
+        "With auto: also draft from a store made by 'mlxspec store'.",
         type=NAME,
         of=PLANNED,
     )
@@ -213,8 +213,7 @@ class DraftingOptions:
         if self.kind == "lookahead":
             return self.lookahead
         store = None if self.store is None else open_store(self.store, tokenizer)
-        lookahead = self.lookahead if self.kind == "combined" else None
-        return Auto(memory or Memory(), store, extra, lookahead, head=head)
+        return Auto(memory or Memory(), store, extra, head=head)
 
 
 FORMS = ("json_schema", "regex", "grammar")

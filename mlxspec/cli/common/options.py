@@ -257,7 +257,7 @@ ADAPTERS = (
 )
 HEAD = (
     "--head PATH_OR_REPO",
-    "With auto and combined: also draft with this trained head, where no text is likely.  "
+    "With auto: also draft with this trained head, where no text is likely.  "
     "[default: the one that comes with the model, if it has one]",
 )
 NO_HEAD = "--no-head", "Leave out the trained head that comes with the model."
