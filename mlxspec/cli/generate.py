@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 from functools import partial
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -55,7 +55,7 @@ _output = partial(option, group="Output")
 @_model(
     "--prompts FILE",
     "Answer each line of FILE, several at a time: see below; - reads standard input.",
-    type=click.File("rb", lazy=True),
+    type=NAME,
 )
 @_model("--concurrency N", "With --prompts: answer N at once.", default=8, type=click.IntRange(1))
 @_model("--max-tokens N", "Generate at most N tokens.", default=250, type=click.IntRange(1))
@@ -70,7 +70,7 @@ _output = partial(option, group="Output")
     "its place.",
     type=click.IntRange(0),
 )
-def generate_command(*, prompts: IO[bytes] | None, concurrency: int, **options: Any) -> None:
+def generate_command(*, prompts: str | None, concurrency: int, **options: Any) -> None:
     """Generate text with speculative decoding.
 
     PROMPT is what to ask the model. Pipe an input text, or name its file with --prompt-file. The
@@ -111,7 +111,7 @@ def generate_command(*, prompts: IO[bytes] | None, concurrency: int, **options: 
     """
     if options["quiet"]:
         silence_notes()
-    sources = *vars(options["prompt"]).values(), getattr(prompts, "name", None)
+    sources = *vars(options["prompt"]).values(), prompts
     if launched_rank() is not None and "-" in sources:
         raise PromptError("-: mlx.launch does not pass on the end of standard input; name a file")
     if prompts is not None:

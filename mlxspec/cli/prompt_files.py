@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 from pydantic import BeforeValidator, ConfigDict, Field, Strict, ValidationError, create_model
@@ -47,7 +47,7 @@ _FORM = 'write {"prompt": "..."} or {"messages": [...]}'
 
 
 def answer_prompts(
-    file: IO[bytes],
+    file: str,
     concurrency: int,
     *,
     generation: Generation,
@@ -64,21 +64,21 @@ def answer_prompts(
     it writes the results so far and exits with status 130.
 
     Args:
-        file: its lines are as :func:`read_line` takes them.
+        file: its lines are as :func:`read_line` takes them; - is standard input.
         concurrency: how many prompts to answer at once, at most.
         leader: splits the model over its ranks; None for one process.
         shows: ``quiet``, ``color`` and ``as_json``; the results are always JSON.
 
     Raises:
-        MlxspecError: an option or the model is at fault.
+        MlxspecError, OSError: an option, the file or the model is at fault.
     """
     # Check all that needs no model before a model is loaded, or even downloaded.
     others = prompt.named()
     others += ["--prompt-cache-file"] * (prompt_cache_file is not None) + ["--stats"] * stats
     if others:
         raise OptionError(f"--prompts and {others[0]} are given together: choose one")
-    lines = json_lines(iter(file))  # opens it
-    with Memories(not generation.drafting.no_memory) as kept:
+    keeps = not generation.drafting.no_memory
+    with click.open_file(file, "rb") as opened, Memories(keeps) as kept:
         console = error_console(shows["color"])
         quiet = Console(quiet=True) if shows["quiet"] else console
         decoder = generation.load(quiet, kept, leader)
@@ -93,7 +93,7 @@ def answer_prompts(
         )
         columns = MofNCompleteColumn(), TimeElapsedColumn()
         bar = ProgressBar("answers", *columns, console=Console(quiet=True) if hidden else quiet)
-        interrupted = answers.run(lines, bar)
+        interrupted = answers.run(json_lines(opened), bar)
         quiet.print("", answers.panel(interrupted), sep="\n")
         if not shows["as_json"]:
             kept.suggest_once()

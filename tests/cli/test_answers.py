@@ -249,8 +249,8 @@ def test_a_fault_in_one_generation_costs_no_other(
         (("--prompts", "FILE", "--stats"), "--prompts and --stats"),
         (("--prompts", "FILE", "--concurrency", "0"), "'--concurrency': 0 is not in the range"),
         (("--prompts", "FILE", "--logprobs", "-1"), "'--logprobs': -1 is not in the range"),
-        (("--prompts", "nowhere.jsonl"), "'nowhere.jsonl': No such file"),
-        (("--prompts", "."), "'.': Is a directory"),
+        (("--prompts", "nowhere.jsonl"), "nowhere.jsonl: No such file"),
+        (("--prompts", "."), ".: Is a directory"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
