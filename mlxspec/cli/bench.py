@@ -26,14 +26,11 @@ from .common.model_choice import ABOUT, DEFAULT, MODEL, model_argument, needed_m
 from .common.notes import note
 from .common.options import (
     ADAPTERS,
-    ADAPTERS_HELP,
     DRAFTER,
     FILE,
     HEAD,
-    HEAD_HELP,
     NAME,
     NO_HEAD,
-    NO_HEAD_HELP,
     check_least,
     check_one,
     command,
@@ -65,9 +62,9 @@ _measurement = partial(option_field, group="Measurement")
 class BenchOptions:
     """What to measure."""
 
-    adapter_path: str | None = option_field(ADAPTERS, ADAPTERS_HELP, type=NAME, group="Model")
-    head: str | None = option_field(HEAD, HEAD_HELP, type=MODEL, group="Model")
-    no_head: bool = option_field(NO_HEAD, NO_HEAD_HELP, default=False, group="Model")
+    adapter_path: str | None = option_field(*ADAPTERS, type=NAME, group="Model")
+    head: str | None = option_field(*HEAD, type=MODEL, group="Model")
+    no_head: bool = option_field(*NO_HEAD, default=False, group="Model")
     prompts: tuple[Path, ...] = _prompts(
         "--prompts --spec-bench FILE",
         "Prompts to answer, such as Spec-Bench's question.jsonl; repeatable.  [default: a small "
@@ -291,7 +288,7 @@ def _tuned(model: str, asked: BenchOptions) -> Report:
     }
     given = [f"{name}={value}" for name, value in options.items() if value is not None]
     given += [f"--prompts={file}" for file in asked.prompts]
-    given += [NO_HEAD] if asked.no_head else []
+    given += [NO_HEAD[0]] if asked.no_head else []
     with ProgressBar("Taking turns") as on_progress:
         return tune(partial(measured, [f"--model={model}", *given]), asked.repeats, on_progress)
 

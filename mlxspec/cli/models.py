@@ -10,10 +10,9 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from ..errors import MlxspecError, OptionError
+from ..errors import MlxspecError
 from ..models.model_files import DEMO, DEMO_DIRECTORY, local_path
 from .common.model_choice import DIRECTORY, SMALL_MODEL, model_or_default
-from .common.notes import note
 from .common.options import command, option
 from .common.output import folding_table, print_tables, shown, size_in_words, write_json
 from .settings import load_config
@@ -40,11 +39,7 @@ def models_command(as_json: bool) -> None:
     from ..engine.costs import whole_memory
 
     memory = whole_memory()
-    default: str | None = None
-    try:
-        default = model_or_default(None)
-    except OptionError as error:
-        note(error)
+    default = model_or_default(None)
     models = list(_found(memory, default))
     if as_json:
         write_json({"memory_bytes": memory, "models": models}, indent=2)

@@ -33,7 +33,7 @@ from ..errors import OptionError, printable
 from ..files import is_ours_alone
 from ..models.model_files import local_path
 from ..process import give_back_large_blocks
-from .common.generation import API_KEY, DraftingOptions, Ends, Generation, measure
+from .common.generation import API_KEY, DraftingOptions, Generation, measure
 from .common.model_choice import (
     DIRECTORY,
     default_model,
@@ -44,7 +44,6 @@ from .common.model_choice import (
 from .common.notes import note
 from .common.options import (
     ADAPTERS,
-    ADAPTERS_HELP,
     NAME,
     check_least,
     color_option,
@@ -116,7 +115,7 @@ class ServeOptions:
         "[default: 10m; a MODEL named here stays]",
         type=_duration,
     )
-    adapter_path: str | None = _address_option(ADAPTERS, ADAPTERS_HELP, type=NAME)
+    adapter_path: str | None = _address_option(*ADAPTERS, type=NAME)
     host: str = _address_option("--host HOST", "The address to listen on.", default="127.0.0.1")
     port: int = _address_option("--port N", "The port; 0 takes a free one.", default=8080)
     allowed_hosts: tuple[str, ...] = _address_option(
@@ -277,7 +276,7 @@ def serve_command(
     names = models or (() if options.available else (None,))
     asked = [
         Generation(
-            *(name, options.max_tokens, drafting, Ends(), SamplingParams(), caches),
+            *(name, options.max_tokens, drafting, SamplingParams(), caches),
             adapter_path=options.adapter_path,
         )
         for name in names
@@ -297,7 +296,7 @@ def serve_command(
         console = error_console(color)
         # A head, a draft model and a store belong to the models that were named with them.
         apart = replace(drafting, head=None, draft_model=None, store=None)
-        base = Generation(None, options.max_tokens, apart, Ends(), SamplingParams(), caches)
+        base = Generation(None, options.max_tokens, apart, SamplingParams(), caches)
         _run(asked, base, options, hosts, keys, chat_template_config or {}, console, leader)
 
 
@@ -595,7 +594,7 @@ class _Loader:
             entry.path,
             replace(self._base, model=entry.path),
         )
-        decoder = one.load_unmeasured(self._memories, on_read=on_read)
+        decoder = one.load(None, self._memories, on_read=on_read)
         # With many forwards, which may run beside those of other models.
         _ = decoder.capability, decoder.joint_mode
 

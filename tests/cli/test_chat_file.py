@@ -87,9 +87,12 @@ def test_what_other_programs_write_is_read(tmp_path: Path) -> None:
         (b'{"messages": [{"content": "a"}]}', 'no "role"'),
         (
             b'{"messages": [{"role": "tool", "content": "a"}]}',
-            "its turns must be the user's and the assistant's",
+            "its messages must be the user's and the assistant's",
         ),
-        (b'{"messages": [{"role": "assistant", "content": "a"}]}', "the user's first"),
+        (
+            b'{"messages": [{"role": "assistant", "content": "a"}]}',
+            "the user's and the assistant's in turn",
+        ),
     ],
 )
 def test_what_is_no_saved_chat_is_one_line(tmp_path: Path, content: bytes, told: str) -> None:

@@ -153,7 +153,6 @@ def test_an_answer_of_one_token_is_explained(tmp_path: Path):
             ("--skip", 50, "--max-tokens", 10, "--decoder", "plain"),
             "--skip is 50: the output has 10",
         ),
-        (("--max-tokens", 0), "--max-tokens is 0"),
         (("--html", "missing/page.html"), "missing/page.html: cannot be written"),
         (("--decoder", "plain", "--n-draft", 3), "--n-draft is for"),
         (("--temp", -1), "temp"),

@@ -100,14 +100,6 @@ def test_costs_are_known_once_they_are_measured(endless: Path, monkeypatch: pyte
     assert not models["demo"]["measured"]  # another architecture
 
 
-def test_a_default_that_is_none_is_told_and_the_others_are_listed(monkeypatch):
-    monkeypatch.setenv("MLXSPEC_MODEL", "nothing")
-    result = run("models")
-    assert "MLXSPEC_MODEL names the model nothing" in result.stderr
-    assert "demo" in result.stdout
-    assert "the default model" not in result.stdout
-
-
 @pytest.mark.parametrize("columns", [40, 80, 160])
 def test_it_fits_the_terminal(columns: int, cache: dict[str, Path], monkeypatch):
     cache["mlx-community/Mistral-7B-Instruct-v0.3-4bit"] = DEMO_DIRECTORY

@@ -350,7 +350,7 @@ def test_the_page_of_memories_has_a_bar_for_each_size_and_chip(
     [
         (("--decoder", "warp"), "'warp': choose among auto"),
         (("--decoder", "warp", "--concurrency", "2"), "'warp': choose among auto"),
-        (("--concurrency", "0"), "--concurrency is 0: run at least 1"),
+        (("--concurrency", "0"), "concurrency is 0: run at least 1"),
         (("--concurrency", "2", "--html", "page.html"), "--html with --concurrency 2"),
         (("--concurrency", "2", "--decoder", "hindsight"), "--decoder hindsight with --conc"),
         (("--chip", "Z80"), "'Z80': choose one of M2 Pro"),
