@@ -321,7 +321,7 @@ def _run(
         listening = serving.enter_context(_listening(options.host, options.port))
         from ..server.app import create_app
         from ..server.memory import ServerMemory
-        from ..server.worker import Worker, WorkerLimits
+        from ..server.worker import Worker
 
         keeps = _keeps_answers(base.drafting, keys)
         several = len(asked) > 1 or bool(options.available)
@@ -333,9 +333,15 @@ def _run(
         log = serving.enter_context(
             request_log(options.log_json, options.quiet, not console.no_color)
         )
-        limits = WorkerLimits(options.concurrency, options.queue, options.stall)
         served = loader.start(console, leader)
-        worker = Worker(served, limits, lambda requests: log(end_record(requests)), memory)
+        worker = Worker(
+            served,
+            active=options.concurrency,
+            queued=options.queue,
+            stall=options.stall,
+            on_end=lambda requests: log(end_record(requests)),
+            memory=memory,
+        )
         _check_memory(memory, served)
         del served  # or it would hold the memory of models that leave
         # SIGTERM acts like Ctrl-C.
@@ -344,7 +350,6 @@ def _run(
         serving.enter_context(_saved(loader, worker))
         worker.start()
         serving.callback(worker.stop)
-        worker.wait_until_ready()
         catalog = loader.catalog(worker, log)
         serving.callback(catalog.close)
         if asked:
@@ -493,6 +498,7 @@ class _Loader:
         self._owner = keys[0] if len(keys) == 1 else ""
         self.prefixes: Path | None = None
         self._known: dict[Path, ModelFiles] = {}
+        self._left_out: set[Path] = set()
 
     def start(self, console: Console, leader: Leader | None) -> list[ServedModel]:
         """Load the models that were asked for."""
@@ -513,10 +519,12 @@ class _Loader:
             warn=note,
             chunks_matter=decoder.chunks_matter,
         )
+        memory = CacheMemory(model, caches, draft_model)
         if self.prefixes:
-            prefixes.load(_place(self.prefixes, path))
+            most = max(0, self._memory.most_idle - memory.weights) // max(1, len(self._asked))
+            prefixes.load(_place(self.prefixes, path), most)
         return ServedModel(
-            *(name, decoder, prefixes, CacheMemory(model, caches, draft_model)),
+            *(name, decoder, prefixes, memory),
             cast("GenerationOptions", vars(caches)),
             self._template,
             owner=self._owner,
@@ -561,6 +569,7 @@ class _Loader:
                 continue
             files = self._known.get(directory) or model_files(directory)
             if files.trouble:
+                self._leave_out(directory, files.trouble)
                 continue
             self._known[directory] = files
             widened = files.half_bytes if mx.default_device().type == mx.cpu else 0
@@ -573,6 +582,13 @@ class _Loader:
             )
         return [*entries.values()]
 
+    def _leave_out(self, directory: Path, trouble: str) -> None:
+        """Say once that a model of ``--models DIR`` cannot run; 'mlxspec models' says it of all."""
+        folders = [local_path(one) for one in self._options.available if one != ALL]
+        if directory not in self._left_out and any(map(directory.is_relative_to, folders)):
+            self._left_out.add(directory)
+            note(f"{shown(str(directory))} is left out: {trouble}")
+
     def load(self, entry: Entry, on_read: OnRead) -> Callable[[], ServedModel]:
         """As :meth:`.server.catalog.Loader.load`."""
         path, one = self._asked.get(entry.name) or (
@@ -583,9 +599,11 @@ class _Loader:
         # With many forwards, which may run beside those of other models.
         _ = decoder.capability, decoder.joint_mode
 
+        served = self._served(entry.name, path, decoder)
+
         def measured() -> ServedModel:
             measure(decoder)
-            return self._served(entry.name, path, decoder)
+            return served
 
         return measured
 
@@ -860,9 +878,7 @@ def _line(record: dict[str, Any]) -> str:
     line = f"{record['time'][11:19]}  "
     if about := _COMINGS.get(record["outcome"]):
         words = {name: shown(str(value)) for name, value in record.items()}
-        sizes = {name: size_in_words(record[name]) for name in ("bytes", "read") if name in record}
-        line += about.format_map(words | sizes)
-        line += f", {sizes['read']} so far" if "read" in sizes else ""
+        line += about.format_map(words | {"bytes": size_in_words(record.get("bytes", 0))})
         return click.style(line, fg="red") if "error" in record else line
     if record["outcome"] == "refused":
         what = " ".join(shown(record[name]) for name in ("code", "param") if record[name])

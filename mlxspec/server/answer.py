@@ -20,16 +20,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from types import SimpleNamespace
 from typing import Any
 
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from starlette.datastructures import State
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from .auth import OnRefusal
 from .body import ApiError, is_messages, new_request_id
 from .worker import Begun, Ended, Event, EventStream, Piece
 
@@ -41,28 +40,18 @@ class OutputFormat:
     """How to parse a model's output.
 
     Attributes:
-        machine: knows the markers, and the state that each marker leads to.
+        tokenizer: the model's tokenizer, which knows the markers.
+        tools: the tools offered to the model. Without any, calls are plain text.
         initial: the state in which the output begins: "normal", "reasoning", "tool", or a state
             of the model's own.
-        call_start: the marker before a call.
-        call_end: the marker after a call; empty if a call extends to the output's end.
-        parse: mlx-lm's parser. It takes the text between the markers and the tools, and returns
-            one call or several. None if no tools were offered.
-        header: matches the text before a call's JSON arguments; its first group is the function's
-            name. None for formats whose arguments are not JSON.
-        tools: the tools as the client sent them.
         call_begun: the part of the first call, after its marker, that is in the prompt.
         several_calls: whether an answer may have more than one call.
         trims_space: whether the output begins with a space that the tokenizer added.
     """
 
-    machine: TextStateMachine
-    initial: str = "normal"
-    call_start: str = ""
-    call_end: str = ""
-    parse: Callable[[str, Any], Any] | None = None
-    header: re.Pattern[str] | None = None
+    tokenizer: TokenizerWrapper
     tools: Sequence[dict[str, Any]] = ()
+    initial: str = "normal"
     call_begun: str = ""
     several_calls: bool = True
     trims_space: bool = False
@@ -75,39 +64,6 @@ _HEADERS = {
     "mistral": re.compile(r"\s*(?:\[TOOL_CALLS\])?\s*([\w-]+)\s*\[ARGS\]\s*(?=\{)"),
 }
 """By the name of mlx-lm's parser: the formats whose arguments are streamed."""
-
-
-def output_format(
-    tokenizer: TokenizerWrapper, tools: Sequence[dict[str, Any]] = ()
-) -> OutputFormat:
-    """The format of a model's outputs.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        tools: the tools offered to the model. Without any, call markers are plain text.
-    """
-    if tools and tokenizer.has_tool_calling:
-        return OutputFormat(
-            make_text_state_machine(tokenizer),
-            call_start=tokenizer.tool_call_start,
-            call_end=tokenizer.tool_call_end,
-            parse=tokenizer.tool_parser,
-            header=_HEADERS.get(parser_name(tokenizer)),
-            tools=tools,
-        )
-    without_calls: Any = SimpleNamespace(
-        has_thinking=tokenizer.has_thinking,
-        think_start=tokenizer.think_start,
-        think_end=tokenizer.think_end,
-        has_tool_calling=False,
-        structural_markers=tokenizer.structural_markers,
-        response_transitions={
-            state: kept
-            for state, edges in tokenizer.response_transitions.items()
-            if (kept := [edge for edge in edges if edge[1] != "tool"])
-        },
-    )
-    return OutputFormat(make_text_state_machine(without_calls))
 
 
 def parser_name(tokenizer: TokenizerWrapper) -> str:
@@ -153,7 +109,10 @@ class OutputParser:
         self.n_calls = 0
         self.finished = False
         self._format = format
-        self._machine_state = format.machine.make_state(format.initial)
+        self._tokenizer = format.tokenizer
+        self._header = _HEADERS.get(parser_name(format.tokenizer)) if format.tools else None
+        machine = make_text_state_machine(format.tokenizer)
+        self._machine_state = machine.make_state(format.initial)
         self._state = format.initial
         self._gap = ""  # white space that is dropped if a marker follows
         self._after_marker = format.initial == "reasoning"
@@ -199,10 +158,11 @@ class OutputParser:
 
     def _enter(self, state: str) -> list[Part]:
         """Change to the state that a marker leads to."""
-        deltas = self._end_call(self._format.call_end) if self._state == "tool" else []
+        ends = self._state == "tool"
+        deltas = self._end_call(self._tokenizer.tool_call_end) if ends else []
         self._state, self._gap, self._after_marker = state, "", True
         if state == "tool":
-            self._call, self._written = "", self._format.call_start
+            self._call, self._written = "", self._tokenizer.tool_call_start
             self._sent, self._object = 0, None
         return deltas
 
@@ -233,9 +193,9 @@ class OutputParser:
         self._call += text
         self._written += text
         deltas: list[Part] = []
-        while self._format.header and not self.finished:
+        while self._header and not self.finished:
             if self._object is None:
-                header = self._format.header.match(self._call, self._sent)
+                header = self._header.match(self._call, self._sent)
                 if not header:
                     break
                 deltas.append(self._begin(header[1]))
@@ -259,15 +219,17 @@ class OutputParser:
     def _end_call(self, marker: str, cut: bool = False) -> list[Part]:
         """Parse calls that could not be sent before; what is not a call becomes text."""
         format = self._format
-        if self.finished or not format.parse or self._sent:
+        if self.finished or self._sent:
             return []
         try:
-            found = format.parse(self._call, format.tools)
+            if not format.tools:
+                raise ValueError("no tools")
+            found = self._tokenizer.tool_parser(self._call, format.tools)
             parsed = [_read_call(one) for one in (found if isinstance(found, list) else [found])]
             if not parsed:
                 raise ValueError("no call")
         except Exception:  # the parsers raise exceptions of any type
-            return [] if cut else [Part("text", self._written + marker)]
+            return [] if cut and format.tools else [Part("text", self._written + marker)]
         deltas: list[Part] = []
         for name, arguments, call_id in parsed if format.several_calls else parsed[:1]:
             deltas += [self._begin(name, call_id), Part("arguments", arguments, self.n_calls - 1)]
@@ -314,14 +276,14 @@ class TextRun:
     Attributes:
         part: the part.
         begins: whether the part begins with this run.
-        drafts: the run's texts, each with whether it comes from accepted drafts.
+        drafts: the run's texts, each with whether it comes from accepted drafts: pairs, as lists.
         pieces: the run's tokens, with the tokens before it that added no text. Reasoning tokens
             are left out.
     """
 
     part: Part
     begins: bool
-    drafts: list[tuple[str, bool]] = field(default_factory=list)
+    drafts: list[list[Any]] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
 
     @property
@@ -340,7 +302,6 @@ class Choice:
     Attributes:
         parts: the parts, in order.
         end: how the choice has ended; None while it runs.
-        length: the number of characters of its text, without reasoning and calls.
         pieces: the tokens with log-probabilities so far.
         latest: the tokens with log-probabilities of the last :meth:`read`.
         reasoning_tokens: the number of reasoning tokens.
@@ -352,7 +313,7 @@ class Choice:
         self.end: Ended | None = None
         self.pieces: list[Piece] = []
         self.latest: list[Piece] = []
-        self.length = self.reasoning_tokens = 0
+        self.reasoning_tokens = 0
         self._parser = OutputParser(format) if format else None
         self._silent: list[Piece] = []
         """Tokens since the last run, which have added no text."""
@@ -399,12 +360,14 @@ class Choice:
             self.parts.append(replace(delta, kind=kind, text=""))
         part = self.parts[-1]
         part.text += delta.text
-        if kind == "text":
-            self.length += len(delta.text)
         if begins or not runs:
             runs.append(TextRun(part, begins))
-        runs[-1].drafts.append((delta.text, accepted))
-        runs[-1].pieces += self._silent
+        run = runs[-1]
+        if run.drafts and run.drafts[-1][1] == accepted:
+            run.drafts[-1][0] += delta.text
+        elif delta.text:
+            run.drafts.append([delta.text, accepted])
+        run.pieces += self._silent
         self._silent = []
 
     @property
@@ -440,27 +403,17 @@ class ApiAnswer(ABC):
         return all(choice.end for choice in self.choices)
 
     def feed(self, events: Iterable[Event]) -> list[dict[str, Any]]:
-        """Take events; returns the chunks that a streamed answer sends for them.
-
-        Events of a choice after its end are ignored.
-        """
+        """Take events; returns the chunks that a streamed answer sends for them."""
         chunks = self.begin()
-        was_done = self.done
         for index, group in groupby(events, key=lambda event: event.index):
-            choice, end = self.choices[index], None
-            if choice.end:
-                continue
-            pieces: list[Piece] = []
-            for event in group:
-                if isinstance(event, Begun):
-                    chunks += self.choice_begun(event)
-                elif isinstance(event, Piece):
-                    pieces.append(event)
-                else:
-                    end = event
-                    break
+            choice, happened = self.choices[index], [*group]
+            first, last = happened[0], happened[-1]
+            if isinstance(first, Begun):
+                chunks += self.choice_begun(first)
+            pieces = [event for event in happened if isinstance(event, Piece)]
+            end = last if isinstance(last, Ended) else None
             chunks += self.feed_choice(choice, choice.read(pieces, end))
-        if self.done and not was_done:
+        if self.done:
             chunks += self.close()
         return chunks
 
@@ -550,7 +503,7 @@ Failed = Callable[[ApiError, str], dict[str, Any]]
 
 
 def patient(
-    endpoint: Endpoint, keep_alive: float, failed: Failed = lambda error, request_id: error.body
+    endpoint: Endpoint, keep_alive: float, failed: Failed, on_refusal: OnRefusal
 ) -> Endpoint:
     """An endpoint whose response begins with keep-alives if it takes long.
 
@@ -560,6 +513,7 @@ def patient(
         endpoint: sets ``request.state.sign`` to the keep-alive that may be sent at present.
         keep_alive: seconds between keep-alives.
         failed: makes the last chunk if the endpoint fails after that.
+        on_refusal: called with the path and the error if no generation has begun by then.
     """
 
     async def answer(request: Request) -> Response:
@@ -574,7 +528,7 @@ def patient(
                 if making.done():
                     break
                 if state.sign == LOADING or (state.sign and waits >= _BEGIN):
-                    rest = _after_keep_alives(making, state, keep_alive, failed)
+                    rest = _after_keep_alives(making, request, keep_alive, failed, on_refusal)
                     return _Streamed(rest, making.cancel, state.headers, state.sign == LOADING)
         except asyncio.CancelledError:
             making.cancel()
@@ -585,10 +539,14 @@ def patient(
 
 
 async def _after_keep_alives(
-    making: asyncio.Future[Response], state: State, keep_alive: float, failed: Failed
+    making: asyncio.Future[Response],
+    request: Request,
+    keep_alive: float,
+    failed: Failed,
+    on_refusal: OnRefusal,
 ) -> AsyncIterator[str]:
     """Keep-alives until there is a response, and then its content."""
-    response, sign = None, state.sign
+    response, sign = None, request.state.sign
     try:
         while not making.done():
             yield sign
@@ -600,7 +558,10 @@ async def _after_keep_alives(
         else:
             yield bytes(response.body).decode()
     except Exception as error:
-        last = failed(_as_api_error(error), state.id)
+        known = _as_api_error(error)
+        if not is_answered(request):  # otherwise the log records the generation's end
+            on_refusal(request.url.path, known)
+        last = failed(known, request.state.id)
         yield framed(last) if sign == LOADING else json.dumps(last.get("response", last))
     finally:
         if isinstance(response, _Streamed):

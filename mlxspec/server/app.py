@@ -25,18 +25,27 @@ from .. import __version__
 from ..engine.grammar import Grammar, Vocabulary
 from ..errors import OptionError, printable
 from ..generation.request import State
-from .answer import FAILED, LOADING, ApiAnswer, answered, is_answered, patient
+from .answer import (
+    FAILED,
+    LOADING,
+    ApiAnswer,
+    Endpoint,
+    Failed,
+    answered,
+    is_answered,
+    patient,
+)
 from .auth import AuthMiddleware, OnRefusal, body_of
-from .body import ApiError, error_response, new_request_id, parse, read_body, shown
-from .catalog import Catalog, Entry, UseMiddleware
+from .body import ApiError, error_response, new_request_id, read_body, shown
+from .catalog import Catalog, Entry, keeping_models
 from .messages import MessagesAnswer, messages_headers, parse_messages
 from .openai import (
     ChatAnswer,
     CompletionAnswer,
-    DetokenizeBody,
     detokenized,
     parse_chat,
     parse_completion,
+    parse_detokenize,
     parse_tokenize,
 )
 from .prompts import (
@@ -83,7 +92,6 @@ def create_app(
         catalog: the models that requests may name; by default, those of the worker.
     """
     catalog = catalog or Catalog(worker)
-    endpoints = Endpoints(worker, catalog, max_tokens, keep_alive, strict_model_names)
 
     async def refused(request: Request, error: Exception) -> Response:
         refusal = error if isinstance(error, ApiError) else _wrong_path(request, error)
@@ -91,11 +99,12 @@ def create_app(
             on_refusal(request.url.path, refusal)
         return error_response(refusal, request.url.path)
 
+    endpoints = Endpoints(worker, catalog, max_tokens, keep_alive, strict_model_names)
     return Starlette(
-        routes=[*endpoints.routes, *_status_routes(worker, catalog)],
+        routes=[*endpoints.routes(on_refusal), *_status_routes(worker, catalog)],
         middleware=[
             Middleware(AuthMiddleware, hosts=hosts, keys=keys, on_refusal=on_refusal),
-            Middleware(UseMiddleware),
+            Middleware(keeping_models),
         ],
         exception_handlers={
             ApiError: refused,
@@ -107,10 +116,9 @@ def create_app(
 
 def _wrong_path(request: Request, error: Exception) -> ApiError:
     assert isinstance(error, HTTPException)
-    path, status = printable(request.url.path), error.status_code
-    what = {404: "this server has no such path", 405: f"this path takes no {request.method}"}
-    headers = dict(error.headers or {})
-    return ApiError(f"{path}: {what.get(status, error.detail)}", status=status, headers=headers)
+    path, headers = printable(request.url.path), dict(error.headers or {})
+    what = "has no such path" if error.status_code == 404 else f"takes no {request.method} here"
+    return ApiError(f"{path}: this server {what}", status=error.status_code, headers=headers)
 
 
 async def _server_error(request: Request, error: Exception) -> Response:
@@ -121,8 +129,8 @@ async def _server_error(request: Request, error: Exception) -> Response:
 
 # --- the three APIs ---
 
-_COMPILING = 4  # requests whose constraints are compiled at once
-_LARGE = 1 << 20  # bytes; larger bodies are read one at a time
+_SLOW = 4  # large bodies and constraints that are read and compiled at once
+_LARGE = 1 << 20  # bytes of a large body, which may take a second and 100 MB
 
 _Result = TypeVar("_Result")
 _Chat = TypeVar("_Chat", bound=ChatRequest)
@@ -152,21 +160,27 @@ class Endpoints:
         self._strict = strict
         self._max_tokens = max_tokens
         self._keep_alive = keep_alive
-        # Large bodies are read one at a time: each may take a second and about 100 MB.
-        self._reading = asyncio.Lock()
         # Only one thread at a time may use a tokenizer.
         self._tokenizing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        # A few slow constraints must not delay others, and many must not occupy all threads.
-        self._compiling = asyncio.Semaphore(_COMPILING)
+        # What is slow must not occupy all threads.
+        self._slow = asyncio.Semaphore(_SLOW)
         self._responses = ResponseStore()
 
-    @property
-    def routes(self) -> list[Route]:
-        """The routes of all endpoints."""
-        post, keep_alive = ["POST"], self._keep_alive
-        chat, complete = patient(self.chat, keep_alive), patient(self.complete, keep_alive)
-        create_response = patient(self.create_response, keep_alive, failed_event)
-        message = patient(self.message, keep_alive, ApiError.messages_body)
+    def routes(self, on_refusal: OnRefusal) -> list[Route]:
+        """The routes of all endpoints.
+
+        Args:
+            on_refusal: called with the path and the error of a request that is refused after its
+                response has begun.
+        """
+
+        def slow(endpoint: Endpoint, failed: Failed = lambda error, request_id: error.body) -> Any:
+            return patient(endpoint, self._keep_alive, failed, on_refusal)
+
+        post = ["POST"]
+        chat, complete = slow(self.chat), slow(self.complete)
+        create_response = slow(self.create_response, failed_event)
+        message = slow(self.message, ApiError.messages_body)
         return [
             Route("/v1/chat/completions", chat, methods=post),
             Route("/v1/completions", complete, methods=post),
@@ -178,7 +192,6 @@ class Endpoints:
             Route("/v1/responses/input_tokens", self.count_input, methods=post),
             Route("/v1/responses/{id}", self.show_response),
             Route("/v1/responses/{id}", self.delete_response, methods=["DELETE"]),
-            Route("/v1/responses/{id}/cancel", self.cancel_response, methods=post),
             Route("/v1/responses/{id}/input_items", self.input_items),
             Route("/v1/messages", message, methods=post),
             Route("/v1/messages/count_tokens", self.count_tokens, methods=post),
@@ -195,7 +208,7 @@ class Endpoints:
     async def complete(self, request: Request) -> Response:
         """``/v1/completions``"""
         body = await self.read(request, parse_completion)
-        served = await self._served(request, body.model, streamed=body.stream)
+        served = await self._served(request, body.model, body.stream)
         tokenizer = served.decoder.tokenizer
 
         def made() -> tuple[list[Prompt], CompletionAnswer]:
@@ -228,7 +241,7 @@ class Endpoints:
 
     async def detokenize(self, request: Request) -> Response:
         """``/v1/detokenize``"""
-        body = await self.read(request, partial(parse, DetokenizeBody))
+        body = await self.read(request, parse_detokenize)
         served = await self._served(request, body.model)
         check_ids(body.tokens, served.decoder.vocab_size, "tokens")
         make = partial(detokenized, served.decoder.tokenizer, body.tokens)
@@ -252,10 +265,6 @@ class Endpoints:
 
     async def show_response(self, request: Request) -> Response:
         """``/v1/responses/ID``"""
-        if request.query_params.get("stream") == "true":
-            raise ApiError(
-                "stream: a stored response is not streamed; leave stream out", param="stream"
-            )
         response, _ = self._kept(request)
         return JSONResponse(response)
 
@@ -265,18 +274,10 @@ class Endpoints:
         self._responses.delete(request.state.partition, response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
-    async def cancel_response(self, request: Request) -> Response:
-        """``/v1/responses/ID/cancel``"""
-        self._kept(request)
-        raise ApiError(
-            "a response is not made in the background, and ends when its client disconnects: "
-            "close the connection",
-        )
-
     async def input_items(self, request: Request) -> Response:
         """``/v1/responses/ID/input_items``"""
         _, given = self._kept(request)
-        return JSONResponse(input_items_answer(given))
+        return JSONResponse(input_items_answer(given, request.query_params.get("order")))
 
     def _response_parser(self, request: Request) -> Callable[[Any], ResponsesRequest]:
         return partial(parse_responses, store=self._responses, partition=request.state.partition)
@@ -301,14 +302,14 @@ class Endpoints:
 
     async def message(self, request: Request) -> Response:
         """``/v1/messages``"""
-        body, served, prompt = await self._read_chat(request, parse_messages, "claude-")
+        body, served, prompt = await self._read_chat(request, parse_messages)
         answer = MessagesAnswer(body, served.name, prompt.format, request.state.id)
         return await self._respond(request, served, body, [prompt], answer)
 
     async def count_tokens(self, request: Request) -> Response:
         """``/v1/messages/count_tokens``"""
         read = partial(parse_messages, to_count=True)
-        _, served, prompt = await self._read_chat(request, read, "claude-")
+        _, served, prompt = await self._read_chat(request, read)
         headers = messages_headers(served.name, new_request_id())
         return JSONResponse({"input_tokens": len(prompt.tokens)}, headers=headers)
 
@@ -325,32 +326,25 @@ class Endpoints:
             ApiError: the body is not JSON or is too large, or ``parse`` refuses it.
         """
         data = await body_of(request)
-        async with self._reading if len(data) > _LARGE else nullcontext():
+        async with self._slow if len(data) > _LARGE else nullcontext():
             return await run_in_threadpool(lambda: parse(read_body(data)))
 
     async def _read_chat(
-        self, request: Request, parse: Callable[[Any], _Chat], elsewhere: str = "\0"
+        self, request: Request, parse: Callable[[Any], _Chat]
     ) -> tuple[_Chat, ServedModel, Prompt]:
-        """Read a conversation; returns it with its model and its prompt.
-
-        Unknown model names that begin with ``elsewhere`` mean the default model.
-        """
+        """Read a conversation; returns it with its model and its prompt."""
         body = await self.read(request, parse)
-        served = await self._served(request, body.model, elsewhere, body.stream)
+        served = await self._served(request, body.model, body.stream)
         return body, served, await self._chat_prompt(served, body)
 
     async def _served(
-        self,
-        request: Request,
-        name: str | None,
-        elsewhere: str = "\0",
-        streamed: bool = False,
+        self, request: Request, name: str | None, streamed: bool = False
     ) -> ServedModel:
         """The model that answers a request for this name, loaded until the response is sent.
 
         Raises as :meth:`.Catalog.named` and :meth:`.Catalog.use` do.
         """
-        entry = await self._catalog.named(name, elsewhere, self._strict)
+        entry = await self._catalog.named(name, self._strict)
         request.state.sign = LOADING if streamed else ""
         served = await self._catalog.use(entry, request.state.uses)
         request.state.sign = ""
@@ -400,15 +394,15 @@ class Endpoints:
             prediction = expected[: served.context_length]  # no output is longer
         requests: list[ServedRequest] = []
         for prompt in prompts:
-            n_prompt = len(prompt.tokens)
-            tokens = n_prompt + (body.max_tokens or 1)
+            tokens = len(prompt.tokens) + (body.max_tokens or 1)
             tokens = min(tokens, served.context_length or tokens)
             await self._catalog.make_room_for(served.memory.needs(tokens))
-            given = n_prompt, body, self._max_tokens
-            max_tokens = self._worker.memory.max_tokens_for(served, *given)
+            max_tokens = self._worker.memory.max_tokens_for(
+                served, len(prompt.tokens), body, self._max_tokens
+            )
             grammar = await self._grammar(served, body, prompt)
-            shared = {"prediction": prediction, "partition": request.state.partition}
             make = partial(_choices, served, body, prompt, grammar, max_tokens)
+            shared = {"prediction": prediction, "partition": request.state.partition}
             requests += await run_in_threadpool(make, first=len(requests), **shared)
         stream = self._worker.submit(served, requests)
         return await answered(request, stream, answer, body.stream, self._keep_alive)
@@ -427,7 +421,7 @@ class Endpoints:
             if body.constraint is None:  # strict tools are then not enforced
                 return None
             raise ApiError(f"{body.constrained_by}: {error}", param=body.constrained_by) from error
-        async with self._compiling:
+        async with self._slow:
             return await run_in_threadpool(compiled_constraint, body, prompt, tokenizer, vocabulary)
 
 
@@ -447,14 +441,13 @@ def _choices(
     Raises:
         ApiError: a token or an option is out of range.
     """
-    vocab_size, tokens = served.decoder.vocab_size, tuple(prompt.tokens)
-    check_ids(tokens, vocab_size, body.param)
-    if not tokens:
+    check_ids(prompt.tokens, served.decoder.vocab_size, body.param)
+    if not prompt.tokens:
         raise ApiError(f"{body.param} has no tokens: send a text.", param=body.param)
     try:
         return [
             ServedRequest(
-                *(served, tokens, max_tokens),
+                *(served, tuple(prompt.tokens), max_tokens),
                 {
                     "constraint": grammar,
                     "stop": body.stop,
@@ -498,10 +491,10 @@ def _status_routes(worker: Worker, catalog: Catalog) -> list[Route]:
     kept = _add_gauges(worker)
 
     async def health(request: Request) -> Response:
-        return _state(worker.alive, "ok", "the worker has failed")
+        return _state(worker.alive, "ok")
 
     async def ready(request: Request) -> Response:
-        return _state(worker.ready.is_set(), "ready", "not ready")
+        return _state(worker.ready, "ready")
 
     async def metrics(request: Request) -> Response:
         kept.clear()
@@ -519,8 +512,8 @@ def _status_routes(worker: Worker, catalog: Catalog) -> list[Route]:
     return [Route(f"/{name}", endpoint) for name, endpoint in named.items()]
 
 
-def _state(good: bool, word: str, other: str) -> Response:
-    return JSONResponse({"status": word if good else other}, 200 if good else 503)
+def _state(good: bool, word: str) -> Response:
+    return JSONResponse({"status": word if good else f"not {word}"}, 200 if good else 503)
 
 
 _WIDEST = 32  # rows; the end of the cost curve that is shown
@@ -534,7 +527,7 @@ def status_of(worker: Worker, catalog: Catalog) -> dict[str, Any]:
     steps, forwards = totals["steps"], totals["forwards"]
     return {
         "version": __version__,
-        "ready": worker.ready.is_set(),
+        "ready": worker.ready,
         "requests": [one.figures() for one in worker.requests.copy()],
         "recent": [one | {"ended": now - one["ended"]} for one in worker.recent.copy()],
         "totals": totals,
@@ -545,7 +538,7 @@ def status_of(worker: Worker, catalog: Catalog) -> dict[str, Any]:
             {
                 "name": served.name,
                 "context_length": served.context_length,
-                "cost_curve": _curve(served) if worker.ready.is_set() else None,
+                "cost_curve": _curve(served) if worker.ready else None,
                 "cache": {"bytes": served.cache.nbytes, "max_bytes": worker.memory.most_idle}
                 | {name: getattr(served.cache, name) for name in _CACHE_FIGURES},
             }
@@ -560,8 +553,8 @@ def status_of(worker: Worker, catalog: Catalog) -> dict[str, Any]:
             "room": worker.memory.room,
             "parts": worker.memory.parts,
         },
-        "limits": worker.limits._asdict(),
-        "history": metrics.history.columns(),
+        "limits": {"active": worker.active, "queued": worker.queued, "stall": worker.stall},
+        "history": metrics.history,
     }
 
 

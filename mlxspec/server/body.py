@@ -276,12 +276,7 @@ def parse(model: type[_Body], body: object) -> _Body:
         )
     fields = (field for one in model.unsupported for field in _UNSUPPORTED[one].items())
     for name, (remedy, *harmless) in fields:
-        value = body.get(name)
-        # True equals 1 in Python, but not in JSON.
-        same = (
-            value == one and isinstance(value, bool) == isinstance(one, bool) for one in harmless
-        )
-        if value is not None and not any(same):
+        if (value := body.get(name)) is not None and value not in harmless:
             refuse(name, value, remedy)
     try:
         return model.model_validate(body)
@@ -325,8 +320,6 @@ def shown(value: object) -> str:
         return "a list" if value else "an empty list"
     if value is None or isinstance(value, bool):
         return json.dumps(value)
-    if isinstance(value, int) and abs(value) >= 2**63:  # Python refuses to format very long ones
-        return "a number beyond 64 bits"
     text = ascii(value[:_LONGEST_SHOWN] if isinstance(value, str) else value)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
 

@@ -11,20 +11,18 @@ import time
 import uuid
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from pydantic import Discriminator, Field, Tag, WrapValidator
+from pydantic import BeforeValidator, Field
 
 from .. import __version__
 from ..models.tokenizer import token_bytes
 from .answer import ApiAnswer, Choice, OutputFormat, Part, TextRun
 from .body import (
-    ApiError,
     Body,
     Integer,
     Items,
-    Name,
     StringOr,
     TokenId,
     parse,
@@ -37,6 +35,7 @@ from .requests import (
     ChatRequest,
     CommonBody,
     CompletionRequest,
+    Function,
     Texts,
     chosen_tool,
     conversation,
@@ -47,19 +46,11 @@ from .worker import Piece
 _Top = Annotated[Integer, Field(ge=0, le=20)]
 
 
-class _Function(Body):
-    name: Name
-    description: str = ""
-    parameters: dict[str, Any] = {}
-    strict: bool = False
-    arguments: dict[str, Any] | str = {}
-
-
 class _Tool(Body):
     """A tool that is offered, called or chosen."""
 
     type: Literal["function"] = "function"
-    function: _Function
+    function: Function
     id: str | None = None
 
     needed = {"function": ("function",)}
@@ -74,7 +65,6 @@ class _Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Texts = []
     name: str | None = None
-    refusal: str = ""
     reasoning_content: str = ""
     reasoning: str = ""
     tool_calls: Items[_Tool] = []
@@ -86,7 +76,7 @@ class _Message(Body):
         """The message in the form that chat templates expect."""
         message = {
             "role": "system" if self.role == "developer" else self.role,
-            "content": joined(self.content) or self.refusal,
+            "content": joined(self.content),
             "name": self.name,
             "tool_call_id": self.tool_call_id,
             "reasoning_content": self.reasoning_content or self.reasoning or None,
@@ -95,17 +85,11 @@ class _Message(Body):
         return without_nulls(message)
 
 
-def _as_sent(value: Any, check: Any) -> Any:
-    """Validate an object, but keep all of its fields: templates may use unknown ones."""
-    check(value)
-    return value
-
-
 class ChatBody(CommonBody):
     """A body of ``/v1/chat/completions``."""
 
     messages: Annotated[Items[_Message], Field(min_length=1)]
-    tools: Items[Annotated[_Tool, WrapValidator(_as_sent)]] = []
+    tools: Items[_Tool] = []
     tool_choice: StringOr[Literal["none", "auto", "required"], _Tool] = "auto"
     logprobs: bool = False
     top_logprobs: _Top = 0
@@ -113,7 +97,7 @@ class ChatBody(CommonBody):
     unsupported = (*CommonBody.unsupported, "chats", "/v1/chat/completions")
 
 
-def parse_chat(body: object) -> ChatRequest:
+def parse_chat(body: Any) -> ChatRequest:
     """Parse a body of ``/v1/chat/completions``.
 
     Raises:
@@ -126,7 +110,7 @@ def parse_chat(body: object) -> ChatRequest:
     if isinstance(asked, _Tool):
         named, param = asked.function.name, "tool_choice.function.name"
     messages = [message.for_template() for message in chat.messages]
-    tools = cast(list[dict[str, Any]], chat.tools)
+    tools = body.get("tools") or []  # with all fields: templates may use unknown ones
     return ChatRequest(
         **chat.common(),
         **conversation(messages, "messages"),
@@ -137,23 +121,19 @@ def parse_chat(body: object) -> ChatRequest:
     )
 
 
-def _form(prompt: Any) -> str:
-    if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], (int, float))):
-        return "[several]"
-    return "[one]"
+def _as_prompts(value: Any) -> Any:
+    several = isinstance(value, list) and not (value and isinstance(value[0], (int, float)))
+    return value if several else [value]
 
 
 _Prompt = StringOr[str, Annotated[Items[TokenId], Field(min_length=1)]]
-_Prompts = Annotated[Items[_Prompt], Field(min_length=1)]
+_Prompts = Annotated[Items[_Prompt], Field(min_length=1, max_length=MOST_CHOICES)]
 
 
 class CompletionBody(CommonBody):
     """A body of ``/v1/completions``."""
 
-    prompt: Annotated[
-        Annotated[_Prompt, Tag("[one]")] | Annotated[_Prompts, Tag("[several]")],
-        Discriminator(_form),
-    ]
+    prompt: Annotated[_Prompts, BeforeValidator(_as_prompts)]
     suffix: str = ""
     echo: bool = False
     logprobs: _Top | None = None
@@ -168,35 +148,25 @@ def parse_completion(body: object) -> CompletionRequest:
         ApiError: as for :func:`parse_chat`.
     """
     completion = parse(CompletionBody, body)
-    prompt, n = completion.prompt, completion.n
-    several: list[Any] = [prompt]
-    if isinstance(prompt, list) and isinstance(prompt[0], (str, list)):
-        several = prompt
-    prompts = tuple(one if isinstance(one, str) else tuple(one) for one in several)
-    if len(prompts) * n > MOST_CHOICES:
-        raise ApiError(
-            f"{len(prompts)} prompts with {n} choices each are too many: ask for at most "
-            f"{MOST_CHOICES} choices in all, or send several requests.",
-            param="prompt" if n == 1 else "n",
-        )
     if completion.echo and completion.logprobs is not None:
         refuse("echo", True, "leave it out, since prompt tokens have no logprobs here")
     return CompletionRequest(
         **completion.common(),
         logprobs=completion.logprobs,
-        prompts=prompts,
+        prompts=tuple(one if isinstance(one, str) else tuple(one) for one in completion.prompt),
         suffix=completion.suffix or None,
         echo=completion.echo,
     )
 
 
 class TokenizeBody(Body):
-    """A body of ``/v1/tokenize``, with a text or a conversation."""
+    """A body of ``/v1/tokenize``, with a text or a conversation, or of ``/v1/detokenize``."""
 
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool = True
     messages: Any = None
+    tokens: Items[TokenId] = []
 
 
 def parse_tokenize(body: object) -> tuple[TokenizeBody, ChatRequest | None]:
@@ -213,11 +183,12 @@ def parse_tokenize(body: object) -> tuple[TokenizeBody, ChatRequest | None]:
     return asked, None
 
 
-class DetokenizeBody(Body):
-    """A body of ``/v1/detokenize``."""
-
-    model: str | None = None
-    tokens: Items[TokenId]
+def parse_detokenize(body: object) -> TokenizeBody:
+    """Parse a body of ``/v1/detokenize``, with ``tokens``; raises as :func:`parse_tokenize`."""
+    asked = parse(TokenizeBody, body)
+    if "tokens" not in asked.model_fields_set:
+        refuse("tokens", None, "send a list of token ids")
+    return asked
 
 
 # --- answers ---
@@ -237,9 +208,6 @@ class ChatAnswer(ApiAnswer):
         tokenizer: the model's tokenizer.
         format: the format of the model's output; None for text without markers.
         n_prompts: the number of prompts, each with the request's ``n`` choices.
-
-    Attributes:
-        id: the answer's id.
     """
 
     end = "data: [DONE]\n\n"
@@ -254,11 +222,11 @@ class ChatAnswer(ApiAnswer):
         n_prompts: int = 1,
     ) -> None:
         super().__init__([Choice(index, format) for index in range(n_prompts * request.n)])
-        self.id = f"{self._prefix}-{uuid.uuid4().hex}"
         self._request = request
         self._tokenizer = tokenizer
         self._begun = False
         self._head = {
+            "id": f"{self._prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": f"mlxspec-{__version__}",
@@ -307,23 +275,18 @@ class ChatAnswer(ApiAnswer):
         }
 
     def _chunk(
-        self, choice: Choice, fields: dict[str, Any], drafts: Iterable[tuple[str, bool]] = ()
+        self, choice: Choice, fields: dict[str, Any], drafts: Sequence[list[Any]] = ()
     ) -> dict[str, Any]:
         """A chunk for one choice, with its drafts if they were requested."""
         content = {"index": choice.index, "logprobs": None, "finish_reason": None, **fields}
-        runs = [
-            [text, accepted]
-            for accepted, group in groupby(drafts, key=lambda one: one[1])
-            if (text := "".join(text for text, _ in group))
-        ]
-        if self._request.drafts and runs:
-            content["mlxspec"] = {"drafts": runs}
+        if self._request.drafts and drafts:
+            content["mlxspec"] = {"drafts": drafts}
         return self._envelope(self._chunk_object, [content], None)
 
     def _envelope(
         self, kind: str, choices: list[dict[str, Any]], usage: dict[str, Any] | None
     ) -> dict[str, Any]:
-        envelope = {"id": self.id, "object": kind, **self._head, "choices": choices}
+        envelope = {**self._head, "object": kind, "choices": choices}
         if usage or self._request.include_usage:
             envelope["usage"] = usage
         return envelope
@@ -339,12 +302,9 @@ class ChatAnswer(ApiAnswer):
                 delta = {"content" if part.kind == "text" else "reasoning_content": text}
                 chunks.append(self._chunk(choice, {"delta": delta}, run.drafts))
                 continue
-            if run.begins:
-                call = {"index": part.index, **_call(part, "")}
-                chunks.append(self._chunk(choice, {"delta": {"tool_calls": [call]}}))
-            if text:
-                call = {"index": part.index, "function": {"arguments": text}}
-                chunks.append(self._chunk(choice, {"delta": {"tool_calls": [call]}}))
+            call = _call(part, text) if run.begins else {"function": {"arguments": text}}
+            calls = [{"index": part.index, **call}]
+            chunks.append(self._chunk(choice, {"delta": {"tool_calls": calls}}))
         if logprobs := chat_logprobs(self._tokenizer, choice.latest):
             if not chunks:
                 chunks.append(self._chunk(choice, {"delta": {}}))
@@ -401,12 +361,12 @@ class CompletionAnswer(ChatAnswer):
 
     def _begin_choice(self, choice: Choice) -> list[dict[str, Any]]:
         echo = self._echo(choice)
-        return [self._chunk(choice, {"text": echo}, [(echo, False)])] if echo else []
+        return [self._chunk(choice, {"text": echo}, [[echo, False]])] if echo else []
 
     def feed_choice(self, choice: Choice, runs: Sequence[TextRun]) -> list[dict[str, Any]]:
         chunks = []
         for run in runs:  # at most one
-            offset = len(self._echo(choice)) + choice.length - len(run.text)
+            offset = len(self._echo(choice)) + len(run.part.text) - len(run.text)
             logprobs = completion_logprobs(
                 self._tokenizer, choice.latest, offset, self._request.logprobs
             )
@@ -456,28 +416,22 @@ def completion_logprobs(
         offset: where the first token begins in the choice's text.
         top: how many of the likeliest tokens were requested.
     """
-    names: list[str] = []
-    logprobs: list[float] = []
-    offsets: list[int] = []
-    likeliest: list[dict[str, float]] = []
+    offsets, likeliest = [], []
     for piece in pieces:
         if _is_shown(piece, tokenizer):
-            best = [
-                (_name(token_bytes(tokenizer, token)), _finite(one))
-                for token, one in (*piece.top, (piece.token, piece.logprob))
-            ]
-            names.append(best[-1][0])
-            logprobs.append(best[-1][1])
+            all_tokens = (*piece.top, (piece.token, piece.logprob))
             offsets.append(offset)
-            likeliest.append(dict(best))
+            likeliest.append(
+                [(_name(token_bytes(tokenizer, token)), _finite(one)) for token, one in all_tokens]
+            )
         offset += len(piece.text)
-    if not names:
+    if not offsets:
         return None
     return {
-        "tokens": names,
-        "token_logprobs": logprobs,
+        "tokens": [best[-1][0] for best in likeliest],
+        "token_logprobs": [best[-1][1] for best in likeliest],
         "text_offset": offsets,
-        "top_logprobs": likeliest if top else None,
+        "top_logprobs": [*map(dict, likeliest)] if top else None,
     }
 
 

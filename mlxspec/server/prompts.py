@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -16,7 +16,7 @@ from ..generation.options import in_answer, leaves_reasoning_open
 from ..models.chat_template import apply_template, reserved_arguments
 from ..models.model import encode_prompt
 from ..models.tokenizer import detokenizer_of
-from .answer import OutputFormat, output_format, parser_name
+from .answer import OutputFormat, parser_name
 from .body import ApiError, blaming
 from .requests import ApiRequest, ChatRequest, CompletionRequest
 
@@ -64,7 +64,6 @@ def chat_prompt(
             f"This model does not support tools, since {reason}: leave tools out.", param="tools"
         )
     text = _templated(request, tokenizer, arguments or {})
-    format = output_format(tokenizer, request.tools)
     initial = tokenizer.response_initial_state or "normal"
     if _is_reasoning(request, tokenizer, text):
         initial = "reasoning"
@@ -74,13 +73,14 @@ def chat_prompt(
         puts_space = bool(getattr(detokenizer_of(tokenizer), "prefix_space", False))
         trims_space = puts_space and not request.continued
     else:
-        opening = _call_opening(request, tokenizer)
+        opening = call_opening(tokenizer, request.forced_tool)
         if initial == "reasoning":  # a call inside reasoning would not count
             text += f"\n{tokenizer.think_end}\n\n"
         text += tokenizer.tool_call_start + opening
         initial = "tool"
-    format = replace(
-        format,
+    format = OutputFormat(
+        tokenizer,
+        request.tools,
         initial=initial,
         call_begun=opening,
         several_calls=request.parallel_tool_calls,
@@ -101,11 +101,7 @@ def why_no_tools(tokenizer: TokenizerWrapper) -> str | None:
 
 
 def text_ids(
-    text: str,
-    param: str,
-    tokenizer: TokenizerWrapper,
-    longest: int | None,
-    special: bool = False,
+    text: str, param: str, tokenizer: TokenizerWrapper, longest: int | None, special: bool = False
 ) -> list[int]:
     """The token ids of a text, with BOS if ``special``; raises as :func:`check_length` does."""
     check_length(text, param, longest)
@@ -145,16 +141,17 @@ def _templated(
                 f"chat_template_kwargs sets {name}, which only the server may set: leave it out.",
                 param=f"chat_template_kwargs.{name}",
             )
-    messages = list(request.messages)
-    how = {**arguments, **request.template_kwargs, "tokenize": False}
-    if request.continued:
-        how["continue_final_message"] = True
-    else:
-        how["add_generation_prompt"] = True
-    if request.tools:
-        how["tools"] = list(request.tools)
+    how = {
+        **arguments,
+        **request.template_kwargs,
+        "tools": list(request.tools) or None,
+        "add_generation_prompt": not request.continued,
+        "continue_final_message": request.continued,
+        "tokenize": False,
+        "bound_memory": False,
+    }
     try:
-        return cast(str, apply_template(tokenizer, messages, bound_memory=False, **how))
+        return cast(str, apply_template(tokenizer, list(request.messages), **how))
     except PromptError as error:
         raise ApiError(
             f"{error}: send messages with roles, and in an order, that this model accepts.",
@@ -167,48 +164,36 @@ _RESERVED = reserved_arguments()
 
 def _is_reasoning(request: ChatRequest, tokenizer: TokenizerWrapper, text: str) -> bool:
     """Whether the answer begins inside reasoning."""
-    if not tokenizer.has_thinking:
-        return False
     if request.continued:
         return leaves_reasoning_open(request.messages[-1]["content"], tokenizer)
-    return text.rstrip().endswith(tokenizer.think_start)
+    return tokenizer.has_thinking and text.rstrip().endswith(tokenizer.think_start)
 
 
-def _call_opening(request: ChatRequest, tokenizer: TokenizerWrapper) -> str:
-    opening = call_opening(tokenizer, request.forced_tool)
-    if opening is None:
-        what = "a function" if request.forced_tool is None else "a given function"
-        raise ApiError(
-            f'tool_choice: this model cannot be made to call {what}; send "auto".',
-            param="tool_choice",
-        )
-    return opening
-
-
-def call_opening(tokenizer: TokenizerWrapper, name: str | None) -> str | None:
+def call_opening(tokenizer: TokenizerWrapper, name: str | None) -> str:
     """The beginning of a call, after its marker, which makes the model continue the call.
 
     Args:
         tokenizer: the model's tokenizer.
         name: the function's name; None if the model may choose.
 
-    Returns:
-        the text; None if the model's call format is unknown.
+    Raises:
+        ApiError: the model's call format is unknown.
     """
-    if not tokenizer.has_tool_calling or tokenizer.response_initial_state:
-        return None
-    if name is None:
-        return ""
     # Without the space before the arguments, which belongs to their first token.
     as_json = f'{{"name": {json.dumps(name)}, "arguments":'
+    has_args = "[ARGS]" in tokenizer.get_vocab()
+    openings = {
+        "json_tools": f"\n{as_json}",
+        "qwen3_coder": f"\n<function={name}>\n",
+        "mistral": f"{name}[ARGS]" if has_args else f"[{as_json}",
+    }
     parser = parser_name(tokenizer)
-    if parser == "json_tools":
-        return f"\n{as_json}"
-    if parser == "qwen3_coder":
-        return f"\n<function={name}>\n"
-    if parser == "mistral":
-        return f"{name}[ARGS]" if "[ARGS]" in tokenizer.get_vocab() else f"[{as_json}"
-    return None
+    if not tokenizer.response_initial_state and (name is None or parser in openings):
+        return "" if name is None else openings[parser]
+    raise ApiError(
+        'tool_choice: this model cannot be made to call that function; send "auto".',
+        param="tool_choice",
+    )
 
 
 # --- constraints ---
@@ -228,25 +213,21 @@ def compiled_constraint(
     Raises:
         ApiError: a schema, regex or grammar cannot be enforced.
     """
-    constraint, param = request.constraint, request.constrained_by
-    # First by itself, even in a chat, so that an error names its field.
-    with blaming(param):
-        grammar = Grammar(constraint, vocabulary) if constraint else None
-    if not isinstance(request, ChatRequest):
-        return grammar
-    with blaming("tools" if request.tools else param):
-        phases = _answer_phases(request, prompt, tokenizer)
-        return Grammar(phases, vocabulary) if phases else None
+    with blaming(request.constrained_by or "tools"):
+        constraint: Constraint | Phases | None = request.constraint
+        if isinstance(request, ChatRequest):
+            constraint = _answer_phases(request, prompt, tokenizer)
+        return Grammar(constraint, vocabulary) if constraint else None
 
 
 def is_constrained(request: ApiRequest) -> bool:
     """Whether a request constrains its answer."""
-    return request.constraint is not None or (
-        isinstance(request, ChatRequest) and _constrains_calls(request)
-    )
+    return request.constraint is not None or _constrains_calls(request)
 
 
-def _constrains_calls(request: ChatRequest) -> bool:
+def _constrains_calls(request: ApiRequest) -> bool:
+    if not isinstance(request, ChatRequest):
+        return False
     return request.tool_choice != "auto" or any(map(_is_strict, request.tools))
 
 
@@ -271,8 +252,8 @@ def _answer_phases(
     if request.tools and call_start is None:
         if request.constraint:
             raise OptionError(
-                "this model's tool calls do not begin with a single token, so tools cannot be "
-                f"combined with {request.constrained_by}: leave one out"
+                "this model's tool calls do not begin with a single token, so it cannot be "
+                "combined with tools; leave one out"
             )
         return None
     if not request.constraint and not calls:
@@ -378,10 +359,8 @@ def completion_prompts(
 _FILL_IN: tuple[tuple[str, ...], ...] = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
-    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
     ("▁<PRE>", "▁<SUF>", "▁<MID>"),
-    ("<PRE>", "<SUF>", "<MID>"),
     ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
     ("[PREFIX]", "[SUFFIX]"),
 )

@@ -23,6 +23,7 @@ from .body import (
     Dictionary,
     Integer,
     Items,
+    Name,
     TokenId,
     as_integer,
     blaming,
@@ -31,7 +32,7 @@ from .body import (
     without_nulls,
 )
 
-MOST_CHOICES = 128  # of all prompts together
+MOST_CHOICES = 128  # of a prompt; also the most prompts
 _Value = TypeVar("_Value")
 
 
@@ -200,6 +201,28 @@ class CompletionRequest(ApiRequest):
     echo: bool = False
 
 
+def merged(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Merge consecutive messages of a role: many chat templates require that roles alternate.
+
+    Contents and reasoning are lists of texts. They are joined at the end: ten thousand may form one
+    message.
+    """
+    result: list[dict[str, Any]] = []
+    for message in messages:
+        last, role = result[-1] if result else {}, message["role"]
+        complete = "tool_calls" in last and "tool_calls" not in message
+        if role == "tool" or last.get("role") != role or complete:
+            result.append(message)
+            continue
+        for name in message.keys() - {"role"}:
+            last.setdefault(name, []).extend(message[name])
+    for message in result:
+        message["content"] = "\n\n".join(filter(None, message["content"]))
+        if "reasoning_content" in message:
+            message["reasoning_content"] = "".join(message["reasoning_content"])
+    return result
+
+
 def conversation(
     messages: Sequence[dict[str, Any]], param: str, continues: bool = True
 ) -> dict[str, Any]:
@@ -298,6 +321,19 @@ def text_of_output(parts: ToolOutput) -> str:
         else:
             texts.append(f"[{kind[:20]}: left out, since this model reads text alone]")
     return "".join(texts)
+
+
+class Function(Body):
+    """A function that is offered or called; in ``/v1/messages`` also a tool."""
+
+    type: Literal["function", "custom"] = "function"
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(
+        None, validation_alias=AliasChoices("parameters", "input_schema")
+    )
+    strict: bool | None = None
+    arguments: dict[str, Any] | str = {}
 
 
 class ResponseFormat(Body):
@@ -407,15 +443,9 @@ class CommonBody(SamplingBody):
 
         Args:
             verbosity: that of the API's own field, if it has another one.
-
-        Raises:
-            ApiError: fields contradict each other.
         """
-        effort: Effort | None = same(
-            **{"reasoning.effort": self.reasoning.effort, "reasoning_effort": self.reasoning_effort}
-        )
-        verbosity = same(**{"text.verbosity": verbosity, "verbosity": self.verbosity})
-        given = {"verbosity": verbosity, **self.chat_template_kwargs}
+        effort = self.reasoning.effort or self.reasoning_effort
+        given = {"verbosity": verbosity or self.verbosity, **self.chat_template_kwargs}
         return template_kwargs(effort, self.enable_thinking, given)
 
     def _constraint(
@@ -486,4 +516,4 @@ def template_kwargs(
     if thinking is None and effort == "none":
         thinking = False
     kwargs = {"reasoning_effort": effort, "enable_thinking": thinking, **given}
-    return {name: value for name, value in kwargs.items() if value is not None}
+    return dict(without_nulls(kwargs))

@@ -24,7 +24,6 @@ from .body import (
     Items,
     Name,
     StringOr,
-    TokenId,
     parse,
     refuse,
     shown,
@@ -41,6 +40,7 @@ from .requests import (
     chosen_tool,
     conversation,
     joined,
+    merged,
     text_of_output,
 )
 from .worker import Ended
@@ -59,32 +59,22 @@ class _ToolBody(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    format: _ToolBody | None = None
-    syntax: Literal["lark", "regex"] = "lark"
-    definition: Name = "-"
+    format: dict[str, Any] = {}
     mode: Literal["auto", "required"] = "auto"
     tools: Items[_ToolBody] = []
 
-    needed = {
-        **dict.fromkeys(("function", "custom", "namespace"), ("name",)),
-        "grammar": ("syntax", "definition"),
-    }
+    needed = dict.fromkeys(("function", "custom", "namespace"), ("name",))
 
     @property
     def hosted(self) -> bool:
         """Whether the server would have to run the tool."""
         return self.type.startswith(_HOSTED)
 
-    @property
-    def flat_name(self) -> str:
-        """The tool's name for the model."""
-        return _flat_name(self.name, self.namespace)
-
     def for_chat(self) -> dict[str, Any]:
         """The tool in OpenAI's form for chats."""
         custom = self.type == "custom"
         function = {
-            "name": self.flat_name,
+            "name": _flat_name(self.name, self.namespace),
             "description": self.description,
             "parameters": _text_schema(self.format) if custom else self.parameters,
             "strict": self.strict,
@@ -97,14 +87,14 @@ def _flat_name(name: str, namespace: str | None) -> str:
     return name if namespace is None else f"{namespace.removesuffix('__')}__{name}"
 
 
-def _text_schema(format: _ToolBody | None) -> dict[str, Any]:
+def _text_schema(format: dict[str, Any]) -> dict[str, Any]:
     """The parameters of the function that stands for a custom tool: one text.
 
     A grammar is shown to the model but not enforced.
     """
     about = "The text that the tool takes, as it is."
-    if format and format.type == "grammar":
-        about += f" It follows this {format.syntax} grammar:\n{format.definition}"
+    if grammar := format.get("definition"):
+        about += f" It follows this {format.get('syntax')} grammar:\n{grammar}"
     text = {"type": "string", "description": about}
     return {"type": "object", "properties": {_INPUT: text}, "required": [_INPUT]}
 
@@ -187,14 +177,9 @@ class ResponsesBody(CommonBody):
     tool_choice: StringOr[Literal["none", "auto", "required"], _ToolBody] = "auto"
     include: Items[str] = []
     top_logprobs: Annotated[Integer, Field(ge=0, le=20)] = 0
-    max_tool_calls: TokenId | None = None
     metadata: Annotated[Dictionary[str, str], Field(max_length=16)] = {}  # OpenAI's limit
     store: bool = True
-    user: str | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
     text: Options = Options()
-    truncation: Literal["auto", "disabled"] = "disabled"
 
     unsupported = (*CommonBody.unsupported, "chats", "/v1/responses")
 
@@ -219,9 +204,7 @@ def parse_responses(
     items = [_InputItem.model_validate(item) for item in stored]
     known = _known_tools([*asked.tools, *(tool for item in items for tool in item.tools)])
     if asked.tools and not known:
-        raise ApiError(
-            "tools has only tools that a server would run: offer functions, too.", param="tools"
-        )
+        refuse("tools", body["tools"], "offer functions, since the server runs no tools itself")
     word, named, kept = _tool_choice(asked.tool_choice, known)
     top = asked.top_logprobs
     asks_logprobs = top or "message.output_text.logprobs" in asked.include
@@ -241,9 +224,8 @@ def parse_responses(
 
 
 _REPEATED = (
-    *("instructions", "max_output_tokens", "max_tool_calls", "metadata", "parallel_tool_calls"),
-    *("previous_response_id", "prompt_cache_key", "safety_identifier", "store", "temperature"),
-    *("top_logprobs", "top_p", "user"),
+    *("frequency_penalty", "instructions", "max_output_tokens", "metadata", "parallel_tool_calls"),
+    *("presence_penalty", "previous_response_id", "store", "temperature", "top_logprobs", "top_p"),
 )
 
 
@@ -253,8 +235,6 @@ def _repeated(asked: ResponsesBody, body: dict[str, Any]) -> dict[str, Any]:
     return {
         **{name: getattr(asked, name) for name in _REPEATED},
         "background": False,
-        "frequency_penalty": asked.frequency_penalty or 0.0,
-        "presence_penalty": asked.presence_penalty or 0.0,
         "reasoning": {"effort": asked.reasoning.effort, "summary": None},
         "service_tier": "default",
         "text": {
@@ -283,22 +263,19 @@ def _known_tools(offered: Iterable[_ToolBody]) -> dict[str, _ToolBody]:
         tools = [outer]
         if outer.type == "namespace":
             tools = [tool.model_copy(update={"namespace": outer.name}) for tool in outer.tools]
-        for index, tool in enumerate(tools):
+        for tool in tools:
             if tool.type not in ("function", "custom"):
                 raise ApiError(
                     f"tools has one of the type {shown(tool.type)}: offer tools of the type "
                     '"function" or "custom", or a "namespace" of them.',
                     param="tools",
                 )
-            if tool is not outer and not index and outer.description:
-                about = f"{outer.description}\n\n{tool.description or ''}".rstrip()
-                tool = tool.model_copy(update={"description": about})
-            known.setdefault(tool.flat_name, tool)
+            known.setdefault(_flat_name(tool.name, tool.namespace), tool)
     return known
 
 
 def _tool_choice(
-    choice: str | _ToolBody, known: Mapping[str, _ToolBody]
+    choice: str | _ToolBody, known: dict[str, _ToolBody]
 ) -> tuple[str, str | None, list[_ToolBody]]:
     """The tool choice of a chat, the function that must be called, and the allowed tools."""
     if isinstance(choice, str):
@@ -307,10 +284,9 @@ def _tool_choice(
     if not allows and choice.type not in ("function", "custom"):
         remedy = 'send "function", "custom" or "allowed_tools", or a string'
         refuse("tool_choice.type", choice.type, remedy)
-    names: dict[tuple[str, str | None], str] = {}
-    for flat_name, tool in known.items():
-        for namespace in (None, tool.namespace):  # without a namespace, the first tool of that name
-            names.setdefault((tool.name, namespace), flat_name)
+    names = {(tool.name, tool.namespace): flat_name for flat_name, tool in known.items()}
+    # Without a namespace, the first tool of that name is meant.
+    names |= {(tool.name, None): flat_name for flat_name, tool in reversed(known.items())}
     chosen = []
     for tool in choice.tools if allows else [choice]:
         if (tool.name, tool.namespace) in names:
@@ -376,56 +352,29 @@ def _stored(one: _InputItem, sent: dict[str, Any]) -> dict[str, Any]:
 
 
 def _messages(instructions: str | None, items: Iterable[_InputItem]) -> list[dict[str, Any]]:
-    """The conversation as chat messages.
-
-    System messages at the beginning become one, since many templates accept only one. Consecutive
-    items of the model become one message. Texts are collected in lists and joined at the end: ten
-    thousand items may form one message.
-    """
-    system = [] if instructions is None else [instructions]
-    messages: list[dict[str, Any]] = []
-    for item in items:
-        if item.type in _FROM_MODEL or (item.type == "message" and item.role == "assistant"):
-            _add_to_answer(messages, item)
-        elif item.type.endswith("_call_output"):
-            text = text_of_output(item.output)
-            messages.append({"role": "tool", "content": [text], "tool_call_id": item.call_id})
-        elif item.type == "message" and item.role == "user":
-            messages.append({"role": "user", "content": [joined(item.content)]})
-        elif item.type == "message" and messages:
-            messages.append({"role": "system", "content": [joined(item.content)]})
-        elif item.type == "message":
-            system.append(joined(item.content))
-    for message in messages:
-        for name in message.keys() & {"content", "reasoning_content"}:
-            message[name] = "".join(message[name])
-    if system:
-        messages.insert(0, {"role": "system", "content": "\n\n".join(system)})
-    return messages
+    """The conversation as chat messages; instructions and first system messages become one."""
+    system = [{"role": "system", "content": [instructions]}] if instructions else []
+    messages = [_message(item) for item in items]
+    return merged([*system, *(message for message in messages if message)])
 
 
-_FROM_MODEL = ("function_call", "custom_tool_call", "reasoning")
-
-
-def _add_to_answer(messages: list[dict[str, Any]], item: _InputItem) -> None:
-    """Add an item of the model to its last message, or to a new one if that is complete."""
-    is_call = item.type in ("function_call", "custom_tool_call")
-    last = messages[-1] if messages else {}
-    if last.get("role") != "assistant" or (
-        not is_call and any(last["content"]) and "tool_calls" not in last
-    ):
-        last = {"role": "assistant", "content": []}
-        messages.append(last)
-    if is_call:
+def _message(item: _InputItem) -> dict[str, Any] | None:
+    """An item as a chat message whose content is a list; None if the model cannot use it."""
+    if item.type == "message":
+        role = "system" if item.role == "developer" else item.role
+        return {"role": role, "content": [joined(item.content)]}
+    if item.type.endswith("_output"):
+        text = text_of_output(item.output)
+        return {"role": "tool", "content": [text], "tool_call_id": item.call_id}
+    answer: dict[str, Any] = {"role": "assistant", "content": []}
+    if item.type in ("function_call", "custom_tool_call"):
         custom = item.type == "custom_tool_call"
         arguments = {_INPUT: item.input} if custom else item.arguments or {}
         function = {"name": _flat_name(item.name, item.namespace), "arguments": arguments}
         call = {"type": "function", "function": function, "id": item.call_id}
-        last.setdefault("tool_calls", []).append(call)
-    elif item.type == "message":
-        last["content"].append(joined(item.content))
-    elif reasoning := joined(item.content) or "\n\n".join(part.text for part in item.summary):
-        last.setdefault("reasoning_content", []).append(reasoning)
+        return answer | {"tool_calls": [call]}
+    reasoning = joined(item.content) or "\n\n".join(part.text for part in item.summary)
+    return answer | {"reasoning_content": [reasoning]} if reasoning else None
 
 
 class ResponseStore:
@@ -448,9 +397,6 @@ class ResponseStore:
         """By partition and response id: the JSON, and the ids of all items."""
         self.nbytes = 0
         self._changing = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._kept)
 
     def put(
         self, partition: str, response: dict[str, Any], given: Sequence[dict[str, Any]]
@@ -481,26 +427,20 @@ class ResponseStore:
     def item(self, partition: str, item_id: str) -> dict[str, Any] | None:
         """The item with this id in one of the partition's responses, if there is one."""
         with self._changing:
-            holds = [
-                text
-                for (owner, _), (text, ids) in self._kept.items()
-                if owner == partition and item_id in ids
-            ]
-        if not holds:
+            keys = [key for key, (_, ids) in self._kept.items() if item_id in ids]
+        found = next((self.response(*key) for key in keys if key[0] == partition), None)
+        if not found:
             return None
-        response, given = json.loads(holds[-1])
+        response, given = found
         return next(item for item in (*given, *response["output"]) if item["id"] == item_id)
 
-    def delete(self, partition: str, response_id: str) -> bool:
-        """Delete a response; returns whether it was stored."""
+    def delete(self, partition: str, response_id: str) -> None:
+        """Delete a response, if it is stored."""
         with self._changing:
-            if (partition, response_id) not in self._kept:
-                return False
             self._drop((partition, response_id))
-            return True
 
     def _drop(self, key: tuple[str, str]) -> None:
-        dropped, _ = self._kept.pop(key)
+        dropped, _ = self._kept.pop(key, (b"", ()))
         self.nbytes -= len(dropped)
 
 
@@ -755,9 +695,9 @@ _ESCAPE = re.compile(r'\\(["\\/bfnrtu])|\\(?=.)')
 # --- input items ---
 
 
-def input_items_answer(given: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The answer of ``/v1/responses/ID/input_items``: all items, the latest first."""
-    data = [*reversed(given)]
+def input_items_answer(given: Sequence[dict[str, Any]], order: str | None) -> dict[str, Any]:
+    """The answer of ``/v1/responses/ID/input_items``: all items, the latest first unless "asc"."""
+    data = [*given] if order == "asc" else [*reversed(given)]
     return {
         "object": "list",
         "data": data,

@@ -90,6 +90,7 @@ class Server:
         catalog, worker: its parts.
         now: the time.
         log: the records of the log.
+        refused: the paths of refused requests, with the codes of their errors.
     """
 
     def __init__(
@@ -104,9 +105,14 @@ class Server:
         self.log: list[dict[str, Any]] = []
         self.worker = Worker([*starting], memory=ServerMemory(bound))
         self.worker.start()
-        self.worker.wait_until_ready()
         self.catalog = Catalog(self.worker, shelf, log=self.log.append, clock=lambda: self.now)
-        app = create_app(self.worker, catalog=self.catalog, keep_alive=sign)
+        self.refused: list[tuple[str, str | None]] = []
+        app = create_app(
+            self.worker,
+            catalog=self.catalog,
+            keep_alive=sign,
+            on_refusal=lambda path, error: self.refused.append((path, error.code)),
+        )
 
         async def watched(scope: Any, receive: Any, send: Any) -> None:
             async def sent(message: Any) -> None:
@@ -331,7 +337,7 @@ def test_a_load_takes_no_room_from_a_request_that_waits() -> None:
         shelf = Heavy(Entry("a", nbytes=weights), Entry("b", nbytes=weights))
         async with serving(shelf, bound=2 * weights + 40_000_000) as server:
             await server.said(model="a")
-            active = server.worker.limits.active
+            active = server.worker.active
             asked = [server.said(model="a", max_tokens=200) for _ in range(active)]
             asked = [asyncio.create_task(one) for one in asked]
             while len(server.worker.requests) < active:
@@ -430,6 +436,7 @@ def test_a_stream_is_kept_alive_while_its_model_is_loaded() -> None:
                     assert name == "event: response.failed"
                     told = told["response"]
                 assert "cannot be loaded" in told["error"]["message"]
+            assert server.refused == [(path, "model_not_loaded") for path in PATHS]
 
     asyncio.run(run())
 

@@ -47,7 +47,7 @@ def run_requests(
 
 
 def summed(worker: Worker, name: str) -> float:
-    return sum(sums[name] for _, sums in worker.metrics.history._sums)
+    return sum(sums[name] for _, sums in worker.metrics._sums)
 
 
 @pytest.mark.parametrize("seconds", [STEADY, DISTURBED])

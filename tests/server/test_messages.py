@@ -21,7 +21,6 @@ from anthropic import Anthropic
 from anthropic.types import Message
 
 from mlxspec.server.served_model import ServedModel
-from mlxspec.server.worker import WorkerLimits
 from tests.server.test_endpoints import HELLO, PIECES, answer_alone, ids_of, scripted_caller
 from tests.server.test_messages_answer import EVENT, extras
 from tests.server.test_messages_requests import FULL_MESSAGES, WEATHER
@@ -387,7 +386,7 @@ def test_the_gates_errors_have_the_form_too(path: str) -> None:
 
 def test_who_finds_the_queue_full_or_the_server_ending_is_told_so() -> None:
     with (
-        running_server(limits=WorkerLimits(active=1, queued=1)) as server,
+        running_server(limits={"active": 1, "queued": 1}) as server,
         braked(server.decoder.model) as brake,
         ThreadPoolExecutor() as pool,
     ):

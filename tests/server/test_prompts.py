@@ -105,7 +105,8 @@ def test_tools_are_shown_unless_none_may_be_called() -> None:
     assert '"name": "f"' in text_of(chat(tools=[TOOL]))
     hidden = chat(tools=[TOOL], tool_choice="none")
     assert hidden.tokens == chat().tokens
-    assert hidden.format.parse is None
+    assert hidden.format
+    assert not hidden.format.tools
 
 
 def test_calls_and_results_are_in_the_template() -> None:

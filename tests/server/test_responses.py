@@ -161,13 +161,8 @@ def test_errors_are_the_clients_exceptions(client: OpenAI, server: Running) -> N
         with pytest.raises(openai.BadRequestError) as bad:
             made(client, input=text)
         assert (bad.value.code, bad.value.param) == ("context_length_exceeded", "input")
-    with pytest.raises(openai.BadRequestError) as bad:
-        client.responses.cancel(made(client).id)
-    assert "close the connection" in bad.value.message
     with pytest.raises(openai.NotFoundError):
-        client.responses.cancel("resp_0")
-    with pytest.raises(openai.BadRequestError):
-        client.responses.retrieve(made(client).id, stream=True)
+        client.responses.cancel(made(client).id)
     with pytest.raises(openai.APIStatusError) as wrong:
         client.get("/responses", cast_to=object)
     assert wrong.value.status_code == 405

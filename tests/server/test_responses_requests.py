@@ -142,11 +142,11 @@ def test_a_text_is_a_message_of_the_user() -> None:
 def test_what_codex_sends_is_a_chat() -> None:
     request = parsed(CODEX)
     assert [message["role"] for message in request.messages] == [
-        *("system", "user", "user", "assistant", "tool", "tool", "tool")
+        *("system", "user", "assistant", "tool", "tool", "tool")
     ]
-    system, context, _, answer, *results = request.messages
-    assert system["content"] == "\n\nYou are an agent.\n\nThere are no skills."
-    assert context["content"] == "<environment_context></environment_context>"
+    system, user, answer, *results = request.messages
+    assert system["content"] == "You are an agent.\n\nThere are no skills."
+    assert user["content"] == "<environment_context></environment_context>\n\nGo on"
     assert (answer["reasoning_content"], answer["content"]) == ("Hm.", "I look.")
     assert [(call["id"], call["function"]) for call in answer["tool_calls"]] == [
         ("abcdefghi", {"name": "exec_command", "arguments": {"cmd": "ls"}}),
@@ -159,7 +159,6 @@ def test_what_codex_sends_is_a_chat() -> None:
     assert names == ["exec_command", "apply_patch", "agents__spawn", "agents__close"]
     assert request.tools[0]["function"] == {name: EXEC[name] for name in EXEC if name != "type"}
     assert "lark" in json.dumps(request.tools[1])
-    assert request.tools[2]["function"]["description"] == "Other agents.\n\nRuns a command."
     assert [tool["type"] for tool in request.repeated["tools"]] == [
         "function",
         "custom",
@@ -249,7 +248,7 @@ def test_an_answer_is_a_message_of_its_own() -> None:
     said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Well"}]
     assert not asked(input=said).continued
     twice = asked(input=[*said, {"role": "assistant", "content": "So"}]).messages
-    assert [message["content"] for message in twice] == ["?", "Well", "So"]
+    assert [message["content"] for message in twice] == ["?", "Well\n\nSo"]
 
 
 def test_reasoning_of_others_is_their_summary() -> None:
@@ -292,7 +291,6 @@ def test_reasoning_of_others_is_their_summary() -> None:
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"verbosity": "huge"}}, "text.verbosity"),
         ({"top_logprobs": 21}, "top_logprobs"),
-        ({"truncation": "some"}, "truncation"),
         ({"include": [5]}, "include[0]"),
         ({"metadata": {"a": 5}}, "metadata.a"),
         ({"temperature": -1}, "temperature"),
@@ -303,7 +301,7 @@ def test_reasoning_of_others_is_their_summary() -> None:
         ({"tools": [{**EXEC, "parameters": 5}]}, "tools[0].parameters"),
         ({"tools": [{**AGENTS, "tools": [{"type": "namespace", "name": "a"}]}]},
          "tools"),
-        ({"tools": [{**PATCH, "format": {"type": "grammar"}}]}, "tools[0].format.syntax"),
+        ({"tools": [{**PATCH, "format": "grammar"}]}, "tools[0].format"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [EXEC], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
         ({"tools": [EXEC], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
@@ -321,7 +319,6 @@ def test_reasoning_of_others_is_their_summary() -> None:
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio"),
         ({"verbosity": "huge"}, "verbosity"),
-        ({"verbosity": "low", "text": {"verbosity": "high"}}, "verbosity"),
         ({"max_tokens": 5, "max_output_tokens": 6}, "max_tokens"),
         ({"instructions": "a", "system": "b"}, "system"),
         ({"web_search_options": {}}, "web_search_options"),
