@@ -167,7 +167,7 @@ def stream_generate(
             and accepts only its own kinds of prompts and options.
         options: options of sampling, of the end and of the cache, and ``prompt_cache``, as in
             :meth:`mlxspec.Decoder.decode`. With a draft model ``max_kv_size`` is ignored, as by
-            mlx-lm.
+            mlx-lm, and the draft model's caches in ``prompt_cache`` are left as they are.
 
     Raises:
         PromptError, FileError, OptionError: as :meth:`mlxspec.Decoder.decode`, or the
@@ -218,14 +218,9 @@ def _with_draft_model(
     """A request that drafts with a small model, too; arguments as for :func:`stream_generate`."""
     options.pop("max_kv_size", None)
     check_vocabularies(draft_model, decoder.vocab_size, len(decoder.tokenizer))
-    # As with mlx-lm, the draft model's caches may follow the target's.
-    both = options.get("prompt_cache") or []
-    drafts_cache = both[len(make_prompt_cache(decoder.model)) :] or None
-    drafter = DraftModelDrafter(draft_model, num_draft_tokens, drafts_cache)
+    drafter = DraftModelDrafter(draft_model, num_draft_tokens)
     drafting = replace(decoder.drafting, extra=lambda: drafter)
-    request = decoder.new_request(prompt, max_tokens, options, drafting.bound_to(decoder))
-    request.draft_model = drafter
-    return request
+    return decoder.new_request(prompt, max_tokens, options, drafting.bound_to(decoder))
 
 
 class _KeptDecoder(AutoDecoder):

@@ -228,7 +228,9 @@ def read_prompt_cache_metadata(path: Path) -> dict[str, str]:
     """
     with _read_errors(path):
         _, flat = cast(Any, mx.load(str(path), return_metadata=True))
-        metadata, *_ = tree_unflatten(list(flat.items()))
+        metadata, classes, _ = tree_unflatten(list(flat.items()))
+        if "Cache" not in classes[0]:
+            raise ValueError("the first class is not a cache's")
     return metadata or {}
 
 

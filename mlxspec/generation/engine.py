@@ -100,21 +100,11 @@ class Engine:
         if not request.done:
             self._end(request, error)
 
-    def pause(self, request: Request) -> None:
-        """Leave a decoding request out of steps, and its place to others."""
-        if request.state is State.DECODE:
-            request.state = State.PAUSED
-
-    def resume(self, request: Request) -> None:
-        """Let a paused request take part in steps again."""
-        if request.state is State.PAUSED:
-            request.state = State.DECODE
-
     def has_read(self, request: Request, count: int) -> None:
         """Count ``count`` responses as read; with few left unread, resume a paused request."""
         request.unread -= count
-        if request.unread <= _LEAST_UNREAD:
-            self.resume(request)
+        if request.unread <= _LEAST_UNREAD and request.state is State.PAUSED:
+            request.state = State.DECODE
 
     @property
     def room(self) -> int:
@@ -316,7 +306,7 @@ class Engine:
             self._end(request, error)
             return
         if self._max_unread and request.unread >= self._max_unread:
-            self.pause(request)
+            request.state = State.PAUSED  # left out of steps, and its place is others'
 
     def _end(
         self,

@@ -20,7 +20,6 @@ from ..drafting.planner import Planner
 from ..drafting.sources import with_forced
 from ..engine import step as steps
 from ..engine.capability import capability_with
-from ..engine.draft_model import DraftModelDrafter
 from ..engine.prompt_cache import Loan, lent_caches
 from ..engine.sampling import Chooser
 from ..engine.target import Capability, Target, target_for
@@ -84,7 +83,6 @@ class Request:
             their defaults. ``stop_tokens`` includes the tokenizer's own.
         prompt_cache: the given caches that the model uses, or None.
         report_progress: the option ``on_progress``.
-        draft_model: a drafter whose caches also return to the caller.
         record_times: functions to call with the rows and the time of each step.
         at_end: called by an engine at the end, after the last response, if any.
         state: the request's stage.
@@ -133,7 +131,6 @@ class Request:
         self.constraint = grammar_of(options.get("constraint"), *model)
         self.stop_tokens = stop_token_ids(options.get("stop_tokens", ()), *model)
         self.report_progress = options.get("on_progress")
-        self.draft_model: DraftModelDrafter | None = None
         self.record_times: list[RecordTime] = [decoder.step_times.record]
         self.at_end: Callable[[], object] = lambda: None
         self.state = State.WAITING
@@ -198,7 +195,7 @@ class Request:
             return target_for(model, able, vocab_size, options, caches)
 
         loan = None if self.prompt_cache is None else Loan(self.prompt_cache)
-        return CacheLease(new_target, prompt, loan, self.draft_model)
+        return CacheLease(new_target, prompt, loan)
 
     def start(self) -> steps.Sequence:
         """Take the caches, and make the sequence, whose prompt has not run yet.

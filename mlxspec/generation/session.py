@@ -17,7 +17,6 @@ from mlx_lm.generate import generation_stream
 from ..corpus.suffix_index import common_length
 from ..engine.caches import are_quantized, for_steps
 from ..engine.capability import capability_with
-from ..engine.draft_model import DraftModelDrafter
 from ..engine.params import CacheOptions
 from ..engine.prompt_cache import (
     Loan,
@@ -38,7 +37,6 @@ class CacheLease:
         new_target: makes a target, from the caller's caches if there are any.
         prompt: token ids.
         loan: the loan of the caller's caches, if any.
-        draft_model: a draft model that also borrows caches, if any.
 
     Attributes:
         keeps: whether the caches are needed after the request's end.
@@ -51,11 +49,10 @@ class CacheLease:
         new_target: Callable[..., Target],
         prompt: Sequence[int],
         loan: Loan | None = None,
-        draft_model: DraftModelDrafter | None = None,
     ) -> None:
         self._new_target = new_target
         self._prompt = [*prompt]
-        self._loan, self._draft_model = loan, draft_model
+        self._loan = loan
         self.keeps = loan is not None
 
     def take(self) -> tuple[Target, int]:
@@ -68,12 +65,8 @@ class CacheLease:
         Args:
             context: the prompt, and the output that the consumer has read.
         """
-        complete = len(context) > len(self._prompt)
-        with ExitStack() as ending:  # runs every callback, even if one fails
-            if self._loan:
-                ending.callback(self._loan.give_back, context, complete)
-            if self._draft_model:
-                ending.callback(self._draft_model.give_back, self._prompt, context)
+        if self._loan:
+            self._loan.give_back(context, complete=len(context) > len(self._prompt))
 
 
 MARKS = 2
