@@ -30,6 +30,8 @@ _UNNOTICED = 2.0  # plain steps: what an output may lose, however short it is
 _WORTH_IT = 1.02
 """How much faster batching and drafting must be than the better of the two, to add up."""
 
+_UNUSABLE = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError, OptionError)
+
 MAX_DEPTH = 4096  # the drafter does not know where the output ends
 _ANY_CURVE = CostCurve([(1, 1)])  # for policies that do not plan by it
 
@@ -326,28 +328,14 @@ def joint_report(
 
 # --- what is compared ---
 
-_WIDEST = 1024  # rows; far more than any draft has
-_UNUSABLE = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError)
 
-
-def chosen_policies(names: str, concurrency: int = 1) -> dict[str, ReplayPolicy]:
+def chosen_policies(names: str) -> dict[str, ReplayPolicy]:
     """The policies that a comma-separated list names, in its order; "all" names all.
 
-    Args:
-        names: the list.
-        concurrency: how many outputs run at once; from 2 on "all" leaves out hindsight.
-
     Raises:
-        OptionError: one of them is unknown, or means nothing with several outputs at once.
+        OptionError: one of them is unknown.
     """
-    if names == "all":
-        return {n: one for n, one in POLICIES.items() if n != HINDSIGHT or concurrency == 1}
-    wanted = [name.strip() for name in names.split(",")]
-    if HINDSIGHT in wanted and concurrency > 1:
-        raise OptionError(
-            f"--decoder {HINDSIGHT} with --concurrency {concurrency}: it weighs one sequence "
-            "alone; leave one of them out"
-        )
+    wanted = [*POLICIES] if names == "all" else [name.strip() for name in names.split(",")]
     try:
         return {name: POLICIES[name] for name in wanted}
     except KeyError as error:
@@ -357,34 +345,18 @@ def chosen_policies(names: str, concurrency: int = 1) -> dict[str, ReplayPolicy]
 
 
 def read_curve(path: Path) -> CostCurve:
-    """Read a curve.
-
-    The file holds the JSON of ``mlxspec calibrate``, or ``{"rows": [1, ...], "cost": [1, ...]}``.
+    """Read a curve that ``mlxspec calibrate --json`` has written.
 
     Raises:
-        OptionError: it cannot be read, or holds no curve or several, or one of too many rows.
+        OptionError: the file cannot be read, or holds no curve.
     """
     try:
-        points = _points(load_json(path.read_text(encoding="utf-8-sig")))
+        times = load_json(path.read_bytes())["times"]
+        return CostCurve([(int(time["rows"]), float(time["cost"])) for time in times])
     except _UNUSABLE as error:
         raise OptionError(
             f"{path}: no cost curve; write one with mlxspec calibrate MODEL --json"
         ) from error
-    widest = max((rows for rows, _ in points), default=0)
-    if widest > _WIDEST:
-        raise OptionError(
-            f"{path}: a cost curve up to {widest} rows; leave out what is beyond {_WIDEST}"
-        )
-    return CostCurve(points)
-
-
-def _points(content: Any) -> list[tuple[int, float]]:
-    if "curves" in content:
-        (content,) = content["curves"]
-    if "times" in content:
-        return [(int(time["rows"]), float(time["cost"])) for time in content["times"]]
-    rows, costs = content["rows"], content["cost"]
-    return [(int(row), float(cost)) for row, cost in zip(rows, costs, strict=True)]
 
 
 def compare(
@@ -418,63 +390,62 @@ def compare(
     def count() -> None:
         on_progress(next(done) / total)
 
-    plain = joint = None
-    if several:
-        plain = replay_jointly(
-            completions, lambda output: NoDraft(), _ANY_CURVE, concurrency, count
-        )
+    def together(new: NewDrafter, curve: CostCurve) -> Replayed:
+        return replay_jointly(completions, new, curve, concurrency, count)
+
+    plain = together(lambda output: NoDraft(), _ANY_CURVE) if several else None
     reports: dict[str, dict[str, Report]] = {chip: {} for chip in curves}
     for name, policy in policies.items():
-        alone: list[tuple[str, Replayed]] = []
+        alone: list[Replayed] = []
         for chip, curve in curves.items():
             if policy.follows_costs or not alone:  # without costs all chips have the same steps
                 alone, new = [], policy.drafters(curve, classes)
                 for one in completions:
-                    outcome = replay(one.prompt, one.output, new(one.output))
-                    alone.append((one.category, outcome))
+                    alone.append(replay(one.prompt, one.output, new(one.output)))
                     count()
                 if several:
-                    joint = replay_jointly(
-                        completions, policy.drafters(curve, classes), curve, concurrency, count
-                    )
-            if joint and plain:
-                outcomes = [outcome for _, outcome in alone]
-                reports[chip][name] = joint_report(joint, plain, outcomes, curve)
+                    joint = together(policy.drafters(curve, classes), curve)
+            if plain:
+                reports[chip][name] = joint_report(joint, plain, alone, curve)
             else:
-                reports[chip][name] = replay_report(alone, curve)
+                sets = (one.category for one in completions)
+                reports[chip][name] = replay_report(zip(sets, alone, strict=True), curve)
     return reports
 
 
 # --- verdicts ---
 
 
-def verdict(policies: Mapping[str, ReplayPolicy], comparison: Comparison) -> list[str]:
+def verdict(comparison: Comparison) -> list[str]:
     """Which policy wins where, a line for each winner; plain decoding where nothing gains."""
     won: dict[str, list[str]] = {}
     for chip, reports in comparison.items():
-        faster = [name for name in reports if name != HINDSIGHT and reports[name]["speedup"] > 1]
-        if not faster:
-            won.setdefault("plain decoding", []).append(chip)
-            continue
-        best = max(faster, key=lambda name: reports[name]["speedup"])
+        best = _best(reports)
         speedup, worst = reports[best]["speedup"], reports[best]["worst"]
-        where = f"{chip} ({speedup:.2f}×, worst set {worst:.2f}×)"
-        won.setdefault(policies[best].label, []).append(where)
+        if speedup > 1:
+            won.setdefault(best, []).append(f"{chip} ({speedup:.2f}×, worst set {worst:.2f}×)")
+        else:
+            won.setdefault("plain decoding", []).append(chip)
     return [f"{winner} wins on {', '.join(chips)}." for winner, chips in won.items()]
 
 
-def joint_verdict(policies: Mapping[str, ReplayPolicy], comparison: Comparison) -> list[str]:
+def _best(reports: Mapping[str, Report]) -> str:
+    """The fastest policy that does not know the output, if there is one."""
+    return max(reports, key=lambda name: (name != HINDSIGHT, reports[name]["speedup"]))
+
+
+def joint_verdict(comparison: Comparison) -> list[str]:
     """Whether batching and drafting add up, a line for each chip by its fastest decoder."""
     lines = []
     for chip, reports in comparison.items():
-        best = max(reports, key=lambda name: reports[name]["speedup"])
+        best = _best(reports)
         speedup, batching, alone = (
             reports[best][name] for name in ("speedup", "plain_batching", "one_at_a_time")
         )
         adds_up = speedup > _WORTH_IT * max(batching, alone)
         finding = "add up" if adds_up else "add less than 2 % to the better of the two"
         lines.append(
-            f"On {chip} batching and drafting {finding} ({policies[best].label} {speedup:.2f}×, "
+            f"On {chip} batching and drafting {finding} ({best} {speedup:.2f}×, "
             f"batching alone {batching:.2f}×, one at a time {alone:.2f}×)."
         )
     return lines
@@ -501,9 +472,9 @@ def memories(sizes: str) -> dict[str, ReplayPolicy]:
         one, whether 0 is in the list or not.
 
     Raises:
-        OptionError: a size has another form, or one is named twice.
+        OptionError: a size has another form.
     """
-    names: dict[int | None, str] = {}
+    names: dict[float, str] = {}
     for text in map(str.strip, sizes.split(",")):
         match = _SIZE.fullmatch(text)
         if match is None and text != "all":
@@ -511,24 +482,19 @@ def memories(sizes: str) -> dict[str, ReplayPolicy]:
                 f"--memory: {text!r} is not a size: give tokens as 4096, 16k or 1M, 0 for none, or "
                 "all"
             )
-        size = int(match[1]) * _LETTERS[match[2].lower()] if match else None
-        if size in names:
-            raise OptionError(f"--memory names {text} twice: name each size once")
+        size = int(match[1]) * _LETTERS[match[2].lower()] if match else math.inf
         names[size] = f"memory {text}"
     names[0] = "no memory"
-    ordered = sorted(names, key=lambda size: math.inf if size is None else size)
-    about = "the default decoder with a memory of this size"
-    return {names[size]: planned(names[size], about, size) for size in ordered}
+    return {names[size]: planned(None if size == math.inf else int(size)) for size in sorted(names)}
 
 
-def memory_verdict(policies: Mapping[str, ReplayPolicy], comparison: Comparison) -> list[str]:
+def memory_verdict(comparison: Comparison) -> list[str]:
     """What remembering gains: a line for each chip, with the smallest sufficient size.
 
     A size is sufficient if no larger one is faster by more than 1 %.
 
     Args:
-        policies: from :func:`memories`.
-        comparison: of these, by chip and name.
+        comparison: of policies from :func:`memories`, by chip and name.
     """
     lines = []
     for chip, reports in comparison.items():
@@ -536,14 +502,11 @@ def memory_verdict(policies: Mapping[str, ReplayPolicy], comparison: Comparison)
         enough = next(
             index for index, speed in enumerate(speeds) if max(speeds[index:]) <= ENOUGH * speed
         )
-        without, with_it = speeds[0], speeds[enough or -1]
-        where = f"on {chip} ({without:.2f}× to {with_it:.2f}×)"
-        if enough == 0:
-            lines.append(f"Remembering gains at most 1 % {where}.")
+        if enough:
+            tokens = f"{[*reports][enough].removeprefix('memory ')} tokens"
+            gain = 100 * (speeds[enough] / speeds[0] - 1)
+            finding, last = f"Remembering {tokens} gains {gain:.1f} %", speeds[enough]
         else:
-            name = [*policies][enough]
-            unbounded = policies[name].memory_tokens is None
-            what = "everything" if unbounded else f"{name.removeprefix('memory ')} tokens"
-            gain = 100 * (with_it / without - 1)
-            lines.append(f"Remembering {what} gains {gain:.1f} % {where}.")
+            finding, last = "Remembering gains at most 1 %", speeds[-1]
+        lines.append(f"{finding} on {chip} ({speeds[0]:.2f}× to {last:.2f}×).")
     return lines

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from mlxspec.bench.policies import AUTO, HINDSIGHT, POLICIES
+from mlxspec.bench.policies import AUTO, POLICIES
 from mlxspec.bench.prompts import Completion
 from mlxspec.bench.replay import (
     Replayed,
@@ -21,7 +21,6 @@ from mlxspec.bench.replay import (
 )
 from mlxspec.drafting.costs import CostCurve
 from mlxspec.drafting.drafter import Drafter, DraftTree, NoDraft
-from mlxspec.errors import OptionError
 from tests.bench.test_replay import Scripted
 from tests.support.planners import suffix_planner
 
@@ -95,7 +94,7 @@ def test_plain_batching_takes_the_time_of_its_rows(count: int) -> None:
 
 
 @pytest.mark.parametrize("curve", [FLAT, STEEP, CostCurve([(1, 1), (4, 1.2), (16, 3)])])
-@pytest.mark.parametrize("name", [AUTO, "auto-memory", "vllm", "suffix-tree"])
+@pytest.mark.parametrize("name", [AUTO, "auto-memory", "vllm", "suffix-path"])
 def test_one_at_a_time_is_the_replay_of_one(curve: CostCurve, name: str) -> None:
     work = outputs(ROUND * 4, [5, 6, 7] * 5, ROUND * 2)
     new = POLICIES[name].drafters(curve, b"")
@@ -186,7 +185,7 @@ def test_speeds_are_against_one_plain_sequence() -> None:
     assert (report["tokens"], report["completions"]) == (8, 2)
     assert (report["tokens_per_step"], report["rows_per_step"]) == (4, 4)
     assert report["sequences_per_step"] == 2
-    assert joint_verdict(POLICIES, {"mine": {"auto": report}}) == [
+    assert joint_verdict({"mine": {"auto": report}}) == [
         "On mine batching and drafting add up (auto 2.00×, batching alone 1.60×, "
         "one at a time 1.33×)."
     ]
@@ -195,7 +194,7 @@ def test_speeds_are_against_one_plain_sequence() -> None:
 def test_where_drafts_gain_nothing_the_verdict_says_so() -> None:
     work = outputs(list(range(2, 40)), list(range(50, 90)))
     reports = compare(work, b"", chosen_policies(AUTO), {"s": STEEP}, 2)
-    assert "less than 2 %" in joint_verdict(POLICIES, reports)[0]
+    assert "less than 2 %" in joint_verdict(reports)[0]
 
 
 def test_progress_counts_every_replay() -> None:
@@ -203,12 +202,6 @@ def test_progress_counts_every_replay() -> None:
     work = outputs([2], [3])
     compare(work, b"", chosen_policies("vllm"), {"s": STEEP}, 2, shares.append)
     assert shares == pytest.approx([turn / 6 for turn in range(1, 7)])
-
-
-def test_hindsight_is_left_out_or_refused() -> None:
-    assert list(chosen_policies("all", 2)) == [name for name in POLICIES if name != HINDSIGHT]
-    with pytest.raises(OptionError, match="--decoder hindsight with --concurrency 2"):
-        chosen_policies("auto,hindsight", 2)
 
 
 def test_a_drafter_s_fault_ends_the_others() -> None:
