@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from statistics import fmean, median, stdev
 from tempfile import TemporaryDirectory
 
@@ -25,12 +24,6 @@ NONE = ""
 _EACH = [f"{name}={value}" for name, value in MLX_VARIABLES.items()]
 SETTINGS = [NONE, *_EACH, ",".join(_EACH)]
 """What is measured: none, each variable alone, all together."""
-
-# This package, wherever it is, and nothing from the working directory.
-_START = (
-    f"import sys; sys.path.append({str(Path(__file__).parents[2])!r}); "
-    "from mlxspec.__main__ import main; main()"
-)
 
 # Student's t for a 95 % confidence interval, by degrees of freedom; more of them count as nine.
 _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
@@ -44,7 +37,7 @@ def measured(arguments: Sequence[str], setting: str) -> Report:
     Raises:
         MlxspecError: it failed.
     """
-    command = [sys.executable, "-P", "-c", _START, "bench", "--json", "--repeats=1", *arguments]
+    command = [sys.executable, "-P", "-m", "mlxspec", "bench", "--json", "--repeats=1", *arguments]
     environment = {name: value for name, value in os.environ.items() if name not in MLX_VARIABLES}
     with TemporaryDirectory() as empty:
         places = dict.fromkeys(("MLXSPEC_CONFIG_DIR", "MLXSPEC_CACHE_DIR"), empty)
@@ -55,13 +48,9 @@ def measured(arguments: Sequence[str], setting: str) -> Report:
             capture_output=True,
         )
     if done.returncode:
-        lines = done.stderr.decode(errors="replace").splitlines()
-        errors = [line.removeprefix("Error: ") for line in lines if line.startswith("Error: ")]
-        ended = f"exit status {done.returncode}" + "".join(
-            f", after: {line}" for line in lines[-1:]
-        )
-        how = errors[0] if errors else ended
-        raise MlxspecError(f"{setting or 'without a setting'}: {how}")
+        said = done.stderr.decode(errors="replace").splitlines()
+        reason = said[-1].removeprefix("Error: ") if said else f"exit status {done.returncode}"
+        raise MlxspecError(f"{setting or 'without a setting'}: {reason}")
     report: Report = json.loads(done.stdout)
     return report
 
@@ -82,49 +71,38 @@ def tune(
         see :func:`tuning_report`.
 
     Raises:
-        MlxspecError: the measurement without a setting failed. If another one fails, it is left
-            out of later rounds.
+        MlxspecError: a measurement failed.
         KeyboardInterrupt: before the first round was complete.
     """
     complete: list[dict[str, Report]] = []
-    failed: dict[str, str] = {}
     interrupted = True
     with suppress(KeyboardInterrupt):
         measure(NONE)  # does not count: the first process finds a cold machine
         for number in range(rounds):
             reports: dict[str, Report] = {}
-            for place, setting in enumerate(in_turn(SETTINGS, number), start=1):
-                try:
-                    if setting not in failed:
-                        reports[setting] = measure(setting)
-                except MlxspecError as error:
-                    if setting == NONE:
-                        raise
-                    failed[setting] = str(error)
-                on_progress((number + place / len(SETTINGS)) / rounds)
+            for setting in in_turn(SETTINGS, number):
+                reports[setting] = measure(setting)
+                on_progress((number + len(reports) / len(SETTINGS)) / rounds)
             complete.append(reports)
         interrupted = False
     if not complete:
         raise KeyboardInterrupt
-    return tuning_report(complete, [*failed.values()], interrupted)
+    return tuning_report(complete, interrupted)
 
 
-def tuning_report(
-    rounds: Sequence[Mapping[str, Report]], failed: Sequence[str] = (), interrupted: bool = False
-) -> Report:
+def tuning_report(rounds: Sequence[Mapping[str, Report]], interrupted: bool = False) -> Report:
     """Sum up rounds, each with a report of ``mlxspec bench`` by setting.
 
     Returns:
-        ``tuning`` has an entry for each setting that was measured in all rounds. For each decoder
-        it has the median of ``tokens_per_second``, the ``ratio`` to its speed without a setting,
-        taken prompt by prompt in each round, and the ``error``: half of the ratio's relative 95 %
-        interval over the rounds, None with one round. A setting ``helps`` if every decoder's
-        ratio is above 1 by more than its error. ``best`` is the setting that helps most, None
-        without one and on a CPU. ``failed`` has a line for each setting that failed.
+        ``tuning`` has an entry for each setting. For each decoder it has the median of
+        ``tokens_per_second``, the ``ratio`` to its speed without a setting, taken prompt by prompt
+        in each round, and the ``error``: half of the ratio's relative 95 % interval over the
+        rounds, None with one round. A setting ``helps`` if every decoder's ratio is above 1 by more
+        than its error. ``best`` is the setting that helps most, None without one and on a CPU.
     """
-    first = rounds[0][NONE]
-    whole = [one for one in SETTINGS if all(one in reports for reports in rounds)]
-    entries = [_entry(setting, rounds) for setting in whole]
+    first_round = rounds[0]
+    first = first_round[NONE]
+    entries = [_entry(setting, rounds) for setting in first_round]
     # The decoder that gains least counts.
     helpful = {
         min(of["ratio"] for of in entry["decoders"].values()): entry["mlx_settings"]
@@ -136,7 +114,6 @@ def tuning_report(
         **{"model": first["model"], "machine": first["machine"], "settings": settings},
         "tuning": entries,
         "best": helpful[max(helpful)] if helpful else None,
-        "failed": list(failed),
     }
 
 

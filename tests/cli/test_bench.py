@@ -12,7 +12,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from mlxspec.bench.measure import BACKENDS, PLAIN, Backend
+from mlxspec.bench.measure import BACKENDS, PLAIN, Stream
 from mlxspec.bench.tune import SETTINGS
 from mlxspec.cli.bench import bench_command
 from mlxspec.errors import MlxspecError
@@ -70,18 +70,18 @@ def test_html_is_written_beside_the_table(endless: Path, prompts: Path, tmp_path
     result = bench(endless, "--prompts", prompts, *QUICK, "--html", page, "--include-text")
     assert result.exit_code == 0, result.stderr
     html = page.read_text(encoding="utf-8")
-    assert "one two" in html
+    assert "outputs are identical to plain decoding's" in html.replace("&#x27;", "'")
     assert str(prompts) not in html
 
 
-def liar(model: object, tokenizer: object) -> Backend:
+def liar(model: object, tokenizer: object) -> Stream:
     """Ends one token too early."""
     plain = BACKENDS[PLAIN](model, tokenizer)  # type: ignore[arg-type]
 
     def stream(prompt: list[int], *, max_tokens: int, **options: object) -> Iterator[object]:
-        return plain.stream(prompt, max_tokens=max_tokens - 1, **options)
+        return plain(prompt, max_tokens=max_tokens - 1, **options)
 
-    return Backend(stream)  # type: ignore[arg-type]
+    return stream  # type: ignore[return-value]
 
 
 def test_a_wrong_output_is_told_and_gets_no_speedup(
@@ -99,22 +99,22 @@ def test_a_wrong_output_is_told_and_gets_no_speedup(
     ]
     row = next(line for line in result.stdout.splitlines() if line.startswith(" liar"))
     assert "×" not in row
-    assert "2 DIFFERENT" in row
+    assert "2 different" in row
 
 
 def test_ctrl_c_shows_what_was_measured(
     endless: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def impatient(model: object, tokenizer: object) -> Backend:
+    def impatient(model: object, tokenizer: object) -> Stream:
         plain = BACKENDS[PLAIN](model, tokenizer)  # type: ignore[arg-type]
         runs = count(1)
 
         def stream(prompt: list[int], **options: object) -> Iterator[object]:
             if next(runs) == 3:  # the warm-up, the first prompt, the second
                 raise KeyboardInterrupt
-            return plain.stream(prompt, **options)
+            return plain(prompt, **options)
 
-        return Backend(stream)  # type: ignore[arg-type]
+        return stream  # type: ignore[return-value]
 
     monkeypatch.setitem(BACKENDS, "impatient", impatient)
     result = bench(endless, "--prompts", prompts, *QUICK, "--decoder", "impatient", "--json")
@@ -139,7 +139,7 @@ def test_ctrl_c_shows_what_was_measured(
         (("--html", "missing/page.html"), "--html missing/page.html"),
         (("--tune", "--repeats", "0"), "--repeats is 0"),
         (("--tune", "--decoder", "warp"), "'warp'"),
-        (("--tune", "--include-text"), "--tune reports no texts"),
+        (("--tune", "--include-text"), "--tune and --include-text are given together"),
         (("--tune",), "no/such/model/at/all"),
     ],
 )
@@ -270,8 +270,7 @@ def test_a_setting_that_fails_under_tune_is_one_line_that_names_it(
 
     result, _ = tuned(monkeypatch, fails)
     assert (result.exit_code, result.stderr) == (1, f"Error: {LARGE}: exit status -11\n")
-    assert FAST in result.stdout
-    assert f" {LARGE} " not in result.stdout
+    assert result.stdout == ""
 
 
 @pytest.mark.parametrize(("after", "shown"), [(3, False), (7, True)])
