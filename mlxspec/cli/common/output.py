@@ -6,14 +6,13 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.bar import Bar
 from rich.box import SIMPLE
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.panel import Panel
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 
 _UNLIMITED = 10_000  # columns
 _LONG_PROMPT = 1000  # tokens; shorter ones are processed in a blink
-_BAR = 60  # columns of the longest bar
 _PAGE_WIDTH = 160  # columns
 
 
@@ -216,25 +214,6 @@ def html_page(parts: Iterable[RenderableType], title: str) -> str:
     return console.export_html(code_format=_PAGE.replace("TITLE", title), inline_styles=True)
 
 
-def speed_bars(speeds: Mapping[str, float | None], slow: float, without: str = "") -> Table:
-    """Draw speeds as bars: the highest in blue, those below ``slow`` in yellow.
-
-    Args:
-        speeds: by name, relative to a baseline of 1; None if unknown.
-        slow: speeds below this are slow.
-        without: a name whose speed does not count as the highest.
-    """
-    best = max((value or 0 for name, value in speeds.items() if name != without), default=0)
-    full = max((value or 0 for value in speeds.values()), default=0)
-    grid = Table.grid(padding=(0, 1))
-    for name, value in speeds.items():
-        fast = "blue" if value == best and name != without else "bright_black"
-        color = "yellow" if value is not None and value < slow else fast
-        bar = Bar(full or 1, 0, value or 0, width=_BAR, color=color)
-        grid.add_row(Text(name), bar, Text(ratio(value), "bold" if color == "blue" else ""))
-    return grid
-
-
 def write_json(report: dict[str, Any], indent: int | None = None) -> None:
     """Write one JSON object to standard output.
 
@@ -323,8 +302,6 @@ class ReportOptions:
         title: str,
         figures: dict[str, Any],
         tables: Callable[[], Iterable[RenderableType]],
-        page: Callable[[], Iterable[RenderableType]] | None = None,
-        brief: Iterable[str] = (),
         color: bool | None = None,
     ) -> None:
         """Show a report as JSON or as tables, and write it as a page if requested.
@@ -336,8 +313,6 @@ class ReportOptions:
             title: the page's title.
             figures: the JSON object.
             tables: makes the tables.
-            page: makes the content of the page; by default the tables.
-            brief: lines to show instead of the tables if a page is written.
             color: as for :func:`mlxspec.terminal.wants_color`.
 
         Raises:
@@ -345,12 +320,10 @@ class ReportOptions:
         """
         try:
             if self.html:
-                write_page(self.html, html_page((page or tables)(), title), force=self.force)
+                write_page(self.html, html_page(tables(), title), force=self.force)
         finally:
             if self.as_json:
                 write_json(figures)
-            elif self.html and brief:
-                print_tables([*brief, shown(f"The tables are in {self.html}.")], color)
             else:
                 print_tables(tables(), color)
 
