@@ -210,7 +210,7 @@ def test_nothing_is_written_unasked(unit: Path, fakes: Path) -> None:
         (["--prot", "1"], "No such option"),
         (["--port", "x"], "'x' is not a valid integer"),
         (["--port", "0"], "a service needs the same port each time"),
-        (["--port", "70000"], "give at most 65535"),
+        (["--port", "70000"], "not in the range 0<=x<=65535"),
         (["--host", "0.0.0.0"], "give a key with --api-key-file"),
         (["--api-key-file", "missing"], "missing: No such file"),
         (["--stop", "x"], "No such option"),
