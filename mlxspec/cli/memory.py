@@ -14,7 +14,6 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from operator import itemgetter
 from pathlib import Path
-from threading import Timer
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
     from ..corpus import KeptAnswers, Memory
 
 _DAYS = 7  # days that have a row of their own
-_ALWAYS = ("context", "memory")  # sources to show even if no draft came from them
-_QUIETLY = 1.0  # seconds of sorting before a note says so
 
 _model_option = option(
     "-m --model MODEL",
@@ -75,7 +72,6 @@ class Memories:
         self.keeps = keeps
         self._settings = settings_in_force(note) if keeps else Settings()
         self._undecided = keeps and not os.environ.get(SWITCH)
-        self._asked = False
         self._needs_identity = shared or self._settings.keeps_some
         self._memories: dict[bytes, Memory] = {}
         self._users: Counter[bytes] = Counter()
@@ -89,7 +85,6 @@ class Memories:
         """
         from ..corpus import KeptAnswers, Memory, identify, memory_directory
 
-        self._asked = True
         if not self._needs_identity:
             return None
         identity = identify(tokenizer)
@@ -121,7 +116,7 @@ class Memories:
         """
         from ..corpus import memory_directory
 
-        if self._asked and self._undecided and sys.stderr.isatty():
+        if self._undecided and sys.stderr.isatty():
             with suppress(OSError):
                 memory_directory().mkdir(mode=0o700, parents=True)
                 note(
@@ -135,17 +130,9 @@ class Memories:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for memory in self._memories.values():
             if memory.kept:
-                timer = Timer(
-                    _QUIETLY, note, ["sorting answers; Ctrl-C leaves this to the next run"]
-                )
                 try:
-                    if kind is None:
-                        timer.start()
-                        memory.close()
+                    memory.close(patience=None if kind is None else 0)
                 except KeyboardInterrupt:
-                    note("the answers are kept, and the next run sorts them")
-                finally:
-                    timer.cancel()
                     memory.close(patience=0)
 
 
@@ -240,55 +227,50 @@ def show_command(model: str | None, as_json: bool) -> None:
     from ..corpus import memory_directory, settings_in_force
     from ..drafting.kept import experience_directory, kept_experience
 
-    taught = len(kept_experience())
-    settings = settings_in_force(note)
-    kept = _kept(_tokenizer_of(model))
+    settings, kept, taught = settings_in_force(note), _kept(_tokenizer_of(model)), kept_experience()
+    report: dict[str, Any] = {
+        "on": settings.everything,
+        "max_tokens": settings.max_tokens,
+        "directory": str(memory_directory()),
+        "experience": {"models": len(taught), "directory": str(experience_directory())},
+        "tokenizers": [
+            {
+                "tokenizer": one.identity.name,
+                "vocab_size": one.identity.vocab_size,
+                "fingerprint": one.identity.fingerprint.hex(),
+                "model": one.model,
+                "on": settings.keeps(one.identity),
+                **one.count(),
+                "earned": one.earned_by_day(),
+            }
+            for one in kept
+        ],
+    }
     if as_json:
-        report = {
-            "on": settings.everything,
-            "max_tokens": settings.max_tokens,
-            "directory": str(memory_directory()),
-            "experience": {"models": taught, "directory": str(experience_directory())},
-            "tokenizers": [
-                {
-                    "tokenizer": one.identity.name,
-                    "vocab_size": one.identity.vocab_size,
-                    "fingerprint": one.identity.fingerprint.hex(),
-                    "model": one.model,
-                    "on": settings.keeps(one.identity),
-                    **one.count(),
-                    "earned": one.earned_by_day(),
-                }
-                for one in kept
-            ],
-        }
         write_json(report, indent=2)
         return
-    state = "on" if settings.everything else "off"
-    if settings.tokenizers:
-        state = "off for some tokenizers" if settings.everything else "on for some tokenizers"
-    rows: list[tuple[str, object]] = [
-        ("memory", state),
+    print_rows(
+        ("memory", _on_or_off(settings.everything, bool(settings.tokenizers))),
         ("keeps", f"{counted(settings.max_tokens, 'token')} at most"),
         ("in", memory_directory()),
-    ]
-    if taught:
-        learned = f"which drafts are right for {counted(taught, 'model')}; no text"
-        rows += [("learned", learned), ("in", experience_directory())]
-    print_rows(*rows)
-    for one in kept:
-        click.echo()
-        held, earned = one.count(), one.earned_by_day()
+        ("learned", f"which drafts are right for {counted(len(taught), 'model')}; no text"),
+        ("in", experience_directory()),
+    )
+    for one, held in zip(kept, report["tokenizers"], strict=True):
         answers, tokens = counted(held["texts"], "answer"), counted(held["tokens"], "token")
-        rows = [
+        click.echo()
+        print_rows(
             ("tokenizer", one.identity),
-            ("memory", "on" if settings.keeps(one.identity) else "off"),
+            ("memory", _on_or_off(held["on"])),
             ("holds", f"{answers}, {tokens}, {size_in_words(held['bytes'])}"),
-        ]
-        rows += [(name, _at(held[name])) for name in ("oldest", "newest") if held[name] is not None]
-        print_rows(*rows)
-        if earned:
-            print_tables([_table(earned)])
+            *((name, _at(held[name])) for name in ("oldest", "newest") if held[name] is not None),
+        )
+        if held["earned"]:
+            print_tables([_table(held["earned"])])
+
+
+def _on_or_off(on: bool, exceptions: bool = False) -> str:
+    return ("on" if on else "off") + ", except for some tokenizers" * exceptions
 
 
 @memory_command.command("forget")
@@ -314,16 +296,9 @@ def forget_command(
     if matching is not None and not matching.strip():
         raise OptionError("--matching is empty: give a text, or use --all")
     first, last = _when("--since", since), _when("--before", before)
-    choice = (first, last, matching) != (None, None, None)
-    if everything and choice:
+    if everything == ((first, last, matching) != (None, None, None)):
         raise OptionError(
-            "--all excludes --since, --before and --matching: leave out --all, or the others"
-        )
-    if not everything and not choice:
-        raise OptionError("choose what to forget: give --since, --before, --matching or --all")
-    if first is not None and last is not None and first >= last:
-        raise OptionError(
-            f"--since {since} is not before --before {before}: give an earlier --since"
+            "choose what to forget: give --all, or any of --since, --before and --matching"
         )
     from ..corpus import memory_directory
     from ..drafting.kept import kept_experience
@@ -333,10 +308,9 @@ def forget_command(
     for kept in _kept(tokenizer):
         chosen = _chosen(kept, tokenizer, matching, first or 0, last or math.inf)
         if chosen:
-            tokens = counted(sum(len(one) for _, one, _ in chosen), "token")
             times = [ended for _, _, ended in chosen]
-            ended = " to ".join(dict.fromkeys((_at(min(times)), _at(max(times)))))
-            say(f"{kept.identity}: {counted(len(chosen), 'answer')}, {tokens}, {ended}")
+            between = f"{_at(min(times))} to {_at(max(times))}"
+            say(f"{kept.identity}: {counted(len(chosen), 'answer')}, {between}")
             found.append((kept, [row for row, _, _ in chosen]))
     if found and not yes:
         confirm("forget", "Forget them?", "Nothing was forgotten.")
@@ -350,9 +324,7 @@ def forget_command(
         path.unlink(missing_ok=True)
     if taught:
         say(f"Forgot which drafts were right for {counted(len(taught), 'model')}.")
-    number = sum(len(rows) for _, rows in found)
-    if number or not taught:
-        say(f"Forgot {counted(number, 'answer')}." if number else "There is nothing to forget.")
+    say(f"Forgot {counted(sum(len(rows) for _, rows in found), 'answer')}.")
 
 
 def _chosen(
@@ -447,7 +419,6 @@ def _decoder(kept: KeptAnswers, tokenizer: Any) -> Callable[[np.ndarray], str]:
     return lambda tokens: str(tokenizer.decode(tokens.tolist(), **options))
 
 
-_AGO = re.compile(r"([0-9]+) ?([mhdw])")
 _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 
@@ -460,10 +431,10 @@ def _when(option: str, text: str | None) -> float | None:
     if text is None:
         return None
     try:
-        if ago := _AGO.fullmatch(text.strip()):
+        if ago := re.fullmatch(r"([0-9]+)([mhdw])", text):
             return time.time() - timedelta(**{_UNITS[ago[2]]: int(ago[1])}).total_seconds()
-        return datetime.fromisoformat(text.strip()).timestamp()
-    except (ValueError, OverflowError, OSError):
+        return datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError):
         raise OptionError(
             f"{option} is {text!r}: write it as 30m, 2h, 3d, 2026-11-23 or 2026-11-23T14:30"
         ) from None
@@ -478,7 +449,7 @@ def _table(earned: dict[str, dict[str, int]]) -> FoldingTable:
     from ..corpus import EARNED, SOURCES
 
     total = {name: sum(day[name] for day in earned.values()) for name in ("answers", *EARNED)}
-    named = [name for name in SOURCES if total[name] or name in _ALWAYS]
+    named = [name for name in SOURCES if total[name]]
     table = FoldingTable(
         *("day", "answers", "tokens", "tokens per step", *named),
         caption="Shares of the tokens that were accepted drafts, by source.",
