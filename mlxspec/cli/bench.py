@@ -76,8 +76,7 @@ class BenchOptions:
     limit: int | None = _prompts("--limit N", "At most N prompts of each category.")
     decoders: str | None = _measurement(
         "--decoder A,B",
-        f"Decoders to compare with plain decoding: any of {', '.join(_DECODERS)}.  [default: all; "
-        "with --tune auto]",
+        f"Decoders to compare with plain decoding: any of {', '.join(_DECODERS)}.  [default: all]",
         shell_complete=names_completed(lambda: _DECODERS),
     )
     drafter: str | None = _measurement(
@@ -87,9 +86,6 @@ class BenchOptions:
     repeats: int = _measurement("--repeats N", "Runs of each decoder on each prompt.", default=3)
     temp: float = _measurement("--temp T", "Temperature; 0 is greedy.", default=0.0)
     seed: int = _measurement("--seed N", "Same seed, same outputs.", default=0)
-    tune: bool = _measurement(
-        "--tune", "Measure MLX's tuning variables, each setting in its own process.", default=False
-    )
 
 
 @command("bench", short_help="Compare decoders on MODEL: speed and outputs.")
@@ -123,10 +119,6 @@ def bench_command(
     each line. The whole text of any other file is one prompt. Reports contain no prompts, outputs
     or paths unless you ask for them.
 
-    --tune measures plain decoding and --decoder with MLX's variables MLX_METAL_FAST_SYNCH,
-    MLX_MAX_MB_PER_BUFFER and MLX_MAX_OPS_PER_BUFFER: with each of them, with all and with none, in
-    --repeats rounds. It shows which of them help beyond noise, and how to keep them.
-
     --submit writes a report for the page "Figures" and for "replay --chip": chip, memory, versions,
     the model's name if it is a repository's, and figures.
     Nothing is sent before you submit the issue in your browser.
@@ -149,10 +141,6 @@ def bench_command(
     prompts = [prompt for file in asked.prompts for prompt in read_prompts(file)]
     questions = limited(prompts or bundled_prompts(), asked.limit)
     shows.check()
-    check_one(tune=asked.tune, include_text=include_text, submit=submit)
-    if asked.tune:
-        _tune(model, asked, shows)
-        return
     file = Path(time.strftime("mlxspec-report-%Y%m%d-%H%M%S.json"))
     if submit:
         if asked.prompts or asked.drafter or shows.as_json or "auto" not in backends:
@@ -246,35 +234,6 @@ def _submit(file: Path, report: Report) -> None:
     click.echo(f"{unless} the content of {file}. Nothing is sent until you submit the form.")
 
 
-def _tune(model: str, asked: BenchOptions, shows: ReportOptions) -> None:
-    """Measure MLX's settings in turns, each in its own process, and show what they bring."""
-    from ..bench.tune import measured, tune
-    from ..models.model_files import find_directory
-
-    find_directory(model, None)  # a download shows its progress here
-    options = {
-        "--adapter-path": asked.adapter_path,
-        "--head": asked.head,
-        "--limit": asked.limit,
-        "--decoder": asked.decoders or "auto",
-        "--drafter": asked.drafter,
-        "--max-tokens": asked.max_tokens,
-        "--temp": asked.temp,
-        "--seed": asked.seed,
-    }
-    given = [f"{name}={value}" for name, value in options.items() if value is not None]
-    given += [f"--prompts={file}" for file in asked.prompts]
-    given += [NO_HEAD] if asked.no_head else []
-    with ProgressBar("Taking turns") as on_progress:
-        report = tune(partial(measured, [f"--model={model}", *given]), asked.repeats, on_progress)
-    shows.show_tables("mlxspec bench --tune", report, lambda: _tuning_tables(report))
-    if report["best"] and not shows.as_json:  # on one line, even if the terminal is narrow
-        click.echo(f"To keep the best: mlxspec config set mlx-settings {report['best']}")
-        click.echo("Then measure the costs of steps again: mlxspec calibrate MODEL")
-    if report["settings"]["interrupted"]:
-        sys.exit(INTERRUPTED)
-
-
 # --- tables ---
 
 
@@ -346,30 +305,3 @@ def _over_all(decoders: Report) -> RenderableType:
 
 def _formatted(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
-
-
-def _tuning_tables(report: Report) -> Iterator[RenderableType]:
-    yield from _heading(report)
-    none, *others = report["tuning"]
-    table = FoldingTable(
-        *("MLX's settings", *none["decoders"]),
-        caption="tokens/s, and the ratio to none: the geometric mean over prompts and rounds "
-        f"({report['settings']['repeats']}); ± is half the width of a 95 % confidence interval",
-    )
-    table.add_row("none", *(f"{of['tokens_per_second']:.1f}" for of in none["decoders"].values()))
-    for entry in others:
-        cells = [
-            f"{of['tokens_per_second']:.1f}  {ratio(of['ratio'])} ±{_formatted(of['error'], '.1%')}"
-            for of in entry["decoders"].values()
-        ]
-        table.add_row(entry["mlx_settings"].replace(",", ", "), *cells)
-    yield table
-    if report["machine"]["device"] == "cpu":
-        yield "On a CPU MLX reads none of these variables: all differences are noise."
-    if report["settings"]["repeats"] == 1:
-        yield "One round has no confidence interval: give --repeats 3 or more."
-    helpful = [entry["mlx_settings"] for entry in others if entry["helps"]]
-    verdict = (
-        f"Faster with every decoder, beyond the interval: {'; '.join(helpful) or 'none of them'}."
-    )
-    yield Text(verdict, style="bold")
