@@ -27,8 +27,6 @@ from .prompts import Completion
 SLOW = 0.98
 """A speed below this counts as slower than plain decoding, but for a few plain steps."""
 _UNNOTICED = 2.0  # plain steps: what an output may lose, however short it is
-_WORTH_IT = 1.02
-"""How much faster batching and drafting must be than the better of the two, to add up."""
 
 _UNUSABLE = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError, OptionError)
 
@@ -44,32 +42,18 @@ class Replayed:
         tokens: how many the outputs have in all.
         rows: per step, how many rows the target verified for all sequences.
         sequences: per step, how many sequences shared it.
-        spans: per output, in the order in which they ended, its tokens and its steps.
         heads: by step, what trained heads took before it, in plain joint steps.
     """
 
     tokens: int
     rows: tuple[int, ...]
     sequences: tuple[int, ...] = ()
-    spans: tuple[tuple[int, range], ...] = ()
     heads: Mapping[int, float] = field(default_factory=dict)
 
     def cost(self, curve: Callable[[int], float]) -> float:
         """The time of all steps under a cost curve, in plain steps of one sequence."""
         heads = sum(time * curve(self.sequences[step]) for step, time in self.heads.items())
         return sum(map(curve, self.rows)) + heads
-
-    def times(self, curve: Callable[[int], float]) -> list[tuple[int, float]]:
-        """Per output its tokens, and the time of its steps in plain joint steps.
-
-        A sequence waits for the drafts of the others, so it may be slower where all together
-        are faster.
-        """
-        times = [
-            curve(rows) / curve(count) + self.heads.get(step, 0.0)
-            for step, (rows, count) in enumerate(zip(self.rows, self.sequences, strict=True))
-        ]
-        return [(tokens, sum(times[steps.start : steps.stop])) for tokens, steps in self.spans]
 
 
 def replay(prompt: Sequence[int], output: Sequence[int], drafter: Drafter) -> Replayed:
@@ -112,7 +96,6 @@ def replay_jointly(
     sequences: list[int] = []
     rows: list[int] = []
     heads: dict[int, float] = {}
-    spans: list[tuple[int, range]] = []
     ahead = False  # whether the next step was dispatched in the last one
     try:
         while True:
@@ -133,13 +116,12 @@ def replay_jointly(
             ahead = ahead and bool(active)
             for one in ended:
                 one.drafter.end()
-                spans.append((len(one.output), range(len(rows) - one.steps, len(rows))))
                 on_progress()
     finally:
         for one in active:
             one.drafter.end()
     tokens = sum(len(completion.output) for completion in completions)
-    return Replayed(tokens, tuple(rows), tuple(sequences), tuple(spans), heads)
+    return Replayed(tokens, tuple(rows), tuple(sequences), heads)
 
 
 @dataclass(eq=False)
@@ -151,14 +133,12 @@ class _Output:
         drafter: its own.
         last: the token that the next step's draft follows.
         done: how many tokens have been emitted.
-        steps: how many it has taken.
     """
 
     output: Sequence[int]
     drafter: Drafter
     last: int
     done: int = 0
-    steps: int = 0
 
 
 def _step(active: Sequence[_Output], ahead: bool, costs: FixedCosts) -> tuple[int, float, bool]:
@@ -191,7 +171,6 @@ def _step(active: Sequence[_Output], ahead: bool, costs: FixedCosts) -> tuple[in
         step = verify(tree, one.output[one.done : one.done + len(tree)], ahead)
         one.done += len(step.tokens)
         one.last = step.tokens[-1]
-        one.steps += 1
         one.drafter.observe(replace(step, rows=rows, sequences=len(active)))
     return rows, head, ahead
 
@@ -291,7 +270,7 @@ def is_slow(plain: float, cost: float) -> bool:
 
 
 def joint_report(
-    joint: Replayed, plain: Replayed, alone: Iterable[Replayed], curve: CostCurve
+    joint: Replayed, plain: Replayed, alone: Sequence[Replayed], curve: CostCurve
 ) -> Report:
     """Sum up outputs that ran at once. Speeds are against one plain sequence.
 
@@ -304,10 +283,9 @@ def joint_report(
     Returns:
         ``speedup``: tokens of all sequences / time of the joint steps with drafts;
         ``plain_batching``: the same without drafts; ``one_at_a_time``: with drafts, one sequence
-        after the other; ``over_plain_batching``: ``speedup / plain_batching``; ``share_slow``: the
-        share of outputs that lose more than 2 % and more than two steps against plain joint
-        steps; ``tokens`` and ``completions``: how many; ``tokens_per_step``, ``rows_per_step``
-        and ``sequences_per_step``: of all sequences, on average over the joint steps.
+        after the other; ``over_plain_batching``: ``speedup / plain_batching``; ``tokens`` and
+        ``completions``: how many; ``tokens_per_step``, ``rows_per_step`` and
+        ``sequences_per_step``: of all sequences, on average over the joint steps.
     """
     whole = extended(curve)
     speedup, batching = (one.tokens / one.cost(whole) for one in (joint, plain))
@@ -317,9 +295,8 @@ def joint_report(
         "plain_batching": batching,
         "one_at_a_time": joint.tokens / sum(one.cost(whole) for one in alone),
         "over_plain_batching": speedup / batching,
-        "share_slow": fmean(is_slow(tokens, time) for tokens, time in joint.times(whole)),
         "tokens": joint.tokens,
-        "completions": len(joint.spans),
+        "completions": len(alone),
         "tokens_per_step": joint.tokens / steps,
         "rows_per_step": sum(joint.rows) / steps,
         "sequences_per_step": sum(joint.sequences) / steps,
@@ -413,51 +390,28 @@ def compare(
     return reports
 
 
-# --- verdicts ---
-
-
 def verdict(comparison: Comparison) -> list[str]:
     """Which policy wins where, a line for each winner; plain decoding where nothing gains."""
     won: dict[str, list[str]] = {}
     for chip, reports in comparison.items():
-        best = _best(reports)
-        speedup, worst = reports[best]["speedup"], reports[best]["worst"]
-        if speedup > 1:
-            won.setdefault(best, []).append(f"{chip} ({speedup:.2f}×, worst set {worst:.2f}×)")
+        # Of several outputs at once, plain decoding is plain batching.
+        gains = {
+            name: report["speedup"] / report.get("plain_batching", 1)
+            for name, report in reports.items()
+            if name != HINDSIGHT
+        }
+        best = max(gains, key=lambda name: gains[name], default=None)
+        if best and gains[best] > 1:
+            won.setdefault(best, []).append(f"{chip} ({gains[best]:.2f}×)")
         else:
             won.setdefault("plain decoding", []).append(chip)
     return [f"{winner} wins on {', '.join(chips)}." for winner, chips in won.items()]
-
-
-def _best(reports: Mapping[str, Report]) -> str:
-    """The fastest policy that does not know the output, if there is one."""
-    return max(reports, key=lambda name: (name != HINDSIGHT, reports[name]["speedup"]))
-
-
-def joint_verdict(comparison: Comparison) -> list[str]:
-    """Whether batching and drafting add up, a line for each chip by its fastest decoder."""
-    lines = []
-    for chip, reports in comparison.items():
-        best = _best(reports)
-        speedup, batching, alone = (
-            reports[best][name] for name in ("speedup", "plain_batching", "one_at_a_time")
-        )
-        adds_up = speedup > _WORTH_IT * max(batching, alone)
-        finding = "add up" if adds_up else "add less than 2 % to the better of the two"
-        lines.append(
-            f"On {chip} batching and drafting {finding} ({best} {speedup:.2f}×, "
-            f"batching alone {batching:.2f}×, one at a time {alone:.2f}×)."
-        )
-    return lines
 
 
 # --- memories of several sizes ---
 
 _LETTERS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 _SIZE = re.compile(r"([0-9]{1,15})([km]?)", re.ASCII | re.IGNORECASE)
-
-ENOUGH = 1.01
-"""A memory is large enough if no larger one is faster by more than this."""
 
 
 def memories(sizes: str) -> dict[str, ReplayPolicy]:
@@ -486,27 +440,3 @@ def memories(sizes: str) -> dict[str, ReplayPolicy]:
         names[size] = f"memory {text}"
     names[0] = "no memory"
     return {names[size]: planned(None if size == math.inf else int(size)) for size in sorted(names)}
-
-
-def memory_verdict(comparison: Comparison) -> list[str]:
-    """What remembering gains: a line for each chip, with the smallest sufficient size.
-
-    A size is sufficient if no larger one is faster by more than 1 %.
-
-    Args:
-        comparison: of policies from :func:`memories`, by chip and name.
-    """
-    lines = []
-    for chip, reports in comparison.items():
-        speeds = [report["speedup"] for report in reports.values()]
-        enough = next(
-            index for index, speed in enumerate(speeds) if max(speeds[index:]) <= ENOUGH * speed
-        )
-        if enough:
-            tokens = f"{[*reports][enough].removeprefix('memory ')} tokens"
-            gain = 100 * (speeds[enough] / speeds[0] - 1)
-            finding, last = f"Remembering {tokens} gains {gain:.1f} %", speeds[enough]
-        else:
-            finding, last = "Remembering gains at most 1 %", speeds[-1]
-        lines.append(f"{finding} on {chip} ({speeds[0]:.2f}× to {last:.2f}×).")
-    return lines

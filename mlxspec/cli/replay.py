@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -120,23 +120,27 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
     A line of TRACES is an object with "messages", as in OpenAI-style chat logs. It may have
     "category", "model" and "completions", the indices of the messages to replay.
     """
-    from ..bench.prompts import load_trace_tokenizer, read_completions
-    from ..bench.replay import compare
+    from ..bench.prompts import read_completions
+    from ..bench.replay import compare, verdict
+    from ..models.tokenizer import load_tokenizer_of, vocabulary_classes
 
-    check_least(1, concurrency=asked.concurrency)
+    check_least(1, concurrency=asked.concurrency, limit=asked.limit)
     policies = _policies(asked)
     chips = _chips(asked.chips, asked.curve)
     shows.check()
-    tokenizer = load_trace_tokenizer(asked.tokenizer)
+    tokenizer = load_tokenizer_of(asked.tokenizer)
     completions = read_completions(traces, tokenizer, asked.limit)
     curves = {name: chip.curve for name, chip in chips.items()}
-    work = completions, tokenizer.classes, policies, curves, asked.concurrency
+    work = completions, vocabulary_classes(tokenizer), policies, curves, asked.concurrency
     with ProgressBar("Replaying") as on_progress:
         comparison = compare(*work, on_progress)
     shows.show_tables(
         "mlxspec replay",
         _report(asked, policies, comparison, chips),
-        lambda: [*_tables(comparison, chips, asked.concurrency), *_verdict(asked, comparison)],
+        lambda: [
+            *_tables(comparison, chips, asked.concurrency),
+            *map(shown, verdict(comparison)),
+        ],
     )
 
 
@@ -177,17 +181,6 @@ def _chips(names: tuple[str, ...], file: Path | None) -> dict[str, Chip]:
     return {chip.name: chip for chip in chips}
 
 
-def _verdict(asked: ReplayOptions, comparison: Comparison) -> list[str]:
-    """The result of the comparison, as lines."""
-    from ..bench.replay import joint_verdict, memory_verdict, verdict
-
-    if asked.memory is not None:
-        lines = memory_verdict(comparison)
-    else:
-        lines = (joint_verdict if asked.concurrency > 1 else verdict)(comparison)
-    return [*map(shown, lines)]
-
-
 def _report(
     asked: ReplayOptions,
     policies: Mapping[str, ReplayPolicy],
@@ -219,52 +212,28 @@ def _tables(
         at_once = f", {several} outputs at once" if several > 1 else ""
         estimates = f" ({chips[chip].about})" if chips[chip].about else ""
         yield shown(f"Modelled on: {chip}{at_once}{estimates}")
-        if several == 1:
+        first = next(iter(reports.values()))
+        if "sets" in first:
             caption = "speed against plain decoding"
             sets = FoldingTable("set", "outputs", "tokens", *reports, caption=caption)
-            for name, first in next(iter(reports.values()))["sets"].items():
+            for name, figures in first["sets"].items():
                 speeds = [ratio(report["sets"][name]["speedup"]) for report in reports.values()]
-                counts = str(first["completions"]), f"{first['tokens']:,}"
+                counts = str(figures["completions"]), f"{figures['tokens']:,}"
                 sets.add_row(shown(name), *counts, *speeds)
             yield sets
-        columns, caption = (_TOGETHER, _BATCHED) if several > 1 else (_ALONE, _DECODERS)
-        table = FoldingTable("decoder", *columns, caption=caption)
-        for name, report in reports.items():
-            table.add_row(name, *(cell(report) for cell in columns.values()))
+        names = [name for name, value in first.items() if isinstance(value, float)]
+        columns = (name.replace("_", " ") for name in names)
+        table = FoldingTable("decoder", *columns, caption=_TOGETHER if several > 1 else _ALONE)
+        for decoder, report in reports.items():
+            table.add_row(decoder, *(f"{report[name]:.3g}" for name in names))
         yield table
 
 
-_DECODERS = (
-    "speed: geometric mean over the sets; slow outputs: mean share over the sets of outputs that "
-    "lose more than 2 % and two plain steps"
+_ALONE = (
+    "speedup: geometric mean over the sets; worst: of the worst set; share slow: mean share over "
+    "the sets of outputs that lose more than 2 % and two plain steps"
 )
-_BATCHED = (
-    "speed of all outputs against one plain output; the cost of attending to several contexts is "
-    "not modelled; slow: more than 2 % and two steps behind plain batching"
+_TOGETHER = (
+    "speeds are of all outputs against one plain output; the cost of attending to several contexts "
+    "is not modelled"
 )
-
-
-def _worst(report: Report) -> str:
-    sets = report["sets"]
-    return f"{shown(min(sets, key=lambda name: sets[name]['speedup']))} {ratio(report['worst'])}"
-
-
-_STEPS: dict[str, Callable[[Report], str]] = {
-    "tokens per step": lambda report: f"{report['tokens_per_step']:.2f}",
-    "rows per step": lambda report: f"{report['rows_per_step']:.2f}",
-}
-_ALONE: dict[str, Callable[[Report], str]] = {
-    "speed": lambda report: ratio(report["speedup"]),
-    "worst set": _worst,
-    "slow outputs": lambda report: f"{report['share_slow']:.1%}",
-    **_STEPS,
-}
-_TOGETHER: dict[str, Callable[[Report], str]] = {
-    "plain batching": lambda report: ratio(report["plain_batching"]),
-    "drafts, one at a time": lambda report: ratio(report["one_at_a_time"]),
-    "both": lambda report: ratio(report["speedup"]),
-    "both against batching": lambda report: ratio(report["over_plain_batching"]),
-    "slow outputs": lambda report: f"{report['share_slow']:.1%}",
-    "outputs per step": lambda report: f"{report['sequences_per_step']:.2f}",
-    **_STEPS,
-}

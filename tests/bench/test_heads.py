@@ -81,7 +81,6 @@ def test_a_sure_head_s_speed_is_tokens_by_rows_and_its_own_time() -> None:
     assert replayed.rows == (2,) * 50
     assert set(replayed.heads.values()) == {0.25}
     assert replayed.cost(ONE_FREE) == pytest.approx(50 * 1.25)
-    assert replayed.times(ONE_FREE) == [(100, pytest.approx(50 * 1.25))]
 
 
 def test_where_it_cannot_gain_it_only_takes_its_trials() -> None:
@@ -124,11 +123,7 @@ def test_in_joint_steps_all_wait_for_the_heads() -> None:
 
 def test_the_time_of_heads_is_counted_in_steps_of_as_many_sequences() -> None:
     curve = CostCurve([(1, 1), (2, 1.25), (4, 2)])
-    joint = Replayed(8, (4, 4), (2, 2), ((5, range(2)), (3, range(1, 2))), heads={1: 0.2})
+    joint = Replayed(8, (4, 4), (2, 2), heads={1: 0.2})
     assert joint.cost(curve) == pytest.approx(4 + 0.2 * 1.25)
-    assert joint.times(curve) == [
-        (5, pytest.approx(2 * 2 / 1.25 + 0.2)),
-        (3, pytest.approx(2 / 1.25 + 0.2)),
-    ]
     drafter = Scripted(DraftTree.chain(1, [2]))
     assert replay([1], [2, 3, 4], drafter).heads == {}
