@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
@@ -56,7 +55,7 @@ def explain_command(
     """Show what steps of speculative decoding do.
 
     Each step is drawn as its draft tree: which tokens were drafted, where they came from, what the
-    model chose, and how much was accepted. Lookahead decoding also shows its window.
+    model chose, and how much was accepted.
 
     Prompt, options and output are the same as with 'mlxspec generate'.
 
@@ -161,30 +160,6 @@ def accepted_by_origin(steps: Sequence[RecordedStep]) -> str:
     return ", ".join(f"{origin} {accepted[origin]} of {n}" for origin, n in drafted.most_common())
 
 
-def window_of(step: RecordedStep) -> dict[str, list[tuple[int, bool] | None]]:
-    """The Jacobi iterations in the window of lookahead decoding, oldest first; empty without one.
-
-    An iteration has a name ("t−2", "t−1", "now"). It lists the token in each column and whether the
-    token was accepted, or None if the step had no room for the row. The tokens of a column are an
-    n-gram (Fu et al., "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding",
-    2024, figure 2).
-    """
-    if not step.window:
-        return {}
-    verified = step.verified
-    height = 1 + max(level for level, _ in step.window)
-    width = 1 + max(column for _, column in step.window)
-    result: dict[str, list[tuple[int, bool] | None]] = {}
-    for level in range(height + 1):
-        tokens = verified.argmaxes if level == height else verified.tree.tokens
-        nodes = [step.window.get((min(level, height - 1), column)) for column in range(width)]
-        result[f"t−{height - level}" if level < height else "now"] = [
-            None if node is None else (tokens[node], level < height and node in verified.accepted)
-            for node in nodes
-        ]
-    return result
-
-
 # --- the drawing ---
 
 _SPACE, _NEWLINE, _TAB = "·", "↵", "⇥"
@@ -245,12 +220,6 @@ def drawn(
     yield Text(f"{signs}  → the target's next choice", "dim")
     if any(HEAD in step.origins for step in shown):
         yield Text(f"({HEAD}) was drafted by the trained head, from the target's states.", "dim")
-    if any(step.window for step in shown):
-        yield Text(
-            "Row i of the window is an n-gram that may follow i tokens after the current one. "
-            "The step adds it to the pool once the window has all levels.",
-            "dim",
-        )
 
 
 def _step(step: RecordedStep, before: list[int], text_of: TextOf) -> Iterator[RenderableType]:
@@ -265,15 +234,6 @@ def _step(step: RecordedStep, before: list[int], text_of: TextOf) -> Iterator[Re
     cut = "…" if len(before) > _CONTEXT else ""
     yield Text(f"after {cut}{text_of(before[-_CONTEXT:])}", "dim")
     yield _tree(step, text_of)
-    if window := window_of(step):
-        yield Text("\nWindow: Jacobi iterations", "bold")
-        table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
-        table.add_column("", style="dim", no_wrap=True)
-        for name in window:
-            table.add_column(name, no_wrap=True, style="bold" if name == "now" else "")
-        for column, cells in enumerate(zip(*window.values(), strict=True)):
-            table.add_row(str(column), *(_cell(cell, text_of) for cell in cells))
-        yield table
 
 
 def _tree(step: RecordedStep, text_of: TextOf) -> Tree:
@@ -314,12 +274,3 @@ def _tree(step: RecordedStep, text_of: TextOf) -> Tree:
     tree = Tree(line([0]), guide_style="dim")
     grow(tree, 0)
     return tree
-
-
-def _cell(cell: tuple[int, bool] | None, text_of: TextOf) -> Text:
-    """A token of the window; accepted ones have their sign."""
-    if cell is None:
-        return Text()
-    token, accepted = cell
-    sign, style = _FATES["accepted"] if accepted else ("", "")
-    return Text(sign + _piece(token, text_of), style)

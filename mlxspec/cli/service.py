@@ -105,7 +105,7 @@ def _stable_path() -> str:
 
 @service_command.command("status")
 def status_command() -> None:
-    """Show whether the service runs, since when, its address, and whether it answers.
+    """Show whether the service runs, its address, and whether it answers.
 
     The exit status is 1 if it does not answer.
     """
@@ -240,12 +240,8 @@ class Systemd:
         run("systemctl", "--user", "disable", "--now", self.name)
 
     def state(self) -> str:
-        """Whether the service runs, and since when, in the manager's words."""
-        names = ("ActiveState", "SubState", "StateChangeTimestamp")
-        shown = run("systemctl", "--user", "show", self.name, f"--property={','.join(names)}")
-        found = dict(line.partition("=")[::2] for line in shown.splitlines())
-        active, detail, since = (found.get(name, "") for name in names)
-        return f"{active} ({detail})" + f" since {since}" * bool(since)
+        """Whether the service runs, in the manager's word."""
+        return run("systemctl", "--user", "show", "--value", "-p", "ActiveState", self.name).strip()
 
 
 class Launchd:
@@ -294,19 +290,17 @@ class Launchd:
     def stop(self) -> None:
         run("launchctl", "bootout", self._target, check=False)  # fails if it is not loaded
         for _ in range(600):  # bootout may return before the process has ended
-            if not run("launchctl", "print", self._target, check=False):
+            if not self._shown():
                 return
             time.sleep(0.1)
         raise MlxspecError("launchctl: the service has not ended yet; try again in a minute")
 
     def state(self) -> str:
-        shown = run("launchctl", "print", self._target, check=False)
-        found = dict(re.findall(r"^\t([a-z ]+) = (.*)$", shown, re.MULTILINE))
-        state = found.get("state", "not loaded")
-        if "pid" not in found:
-            return f"{state} (last exit code: {found.get('last exit code', 'unknown')})"
-        since = run("ps", "-o", "lstart=", "-p", found["pid"], check=False).strip()
-        return f"{state} (process {found['pid']}) since {since}"
+        found = re.search(r"^\tstate = (.*)$", self._shown(), re.MULTILINE)
+        return found[1] if found else "not loaded"
+
+    def _shown(self) -> str:
+        return run("launchctl", "print", self._target, check=False)
 
 
 def run(*words: str, remedy: str = "see 'mlxspec service logs'", check: bool = True) -> str:

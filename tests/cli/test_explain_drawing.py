@@ -33,13 +33,6 @@ TREE = """\
         ├── ○ o → O
         └── ○ z p → P
 """
-WINDOW = """\
-  t−2 t−1 now
-0 a   m   M
-1 x   n   N
-2 y   o   O
-3 z   p   P
-"""
 ATTACK = ("</title><script>alert(1)</script>", '"onload="alert(2)', "&lt;b&gt;", "<img/src=x>")
 
 
@@ -61,10 +54,9 @@ def printed(
 
 
 @pytest.mark.parametrize("width", [40, 80, 160])
-def test_tree_and_window_are_drawn_whole_at_every_width(width: int):
+def test_a_tree_is_drawn_whole_at_every_width(width: int):
     shown = printed(lookahead_step(), width=width)
     assert TREE in shown
-    assert WINDOW in shown
     assert "11 rows: 2 of 10 draft tokens accepted, 3 emitted" in " ".join(shown.split())
     assert "after Say a\n" in shown
     assert max(map(len, shown.splitlines())) <= width
@@ -115,7 +107,6 @@ def test_a_plain_step_is_its_token():
     shown = printed(step, width=80)
     assert "1 row, 1 emitted; nothing drafted: no match\n" in shown
     assert "● a\n└── ★ b\n" in shown
-    assert "Window" not in shown
 
 
 @st.composite
@@ -193,7 +184,7 @@ def test_the_page_shows_what_the_terminal_shows() -> None:
     document = Document(page())
     text = "".join(document.text)
     text = "".join(line.rstrip() + "\n" for line in text.splitlines())
-    for part in (TREE, WINDOW, "11 rows: 2 of 10 draft tokens accepted, 3 emitted", "Say a"):
+    for part in (TREE, "11 rows: 2 of 10 draft tokens accepted, 3 emitted", "Say a"):
         assert part in text
 
 

@@ -1,10 +1,7 @@
-"""What explained steps are made of: fates of nodes, lookahead's window, and looks of tokens."""
+"""What explained steps are made of: fates of nodes, and looks of tokens."""
 
 from __future__ import annotations
 
-from functools import partial
-
-import mlx.core as mx
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from rich.cells import cell_len
@@ -15,13 +12,9 @@ from mlxspec.cli.explain import (
     _text_of,
     fates_of,
     most_instructive,
-    window_of,
 )
 from mlxspec.drafting.drafter import DraftTree, VerifiedStep
-from mlxspec.drafting.lookahead import LookaheadDrafter
-from mlxspec.drafting.sources import RecordedStep, RecordingDrafter
-from mlxspec.generation.decoder import Decoder
-from tests.support.demo import demo_decoder
+from mlxspec.drafting.sources import RecordedStep
 from tests.support.explained_steps import lookahead_step
 
 
@@ -46,76 +39,6 @@ def test_the_most_instructive_has_walks_that_end_inside_their_drafts() -> None:
     assert most_instructive([plain, whole, whole, partly, partly, wrong], 2) == 3
     assert most_instructive([plain, wrong, whole, plain], 1) == 2  # none is partly accepted
     assert most_instructive([plain, plain], 3) == 0
-
-
-PROMPT = "def sub("
-COLUMNS, LEVELS = 4, 3
-
-
-@pytest.fixture(scope="module")
-def decoder() -> Decoder:
-    return demo_decoder(Decoder)
-
-
-@pytest.fixture(scope="module")
-def steps(decoder: Decoder) -> list[tuple[list[int], RecordedStep]]:
-    """The steps of a generation, each with the tokens before it."""
-    recorded: list[RecordedStep] = []
-    decoder.wrap_drafter = partial(RecordingDrafter, steps=recorded)
-    context = decoder.tokenizer.encode(PROMPT)
-    drafter = LookaheadDrafter(COLUMNS, LEVELS + 1, guess_set_size=2)
-    for _ in decoder.decode(context, drafter, max_tokens=20):
-        pass
-    result = []
-    for step in recorded:
-        result.append((list(context), step))
-        context.extend(step.verified.tokens)
-    return result
-
-
-@pytest.mark.slow
-def test_the_level_now_is_what_the_model_says_after_each_column(
-    decoder: Decoder, steps: list[tuple[list[int], RecordedStep]]
-) -> None:
-    full = [(context, step) for context, step in steps if len(window_of(step)) == LEVELS + 1]
-    assert len(full) >= 2
-    for context, step in full[:2]:
-        *guesses, now = [[cell[0] for cell in level if cell] for level in window_of(step).values()]
-        assert guesses[0][0] == context[-1]
-        for column in range(COLUMNS):
-            # Level 0 up to the column, then the column: section 3 of the paper.
-            seen = guesses[0][1 : column + 1] + [level[column] for level in guesses[1:]]
-            logits = decoder.model(mx.array([context + seen]))[0, -1]
-            assert now[column] == mx.argmax(logits).item()
-
-
-@pytest.mark.slow
-def test_the_window_grows_by_a_level_a_step_until_it_is_full(
-    steps: list[tuple[list[int], RecordedStep]],
-) -> None:
-    levels = [[*window_of(step)] for _, step in steps[:4]]
-    assert levels == [
-        ["t−1", "now"],
-        ["t−2", "t−1", "now"],
-        ["t−3", "t−2", "t−1", "now"],
-        ["t−3", "t−2", "t−1", "now"],
-    ]
-
-
-def test_cells_of_the_window_are_the_tokens_of_its_rows_and_the_model_s_choices() -> None:
-    cells = {
-        name: "".join(chr(cell[0]) for cell in level if cell)
-        for name, level in window_of(lookahead_step()).items()
-    }
-    assert cells == {"t−2": "axyz", "t−1": "mnop", "now": "MNOP"}
-
-
-def test_a_row_that_was_not_verified_leaves_its_place_empty() -> None:
-    step = lookahead_step()
-    window = {place: node for place, node in step.window.items() if place != (1, 2)}
-    _, deepest, now = window_of(RecordedStep(step.verified, step.origins, window)).values()
-    assert [cell is None for cell in deepest] == [False, False, True, False]
-    assert [cell is None for cell in now] == [False, False, True, False]
 
 
 @pytest.fixture(scope="module")
