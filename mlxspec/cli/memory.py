@@ -24,12 +24,10 @@ from .common.model_choice import MODEL
 from .common.notes import note, say
 from .common.options import FILE, group, option
 from .common.output import (
-    FoldingTable,
     confirm,
     counted,
     json_text,
     print_rows,
-    print_tables,
     size_in_words,
     write_json,
 )
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
 
     from ..corpus import KeptAnswers, Memory
 
-_DAYS = 7  # days that have a row of their own
 
 _model_option = option(
     "-m --model MODEL",
@@ -221,8 +218,8 @@ def _switch(model: str | None, keeps: bool, max_tokens: int | None = None) -> No
 def show_command(model: str | None, as_json: bool) -> None:
     """Show what is kept, where, and what it earned.
 
-    The last table shows, for each day, the share of the answers' tokens that were accepted drafts
-    from each source: the context, kept answers, a store, and so on.
+    Of each tokenizer it shows the share of the answers' tokens that were accepted drafts from each
+    source: the context, kept answers, a store, and so on. --json has these figures by day.
     """
     from ..corpus import memory_directory, settings_in_force
     from ..drafting.kept import experience_directory, kept_experience
@@ -264,9 +261,8 @@ def show_command(model: str | None, as_json: bool) -> None:
             ("memory", _on_or_off(held["on"])),
             ("holds", f"{answers}, {tokens}, {size_in_words(held['bytes'])}"),
             *((name, _at(held[name])) for name in ("oldest", "newest") if held[name] is not None),
+            ("earned", _earned(held["earned"])),
         )
-        if held["earned"]:
-            print_tables([_table(held["earned"])])
 
 
 def _on_or_off(on: bool, exceptions: bool = False) -> str:
@@ -444,23 +440,13 @@ def _at(seconds: float) -> str:
     return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M}"
 
 
-def _table(earned: dict[str, dict[str, int]]) -> FoldingTable:
-    """What the answers earned on each of the last days, and in all."""
-    from ..corpus import EARNED, SOURCES
+def _earned(days: dict[str, dict[str, int]]) -> str:
+    """Tokens per step, and the shares of tokens that were accepted drafts, by source."""
+    from ..corpus import SOURCES
 
-    total = {name: sum(day[name] for day in earned.values()) for name in ("answers", *EARNED)}
-    named = [name for name in SOURCES if total[name]]
-    table = FoldingTable(
-        *("day", "answers", "tokens", "tokens per step", *named),
-        caption="Shares of the tokens that were accepted drafts, by source.",
-    )
-    for day, figures in [*[*earned.items()][-_DAYS:], ("all days", total)]:
-        steps, tokens = max(1, figures["steps"]), max(1, figures["tokens"])
-        table.add_row(
-            day,
-            f"{figures['answers']:,}",
-            f"{figures['tokens']:,}",
-            f"{figures['tokens'] / steps:.2f}",
-            *(f"{figures[name] / tokens:.0%}" for name in named),
-        )
-    return table
+    total = Counter[str]()
+    for figures in days.values():
+        total.update(figures)
+    tokens = max(1, total["tokens"])
+    shares = [f"{total[name] / tokens:.0%} from {name}" for name in SOURCES if total[name]]
+    return ", ".join([f"{tokens / max(1, total['steps']):.2f} tokens per step", *shares])
