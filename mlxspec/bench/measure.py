@@ -522,7 +522,6 @@ def bench_report(
     return {
         **facts,
         "rough": noise_warning(prompts),
-        "baseline": MLX_LM if {MLX_LM, PLAIN} <= trusted else PLAIN,
         "decoders": over_all,
         "categories": categories,
         "exactness": _exactness(over_all, differences),
@@ -672,24 +671,24 @@ def _prompt(prompt: MeasuredPrompt, trusted: set[str], include_text: bool) -> Re
     return entry
 
 
-def ratio_name(report: Report) -> str:
-    """Which of the figures is the speed against the report's baseline."""
-    return "vs_mlx_lm" if report["baseline"] == MLX_LM else "speedup"
-
-
 def verdict(report: Report) -> str:
     """One sentence: which backend is fastest."""
-    ratio, baseline = ratio_name(report), report["baseline"]
-    speeds = {name: of[ratio] for name, of in report["decoders"].items() if of[ratio] is not None}
+    speeds = {
+        name: figures["speedup"]
+        for name, figures in report["decoders"].items()
+        if figures["speedup"] is not None
+    }
     if len(speeds) < 2:
         return "No speed-up is given: there are no two decoders with the same output."
     best = max(speeds, key=speeds.__getitem__)
-    if best == baseline:
-        return f"{baseline} is fastest: nothing else was worth its cost here."
-    lowest = min(entry["decoders"][best][ratio] for entry in report["categories"].values())
+    if best == PLAIN:
+        return f"{PLAIN} is fastest: nothing else was worth its cost here."
+    lowest = min(of["decoders"][best]["speedup"] for of in report["categories"].values())
+    mlx_lm = report["decoders"][best]["vs_mlx_lm"]
     return (
-        f"{best} is fastest: {speeds[best]:.2f} times the speed of {baseline}, "
-        f"{lowest:.2f} times in its worst category."
+        f"{best} is fastest: {speeds[best]:.2f} times the speed of {PLAIN}"
+        + (f" and {mlx_lm:.2f} times that of {MLX_LM}" if mlx_lm and best != MLX_LM else "")
+        + f", {lowest:.2f} times {PLAIN}'s in its worst category."
     )
 
 

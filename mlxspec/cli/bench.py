@@ -256,21 +256,21 @@ def _heading(report: Report) -> Iterator[RenderableType]:
 
 def bench_tables(report: Report) -> Iterator[RenderableType]:
     """Speeds by category and over all, how exact the outputs are, and which decoder is fastest."""
-    from ..bench.measure import exactness, ratio_name, verdict
+    from ..bench.measure import PLAIN, exactness, verdict
 
     yield from _heading(report)
     decoders = report["decoders"]
     table = FoldingTable(
         *("category", "prompts", *decoders),
-        caption=f"tokens/s without prefill, and the ratio to {report['baseline']}, turn by turn",
+        caption="tokens/s without prefill, and the ratio to plain decoding, turn by turn",
     )
     for category, entry in report["categories"].items():
         cells = []
         for name, figures in entry["decoders"].items():
             rate = f"{figures['tokens_per_second']:.1f}"
-            if name != report["baseline"]:
+            if name != PLAIN:
                 differs = figures["outputs"]["different"]
-                rate += f"  {'differs' if differs else ratio(figures[ratio_name(report)])}"
+                rate += f"  {'differs' if differs else ratio(figures['speedup'])}"
             cells.append(rate)
         table.add_row(shown(category), str(entry["prompts"]), *cells)
     yield table

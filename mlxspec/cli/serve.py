@@ -22,10 +22,8 @@ from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote
 
 import click
-from rich.console import Console, Group
-from rich.panel import Panel
+from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from ..distributed import leading
 from ..engine.params import CacheOptions, SamplingParams
@@ -193,7 +191,7 @@ class ServeOptions:
 def serve_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the argument and the options of ``serve`` to a command."""
     for add in (
-        color_option("Output", "Colour the panel and the lines."),
+        color_option("Output", "Colour the lines."),
         options_of(CacheOptions, "caches", "Memory"),
         options_of(DraftingOptions, "drafting", "Drafting"),
         template_option("Requests"),
@@ -338,7 +336,7 @@ def _run(
             note_which_model(asked[0].model)
         if not options.quiet:
             address = f"http://{bracketed(options.host)}:{listening.getsockname()[1]}"
-            console.print(_panel(address, worker, catalog, bool(keys)))
+            console.print(_about(address, worker, catalog, bool(keys)))
             if not options.log_json:
                 memories.suggest_once()
         app = create_app(
@@ -646,7 +644,7 @@ def _place(directory: Path, path: str) -> Path:
     return directory / f"{quote(path, safe='')}.prefixes"  # a suffix, since a path may be ".."
 
 
-def _panel(address: str, worker: Worker, catalog: Catalog, with_key: bool) -> Panel:
+def _about(address: str, worker: Worker, catalog: Catalog, with_key: bool) -> Table:
     """The server's address and models, and how to use it."""
     from ..models.heads.loading import NAMES
     from ..server.memory import in_words
@@ -667,14 +665,9 @@ def _panel(address: str, worker: Worker, catalog: Catalog, with_key: bool) -> Pa
     limit, weights = worker.memory.limit, worker.memory.parts["weights"]
     rows.add_row("memory", f"at most {in_words(limit)}, with {in_words(weights)} of weights")
     key = "KEY" if with_key else "none"
-    client = Text(f"export OPENAI_BASE_URL={address}/v1 OPENAI_API_KEY={key}", style="bold")
-    return Panel(
-        Group(rows, "", "Configure a client like this, or with mlxspec connect:", client),
-        title="mlxspec serve",
-        expand=False,
-        border_style="dim",
-        subtitle="Ctrl-C ends it",
-    )
+    rows.add_row("clients", f"export OPENAI_BASE_URL={address}/v1 OPENAI_API_KEY={key}")
+    rows.add_row("", "or mlxspec connect; Ctrl-C ends the server")
+    return rows
 
 
 _LAST_ERRORS = 2.0  # seconds for clients to take the error if a rank is gone

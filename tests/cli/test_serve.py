@@ -42,7 +42,7 @@ class Server:
         self.key = ""
         assert process.stderr
         self.panel = ""
-        while "Ctrl-C ends it" not in self.panel:
+        while "Ctrl-C ends the server" not in self.panel:
             line = process.stderr.readline()
             assert line, self.panel
             self.panel += line
