@@ -16,8 +16,8 @@ from .engine.draft_model import DraftModelDrafter as DraftModelDrafter
 from .engine.params import Constraint as Constraint
 from .engine.params import SamplingParams as SamplingParams
 from .engine.params import pure as pure
-from .engine.prompt_cache_file import load_prompt_cache as load_prompt_cache
-from .engine.prompt_cache_file import save_prompt_cache as save_prompt_cache
+from .engine.prompt_cache import load_prompt_cache as load_prompt_cache
+from .engine.prompt_cache import save_prompt_cache as save_prompt_cache
 from .errors import ConversionError as ConversionError
 from .errors import DistributedError as DistributedError
 from .errors import DrafterError as DrafterError
@@ -28,7 +28,6 @@ from .errors import PromptCacheError as PromptCacheError
 from .errors import PromptError as PromptError
 from .errors import StoreError as StoreError
 from .generation.decoder import AutoDecoder as AutoDecoder
-from .generation.decoder import CombinedDecoder as CombinedDecoder
 from .generation.decoder import Decoder as Decoder
 from .generation.decoder import LookaheadDecoder as LookaheadDecoder
 from .generation.decoder import PromptLookupDecoder as PromptLookupDecoder

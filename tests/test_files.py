@@ -17,7 +17,7 @@ from mlx_lm.models import cache
 
 import mlxspec
 from mlxspec import files, save_prompt_cache
-from mlxspec.cli.common.output import write_page
+from mlxspec.cli.common.output import ReportOptions
 from mlxspec.corpus.store import add_to_store, build_store, open_store
 from mlxspec.corpus.suffix_index import SEPARATOR
 from mlxspec.errors import OptionError, PromptCacheError, StoreError
@@ -213,7 +213,10 @@ def _socket(path: Path) -> None:
 WRITERS = {
     "store": (lambda path: build_store(path, [[1, 2, 3]], FIRST, force=True), StoreError),
     "prompt cache": (lambda path: save_prompt_cache(path, [cache.KVCache()]), PromptCacheError),
-    "report": (lambda path: write_page(path, "new", force=True), OptionError),
+    "report": (
+        lambda path: ReportOptions(html=path).show_tables({}, lambda: ["new"]),
+        OptionError,
+    ),
 }
 KINDS = {
     "pipe": os.mkfifo,

@@ -38,7 +38,7 @@ from ..engine.params import SamplingParams
 from ..engine.sampling import Chooser
 from ..engine.target import Progress
 from ..errors import OptionError
-from ..generation.decoder import AutoDecoder, CombinedDecoder, Decoder, LookaheadDecoder
+from ..generation.decoder import AutoDecoder, Decoder, LookaheadDecoder
 from ..generation.response import SpeculationStats
 from ..models.chat_template import apply_template
 from ..models.heads import Head
@@ -198,7 +198,6 @@ BACKENDS: dict[str, MakeStream] = {
     "prompt-lookup": with_drafter(PromptLookupDrafter),
     "auto": _stream_of(AutoDecoder, memory_tokens=0),
     "lookahead": _stream_of(LookaheadDecoder),
-    "combined": _stream_of(CombinedDecoder, memory_tokens=0),
 }
 """By the names of ``--decoder``."""
 
@@ -212,7 +211,7 @@ def backends_with(drafter: type[Drafter]) -> dict[str, MakeStream]:
 
 def takes_head(name: str) -> bool:
     """Whether the backend of this name drafts with a trained head, if there is one."""
-    return name.partition("+")[0] in ("auto", "combined")
+    return name.partition("+")[0] == "auto"
 
 
 def with_head(makers: Mapping[str, MakeStream], head: Head) -> dict[str, MakeStream]:

@@ -41,11 +41,11 @@ from .common.options import (
     options_of,
 )
 from .common.output import (
-    FoldingTable,
     ProgressBar,
     ReportOptions,
     at_terminal,
     counted,
+    folding_table,
     ratio,
     shown,
 )
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from ..bench.measure import MakeStream, MeasuredPrompt, Report
     from ..bench.prompts import BenchPrompt
 
-_DECODERS = ("plain", "mlx-lm", "prompt-lookup", "auto", "lookahead", "combined")
+_DECODERS = ("plain", "mlx-lm", "prompt-lookup", "auto", "lookahead")
 _prompts = partial(option_field, group="Prompts")
 _measurement = partial(option_field, group="Measurement")
 
@@ -135,7 +135,7 @@ def bench_command(
     check_one(head=asked.head, no_head=asked.no_head)
     uses_head = any(map(takes_head, backends))
     if asked.head is not None and not uses_head:
-        raise OptionError("--head is for --decoder auto and combined: add one of them")
+        raise OptionError("--head is for --decoder auto: add it")
     check_least(1, max_tokens=asked.max_tokens, repeats=asked.repeats, limit=asked.limit)
     SamplingParams(temp=asked.temp, seed=asked.seed)
     prompts = [prompt for file in asked.prompts for prompt in read_prompts(file)]
@@ -151,7 +151,7 @@ def bench_command(
         check_writable(file, OptionError)
     head = asked.head if uses_head and not asked.no_head else False
     report = _report(model, asked, head, backends, questions, include_text, submit)
-    shows.show_tables("mlxspec bench", report, lambda: bench_tables(report))
+    shows.show_tables(report, lambda: bench_tables(report))
     wrong = [*what_differs(report)]
     for line in wrong:
         click.echo(f"Error: {shown(line)}", err=True)
@@ -260,7 +260,7 @@ def bench_tables(report: Report) -> Iterator[RenderableType]:
 
     yield from _heading(report)
     decoders = report["decoders"]
-    table = FoldingTable(
+    table = folding_table(
         *("category", "prompts", *decoders),
         caption="tokens/s without prefill, and the ratio to plain decoding, turn by turn",
     )
@@ -285,7 +285,7 @@ def bench_tables(report: Report) -> Iterator[RenderableType]:
 
 
 def _over_all(decoders: Report) -> RenderableType:
-    result = FoldingTable(
+    result = folding_table(
         *("all", "vs plain", "vs mlx-lm", "tokens/step", "rows/step", "accepted", "outputs"),
         caption="geometric means of the categories; outputs are compared with plain's",
     )

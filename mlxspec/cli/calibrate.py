@@ -109,7 +109,7 @@ def calibrate_command(
             cache, needed_model(model), adapter_path, wanted, context, sequences
         )
         report = {**curves[0], "longer_contexts": curves[1:], "head": of_head}
-    shows.show_tables("mlxspec calibrate", report, lambda: _tables(curves, of_head))
+    shows.show_tables(report, lambda: _tables(curves, of_head))
 
 
 # --- the curves: measured, or known from before ---

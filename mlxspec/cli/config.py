@@ -11,7 +11,7 @@ from click.shell_completion import CompletionItem
 from ..errors import MlxspecError, OptionError
 from ..models.model_files import DEMO, hub_repository, instead_of, is_repository_name, local_path
 from ..terminal import one_line
-from .common.model_choice import default_model, known_names
+from .common.model_choice import known_names, model_or_default
 from .common.notes import reported, say
 from .common.options import argument, group
 from .common.output import print_rows
@@ -131,8 +131,7 @@ def _show(config: UserConfig) -> None:
     print_rows(("file", f"{config.path}{there}"), *config.entries().items())
     if not config.entries():
         say("Nothing is set. 'mlxspec config --help' lists the settings.")
-    default = default_model()
-    say(f"The default model is {f'{default[0]}, set by {default[1]}' if default else DEMO}.")
+    say(f"The default model is {model_or_default(None)}.")
 
 
 def _spelled(key: str) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+import click
 from rich.cells import cell_len
 from rich.console import RenderableType
 from rich.text import Text
@@ -15,7 +16,7 @@ from rich.tree import Tree
 from ..errors import OptionError
 from ..terminal import one_line, visible
 from .common.generation import Generation
-from .common.model_choice import model_or_default, note_which_model
+from .common.model_choice import model_or_default, note_if_demo
 from .common.options import check_least, color_option, command, option, options_of
 from .common.output import ProgressBar, ReportOptions, error_console, prefill_bar
 from .common.prompt import PromptOptions, model_option, prompt_argument
@@ -33,7 +34,13 @@ _view = partial(option, group="Steps and output")
 @prompt_argument
 @model_option
 @options_of(PromptOptions, "prompt", "Model and prompt")
-@option("--max-tokens N", "Generate at most N tokens.", default=250, group="Model and prompt")
+@option(
+    "--max-tokens N",
+    "Generate at most N tokens.",
+    default=250,
+    type=click.IntRange(1),
+    group="Model and prompt",
+)
 @options_of(Generation, "generation")
 @_view("--steps K", "Show K successive steps.", default=3)
 @_view(
@@ -63,7 +70,7 @@ def explain_command(
     Examples:
       mlxspec explain --decoder lookahead -W 7 -N 4 --raw "def add(a, b):"
       mlxspec explain "Say this three times: ..." --steps 5 --skip 0
-      mlxspec explain --decoder combined --prompt-file ask.txt --html steps.html
+      mlxspec explain --decoder lookahead --prompt-file ask.txt --html steps.html
     """
     source = prompt.read()  # this, and all checks that need no model, before a model is loaded
     check_least(1, steps=steps)
@@ -98,8 +105,8 @@ def explain_command(
                 yield Text(f"accepted drafts: {origins}")
             yield from drawn(recorded, first, steps, tokens, text)
 
-        note_which_model(generation.model)
-        shows.show_tables("mlxspec explain", {}, parts, color=color)
+        note_if_demo(generation.model)
+        shows.show_tables({}, parts, color)
         generation.note_if_full(decoder.model, last.finish_reason, last.generation_tokens)
         memories.suggest_once()
 

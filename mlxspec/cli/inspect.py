@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 _DRAFTS = {
     "tree": "trees: several continuations are verified in one forward",
     "chain": "chains: one continuation is verified in one forward",
-    "tape": "chains; after a rejection the states of recurrent layers are computed again",
-    "replay": "chains; after a rejection the accepted tokens run again with the next step",
+    "replay": "chains; after a rejection the states of recurrent layers are computed again",
     "plain": "none: the model decodes token by token",
 }
 _SIZES = {"hidden_size": "features", "vocab_size": "tokens", "num_hidden_layers": "layers"}
@@ -112,7 +111,7 @@ def _report(model: nn.Module) -> dict[str, Any]:
 
     identity, finding = model_identity(model), examine(model)
     joint, joint_reason = examine_joint(model, finding.capability)
-    chunk_end, chunk_reason = examine_chunks(model, finding.capability, finding.draft_end)
+    chunk_end, chunk_reason = examine_chunks(finding.capability, finding.draft_end)
     return {
         "type": identity["type"],
         "parameters": identity["parameters"],

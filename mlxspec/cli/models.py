@@ -9,12 +9,10 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from ..errors import OptionError
 from ..models.model_files import DEMO, DEMO_DIRECTORY, local_path
 from .common.model_choice import DIRECTORY, SMALL_MODEL, model_or_default
-from .common.notes import note
 from .common.options import command, option
-from .common.output import FoldingTable, print_tables, shown, size_in_words, write_json
+from .common.output import folding_table, print_tables, shown, size_in_words, write_json
 from .settings import load_config
 
 _RESERVE = 1.1  # memory for weights, caches and a forward, relative to the weights
@@ -38,11 +36,7 @@ def models_command(as_json: bool) -> None:
     from ..engine.costs import whole_memory
 
     memory = whole_memory()
-    default: str | None = None
-    try:
-        default = model_or_default(None)
-    except OptionError as error:
-        note(error)
+    default = model_or_default(None)
     models = list(_found(memory, default))
     if as_json:
         write_json({"memory_bytes": memory, "models": models}, indent=2)
@@ -50,7 +44,7 @@ def models_command(as_json: bool) -> None:
         print_tables(_tables(models, memory, default))
 
 
-def _found(memory: int, default: str | None) -> Iterator[dict[str, Any]]:
+def _found(memory: int, default: str) -> Iterator[dict[str, Any]]:
     """The entries of ``--json``, the default model first."""
     import mlx.core as mx
 
@@ -58,7 +52,7 @@ def _found(memory: int, default: str | None) -> Iterator[dict[str, Any]]:
 
     widens = mx.default_device().type == mx.cpu
     aliases = load_config().aliases
-    directories = _directories([*([default] if default else []), *aliases.values()])
+    directories = _directories([default, *aliases.values()])
     for name in sorted(directories, key=lambda name: (name != default, name == DEMO)):
         files = model_files(directories[name])
         takes = files.weight_bytes + (files.half_bytes if widens else 0)
@@ -97,15 +91,12 @@ def _directories(named: list[str]) -> dict[str, Path]:
     return found
 
 
-def _tables(
-    models: list[dict[str, Any]], memory: int, default: str | None
-) -> Iterator[RenderableType]:
+def _tables(models: list[dict[str, Any]], memory: int, default: str) -> Iterator[RenderableType]:
     usable = [one for one in models if one["usable"]]
     others = [one for one in models if not one["usable"]]
-    named = f"; the default model is {shown(default)}" if default else ""
-    table = FoldingTable(
+    table = folding_table(
         *("model", "weights", "memory", "fits"),
-        caption=f"MLX may take {_size(memory)} here{named}",
+        caption=f"MLX may take {_size(memory)} here; the default model is {shown(default)}",
     )
     for one in usable:
         table.add_row(

@@ -8,7 +8,6 @@ as they are needed, so a file may be larger than memory.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import stat
@@ -18,9 +17,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
-from itertools import chain
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 from pydantic import BeforeValidator, ConfigDict, Field, Strict, ValidationError, create_model
@@ -39,9 +36,8 @@ from ..jsonl import conversation_of, json_lines
 from ..models.chat_template import Messages, apply_template
 from ..process import INTERRUPTED
 from .common.generation import Generation
-from .common.model_choice import model_or_default, note_which_model
+from .common.model_choice import model_or_default, note_if_demo
 from .common.notes import in_one_line
-from .common.options import check_least
 from .common.output import Figures, ProgressBar, error_console, json_text, result_report
 from .common.prompt import PromptOptions
 from .memory import Memories
@@ -49,10 +45,7 @@ from .memory import Memories
 if TYPE_CHECKING:
     from ..distributed.ranks import Leader
 
-_CONCURRENCY = 8
 _MOST_HELD = 1000  # results that wait for an earlier one; a few kilobytes each
-_LONGEST_LINE = 100_000_000  # bytes, more than any context holds
-_MARGIN = 50  # levels by which a result may be nested deeper than its line
 _FORM = 'write {"prompt": "..."} or {"messages": [...]}'
 
 Lines = Iterator[tuple[int, Any]]
@@ -61,7 +54,7 @@ Lines = Iterator[tuple[int, Any]]
 
 def answer_prompts(
     file: str,
-    concurrency: int | None,
+    concurrency: int,
     *,
     generation: Generation,
     prompt: PromptOptions,
@@ -90,8 +83,6 @@ def answer_prompts(
     others += ["--prompt-cache-file"] * (prompt_cache_file is not None) + ["--stats"] * stats
     if others:
         raise OptionError(f"--prompts and {others[0]} are given together: choose one")
-    check_least(1, concurrency=concurrency)
-    check_least(0, logprobs=logprobs)
     with open_prompts(file) as (lines, count), Memories(not generation.drafting.no_memory) as kept:
         console = error_console(shows["color"])
         quiet = Console(quiet=True) if shows["quiet"] else console
@@ -99,9 +90,8 @@ def answer_prompts(
         # Options with which no prompt could be answered are an error of the command.
         prompt.uses_template("", decoder.tokenizer)
         decoder.new_request([0], generation.max_tokens, generation.options(decoder))
-        note_which_model(generation.model)
-        at_once = concurrency or _CONCURRENCY
-        answers = PromptAnswers(generation, decoder, prompt, at_once, logprobs, console)
+        note_if_demo(generation.model)
+        answers = PromptAnswers(generation, decoder, prompt, concurrency, logprobs, console)
         # No bar is needed if results appear on the terminal, perhaps through a pipe.
         hidden = console.is_interactive and (
             sys.stdout.isatty() or stat.S_ISFIFO(os.fstat(sys.stdout.fileno()).st_mode)
@@ -131,8 +121,6 @@ def open_prompts(name: str) -> Iterator[tuple[Lines, int | None]]:
     Raises:
         PromptError: it cannot be read, or has only blank lines.
     """
-    if name == "-" and sys.stdin is None:
-        raise PromptError("standard input is closed: give --prompts FILE")
     try:
         opened = click.open_file(name, "rb")
     except OSError as error:
@@ -143,23 +131,11 @@ def open_prompts(name: str) -> Iterator[tuple[Lines, int | None]]:
         count = None
         if file.seekable():
             start = file.tell()
-            count = sum(bool(line.strip()) for line in _lines(file))
+            count = sum(bool(line.strip()) for line in file)
             file.seek(start)
-        values = json_lines(_lines(file))
-        first = next(values, None)
-        if first is None:
-            source = "standard input" if name == "-" else name
-            raise PromptError(f"{source} holds no prompt: {_FORM}, one per line")
-        yield chain([first], values), count
-
-
-def _lines(file: IO[bytes]) -> Iterator[bytes]:
-    """The lines of a file; a line that is too long is cut to one byte, which is not a prompt."""
-    while line := file.readline(_LONGEST_LINE):
-        part = line
-        while not part.endswith(b"\n") and (part := file.readline(_LONGEST_LINE)):
-            line = line[:1]
-        yield line
+        if count == 0:
+            raise PromptError(f"--prompts {name} holds no prompt: {_FORM}, one per line")
+        yield json_lines(file), count
 
 
 # --- a line ---
@@ -194,13 +170,6 @@ _Line = create_model(
     **_ENDS,
     **_SAMPLING,
 )
-_REMEDIES = {
-    "prompt": "give a text, or a list of token ids",
-    "messages": 'write [{"role": "user", "content": "..."}]',
-    "stop": "give a text, or a list of texts",
-    "stop_tokens": "give ids, or texts of one token, in a list",
-    "logit_bias": 'write token ids and numbers, {"42": -5}',
-}
 
 
 def read_line(value: Any) -> dict[str, Any]:
@@ -213,53 +182,15 @@ def read_line(value: Any) -> dict[str, Any]:
     record = {"prompt": value} if isinstance(value, str) else value
     if not isinstance(record, dict):
         raise PromptError(f"not JSON with a prompt: {_FORM}")
-    if not _is_json(record.get("id")):
-        raise PromptError('"id" contains NaN or infinity, or is nested too deeply: write a text')
-    given = {key: one for key, one in record.items() if one is not None and key != "id"}
+    given = {key: one for key, one in record.items() if one is not None}
     try:
-        line = _Line.model_validate(given)
+        line = _Line.model_validate(given).model_dump(exclude_unset=True)
     except ValidationError as error:
-        raise PromptError(_complaint(given, error)) from error
-    kinds = [key for key in ("prompt", "messages") if key in record]
-    if len(kinds) != 1:
-        found = "both" if kinds else "neither"
-        raise PromptError(f'it has {found} of "prompt" and "messages": {_FORM}')
-    if not given.get(kinds[0]):
-        what = "null" if record[kinds[0]] is None else "empty"
-        raise PromptError(f'"{kinds[0]}" is {what}: {_FORM}')
-    return {key: getattr(line, key) for key in given}
-
-
-def _complaint(given: dict[str, Any], error: ValidationError) -> str:
-    """The message for a line that is wrong, with the remedy."""
-    fault = error.errors(include_url=False)[0]
-    key = str(fault["loc"][0])
-    if fault["type"] == "extra_forbidden":
-        similar = get_close_matches(key, _Line.model_fields, 1, cutoff=0.5)
-        remedy = f'did you mean "{similar[0]}"' if similar else 'leave it out, or keep it in "id"'
-        return f'"{printable(key)}" is not a key of a prompt: {remedy}'
-    if key == "messages":
-        return f'"{key}" cannot be read ({fault["ctx"]["error"]}): {_REMEDIES[key]}'
-    value = given[key]
-    shown = printable(json.dumps(value) if _is_json(value) else type(value).__name__)
-    return f'"{key}" is {shown}: {_REMEDIES.get(key) or fault["msg"].replace("Input", "it")}'
-
-
-def id_of(value: Any) -> Any:
-    """The "id" of a line, even of a wrong one; None without an "id"."""
-    given = value.get("id") if isinstance(value, dict) else None
-    return given if _is_json(given) else None
-
-
-def _is_json(value: Any) -> bool:
-    """Whether a value can be written as JSON; Python also reads NaN and infinities."""
-    for _ in range(_MARGIN):
-        value = [value]
-    try:
-        json.dumps(value, allow_nan=False)
-    except (ValueError, RecursionError):
-        return False
-    return True
+        fault = error.errors(include_url=False)[0]
+        raise PromptError(f'"{printable(fault["loc"][0])}": {fault["msg"]}') from error
+    if bool(line.get("prompt")) == bool(line.get("messages")):
+        raise PromptError(f'it needs either a "prompt" or "messages": {_FORM}')
+    return line
 
 
 # --- the answers ---
@@ -369,7 +300,8 @@ class PromptAnswers:
             if line is None:
                 break
             number, value = line
-            place = {"index": self._begun, "id": id_of(value)}
+            given_id = value.get("id") if isinstance(value, dict) else None
+            place = {"index": self._begun, "id": given_id}
             result = GenerationResult(logprobs=None if self.logprobs is None else [])
             answer = _PromptAnswer(number, place, result)
             self._held.append(answer)
@@ -410,25 +342,14 @@ class PromptAnswers:
         """
         options, tokenizer = self.prompt, self.decoder.tokenizer
         if "messages" not in asked:
-            prompt = asked["prompt"]
-            if not isinstance(prompt, str) and (given := options.for_template()):
-                raise PromptError(
-                    f"token ids need no chat template: leave out {given[0]}, or give a text"
-                )
-            return options.encoded(prompt, tokenizer)
-        if options.chat is False:
+            return options.encoded(asked["prompt"], tokenizer)
+        if options.chat is False or not tokenizer.has_chat_template:
             raise PromptError(
-                '"messages" need the chat template: leave out --raw, or give a "prompt"'
-            )
-        if not tokenizer.has_chat_template:
-            raise PromptError(
-                '"messages" need a chat template, and this model has none: give a "prompt"'
+                '"messages" need a chat template: leave out --raw and name a chat model, or give a '
+                '"prompt"'
             )
         messages, how = options.turns(asked["messages"])
-        try:
-            tokens: list[int] = apply_template(tokenizer, messages, **how)
-        except PromptError as error:
-            raise PromptError(f'{error}: change the "messages"') from error
+        tokens: list[int] = apply_template(tokenizer, messages, **how)
         return tokens, True
 
     def _finish(self, answer: _PromptAnswer) -> None:

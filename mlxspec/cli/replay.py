@@ -21,7 +21,7 @@ from .common.options import (
     option_field,
     options_of,
 )
-from .common.output import FoldingTable, ProgressBar, ReportOptions, ratio, shown
+from .common.output import ProgressBar, ReportOptions, folding_table, ratio, shown
 
 if TYPE_CHECKING:
     from ..bench.policies import ReplayPolicy
@@ -135,7 +135,6 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
     with ProgressBar("Replaying") as on_progress:
         comparison = compare(*work, on_progress)
     shows.show_tables(
-        "mlxspec replay",
         _report(asked, policies, comparison, chips),
         lambda: [
             *_tables(comparison, chips, asked.concurrency),
@@ -215,7 +214,7 @@ def _tables(
         first = next(iter(reports.values()))
         if "sets" in first:
             caption = "speed against plain decoding"
-            sets = FoldingTable("set", "outputs", "tokens", *reports, caption=caption)
+            sets = folding_table("set", "outputs", "tokens", *reports, caption=caption)
             for name, figures in first["sets"].items():
                 speeds = [ratio(report["sets"][name]["speedup"]) for report in reports.values()]
                 counts = str(figures["completions"]), f"{figures['tokens']:,}"
@@ -223,7 +222,7 @@ def _tables(
             yield sets
         names = [name for name, value in first.items() if isinstance(value, float)]
         columns = (name.replace("_", " ") for name in names)
-        table = FoldingTable("decoder", *columns, caption=_TOGETHER if several > 1 else _ALONE)
+        table = folding_table("decoder", *columns, caption=_TOGETHER if several > 1 else _ALONE)
         for decoder, report in reports.items():
             table.add_row(decoder, *(f"{report[name]:.3g}" for name in names))
         yield table

@@ -37,7 +37,7 @@ from .common.model_choice import (
     default_model,
     model_argument,
     model_or_default,
-    note_which_model,
+    note_if_demo,
 )
 from .common.notes import note
 from .common.options import (
@@ -280,7 +280,7 @@ def serve_command(
         keys, hosts = checked(models, options, drafting, os.environ.get(API_KEY, ""))
         console = error_console(color)
         # A head, a draft model and a store belong to the models that were named with them.
-        apart = replace(drafting, head=None, draft_model=None, num_draft_tokens=None, store=None)
+        apart = replace(drafting, head=None, draft_model=None, store=None)
         base = Generation(None, options.max_tokens, apart, Ends(), SamplingParams(), caches)
         _run(asked, base, options, hosts, keys, chat_template_config or {}, console, leader)
 
@@ -305,7 +305,7 @@ def _run(
         listening = serving.enter_context(_listening(options.host, options.port))
         from ..server.app import create_app
         from ..server.memory import ServerMemory
-        from ..server.worker import Worker, WorkerLimits
+        from ..server.worker import Worker
 
         # With several keys, kept answers would show others what has been written.
         keeps = not base.drafting.no_memory and len(keys) < 2
@@ -318,9 +318,15 @@ def _run(
         log = serving.enter_context(
             request_log(options.log_json, options.quiet, not console.no_color)
         )
-        limits = WorkerLimits(options.concurrency, options.queue, options.stall)
         served = loader.start(console, leader)
-        worker = Worker(served, limits, lambda requests: log(end_record(requests)), memory)
+        worker = Worker(
+            served,
+            active=options.concurrency,
+            queued=options.queue,
+            stall=options.stall,
+            on_end=lambda requests: log(end_record(requests)),
+            memory=memory,
+        )
         _check_memory(memory, served)
         del served  # or it would hold the memory of models that leave
         # SIGTERM acts like Ctrl-C.
@@ -329,11 +335,10 @@ def _run(
         serving.push(partial(_save, loader, worker))
         worker.start()
         serving.callback(worker.stop)
-        worker.wait_until_ready()
         catalog = loader.catalog(worker, log)
         serving.callback(catalog.close)
         if asked:
-            note_which_model(asked[0].model)
+            note_if_demo(asked[0].model)
         if not options.quiet:
             address = f"http://{bracketed(options.host)}:{listening.getsockname()[1]}"
             console.print(_about(address, worker, catalog, bool(keys)))
@@ -456,6 +461,7 @@ class _Loader:
         self._memory = memory
         self._template = template
         self._owner = keys[0] if len(keys) == 1 else ""
+        self._left_out: set[Path] = set()
 
     def start(self, console: Console, leader: Leader | None) -> list[ServedModel]:
         """Load the models that were asked for."""
@@ -476,10 +482,12 @@ class _Loader:
             warn=note,
             chunks_matter=decoder.chunks_matter,
         )
+        memory = CacheMemory(model, caches, draft_model)
         if self._options.cache_dir:
-            prefixes.load(_place(self._options.cache_dir, path))
+            most = max(0, self._memory.most_idle - memory.weights) // max(1, len(self._asked))
+            prefixes.load(_place(self._options.cache_dir, path), most)
         return ServedModel(
-            *(name, decoder, prefixes, CacheMemory(model, caches, draft_model)),
+            *(name, decoder, prefixes, memory),
             cast("GenerationOptions", vars(caches)),
             self._template,
             owner=self._owner,
@@ -500,11 +508,10 @@ class _Loader:
             if seconds is not None:
                 entry.keep_alive, entry.stays = seconds, False
         loads = self._options.available or seconds is not None
-        default = default_model() if not entries else None
         return Catalog(
             *(worker, self if loads else None),
             entries=entries,
-            default=default and default[0],
+            default=None if entries else default_model(),
             log=log,
         )
 
@@ -525,6 +532,7 @@ class _Loader:
                 continue
             files = model_files(directory)
             if files.trouble:
+                self._leave_out(directory, files.trouble)
                 continue
             widened = files.half_bytes if mx.default_device().type == mx.cpu else 0
             entries[name] = Entry(
@@ -536,6 +544,13 @@ class _Loader:
             )
         return [*entries.values()]
 
+    def _leave_out(self, directory: Path, trouble: str) -> None:
+        """Say once that a model of ``--models DIR`` cannot run; 'mlxspec models' says it of all."""
+        folders = [local_path(one) for one in self._options.available if one != ALL]
+        if directory not in self._left_out and any(map(directory.is_relative_to, folders)):
+            self._left_out.add(directory)
+            note(f"{shown(str(directory))} is left out: {trouble}")
+
     def load(self, entry: Entry, on_read: OnRead) -> Callable[[], ServedModel]:
         """As :meth:`.server.catalog.Loader.load`."""
         path, one = self._asked.get(entry.name) or (
@@ -546,9 +561,11 @@ class _Loader:
         # With many forwards, which may run beside those of other models.
         _ = decoder.capability, decoder.joint_mode
 
+        served = self._served(entry.name, path, decoder)
+
         def measured() -> ServedModel:
             measure(decoder)
-            return self._served(entry.name, path, decoder)
+            return served
 
         return measured
 

@@ -267,9 +267,7 @@ class VerifiedStep:
         accepted: the accepted nodes, from the root's child downwards.
         tokens: the emitted tokens: the accepted ones, then the bonus token; fewer if the output
             ends earlier.
-        pending: accepted tokens that the next step has to run again before its own rows, for
-            models with states that cannot be cut back.
-        rows: the rows of the step's forward, including other sequences' and pending ones.
+        rows: the rows of the step's forward, including those of other sequences.
         sequences: the number of sequences that shared the forward.
         seconds: wall time from the proposal to the commit, plus that of the drafter's
             ``observe`` after the previous step; 0 if not measured.
@@ -287,7 +285,6 @@ class VerifiedStep:
     argmaxes: tuple[int, ...]
     accepted: tuple[int, ...]
     tokens: tuple[int, ...]
-    pending: int = 0
     rows: int = 1
     sequences: int = 1
     seconds: float = 0.0

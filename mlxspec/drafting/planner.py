@@ -31,7 +31,6 @@ from .policy import (
     expected_tokens,
     gains_of,
     price_of_time,
-    replayed_costs,
 )
 from .sources import DrafterSource, Guide, guided
 from .suffix_source import SuffixSource
@@ -100,11 +99,10 @@ class Planner(Drafter):
             come first. Each drafter except a :class:`SuffixSource` is wrapped in a
             :class:`DrafterSource`.
         branching: whether drafts may be trees; otherwise they are chains.
-        replays: whether accepted tokens of a partly rejected draft run again (REPLAY).
         experience: the experience of earlier generations, or None.
 
     Attributes:
-        branching, replays: as given.
+        branching: as given.
         policy: the current generation's.
         failed: whether planning has failed in the current generation.
         guide: knows what a constrained output allows; None without a constraint.
@@ -121,12 +119,10 @@ class Planner(Drafter):
         drafters: Sequence[Drafter],
         *,
         branching: bool = True,
-        replays: bool = False,
         experience: Experience | None = None,
     ) -> None:
         self.costs = costs
         self.branching = branching
-        self.replays = replays
         self._sources = [
             one if isinstance(one, SuffixSource | DrafterSource) else DrafterSource(one)
             for one in drafters
@@ -135,7 +131,6 @@ class Planner(Drafter):
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._last = prompt[-1]
-        self._pending = 0
         self.failed = False
         self._begun: list[Drafter] = []
         self._plan = NO_PLAN
@@ -198,7 +193,7 @@ class Planner(Drafter):
         try:
             plan = NO_PLAN
             if not self.failed:
-                (plan,) = plan_drafts([self], [max_depth], self.costs, rows_taken=self._pending)
+                (plan,) = plan_drafts([self], [max_depth], self.costs)
         except Exception as error:
             plan = Plan(fault=error)
         return self.draft(plan)
@@ -270,17 +265,15 @@ class Planner(Drafter):
         return best_allowed(gains_of(expected, costs, self.policy.rate, 0.0), allows)[0]
 
     def observe(self, step: VerifiedStep) -> None:
-        pending, self._pending = self._pending, step.pending
         self._last = step.tokens[-1]
         self._steps += 1
         if not self.failed:
             try:
-                self._learn(step, pending)
+                self._learn(step)
             except Exception as error:
                 self._fails(error)
 
-    def _learn(self, step: VerifiedStep, pending: int) -> None:
-        """Learn from a step that ran ``pending`` accepted tokens again."""
+    def _learn(self, step: VerifiedStep) -> None:
         spent = sum(source.spent for source in self._sources)
         if step.pipelined:  # it measures plain decoding, which has no planner
             spent = max(spent, min(step.drafting, step.seconds / 2))
@@ -296,7 +289,7 @@ class Planner(Drafter):
             cost = costs.hopeful(1 + drafted)
             charge = plan.charge if drafted or not plan.n_draft else 1.0
         else:  # as corrected by this step, since the plan's costs were optimistic
-            cost = costs.curve(pending + len(step.tree))
+            cost = costs.curve(len(step.tree))
         cost += plan.head
         self.policy.settle(
             step,
@@ -477,14 +470,7 @@ class _Step:
         )[: self._max_nodes]
         self._owners = [index for _, index in order]
         self._expected = expected_tokens([-p for p, _ in order], self._sequences)
-        self._table = self._costs_of(self._expected)
-
-    def _costs_of(self, expected: Sequence[float]) -> list[float]:
-        """``costs[rows]`` of the step for its own rows, if its drafts have these E(n)."""
-        table = self._curve.table
-        if self._sequences == 1 and self._planners[0].replays:
-            return replayed_costs(expected, table, self._taken)
-        return [0.0, *table[1 + self._taken :]]
+        self._table = [0.0, *self._curve.table[1 + self._taken :]]
 
     def run_heads(self, plans: list[Plan]) -> list[Plan]:
         """Let trained heads draft, if that should gain more than it costs.
@@ -567,9 +553,7 @@ class _Step:
             p_reached = [-p for p, needed in nodes if needed <= depth][: self._max_nodes]
             expected = expected_tokens(p_reached, self._sequences)
             taken = self._time_of_heads(depth, members)
-            options.append(
-                (expected, [0.0, *(cost + taken for cost in self._costs_of(expected)[1:])])
-            )
+            options.append((expected, [0.0, *(cost + taken for cost in self._table[1:])]))
 
         def allows(gain: float, depth: int) -> bool:
             drafted = list(texts)

@@ -232,33 +232,6 @@ def allowed_shortfall(banks: Sequence[float], gain: float) -> float:
     return min(math.sqrt(_STAKE * bank * max(0.0, gain)), bank)
 
 
-def replayed_costs(expected: Sequence[float], table: Sequence[float], pending: int) -> list[float]:
-    """The costs of a step whose state cannot be cut back, so accepted tokens run once more.
-
-    Pending rows run before the step's own. A partly accepted draft makes the next step wider by
-    its accepted tokens, which are then pending.
-
-    Args:
-        expected: E(n) as from :func:`expected_tokens`.
-        table: ``table[rows]`` is T(rows) / T(1), up to the widest draft with its pending rows.
-        pending: the number of accepted tokens that this step runs again.
-
-    Returns:
-        ``costs[rows]`` for the step's own rows, as :func:`price_of_time` takes them.
-    """
-    widest = len(table) - 1
-    costs = [0.0, table[min(pending + 1, widest)]]
-    for n_draft in range(1, len(expected)):
-        whole = expected[n_draft] - expected[n_draft - 1]  # the probability that all are accepted
-        cost = table[pending + 1 + n_draft]
-        if whole < 1:
-            accepted = (expected[n_draft] - 1 - n_draft * whole) / (1 - whole)
-            rows_then = min(pending + 2 + round(accepted), widest)
-            cost += (1 - whole) * (table[rows_then] - table[1])
-        costs.append(cost)
-    return costs
-
-
 def trees_pay(curve: CostCurve) -> bool:
     """Whether rows are cheap enough for drafts that branch.
 

@@ -459,15 +459,14 @@ def are_quantized(caches: Iterable[Any]) -> bool:
     return any(isinstance(part, QuantizedKVCache) for part in parts(caches))
 
 
-def smallest_window(caches: Iterable[Any], keeping: bool = False) -> int | None:
-    """The size of the smallest window; None without one.
+def smallest_keeping_window(caches: Iterable[Any]) -> int | None:
+    """The size of the smallest window that keeps the context's first positions; None without one.
 
     Args:
         caches: mlx-lm's or a target's.
-        keeping: consider only windows that keep the context's first positions.
     """
     windows = [part for part in parts(caches) if isinstance(part, RotatingKVCache | WindowKVCache)]
-    return min((part.max_size for part in windows if part.keep or not keeping), default=None)
+    return min((part.max_size for part in windows if part.keep), default=None)
 
 
 def held_arrays(caches: Iterable[Any]) -> list[mx.array]:
@@ -615,13 +614,11 @@ class Snapshot:
 
     Args:
         caches: the caches to restore.
-        length, pending: the context cache's at that moment.
+        length: the context cache's at that moment.
     """
 
-    def __init__(
-        self, caches: Sequence[Any], length: int = 0, pending: tuple[int, ...] = ()
-    ) -> None:
-        self.length, self.pending = length, pending
+    def __init__(self, caches: Sequence[Any], length: int = 0) -> None:
+        self.length = length
         self._held = [(cache, _copied(cache, vars(cache))) for cache in caches]
 
     def restore(self) -> None:

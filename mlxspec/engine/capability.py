@@ -4,17 +4,14 @@
 Do several rows in one forward give the same as one by one (:func:`chain_capability`)? From which
 position on do they not, because a rule for positions changes (:func:`draft_end`)? Does a branching
 step give the same as each of its branches? :func:`examine_joint` tries how several sequences share
-a forward, and :func:`examine_chunks` whether prompts may run in chunks of any size.
+a forward. Logits agree if they differ by no more than rounding (:func:`rounding_noise`).
 """
 
 from __future__ import annotations
 
 import copy
-import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import cache
-from typing import Any, cast
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -22,7 +19,6 @@ from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
-    ChunkedKVCache,
     ConcatenateKVCache,
     KVCache,
     RotatingKVCache,
@@ -32,7 +28,7 @@ from mlx_lm.models.cache import (
 
 from ..drafting.drafter import DraftTree
 from ..errors import OptionError
-from .caches import TREE_CACHES, TreeRows, for_steps, is_trimmable, parts, smallest_window
+from .caches import TREE_CACHES, TreeRows, for_steps, is_trimmable, parts
 from .joint import Joint, JointMode
 from .model_sizes import crossings, named_positions, sparse_crossing
 from .params import CacheOptions
@@ -43,14 +39,12 @@ _PREFIX = (3, 1, 4)  # the tokens before a trial step
 _ROWS_DIFFER = "several rows in one forward give different logits than one by one"
 
 # How much rounding alone changes logits when several rows run together, as a share of the logits'
-# spread: the least to assume, and the most. In half precision rounding can route a row to other
-# experts, so there the mean difference is compared with the bound.
+# spread: the least to assume, and the most.
 _LEAST_ROUNDING = 1e-4
 _MOST_ROUNDING_FLOAT32, _MOST_ROUNDING_HALF = 1e-3, 3e-2
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """A model's capability, and what keeps it from a richer one.
 
     Attributes:
@@ -75,10 +69,9 @@ def find_capability(model: nn.Module, end: int | None) -> Finding:
     if capability is Capability.PLAIN:
         return Finding(capability, _ROWS_DIFFER)
     caches = parts(map(for_steps, make_prompt_cache(model)))
-    if capability in (Capability.TAPE, Capability.REPLAY):
+    if capability is Capability.REPLAY:
         names = _names(cache for cache in caches if not is_trimmable(cache))
-        after = "computed again" if capability is Capability.TAPE else "restored"
-        reason = f"{names} cannot be cut back: {after} after a rejection"
+        reason = f"{names} cannot be cut back: computed again after a rejection"
     elif cache_capability(caches) is Capability.CHAIN:
         names = _names(cache for cache in caches if not isinstance(cache, TREE_CACHES))
         reason = f"{names} can be cut back, but takes no tree mask"
@@ -99,16 +92,14 @@ def _names(caches: Iterable[Any]) -> str:
 
 
 def cache_capability(caches: Iterable[Any]) -> Capability:
-    """The richest capability that caches allow; no model runs, so TREE and TAPE may yet fail.
+    """The richest capability that caches allow; no model runs, so TREE may yet fail.
 
     Args:
         caches: mlx-lm's, as its ``make_prompt_cache`` makes them for a model.
     """
     found = parts(map(for_steps, caches))
-    untrimmable = [cache for cache in found if not is_trimmable(cache)]
-    if untrimmable:
-        states = all(type(cache) is ArraysCache for cache in untrimmable)
-        return Capability.TAPE if states else Capability.REPLAY
+    if not all(map(is_trimmable, found)):
+        return Capability.REPLAY
     trees = all(isinstance(cache, TREE_CACHES) for cache in found)
     return Capability.TREE if trees else Capability.CHAIN
 
@@ -139,15 +130,11 @@ def check_quantization(model: nn.Module, options: CacheOptions) -> None:
         model(token, cache=cache)
         maybe_quantize_kv_cache(cache, 0, options.kv_group_size, options.kv_bits)
         model(token, cache=cache)
-    except NotImplementedError as error:
-        raise OptionError(
-            "kv_bits: a cache that drops old positions cannot be quantised; leave kv_bits out"
-            + (" or max_kv_size" if options.max_kv_size is not None else "")
-        ) from error
-    except (ValueError, TypeError, AttributeError) as error:
+    except (NotImplementedError, ValueError, TypeError, AttributeError) as error:
         raise OptionError(
             f"kv_bits {options.kv_bits} with kv_group_size {options.kv_group_size} does not suit "
-            f"this model's cache: {' '.join(str(error).split())[:150]}"
+            f"this model's cache ({' '.join(str(error).split())[:150]}): leave out kv_bits, or "
+            "max_kv_size, or choose another kv_group_size"
         ) from error
 
 
@@ -159,8 +146,6 @@ def chain_capability(model: nn.Module) -> Capability:
     if (known := getattr(model, "chain_capability", None)) is not None:
         return known
     capability = capability_with(make_prompt_cache(model), Capability.CHAIN)
-    if capability is Capability.TAPE and not _verifies_chains(model, capability):
-        capability = Capability.REPLAY
     if not _verifies_chains(model, capability):
         capability = Capability.PLAIN
     model.chain_capability = capability
@@ -182,14 +167,12 @@ def _verifies_chains(model: nn.Module, capability: Capability) -> bool:
     drafted.prefill(_PREFIX)
     single.prefill(_PREFIX)
     first = run(drafted, draft, kept)
-    if capability is Capability.TAPE and drafted.pending:
-        return False  # a layer's states come from calls that the tape does not record
     several = mx.concatenate([first, run(drafted, after, len(after))])
     one_by_one = mx.concatenate([run(single, (token,), 1) for token in (*draft[:kept], *after)])
 
-    difference = mx.abs(several - one_by_one).astype(mx.float32)
-    bound = _most_rounding(one_by_one)
-    return cast(bool, (mx.mean(difference) <= bound).item())
+    # The mean, since in half precision rounding can route a row to other experts.
+    difference = mx.mean(mx.abs(several - one_by_one).astype(mx.float32))
+    return cast(bool, (difference <= _most_rounding(one_by_one)).item())
 
 
 def _most_rounding(found: mx.array) -> mx.array:
@@ -252,10 +235,7 @@ def _context(
     logits(model, prefix, caches)
     before = length - len(prefix)
     for part in parts(caches):
-        if isinstance(part, ChunkedKVCache) and not fill:
-            part.offset += before
-            part.start_position += before
-        elif isinstance(part, _ShiftedCache) and not fill:
+        if isinstance(part, _ShiftedCache) and not fill:
             part.base += before
         elif isinstance(part, _ShiftedCache) and part.keys is not None:
             part.keys, part.values = _filled(part.keys, before), _filled(part.values, before)
@@ -282,7 +262,7 @@ def logits(model: nn.Module, tokens: tuple[int, ...], caches: list[Any]) -> mx.a
 
 # --- where a rule for positions changes ---
 
-_WITH_POSITIONS = (KVCache, RotatingKVCache, ChunkedKVCache)
+_WITH_POSITIONS = (KVCache, RotatingKVCache)
 _ROWS = 8  # of a trial step: a small change of a rule shows only in many rows
 _SAMPLES = 3  # of tokens: in half precision, rounding routes some rows to other experts
 
@@ -297,31 +277,18 @@ def draft_end(model: nn.Module) -> int | None:
     with_positions = {kind for kind in kinds if issubclass(kind, _WITH_POSITIONS)}
     if not with_positions or not all(issubclass(k, ArraysCache) for k in kinds - with_positions):
         return None  # no positions, or caches that cannot claim another position
+    noise = together(rounding_noise, model)
 
-    def error(start: int, sample: int = 0, fill: bool = False) -> float:
-        return together(row_error, model, start, sample, fill)
+    def differs(start: int, fill: bool = False) -> bool:
+        samples = range(_SAMPLES)
+        return not any(together(rows_agree, model, start, n, noise, fill) for n in samples)
 
-    @cache
-    def bound(sample: int) -> float:
-        return _row_bound(model, sample)
-
-    def differs(middle: int, fill: bool = False) -> bool:
-        start = middle - _ROWS // 2
-        return not any(error(start, n, fill) <= bound(n) for n in range(_SAMPLES))
-
-    if (sparse := sparse_crossing(model)) is not None and differs(sparse, fill=True):
+    if (sparse := sparse_crossing(model)) is not None and differs(sparse - _ROWS // 2, fill=True):
         return 0
     for position in sorted(named_positions(model) - _learned_positions(model)):
-        if differs(position):
-            return _last_true(
-                lambda end: error(end - _ROWS) <= bound(0), below=position + _ROWS // 2
-            )
+        if differs(start := position - _ROWS // 2):
+            return start
     return None
-
-
-def first_crossing(model: nn.Module) -> int:
-    """The first position that :func:`draft_end` tries: all steps before it are correct."""
-    return min([*named_positions(model), sparse_crossing(model) or sys.maxsize, sys.maxsize])
 
 
 def _learned_positions(model: nn.Module) -> set[int]:
@@ -334,50 +301,23 @@ def _learned_positions(model: nn.Module) -> set[int]:
     }
 
 
-def _last_true(agrees: Callable[[int], bool], below: int) -> int:
-    """The last position before ``below`` at which a step may end and agree; 0 without one."""
-    wrong, distance, least = below, 1, _ROWS + len(_PREFIX)
-    while (right := wrong - distance) > least and not agrees(right):
-        wrong, distance = right, 2 * distance
-    if right <= least:
-        return 0
-    while wrong - right > 1:
-        middle = (right + wrong) // 2
-        right, wrong = (middle, wrong) if agrees(middle) else (right, middle)
-    return right
-
-
-def row_error(model: nn.Module, start: int, sample: int, fill: bool) -> float:
-    """How much a step's logits change when its first and its last row run alone.
+def rows_agree(model: nn.Module, start: int, sample: int, noise: float, fill: bool) -> bool:
+    """Whether a step gives the same if its first and its last row run alone.
 
     Args:
         model: the target.
         start: the position of the step's first row.
         sample: which tokens to try.
+        noise: from :func:`rounding_noise`.
         fill: fill the caches before the step, instead of only setting their offset.
-
-    Returns:
-        the greatest difference between two logits, as a share of the logits' spread.
     """
-    return _split_error(model, _context(model, start, fill), sample)
-
-
-def _row_bound(model: nn.Module, sample: int) -> float:
-    """A generous bound for :func:`row_error` and :func:`chunk_error` by rounding alone."""
-    spacing = mx.finfo(model(mx.array([[0]]), cache=_trial_caches(model)).dtype).eps
-    error = together(row_error, model, len(_PREFIX), sample, False)
-    return 4 * error + max(_LEAST_ROUNDING, spacing)
-
-
-def _split_error(model: nn.Module, at_once: list[Any], sample: int) -> float:
-    """:func:`row_error` on these caches."""
+    at_once = _context(model, start, fill)
     apart = copy.deepcopy(at_once)
     tokens = tuple((sample + 1) * (2 * row + 1) % 11 for row in range(_ROWS))
     wide = logits(model, tokens, at_once)
     pieces = tokens[:1], tokens[1:-1], tokens[-1:]
     split = mx.concatenate([logits(model, piece, apart) for piece in pieces])
-    spread = mx.maximum(mx.max(split) - mx.min(split), 1e-9)
-    return cast(float, (mx.max(mx.abs(wide - split)) / spread).item())
+    return _agrees(wide, split, noise)
 
 
 # --- branching steps ---
@@ -433,7 +373,7 @@ def tree_agrees(model: nn.Module, start: int, noise: float, fill: bool) -> bool:
         model: the target.
         start: the position of the step's first row.
         noise: from :func:`rounding_noise`.
-        fill: as for :func:`row_error`.
+        fill: as for :func:`rows_agree`.
     """
     tree = DraftTree.from_branches(_ROOT, _BRANCHES)
     before = _context(model, start, fill)
@@ -583,52 +523,19 @@ def _joint_logits(
 # --- prompts in chunks ---
 
 
-def examine_chunks(
-    model: nn.Module, capability: Capability, end: int | None
-) -> tuple[int | None, str]:
-    """Find out with a few forwards whether the model's prompts may run in chunks of any size.
+def examine_chunks(capability: Capability, end: int | None) -> tuple[int | None, str]:
+    """The longest prompt that gives the same in chunks of any size, and the reason in words.
+
+    Rows that differ in a draft differ in a chunk, too.
 
     Args:
-        model: the target.
-        capability, end: from :func:`examine`. Rows that differ in a draft differ in a chunk, too.
+        capability, end: the model's, from :func:`examine`.
 
     Returns:
-        the longest prompt, in positions, that gives the same in any chunks, None without a limit;
-        and the reason in words.
+        the prompt's length in positions; None without a limit.
     """
     if capability is Capability.PLAIN:
         return 0, _ROWS_DIFFER
-    window = smallest_window(make_prompt_cache(model))
-    if window is not None and _windows_depend_on_chunks(model):
-        reason = "rows in one chunk see more of the window than one by one"
-        return min(window, window if end is None else end), reason
     if end is not None:
         return end, f"from position {end} on {_ROWS_DIFFER}"
     return None, "rows give the same in chunks of any size"
-
-
-def _windows_depend_on_chunks(model: nn.Module) -> bool:
-    return not any(
-        together(chunk_error, model, sample) <= _row_bound(model, sample)
-        for sample in range(_SAMPLES)
-    )
-
-
-def chunk_error(model: nn.Module, sample: int) -> float:
-    """:func:`row_error` on mlx-lm's own caches, with full windows.
-
-    Args:
-        model: the target.
-        sample: which tokens to try.
-    """
-    caches = make_prompt_cache(model)
-    logits(model, _PREFIX, caches)
-    for part in parts(caches):
-        if isinstance(part, RotatingKVCache) and part.keys is not None:
-            size, held = part.max_size, part.keys.shape[2]
-            keys, values = (_filled(own, max(0, size - held)) for own in (part.keys, part.values))
-            # One position among thousands would not show: the first that drop out weigh more.
-            weights = mx.where(mx.arange(keys.shape[2]) < 2 * _ROWS, size / (2 * _ROWS), 1)
-            values = (values * weights[:, None]).astype(values.dtype)
-            part.state = keys, values, 2 * size, part.keep, size, keys.shape[2]
-    return _split_error(model, caches, sample)

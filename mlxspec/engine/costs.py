@@ -327,7 +327,7 @@ def calibrate(
     with wired_limit(model, [generation_stream]):
         steps = ModelSteps(model, context, on_prefill, sequences, mode)
         # The context grows by one token per step, and the widest step must fit at its end.
-        room = max(1, min(steps.target.max_rows, window - context - plan.tokens))
+        room = max(1, min(1 + steps.target.max_depth, window - context - plan.tokens))
         split = None
         if context >= _LEAST_LONG and room >= _SPLIT_ROWS and sequences == 1:
             split = steps.splits_attention(started + plan.seconds / 2)
@@ -484,11 +484,7 @@ class ModelSteps:
 
 
 class _RandomChains(Drafter):
-    """Drafts chains of random tokens that make a step of ``rows`` rows.
-
-    With REPLAY rejected drafts leave pending rows; where those alone are more, a step without a
-    draft runs them first.
-    """
+    """Drafts chains of random tokens that make a step of ``rows`` rows."""
 
     branching = False
 
@@ -497,7 +493,7 @@ class _RandomChains(Drafter):
         self.rows = 1
         self._vocab_size = vocab_size
         self._random = random.Random(0)
-        self._last = self._pending = 0
+        self._last = 0
 
     def tokens(self, count: int) -> list[int]:
         """``count`` random tokens."""
@@ -507,10 +503,10 @@ class _RandomChains(Drafter):
         self._last = prompt[-1]
 
     def propose(self, max_depth: int) -> DraftTree:
-        return DraftTree.chain(self._last, self.tokens(self.rows - self._pending - 1))
+        return DraftTree.chain(self._last, self.tokens(self.rows - 1))
 
     def observe(self, step: VerifiedStep) -> None:
-        self._last, self._pending = step.tokens[-1], step.pending
+        self._last = step.tokens[-1]
 
 
 # --- keeping ---

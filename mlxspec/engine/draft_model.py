@@ -34,7 +34,7 @@ class DraftModelDrafter(Drafter):
     Args:
         model: an mlx-lm model with the target's tokenizer.
         num_draft_tokens: the most tokens to draft; the default is mlx-lm's.
-        prompt_cache: caches of the draft model to continue; see ``loan``.
+        prompt_cache: caches of the draft model to continue; see :meth:`give_back`.
 
     Raises:
         OptionError: ``num_draft_tokens`` is below 1, or the cache has too few layers.
@@ -58,20 +58,16 @@ class DraftModelDrafter(Drafter):
         self._capability = capability_with(make_prompt_cache(model), Capability.CHAIN)
         self._vocab_size = vocabulary_size(model)
         self._attached: tuple[Target, Perturb] | None = None
-        self.begun = False
-        """Whether a generation has begun."""
-        self.loan: Loan | None = None
-        """The loan of ``prompt_cache``, which holds prompt and output after the generation."""
-        if prompt_cache is not None:
-            self.loan = Loan(lent_caches(prompt_cache, model), model)
+        self._begun = False
+        self._loan = Loan(lent_caches(prompt_cache, model)) if prompt_cache else None
 
     def attach(self, target: Target, perturb: Perturb) -> None:
         self._attached = target, perturb
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a generation: prefill the draft model."""
-        self.begun = True
-        self._target = self.loan.take(self._new_target) if self.loan else self._new_target()
+        self._begun = True
+        self._target = self._loan.take(self._new_target) if self._loan else self._new_target()
         self._start = self._target.length
         self._context = list(prompt)
         with mx.stream(generation_stream):
@@ -103,8 +99,19 @@ class DraftModelDrafter(Drafter):
 
     def end(self) -> None:
         self._attached = None  # frees the target's caches
-        if self.loan:
-            self.loan.pause(self._context)
+
+    def give_back(self, prompt: Sequence[int], context: Sequence[int]) -> None:
+        """Return ``prompt_cache``, which then holds prompt and output, even without a draft.
+
+        Args:
+            prompt: the generation's.
+            context: the prompt, and the output that the consumer has read.
+        """
+        if self._loan:
+            complete = len(context) > len(prompt)
+            if complete and not self._begun:
+                self.begin(prompt)
+            self._loan.give_back(context, complete)
 
     def _new_target(self, caches: Sequence[Any] | None = None) -> Target:
         capability = self._capability

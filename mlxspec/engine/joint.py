@@ -123,36 +123,33 @@ class Joint:
         """Run the rows of several sequences, without waiting for the result.
 
         Returns:
-            lazy logits, (rows of all, vocabulary), and per member the slice of its rows, without
-            pending tokens.
+            lazy logits, (rows of all, vocabulary), and per member the slice of its rows.
         """
-        trees = {target: _with_pending(target, tree) for target, _, tree in members}
+        trees = {target: tree for target, _, tree in members}
         self._leave_long_ones()
         in_slots = SlotRows.of(
-            [(target.held, trees.get(target)) for target in self._seated],
+            [(target.length, trees.get(target)) for target in self._seated],
             all_in_slots=len(members) == len(self._seated) and self._in_slots_only,
         )
         seats = {self._seated[slot]: slot for slot in in_slots.slots} if in_slots else {}
         ordered = sorted(members, key=lambda member: seats.get(member.target, len(self._seated)))
-        rows = [target.begin_forward(tokens, tree) for target, tokens, tree in ordered]
+        for target, _, tree in ordered:
+            target.begin_forward(tree)
+        rows = [tokens for _, tokens, _ in ordered]
         positions: list[int] = []
         with ExitStack() as masked:
-            for target, *_ in ordered:
-                tree = trees[target]
-                positions += [target.held + depth for depth in tree.depths]
+            for target, _, tree in ordered:
+                positions += [target.length + depth for depth in tree.depths]
                 if self.mode is JointMode.BLOCK or not tree.is_chain:
                     mask = TreeRows(tree)
                     masked.enter_context(masked_for(mask, target.trimmable))
             tape = None
             for target, *_, tree in ordered:
-                if target.capability is Capability.TAPE and len(tree) > 1:
+                if target.capability is Capability.REPLAY and len(tree) > 1:
                     target.tape = tape = tape or Tape()
             caches = [target.cache for target, *_ in ordered]
             logits, spans = self.logits(rows, positions, caches, in_slots, tape)
-        own = {
-            target: slice(span.start + len(target.pending), span.stop)
-            for (target, *_), span in zip(ordered, spans, strict=True)
-        }
+        own = {target: span for (target, *_), span in zip(ordered, spans, strict=True)}
         for target, tokens, _ in members:
             if target.head:
                 target.head.note(tokens, own[target].start)
@@ -231,7 +228,7 @@ class Joint:
         slot, last = self._seated.index(target), self._seated.pop()
         if last is not target:
             self._seated[slot] = last
-        lengths = [other.held for other in self._seated]
+        lengths = [other.length for other in self._seated]
         most = min(_MOST_PADDING * _MOST_PADDING * sum(lengths) + _SHORT, self._most(lengths))
         kept = []
         # One layer after the other, so that only one is in memory twice.
@@ -254,8 +251,8 @@ class Joint:
 
         Contexts that share slots grow apart if some of them pause.
         """
-        while not self._spares([target.held + 1 for target in self._seated]):
-            self.leave(max(self._seated, key=lambda target: target.held))
+        while not self._spares([target.length + 1 for target in self._seated]):
+            self.leave(max(self._seated, key=lambda target: target.length))
 
     def _spares(self, lengths: Sequence[int]) -> bool:
         """Whether slots for contexts of these lengths are not too much."""
@@ -271,14 +268,6 @@ def joint_for(model: nn.Module, mode: JointMode, spare: int | None = None) -> Jo
     leader = getattr(model, "leader", None)
     make = leader.joint if leader else Joint
     return make(model, mode, spare)
-
-
-def _with_pending(target: Target, tree: DraftTree) -> DraftTree:
-    """The rows of a forward over a tree, including those of pending tokens."""
-    if not target.pending:
-        return tree
-    tokens = (*target.pending, *tree.tokens)  # a target with pending tokens takes chains only
-    return DraftTree.chain(tokens[0], tokens[1:])
 
 
 def _unseated(cache: Any) -> Any:

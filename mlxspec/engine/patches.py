@@ -489,7 +489,7 @@ class HiddenStates:
     def final(self) -> mx.array:
         """The hidden states of the last forward after the final norm, lazy, (rows, width).
 
-        The rows are all of the forward: pending ones, and those of other sequences in a joint one.
+        The rows are all of the forward, in a joint one also those of other sequences.
         """
         return self.noted[_FINAL]
 

@@ -12,8 +12,8 @@ from collections import abc
 from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from typing import Any, TypeVar, cast
+from functools import partial
+from typing import TypeVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -31,33 +31,14 @@ _Result = TypeVar("_Result")
 
 _STEPS_BETWEEN_CLEARING = 256  # as in mlx-lm: return the buffers of outgrown caches to the system
 
-_NEAR = 64  # positions before the first crossing; drafts are rarely deeper
 _NEXT = DraftTree.chain(-1)  # the one row after a token that is not known yet
-
-
-@dataclass(frozen=True)
-class PositionLimits:
-    """Positions at which a model behaves differently; see :mod:`mlxspec.engine.capability`.
-
-    Attributes:
-        first_crossing: the first position after which the model might verify no drafts.
-        draft_end: called once the context comes near that; returns the first position at which
-            nothing is drafted, or None.
-        chunks_matter: given a prompt's length and the target's caches, returns whether the prompt
-            must run in mlx-lm's chunks, because others would change the output.
-    """
-
-    first_crossing: int = sys.maxsize
-    draft_end: Callable[[], int | None] = lambda: None
-    chunks_matter: Callable[[int, list[Any]], bool] = lambda length, caches: False
 
 
 class Sequence:
     """One generation: a growing context, the target's cache of it, a drafter and a chooser.
 
     After every step, and however it is closed, the target's cache holds exactly the context without
-    its last token. There are two exceptions: while a pipelined plain step is pending, it holds one
-    dispatched token more; with REPLAY, it lacks the target's pending tokens.
+    its last token. While a pipelined plain step is pending, it holds one dispatched token more.
 
     Args:
         target: the model; its cache holds what precedes the prompt.
@@ -67,7 +48,9 @@ class Sequence:
         max_tokens: the most tokens to emit, at least 1.
         ends: called with each emitted token in order; returns True to end the output after it.
         n_cached: how many of the prompt's first tokens the target's cache holds; less than all.
-        limits: the model's.
+        draft_end: the first position at which the model verifies no drafts; None without one.
+        in_mlx_lms_chunks: whether the prompt must run in mlx-lm's chunks, because others would
+            change the output.
 
     Attributes:
         length: positions of the context, including the last token's.
@@ -93,7 +76,8 @@ class Sequence:
         max_tokens: int,
         ends: Callable[[int], bool],
         n_cached: int = 0,
-        limits: PositionLimits | None = None,
+        draft_end: int | None = None,
+        in_mlx_lms_chunks: bool = False,
     ) -> None:
         self.prompt = tuple(prompt)  # a copy, which no drafter can change
         self.target = target
@@ -109,7 +93,8 @@ class Sequence:
         self.fault: Exception | None = None
         self.ends = ends
         self._n_cached = n_cached
-        self._limits = limits or PositionLimits()
+        self._draft_end = sys.maxsize if draft_end is None else draft_end
+        self.in_mlx_lms_chunks = in_mlx_lms_chunks
         self._steps = 0
         self._open = False
         self._uncounted = 0.0  # seconds of the drafter's last ``observe``
@@ -118,19 +103,19 @@ class Sequence:
         """Run the prompt except its last token."""
         self.open_drafter()
         with mx.stream(generation_stream):
-            self.target.prefill(self.to_prefill, on_progress, self.prefills_as_mlx_lm)
+            self.target.prefill(self.to_prefill, on_progress, self.in_mlx_lms_chunks)
 
     def begin_in_chunks(self, chunk: Callable[[], int]) -> Generator[tuple[int, int], None, None]:
         """:meth:`begin`, one chunk per iteration.
 
         Args:
-            chunk: returns the number of tokens to run next; not called if ``prefills_as_mlx_lm``.
+            chunk: returns the number of tokens to run next; not called if ``in_mlx_lms_chunks``.
 
         Yields:
             the number of prompt tokens processed so far, and the total.
         """
         self.open_drafter()
-        chunks = self.target.prefill_in_chunks(self.to_prefill, chunk, self.prefills_as_mlx_lm)
+        chunks = self.target.prefill_in_chunks(self.to_prefill, chunk, self.in_mlx_lms_chunks)
         with closing(chunks) as progress:
             while True:
                 with mx.stream(generation_stream):
@@ -144,11 +129,6 @@ class Sequence:
         self.drafter.attach(self.target, self.chooser.perturb)
         self.drafter.begin(list(self.prompt))
         self._open = True
-
-    @cached_property
-    def prefills_as_mlx_lm(self) -> bool:
-        """Whether the prompt must run in mlx-lm's chunks; read it before the prompt runs."""
-        return self._limits.chunks_matter(self.length - 1, self.target.cache)
 
     @property
     def to_prefill(self) -> tuple[int, ...]:
@@ -200,11 +180,7 @@ class Sequence:
     @property
     def max_depth(self) -> int:
         """The greatest depth of the next draft."""
-        limits, length = self._limits, self.target.length
-        room = limits.first_crossing - 1 - length
-        if room < _NEAR:
-            end = limits.draft_end()
-            room = sys.maxsize if end is None else end - 1 - length
+        room = self._draft_end - 1 - self.target.length
         return min(self.remaining - 1, self.target.max_depth, max(0, room))
 
     @property
@@ -302,7 +278,6 @@ class Sequence:
             argmaxes,
             nodes,
             tokens,
-            pending=len(self.target.pending),
             rows=forward.rows,
             sequences=forward.sequences,
             seconds=ended - self._started,
@@ -325,7 +300,7 @@ class Forward:
 
     Args:
         logits: (rows, vocabulary); None once tokens are chosen.
-        rows: the number of rows, including other sequences' and pending ones.
+        rows: the number of rows, including those of other sequences.
         sequences: the number of sequences that share it.
         pipelined: whether it was dispatched during the previous step.
 
@@ -444,7 +419,7 @@ def dispatch(
     if not sequences:
         return ()
     rows = {sequence: sequence.rows(ahead) for sequence in sequences}
-    n_rows = sum(len(target.pending) + len(tree) for target, _, tree in rows.values())
+    n_rows = sum(len(tree) for _, _, tree in rows.values())
     with mx.stream(generation_stream):
         spans: abc.Sequence[slice | None] = [None]
         if joint and len(rows) > 1:
@@ -546,7 +521,7 @@ class Batch:
         if self._joint is None or self._joint.mode is not JointMode.SPLIT:
             return False
         short = 0 < len(sequence.to_prefill) <= SHORT
-        return short and sequence.target.prefills_jointly and not sequence.prefills_as_mlx_lm
+        return short and sequence.target.prefills_jointly and not sequence.in_mlx_lms_chunks
 
     def begin(self, sequences: abc.Sequence[Sequence]) -> dict[Sequence, Exception]:
         """Run prompts, except their last tokens, in one forward; return the drafters' exceptions.
@@ -638,13 +613,12 @@ class Batch:
             return costs, {}
         # The others propose in the step itself; until then, expect what they proposed before.
         others = [sequence for sequence in sequences if sequence not in planned]
-        pending = sum(len(sequence.target.pending) for sequence in sequences)
         plans = plan_drafts(
             list(planned.values()),
             [sequence.max_depth for sequence in planned],
             costs,
             sequences=count,
-            rows_taken=pending + sum(sequence.proposed for sequence in others),
+            rows_taken=sum(sequence.proposed for sequence in others),
             patient=self._patient,
         )
         return costs, dict(zip(planned, plans, strict=True))

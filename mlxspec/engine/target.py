@@ -9,14 +9,13 @@ from __future__ import annotations
 import enum
 import sys
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import maybe_quantize_kv_cache
-from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, make_prompt_cache
 
 from ..drafting.drafter import DraftTree
 from .caches import (
@@ -42,6 +41,10 @@ from .head_cache import HeadCache
 from .params import CacheOptions
 from .patches import Tape, forward_at, install
 
+UNDOABLE = 2
+"""Forwards that a generation may have to undo, since a plain step may be dispatched ahead; each
+takes a copy of states that cannot be cut."""
+
 _AFTER_MARK = 16  # tokens of a prompt; what opens an answer in chat templates is shorter
 
 
@@ -52,24 +55,22 @@ class ContextCache:
     of them. Between two commits, and after an interrupt anywhere, :meth:`truncate` returns to what
     was committed.
 
-    If it ``replays``, some state cannot be cut back. After a partial rejection it is restored to
-    what it was before the step, and computed for the accepted rows from the forward's tape. Without
-    a tape, the accepted tokens become **pending**: they run again in front of the next step's rows.
-    So a rejection costs rows, not a forward. A step that keeps all its rows leaves nothing pending.
+    If it ``replays``, some state cannot be cut back. After a partial rejection it is computed for
+    the accepted rows from the forward's tape. Without a tape, it is restored to what it was before
+    the step, and the accepted tokens run again.
 
     Args:
         cache: mlx-lm's caches, with what they hold.
         options: the memory of the caches.
         replays: whether forwards are undone by restoring states; otherwise all caches can be cut.
-        undoable: how many of the last forwards :meth:`truncate` can undo if it replays.
         marks: how many of the last prefills :meth:`rewind` can return to, where the caches cannot
             be cut to any length. The mark is 16 tokens before a prefill's end, since the next
             turn of a conversation may differ in the tokens that open the answer.
+        undoable: how many of the last forwards :meth:`truncate` can undo if it replays.
 
     Attributes:
         cache, trimmable: the caches, and those parts of them that can be cut back.
-        length: positions of the context that were committed, pending ones included.
-        pending: accepted tokens that the caches do not hold.
+        length: positions of the context that were committed.
         mark_at: a length at which the next prefill makes a mark, too; 0 for none.
         chunks_from: the length from which mlx-lm would have counted its chunks.
         tape: of the last forward; None if its calls were not noted.
@@ -85,11 +86,10 @@ class ContextCache:
         cache: Sequence[Any],
         options: CacheOptions,
         replays: bool,
-        undoable: int = 2,
         marks: int = 0,
+        undoable: int = UNDOABLE,
     ) -> None:
         self.options = options
-        self.pending: tuple[int, ...] = ()
         self.mark_at = 0
         self._quantizes_later = options.kv_bits is not None and not are_quantized(cache)
         self._replays = replays
@@ -100,8 +100,7 @@ class ContextCache:
         """The rows of the last forward."""
         self.tape: Tape | None = None
         self._unfinished = False
-        """Whether a state is not that of ``length`` and ``pending``, if it replays."""
-        # One plain step may be dispatched ahead, so a generation undoes two forwards at most.
+        """Whether a state is not that of ``length``, if it replays."""
         self._checkpoints: deque[Snapshot] = deque(maxlen=undoable)
         self._marks: deque[Snapshot] = deque(maxlen=marks)
 
@@ -110,11 +109,6 @@ class ContextCache:
         trimmable = [cache for cache in parts(caches) if is_trimmable(cache)]
         untrimmable = [cache for cache in parts(caches) if not is_trimmable(cache)]
         self.cache, self.trimmable, self._untrimmable = caches, trimmable, untrimmable
-
-    @property
-    def held(self) -> int:
-        """The number of positions that the caches hold."""
-        return self.length - len(self.pending)
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -165,19 +159,12 @@ class ContextCache:
         if self.length and untrimmable:
             self._marks.append(Snapshot(untrimmable, self.length))
 
-    def begin_forward(self, tokens: mx.array, tree: DraftTree) -> mx.array:
-        """Begin a forward; returns all its tokens, pending ones first, (rows,).
-
-        The arguments are those of :meth:`mlxspec.engine.target.Target.forward`.
-        """
+    def begin_forward(self, tree: DraftTree) -> None:
+        """Begin a forward over the rows of a tree."""
         self._tree, self.tape = tree, None
-        if not self._replays:
-            return tokens
-        self._checkpoints.append(Snapshot(self._untrimmable, self.length, self.pending))
-        self._unfinished = True
-        if not self.pending:
-            return tokens
-        return mx.concatenate([mx.array(self.pending, tokens.dtype), tokens])
+        if self._replays:
+            self._checkpoints.append(Snapshot(self._untrimmable, self.length))
+            self._unfinished = True
 
     def kept(self, rows: Sequence[int]) -> tuple[list[Any], int, Sequence[int]]:
         """What :func:`move_rows` has to move if these rows of the last forward are to stay."""
@@ -190,23 +177,24 @@ class ContextCache:
 
     def commit_moved(self, rows: Sequence[int]) -> None:
         """As :meth:`commit`, for rows that :func:`move_rows` has already moved."""
-        pending: tuple[int, ...] = ()
+        length = self.length + len(rows)
         if len(rows) < len(self._tree):
-            if self._recompute_states(len(self.pending) + len(rows)):
-                cut(self.trimmable, self.length + len(rows))
-            elif self._replays:
-                self._undo_forward()
-                pending = (*self.pending, *(self._tree.tokens[row] for row in rows))
+            if self._replays and not self._recompute_states(len(rows)):
+                self._return_to(self._checkpoints[-1])
+                self._unfinished = True
+                self._run_again([self._tree.tokens[row] for row in rows])
             else:
-                cut(self.trimmable, self.length + len(rows))
+                cut(self.trimmable, length)
         if self.head:
             self.head.keep(self.length, rows)
-        # All at once and last: at any interrupt, the length says what is committed.
-        length = self.length + len(rows)
-        self.pending, self.length, self._unfinished = pending, length, False
-        self.tape = None
+        # Together and last: at any interrupt, the length says what is committed.
+        self.length, self._unfinished, self.tape = length, False, None
         if self._quantizes_later:
             self._quantize_if_due()
+
+    def _run_again(self, tokens: Sequence[int]) -> None:
+        """Run accepted tokens through the model, after the states before them were restored."""
+        raise NotImplementedError
 
     def _recompute_states(self, rows: int) -> bool:
         """Compute the states after the first rows of the last forward, if its tape allows it.
@@ -234,15 +222,14 @@ class ContextCache:
         """
         self.tape = None
         if self._replays:
-            self._drop_pending(length)
             while self._unfinished or self.length > length:
                 if not self._checkpoints:
                     raise ValueError(f"the state at {length} positions has not been kept")
-                self._undo_forward()
-                self._drop_pending(length)
+                self._return_to(self._checkpoints[-1])
+                self._checkpoints.pop()
         else:
             self.length = length
-        cut(self.trimmable, self.held)
+        cut(self.trimmable, self.length)
         if self.head:
             self.head.cut(self.length)
         self._forget_marks_behind()
@@ -278,7 +265,7 @@ class ContextCache:
         This and :meth:`copied` may be called between any two steps of a generation, and between
         two chunks of its prompt.
         """
-        length = min(length, self.held)
+        length = min(length, self.length)
         if self._is_before_quantization(length):
             return 0
         if all(can_be_cut(cache, length) for cache in parts(self.cache)):
@@ -304,44 +291,16 @@ class ContextCache:
         marks = [mark for mark in self._marks if mark.length == length]
         return marks[-1].content_of(cache) if marks and not can_be_cut(cache, length) else cache
 
-    @contextmanager
-    def rolled_back(self) -> Iterator[None]:
-        """A context in which the target can be used; at its end the target is as it was before."""
-        attributes = {
-            **vars(self),
-            "_checkpoints": self._checkpoints.copy(),
-            "_marks": self._marks.copy(),
-        }
-        held = Snapshot(parts(self.cache))
-        self.head = None  # its caches stay as they are
-        try:
-            yield
-        finally:
-            vars(self).update(attributes)
-            held.restore()
-
-    def _drop_pending(self, length: int) -> None:
-        """Drop pending tokens, as many as lie after a length."""
-        if not self._unfinished and self.pending:
-            dropped = min(max(0, self.length - length), len(self.pending))
-            left, length = self.pending[: len(self.pending) - dropped], self.length - dropped
-            self.pending, self.length = left, length
-
     def _forget_marks_behind(self) -> None:
         """Forget the marks in what was cut off: other tokens will take its place."""
         while self._marks and self._marks[-1].length > self.length:
             self._marks.pop()
 
-    def _undo_forward(self) -> None:
-        """Return to the state before the last forward."""
-        self._return_to(self._checkpoints[-1])
-        self._checkpoints.pop()
-
     def _return_to(self, checkpoint: Snapshot) -> None:
         self._unfinished = True
         checkpoint.restore()
-        cut(self.trimmable, checkpoint.length - len(checkpoint.pending))
-        self.length, self.pending, self._unfinished = checkpoint.length, checkpoint.pending, False
+        cut(self.trimmable, checkpoint.length)
+        self.length, self._unfinished = checkpoint.length, False
 
     def _quantize_if_due(self) -> None:
         """Quantise the cache where mlx-lm does: after the first step that reaches the start."""
@@ -367,13 +326,9 @@ class Capability(enum.Enum):
     CHAIN = "chain"
     """Drafts in a row: every cache can be cut back."""
 
-    TAPE = "tape"
-    """Drafts in a row: some state cannot be cut back (state-space and linear attention, short
-    convolutions). It is computed again for the accepted rows, from what the step has computed."""
-
     REPLAY = "replay"
-    """Drafts in a row, at a price: some state can neither be cut back nor be computed again. It is
-    restored after a rejection, and accepted tokens run once more."""
+    """Drafts in a row: some state cannot be cut back (state-space and linear attention, short
+    convolutions). After a rejection it is computed again for the accepted rows."""
 
     PLAIN = "plain"
     """No drafts: several rows in one forward do not give what they give one by one."""
@@ -381,8 +336,6 @@ class Capability(enum.Enum):
 
 Progress = Callable[[int, int], None]
 """Called with the number of prompt tokens processed so far and the number in all."""
-
-_MOST_PENDING = 15  # accepted tokens to run again; with the current token a step of 16 rows
 
 
 def vocabulary_size(model: nn.Module) -> int:
@@ -416,7 +369,7 @@ class Target(ContextCache):
         options: the memory of the caches.
         cache: mlx-lm's caches to continue, with what they hold; by default new ones. They are
             used as they are until the end of the prefill, or :meth:`begin_at`.
-        undoable, marks: as for :class:`ContextCache`.
+        marks, undoable: as for :class:`ContextCache`.
     """
 
     def __init__(
@@ -426,15 +379,15 @@ class Target(ContextCache):
         vocab_size: int,
         options: CacheOptions | None = None,
         cache: Sequence[Any] | None = None,
-        undoable: int = 2,
         marks: int = 0,
+        undoable: int = UNDOABLE,
     ) -> None:
         options = options or CacheOptions()
         if cache is None:
             cache = make_prompt_cache(model, options.max_kv_size)
-        replays = capability in (Capability.TAPE, Capability.REPLAY, Capability.PLAIN)
-        super().__init__(cache, options, replays, undoable, marks)
-        if capability is Capability.TAPE:
+        replays = capability in (Capability.REPLAY, Capability.PLAIN)
+        super().__init__(cache, options, replays, marks, undoable)
+        if capability is Capability.REPLAY:
             install(model)
         self.model = model
         self.capability = capability
@@ -463,25 +416,18 @@ class Target(ContextCache):
         return Target(*self._as_this(cache))
 
     def _as_this(self, cache: Sequence[Any]) -> tuple[Any, ...]:
-        kept = self._checkpoints.maxlen, self._marks.maxlen
-        return self.model, self.capability, self.vocab_size, self.options, cache, *kept
-
-    @property
-    def max_rows(self) -> int:
-        """The most rows that a step may ever have, pending ones included."""
-        if self.capability is Capability.PLAIN:
-            return 1
-        replays = self.capability is Capability.REPLAY or self.pending
-        return _MOST_PENDING + 1 if replays else sys.maxsize
+        own = self.model, self.capability, self.vocab_size, self.options
+        return *own, cache, self._marks.maxlen
 
     @property
     def max_depth(self) -> int:
         """How many tokens deep the next draft may be."""
-        depth = self.max_rows - 1 - len(self.pending)
+        if self.capability is Capability.PLAIN:
+            return 0
         if self._quantizes_later:
             # mlx-lm quantises the cache between two tokens, and so must we.
-            depth = min(depth, self.options.quantized_kv_start - 2 - self.length)
-        return max(0, depth)
+            return max(0, self.options.quantized_kv_start - 2 - self.length)
+        return sys.maxsize
 
     def prefill(
         self,
@@ -551,19 +497,13 @@ class Target(ContextCache):
         plain = all(type(cache) in (KVCache, TreeKVCache) for cache in parts(self.cache))
         return plain and not self._quantizes_later and self.capability is not Capability.PLAIN
 
-    def _prefill_chunk(self, tokens: Sequence[int], ends: bool = True, again: bool = False) -> None:
-        """Run tokens of a prompt.
-
-        Args:
-            tokens: the prompt's next ones.
-            ends: whether they are its last ones.
-            again: whether they have run before, so that the head knows them.
-        """
+    def _prefill_chunk(self, tokens: Sequence[int], ends: bool = True) -> None:
+        """Run the next tokens of a prompt; ``ends`` says whether they are its last ones."""
         before, length = Snapshot(self._untrimmable), self.length + len(tokens)
         rows = mx.array(list(tokens))
         try:
             self.model(rows[None], cache=self.cache)
-            if self.head and not again:
+            if self.head:
                 self.head.note(rows)
                 self.head.keep(self.length, range(len(tokens)))
                 self.head.see()
@@ -588,31 +528,28 @@ class Target(ContextCache):
         Returns:
             lazy logits, (rows, vocabulary).
         """
-        rows = self.begin_forward(tokens, tree)
-        if len(rows) == 1:
-            logits = self.model(rows[None], cache=self.cache)
+        self.begin_forward(tree)
+        if len(tree) == 1:
+            logits = self.model(tokens[None], cache=self.cache)
         elif tree.is_chain:
-            self.tape = Tape() if self.capability is Capability.TAPE else None
-            logits = forward_at(self.model, rows[None], self.cache, None, self.tape)
+            self.tape = Tape() if self._replays else None
+            logits = forward_at(self.model, tokens[None], self.cache, None, self.tape)
             if self.tape:
                 for cache in self._untrimmable:
-                    self.tape.assign(cache.cache, [cache], len(rows))
+                    if isinstance(cache, ArraysCache):
+                        self.tape.assign(cache.cache, [cache], len(tree))
         else:
             masked = TreeRows(tree)
             install(self.model)
             with masked_for(masked, self.trimmable):
-                logits = forward_at(self.model, rows[None], self.cache, masked.depths)
+                logits = forward_at(self.model, tokens[None], self.cache, masked.depths)
         if self.head:
-            self.head.note(tokens, len(self.pending))
-        return logits[0, len(self.pending) :]
+            self.head.note(tokens)
+        return logits[0]
 
-    def flush_pending(self) -> None:
-        """Run pending tokens, so that the caches hold all ``length`` positions."""
-        tokens = self.pending
-        self.pending, self.length = (), self.length - len(tokens)
-        self._checkpoints.clear()
-        if tokens:
-            self._prefill_chunk(tokens, again=True)
+    def _run_again(self, tokens: Sequence[int]) -> None:
+        self.model(mx.array(list(tokens))[None], cache=self.cache)
+        mx.async_eval(held_arrays(parts(self.cache)))
 
 
 Result = TypeVar("Result")
@@ -624,7 +561,6 @@ def target_for(
     vocab_size: int,
     options: CacheOptions | None = None,
     cache: Sequence[Any] | None = None,
-    undoable: int = 2,
     marks: int = 0,
 ) -> Target:
     """A :class:`Target` of a model, on all machines over which the model is split.
@@ -636,7 +572,7 @@ def target_for(
     """
     leader = getattr(model, "leader", None)
     make = leader.target if leader else Target
-    return make(model, capability, vocab_size, options, cache, undoable, marks)
+    return make(model, capability, vocab_size, options, cache, marks)
 
 
 def together(function: Callable[..., Result], model: nn.Module, *args: Any) -> Result:

@@ -15,14 +15,13 @@ from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 from ..corpus.answers import SWITCH
 from ..drafting.drafter import Drafter
 from ..drafting.kept import Experience, experience_path
-from ..engine.caches import smallest_window
+from ..engine.caches import smallest_keeping_window
 from ..engine.capability import (
     chain_capability,
     draft_end,
     examine_chunks,
     examine_joint,
     find_capability,
-    first_crossing,
 )
 from ..engine.costs import KeptCosts, costs_for, model_identity
 from ..engine.joint import JointMode
@@ -94,20 +93,10 @@ class LoadedModel:
     def draft_end(self) -> int | None:
         """The position where drafting ends, since the model verifies no draft beyond it.
 
-        It is None unless the model's RoPE changes with the context's length (dynamic NTK). A few
-        forwards find it out once a context comes near such a change.
+        It is None unless the model's RoPE changes with the context's length (dynamic NTK), which a
+        few forwards find out.
         """
         return draft_end(self.model)
-
-    @cached_property
-    def first_crossing(self) -> int:
-        """The first position beyond which the model might verify no drafts."""
-        return first_crossing(self.model)
-
-    @cached_property
-    def _chunk_end(self) -> int | None:
-        """The longest prompt whose result does not depend on its chunks; None if none does."""
-        return examine_chunks(self.model, self.chain_capability, self.draft_end)[0]
 
     def chunks_matter(self, length: int, caches: Sequence[Any]) -> bool:
         """Whether a prompt's result depends on the chunks that it runs in.
@@ -119,15 +108,12 @@ class LoadedModel:
             length: the prompt's positions, including those that the caches hold already.
             caches: mlx-lm's or a target's caches for the prompt.
         """
-        if self.chain_capability is Capability.PLAIN:
-            return True
         # Such a cache keeps the first positions, but mlx-lm's mask hides them from a chunk's rows.
-        bound = smallest_window(caches, keeping=True)
+        bound = smallest_keeping_window(caches)
         if bound is not None and length > bound:
             return True
-        if length <= min(self.first_crossing, smallest_window(caches) or length):
-            return False  # without trying forwards
-        return self._chunk_end is not None and length > self._chunk_end
+        end, _ = examine_chunks(self.chain_capability, self.draft_end)
+        return end is not None and length > end
 
     @cached_property
     def vocab_size(self) -> int:

@@ -8,8 +8,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack
 from enum import StrEnum
-from types import FrameType
+from traceback import walk_stack
 from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
@@ -47,8 +48,7 @@ _log = logging.getLogger(__name__)
 
 
 RecordTime = Callable[[int, float, bool], None]
-"""Called with a step's rows (pending ones included), its wall time in seconds, and whether it was
-pipelined."""
+"""Called with a step's rows, its wall time in seconds, and whether it was pipelined."""
 
 
 class State(StrEnum):
@@ -86,6 +86,7 @@ class Request:
         report_progress: the option ``on_progress``.
         draft_model: a drafter whose caches also return to the caller.
         record_times: functions to call with the rows and the time of each step.
+        at_end: called by an engine at the end, after the last response, if any.
         state: the request's stage.
         error: the fault that ended the request, if any.
         finish_reason: the last response's, once it has been made.
@@ -134,6 +135,7 @@ class Request:
         self.report_progress = options.get("on_progress")
         self.draft_model: DraftModelDrafter | None = None
         self.record_times: list[RecordTime] = [decoder.step_times.record]
+        self.at_end: Callable[[], object] = lambda: None
         self.state = State.WAITING
         self.error: Exception | None = None
         self.finish_reason: str | None = None
@@ -195,7 +197,7 @@ class Request:
             able = capability if caches is None else capability_with(caches, capability)
             return target_for(model, able, vocab_size, options, caches)
 
-        loan = None if self.prompt_cache is None else Loan(self.prompt_cache, model)
+        loan = None if self.prompt_cache is None else Loan(self.prompt_cache)
         return CacheLease(new_target, prompt, loan, self.draft_model)
 
     def start(self) -> steps.Sequence:
@@ -209,7 +211,8 @@ class Request:
             self.prepare()
         decoder = self.decoder
         self.state = State.PREFILL
-        target, self.n_cached = cast(CacheLease, self.lease).take(self._close_sequence)
+        target, self.n_cached = cast(CacheLease, self.lease).take()
+        length = target.length + len(self.prompt) - self.n_cached - 1
         self.sequence = steps.Sequence(
             target,
             self.prompt,
@@ -218,9 +221,8 @@ class Request:
             max_tokens=self.max_tokens,
             ends=self.output.add,
             n_cached=self.n_cached,
-            limits=steps.PositionLimits(
-                decoder.first_crossing, lambda: decoder.draft_end, decoder.chunks_matter
-            ),
+            draft_end=decoder.draft_end,
+            in_mlx_lms_chunks=decoder.chunks_matter(length, target.cache),
         )
         self.prefilled = self.n_cached
         self._prefill_started = time.perf_counter()
@@ -252,6 +254,7 @@ class Request:
 
     def on_end(self) -> None:
         """Called by an engine at the end, after the last response, if any."""
+        self.at_end()
 
     def responses_of(self, step: VerifiedStep) -> Iterator[GenerationResponse]:
         """One response per token of a step, up to the last one of the output."""
@@ -299,32 +302,29 @@ class Request:
         return tokens / (time.perf_counter() - self._prefill_ended)
 
     def close(self) -> None:
-        """Return the caches and end the sequence; may be called more than once."""
+        """End the sequence and return the caches; may be called more than once."""
         try:
-            if self.lease:
-                self.lease.give_back(self.context)
+            with ExitStack() as ending:  # runs every callback, even if one fails
+                if self.lease:
+                    ending.callback(self.lease.give_back, self.context)
+                if self.sequence:
+                    ending.callback(self.sequence.close)
         finally:
-            self._close_sequence()
-            if self.sequence and _log.isEnabledFor(logging.DEBUG):
+            if self.sequence and self.stats.steps:
                 stats, generated = self.stats, self.generated
                 _log.debug(
                     "generation ended (%s): %d prompt tokens, %d of them cached; %d tokens in %d "
                     "steps, %.1f a second; %d of %d drafted tokens accepted",
                     *(self.output.finish_reason or "left", len(self.prompt), self.n_cached),
-                    *(generated, stats.steps),
-                    self._generation_tps(generated) if stats.steps else 0.0,
+                    *(generated, stats.steps, self._generation_tps(generated)),
                     *(stats.accepted, stats.drafted),
                 )
             # A finished request must not keep caches and index alive.
             self.drafter = self.lease = self.sequence = self.prefill = None
 
-    def _close_sequence(self) -> None:
-        if self.sequence:
-            self.sequence.close()
 
-
-PATIENCE = 10.0  # seconds; a step, or a chunk of a prompt, takes less
-THREADS_END = 0.05  # seconds for a thread to end, or to return from its consumer
+_PATIENCE = 10.0  # seconds; a step, or a chunk of a prompt, takes less
+_THREADS_END = 0.05  # seconds for a thread to end, or to return from its consumer
 
 _other_threads = False
 """Whether a thread other than the main one has generated."""
@@ -341,8 +341,7 @@ def hold_at_exit() -> None:
     exception"). A blocked thread does not ask for the lock.
     """
     global _other_threads
-    if not _other_threads and threading.current_thread() is not threading.main_thread():
-        _other_threads = True
+    _other_threads |= threading.current_thread() is not threading.main_thread()
     if _ending and _ending[0] != threading.get_ident():
         # Not forever: the ending program may join this thread.
         threading.Event().wait(max(0.0, _ending[1] - time.monotonic()))
@@ -351,31 +350,24 @@ def hold_at_exit() -> None:
 @atexit.register
 def _hold_threads() -> None:
     """Wait until no other thread generates."""
-    global _ending, _other_threads
-    until = time.monotonic() + PATIENCE
-    _ending = threading.get_ident(), until
-    while _others_generate() and time.monotonic() < until:
-        _other_threads = True
+    global _ending
+    _ending = threading.get_ident(), time.monotonic() + _PATIENCE
+    while _others_generate() and time.monotonic() < _ending[1]:
         time.sleep(0.001)
     if _other_threads:
-        time.sleep(THREADS_END)  # without the interpreter's lock
+        time.sleep(_THREADS_END)  # without the interpreter's lock
 
 
 _ROOMS = "mlxspec.compat.", "mlxspec.engine.", "mlxspec.generation."
 
 
 def _others_generate() -> bool:
-    frames = sys._current_frames()
-    del frames[threading.get_ident()]
-    return any(map(_generates, frames.values()))
-
-
-def _generates(frame: FrameType | None) -> bool:
-    """Whether the thread of this frame is in code that may run the model, and is not blocked."""
-    while frame:
-        if frame.f_code is hold_at_exit.__code__:
-            return False
-        if frame.f_globals.get("__name__", "").startswith(_ROOMS):
-            return True
-        frame = frame.f_back
-    return False
+    """Whether another thread is in code that may run the model, and is not blocked."""
+    tops = sys._current_frames()
+    del tops[threading.get_ident()]
+    stacks = ([frame for frame, _ in walk_stack(top)] for top in tops.values())
+    return any(
+        any(frame.f_globals.get("__name__", "").startswith(_ROOMS) for frame in stack)
+        and all(frame.f_code is not hold_at_exit.__code__ for frame in stack)
+        for stack in stacks
+    )

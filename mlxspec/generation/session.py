@@ -18,13 +18,12 @@ from ..corpus.suffix_index import ContextIndex, common_length
 from ..engine.caches import are_quantized, for_steps
 from ..engine.capability import capability_with
 from ..engine.draft_model import DraftModelDrafter
-from ..engine.head_cache import KeptHead
 from ..engine.params import CacheOptions
-from ..engine.prompt_cache import Loan, as_mlx_lms
-from ..engine.prompt_cache_file import (
+from ..engine.prompt_cache import (
+    Loan,
+    as_mlx_lms,
     check_fits,
-    check_lengths,
-    read_prompt_cache,
+    load_prompt_cache,
     save_prompt_cache,
     tokens_in,
 )
@@ -34,8 +33,6 @@ from ..errors import OptionError, PromptCacheError
 
 class CacheLease:
     """A request's use of caches: new ones for this request alone, or the caller's.
-
-    Whenever the caller can use its caches, they hold the prompt and the responses it has taken.
 
     Args:
         new_target: makes a target, from the caller's caches if there are any.
@@ -48,8 +45,6 @@ class CacheLease:
     """
 
     keeps = False
-    _loans: Sequence[Loan] = ()
-    _draft_model: DraftModelDrafter | None = None
 
     def __init__(
         self,
@@ -60,53 +55,29 @@ class CacheLease:
     ) -> None:
         self._new_target = new_target
         self._prompt = [*prompt]
-        if loan:
-            self.keeps, self._loans = True, [loan]
-        if draft_model and draft_model.loan:
-            self._draft_model, self._loans = draft_model, [*self._loans, draft_model.loan]
+        self._loan, self._draft_model = loan, draft_model
+        self.keeps = loan is not None
 
-    def take(self, close: Callable[[], None]) -> tuple[Target, int]:
-        """Take the caches; returns the target, and how many prompt tokens its cache holds.
-
-        Args:
-            close: ends the request's use of the target. The owner calls it to lend the caches to
-                another request before this one has ended.
-        """
-        target = self._loans[0].take(self._new_target) if self._loans else self._new_target()
-        for loan in self._loans:
-            loan.end = close
-        return target, 0
-
-    def pause(self, context: Sequence[int]) -> None:
-        """Let the consumer use the caches; ``context`` is the prompt and the output so far."""
-        self._begin_draft_model()
-        for loan in self._loans:
-            loan.pause(context)
-
-    def resume(self) -> None:
-        """Take the caches again, for the next response."""
-        for loan in self._loans:
-            loan.resume()
+    def take(self) -> tuple[Target, int]:
+        """Take the caches; returns the target, and how many prompt tokens its cache holds."""
+        return (self._loan.take(self._new_target) if self._loan else self._new_target()), 0
 
     def give_back(self, context: Sequence[int]) -> None:
-        """Return the caches after the request has ended, for any reason."""
+        """Return the caches after the request has ended, for any reason.
+
+        Args:
+            context: the prompt, and the output that the consumer has read.
+        """
         complete = len(context) > len(self._prompt)
         with ExitStack() as ending:  # runs every callback, even if one fails
-            for loan in reversed(self._loans):
-                ending.callback(loan.give_back, context, complete)
-            if complete:
-                self._begin_draft_model()
-
-    def _begin_draft_model(self) -> None:
-        """Make the draft model's caches follow the output even if nothing was drafted."""
-        if self._draft_model and not self._draft_model.begun:
-            self._draft_model.begin(self._prompt)
+            if self._loan:
+                ending.callback(self._loan.give_back, context, complete)
+            if self._draft_model:
+                ending.callback(self._draft_model.give_back, self._prompt, context)
 
 
 MARKS = 2
 """Prefills to which a cache that cannot be cut can be rewound; each takes a copy of its state."""
-UNDOABLE = 2
-"""Forwards of a generation that can be undone; each takes a copy of states that cannot be cut."""
 
 _TRIMMABLE = {Capability.TREE, Capability.CHAIN}
 
@@ -141,21 +112,14 @@ class Session:
         cache: mlx-lm's caches to begin with, from :func:`mlxspec.load_prompt_cache`; the session
             does not change them.
         tokens: the tokens that they hold.
-        head: what a trained head knows of them, if it does.
     """
 
-    def __init__(
-        self,
-        cache: Sequence[Any] = (),
-        tokens: Sequence[int] = (),
-        head: KeptHead | None = None,
-    ) -> None:
+    def __init__(self, cache: Sequence[Any] = (), tokens: Sequence[int] = ()) -> None:
         self.index = ContextIndex()
         """The drafter's index of the conversation."""
         self.mark_at = 0
         """A length to which the cache can be rewound after the next prompt."""
         self._tokens = list(tokens)
-        self._head = head
         self._target: ContextCache | None = None
         """A generation makes it a :class:`.Target`."""
         if cache:
@@ -174,14 +138,14 @@ class Session:
                 of mlx-lm do not. For these, pass the result of :func:`mlxspec.load_prompt_cache` as
                 ``prompt_cache``.
         """
-        cache, metadata, head = read_prompt_cache(file_name)
-        tokens = tokens_in(cache, metadata)
+        cache, metadata = load_prompt_cache(file_name, return_metadata=True)
+        tokens = tokens_in(metadata, cache)
         if not tokens:
             raise PromptCacheError(
                 f"{file_name} does not list its cache's tokens: load it with load_prompt_cache and "
                 "pass it as prompt_cache"
             )
-        return cls(cache, tokens, head)
+        return cls(cache, tokens)
 
     def reach(self, length: int) -> int:
         """How many of the first ``length`` tokens another session can begin with.
@@ -207,9 +171,7 @@ class Session:
             target, tokens = self._lent or (self._target, self._tokens)
             assert target is not None
             if not isinstance(target, Target):
-                return Session(target.copied(length, room), tokens[:length], self._head)
-            if not self._lent and length == len(tokens):
-                target.flush_pending()
+                return Session(target.copied(length, room), tokens[:length])
             session = Session(tokens=tokens[:length])
             session._target = forked = target.fork(length, room)
             if target.head and forked.head:
@@ -231,7 +193,6 @@ class Session:
     def nbytes(self) -> int:
         """The bytes of MLX arrays that the session keeps between two generations."""
         held = self._target.kept_arrays if self._target else []
-        held = [*held, *(self._head.arrays if self._head else ())]
         return sum(array.nbytes for array in {id(array): array for array in held}.values())
 
     def save(
@@ -245,21 +206,13 @@ class Session:
             PromptCacheError: the file cannot be written; an existing one stays unchanged.
         """
         with self._used(), mx.stream(generation_stream):
-            target, head = self._target, self._head
+            target = self._target
             if target is None:
                 raise OptionError("session has no cache to save: finish a generation first")
-            if isinstance(target, Target):
-                if getattr(target.model, "leader", None):
-                    raise OptionError(
-                        "session holds a part of a split model's cache: it is not saved"
-                    )
-                try:
-                    target.flush_pending()
-                finally:  # an interrupted flush leaves a shorter context
-                    del self._tokens[target.length :]
-                head = target.head.kept(len(self._tokens)) if target.head else None
+            if isinstance(target, Target) and getattr(target.model, "leader", None):
+                raise OptionError("session holds a part of a split model's cache: it is not saved")
             cache = [as_mlx_lms(layer) for layer in target.cache]
-            save_prompt_cache(file_name, cache, metadata, tokens=self._tokens, head=head)
+            save_prompt_cache(file_name, cache, metadata, tokens=self._tokens)
 
     @contextmanager
     def _used(self) -> Iterator[None]:
@@ -289,23 +242,18 @@ class Session:
         if self._target and not isinstance(self._target, Target):
             lent = [as_mlx_lms(layer) for layer in self._target.cache]
             check_fits(lent, model, "the session's cache")
-            check_lengths(lent, "the session's cache")
         new = partial(
             target_for,
             model,
             vocab_size=vocab_size,
             options=options,
-            undoable=UNDOABLE,
             marks=MARKS,
         )
         # Without a target, the turn after a failed one starts afresh.
         target, self._target = self._target, None
         tokens, self._tokens = self._tokens, []
-        head, self._head = self._head, None
         if lent:
             target = new(capability_with(lent, capability), cache=lent)
-            if head and target.head:
-                target.head.resume(head, tokens)
             target.begin_at(len(tokens))
         if not isinstance(target, Target) or not _serves(target, model, capability, options):
             return new(capability)
@@ -315,7 +263,6 @@ class Session:
             target.rewind(common)
         except ValueError:
             return new(capability)
-        target.flush_pending()
         return target
 
     def _put_back(self, target: Target, context: Sequence[int]) -> None:
@@ -352,7 +299,7 @@ class SessionTurn(CacheLease):
         self._target: Target | None = None
         self._ending = ExitStack()
 
-    def take(self, close: Callable[[], None]) -> tuple[Target, int]:
+    def take(self) -> tuple[Target, int]:
         """The session's target, and how much of the prompt its cache holds.
 
         Raises:
@@ -366,7 +313,7 @@ class SessionTurn(CacheLease):
                 target = self._session._take(self._prompt, *self._of_target)
             self._ending = ending.pop_all()
         target.mark_at, self._session.mark_at = self._session.mark_at, 0
-        self._close, self._target = close, target
+        self._target = target
         self._session._lent = target, self._prompt
         return target, target.length
 
@@ -375,9 +322,6 @@ class SessionTurn(CacheLease):
         with self._ending:
             if target:
                 self._session._lent = None
-                # Drop the reference to the generation, so that no cycle keeps the caches alive.
-                close, self._close = self._close, lambda: None
-                close()
                 self._session._put_back(target, context)
 
 

@@ -17,7 +17,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..errors import LoadError
-from ..process import occupy_standard_descriptors
+from ..process import open_standard_streams
 from .heads import NO_MODEL, named_kind
 from .model_files import (
     check_layers,
@@ -105,7 +105,7 @@ def load(
     Raises:
         LoadError: a file is missing, damaged or not supported; the message names the remedy.
     """
-    occupy_standard_descriptors()  # also in programs that have closed them
+    open_standard_streams()  # also in programs that have closed them
     started = time.perf_counter()
     adapters = None if adapter_path is None else find_adapters(adapter_path)
     directory = find_directory(path_or_hf_repo, revision)

@@ -21,11 +21,11 @@ from ..engine.costs import forward_memory
 from ..engine.model_sizes import CacheKind, cache_kinds, context_length
 from ..engine.params import CacheOptions
 from ..engine.step import SHORT
-from ..engine.target import together, vocabulary_size
+from ..engine.target import UNDOABLE, together, vocabulary_size
 from ..generation.decoder import Decoder
 from ..generation.drafting import Auto
 from ..generation.options import GenerationOptions
-from ..generation.session import MARKS, UNDOABLE, Session
+from ..generation.session import MARKS, Session
 from .prefix_cache import PrefixCache
 
 if TYPE_CHECKING:

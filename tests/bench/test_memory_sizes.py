@@ -96,6 +96,7 @@ def test_what_comes_later_is_not_known_yet() -> None:
     assert not steps_are_saved(before, "answer")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_nothing_and_the_default_size_are_the_decoders_that_have_names() -> None:
     pick = random.Random(0)

@@ -117,7 +117,7 @@ def test_the_address_fills_in_the_form_with_the_same_report() -> None:
 
 def test_a_full_report_fits_into_an_address_and_one_that_does_not_is_left_out() -> None:
     full = bench()
-    names = "plain", "mlx-lm", "prompt-lookup", "auto", "lookahead", "combined"
+    names = "plain", "mlx-lm", "prompt-lookup", "auto", "lookahead"
     of_auto = full["decoders"]["auto"] | {"vs_mlx_lm": 2.345}
     full["decoders"] = dict.fromkeys(names, of_auto)
     full["categories"] = {

@@ -125,11 +125,11 @@ def test_ctrl_c_shows_what_was_measured(
         (("--repeats", "0"), "--repeats is 0"),
         (("--limit", "0"), "--limit is 0"),
         (("--head", "a", "--no-head"), "--head and --no-head are given together"),
-        (("--head", "a", "--decoder", "plain"), "--head is for --decoder auto and combined"),
+        (("--head", "a", "--decoder", "plain"), "--head is for --decoder auto"),
         (("--temp", "-1"), "temp is -1.0"),
         (("--prompts", "missing.jsonl"), "missing.jsonl cannot be read"),
         (("--spec-bench", "missing.jsonl"), "missing.jsonl cannot be read"),
-        (("--html", "missing/page.html"), "--html missing/page.html"),
+        (("--html", "missing/page.html"), "missing/page.html"),
     ],
 )
 def test_a_bad_option_is_one_line_before_a_model_is_loaded(
@@ -156,6 +156,7 @@ def test_a_drafter_of_ones_own_takes_part_alone_and_with_auto(endless: Path, pro
     assert all(figures["outputs"]["different"] == 0 for figures in decoders.values())
 
 
+@pytest.mark.slow
 def test_a_head_takes_part_with_auto_which_is_measured_without_it_too(
     headed: Path, finite: Path, prompts: Path, heads_pay: None
 ) -> None:

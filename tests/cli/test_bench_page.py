@@ -13,7 +13,7 @@ HOSTILE = "<script src='https://example.org/x.js'>alert(1)</script><img src=x on
 
 
 def bench_page(report: Report) -> str:
-    return html_page(bench_tables(report), "mlxspec bench")
+    return html_page(bench_tables(report))
 
 
 class Page(HTMLParser):
@@ -43,9 +43,7 @@ def test_a_page_needs_nothing_but_itself_and_runs_nothing() -> None:
     assert {"script", "img", "link", "iframe", "object", "embed", "form"}.isdisjoint(page.tags)
     names = {name for name, _ in page.attributes}
     assert {"src", "href", "srcset", "action", "data", "onerror"}.isdisjoint(names)
-    policy = next(value for name, value in page.attributes if name == "content" and value)
     assert "url(" not in html
     assert "@import" not in html
-    assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in page.attributes, policy
     # Whatever a category is called, it is there to be read, letter by letter.
     assert HOSTILE in page.text

@@ -314,7 +314,10 @@ def test_a_page_that_cannot_be_written_is_refused_before_measuring(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    for path, reason in ((tmp_path, "a directory"), (tmp_path / "no" / "a.html", "no directory")):
+    for path, reason in (
+        (tmp_path, "a name *.html"),
+        (tmp_path / "no" / "a.html", "no directory"),
+    ):
         result = calibrate(endless, "--html", path)
         assert result.exit_code == 1
         assert reason in result.stderr

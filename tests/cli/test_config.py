@@ -48,7 +48,7 @@ def test_what_is_set_is_shown_and_can_be_taken_out_again(file: Path):
     assert [line.split()[0] for line in shown[1:-1]] == [
         *("model", "max-tokens", "temp", "system-prompt", "alias.fast", "alias.qwen2.5")
     ]
-    assert shown[-1] == f"The default model is {REPOSITORY}, set by 'mlxspec config'."
+    assert shown[-1] == f"The default model is {REPOSITORY}."
     assert run("config", "get", "alias.fast").stdout == "demo\n"
     assert run("config", "set", "alias.page", "https://huggingface.co/owner/name").exit_code == 0
     assert run("config", "unset", "alias.fast").exit_code == 0

@@ -177,7 +177,7 @@ class Document(HTMLParser):
 
 
 def page() -> str:
-    return html_page(explained(lookahead_step()), "mlxspec explain")
+    return html_page(explained(lookahead_step()))
 
 
 def test_the_page_shows_what_the_terminal_shows() -> None:

@@ -22,9 +22,7 @@ from mlxspec.cli.explain import explain_command
 from mlxspec.cli.memory import Memories
 from mlxspec.engine.params import CacheOptions, SamplingParams
 from mlxspec.errors import OptionError
-from mlxspec.generation.drafting import Auto
 from tests.cli.test_generate import assert_one_line_error, generate, report
-from tests.support.demo import demo
 from tests.support.head_files import write_head
 from tests.support.scripted_model import EOS
 
@@ -158,16 +156,17 @@ def test_json_stays_json_where_tokens_are_forbidden(endless: Path) -> None:
     assert len(json.loads(result.stdout)["logprobs"][0]["top"]) == 63
 
 
+@pytest.mark.slow
 def test_lookahead_changes_the_steps_and_not_the_text(endless: Path) -> None:
     options = ("--model", endless, "--prompt", "a", "--max-tokens", 40)
     plain = report(*options, "--decoder", "plain")
-    for decoder in ("lookahead", "combined"):
-        drafted = report(*options, "--decoder", decoder, "--window-size", 4)
-        assert drafted["tokens"] == plain["tokens"]
-        assert drafted["stats"]["steps"] < 20
+    drafted = report(*options, "--decoder", "lookahead", "--window-size", 4)
+    assert drafted["tokens"] == plain["tokens"]
+    assert drafted["stats"]["steps"] < 20
     assert report(*options, "--decoder", "lookahead")["tokens"] == plain["tokens"]
 
 
+@pytest.mark.slow
 def test_the_names_of_paper_and_reference_mean_the_same(endless: Path) -> None:
     options = ("--model", endless, "--prompt", "one two three four", "--max-tokens", 30)
 
@@ -200,7 +199,7 @@ def test_a_window_runs_up_to_the_output_s_end_and_not_beyond(endless: Path) -> N
         (("--decoder", "auto", "-G", "3"), "--guess-set-size is for --decoder lookahead"),
         (("--decoder", "plain", "--no-pool-from-prompt"), "--pool-from-prompt is for"),
         (("--decoder", "lookahead", "--n-draft", "3"), "--n-draft is for --decoder prompt-lookup"),
-        (("--decoder", "lookahead", "--store", "x"), "--store is for --decoder auto and combined"),
+        (("--decoder", "lookahead", "--store", "x"), "--store is for --decoder auto"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -288,6 +287,7 @@ def test_a_draft_model_drafts_where_no_text_repeats(finite: Path, endless: Path)
         assert_one_line_error(generate(*prompt, *wrong), told)
 
 
+@pytest.mark.slow
 def test_a_head_that_comes_with_the_model_drafts_unless_it_is_left_out(
     headed: Path, finite: Path, heads_pay: None
 ) -> None:
@@ -297,7 +297,6 @@ def test_a_head_that_comes_with_the_model_drafts_unless_it_is_left_out(
     assert report("--model", headed, *prompt, "--no-head")["stats"] == plain["stats"]
     for arguments in (
         ("--model", headed),
-        ("--model", headed, "--decoder", "combined"),
         ("--model", finite, "--head", headed / "head"),
         ("--model", finite, "--head", headed),
     ):
@@ -349,8 +348,8 @@ def test_other_drafts_leave_out_the_head_that_comes_with_the_model(
     [
         (("--head", "a", "--no-head"), "--head and --no-head are given together: choose one"),
         (("--head", "a", "--draft-model", "b"), "--head and --draft-model are given together"),
-        (("--head", "a", "--decoder", "plain"), "--head is for --decoder auto and combined, not"),
-        (("--head", "a", "--n-draft", "3"), "--head is for --decoder auto and combined, not"),
+        (("--head", "a", "--decoder", "plain"), "--head is for --decoder auto, not"),
+        (("--head", "a", "--n-draft", "3"), "--head is for --decoder auto, not"),
         (("--head", "nowhere"), "nowhere: no such directory"),
         (("--head", ""), "'--head': it is empty"),
     ],
@@ -390,15 +389,3 @@ def test_a_head_that_does_not_fit_is_one_line_or_a_note(
     result = generate("--model", model, *prompt)
     assert result.exit_code == 0
     assert "Note: the head that comes with the model is left out: " in result.stderr
-
-
-def test_each_generation_beside_lookahead_has_a_prompt_lookup_of_its_own() -> None:
-    """Served ones run at the same time."""
-    asked = taken("--decoder", "combined", "--n-draft", 4, "-W", 3).drafting
-    drafting = asked.of_model(demo().tokenizer, None, None)
-    assert isinstance(drafting, Auto)
-    assert drafting.lookahead is not None
-    assert (drafting.lookahead.window_size, drafting.lookahead.ngram_size) == (3, 5)
-    first = drafting.lookahead.first
-    assert first is not None
-    assert first() is not first()

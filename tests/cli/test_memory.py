@@ -141,14 +141,14 @@ def test_other_decoders_leave_it_alone(finite: Path, decoder: str):
     assert answers() == []
 
 
-def test_files_of_prompts_chats_and_combined_keep_their_answers_too(finite: Path, tmp_path: Path):
+def test_files_of_prompts_keep_their_answers_too(finite: Path, tmp_path: Path):
     memory("on")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('"a"\n"a b"\n')
     assert run("generate", "--model", finite, "--prompts", prompts).exit_code == 0
     assert [len(tokens) for tokens in answers()] == [6]  # the same answer twice, with its end
     assert earned("tokens") == 12
-    generate("--model", finite, "--prompt", "a", "--decoder", "combined")
+    generate("--model", finite, "--prompt", "a", "--decoder", "auto")
     assert earned("tokens") == 18
 
 
@@ -436,6 +436,7 @@ def test_what_is_chosen_is_forgotten(options: tuple[str, ...], gone: list[int]):
         assert shown == ["Forgot 0 answers."]
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("typed", "status", "left"), [(b"y\n", 0, 0), (b"n\n", 1, 3), (b"\n", 1, 3)]
@@ -637,18 +638,18 @@ def test_decoders_of_one_tokenizer_share_what_is_kept(tmp_path: Path):
         stand_in_decoder(mlxspec.AutoDecoder, memory=other)
     other.close()
 
-    def generated(kind: type[mlxspec.AutoDecoder], shared: mlxspec.Memory) -> list:
-        decoder = stand_in_decoder(kind, memory=shared)
+    def generated(shared: mlxspec.Memory) -> list:
+        decoder = stand_in_decoder(mlxspec.AutoDecoder, memory=shared)
         decoder.costs = given_costs(FLAT)
         responses = [*decoder.stream(prompt, 40)]
         shared.settle()
         return responses
 
     one = mlxspec.Memory.kept_in(tmp_path / "kept", demo().tokenizer)
-    first, second = (generated(mlxspec.AutoDecoder, one) for _ in range(2))
+    first, second = (generated(one) for _ in range(2))
     one.close()
     again = mlxspec.Memory.kept_in(tmp_path / "kept", demo().tokenizer)
-    third = generated(mlxspec.CombinedDecoder, again)
+    third = generated(again)
     again.close()
     tokens = [[response.token for response in one] for one in (first, second, third)]
     assert tokens[0] == tokens[1] == tokens[2]
@@ -676,6 +677,7 @@ def test_what_another_process_has_learned_is_seen_when_a_generation_begins(tmp_p
 # Processes.
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_two_processes_learn_at_once_and_one_of_them_is_told_to_forget(endless: Path):
     memory("on")
@@ -714,6 +716,7 @@ def test_a_server_keeps_answers_and_drafts_from_them_after_a_restart():
     assert len(answers()) == 1
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", ["one", "one\none", "one\ntwo"], ids=repr)
 def test_a_server_with_several_keys_keeps_no_answers(keys: str, tmp_path: Path):

@@ -89,14 +89,6 @@ def test_a_model_fits_if_a_tenth_more_than_its_weights_is_there(monkeypatch: pyt
     assert fits == [False, True]
 
 
-def test_a_default_that_is_none_is_told_and_the_others_are_listed(monkeypatch):
-    monkeypatch.setenv("MLXSPEC_MODEL", "nothing")
-    result = run("models")
-    assert "MLXSPEC_MODEL names the model nothing" in result.stderr
-    assert "demo" in result.stdout
-    assert "the default model" not in result.stdout
-
-
 @pytest.mark.parametrize("columns", [40, 80, 160])
 def test_it_fits_the_terminal(columns: int, cache: dict[str, Path], monkeypatch):
     cache["mlx-community/Mistral-7B-Instruct-v0.3-4bit"] = DEMO_DIRECTORY

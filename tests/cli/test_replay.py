@@ -50,15 +50,6 @@ def curve_of(*points: tuple[int, float]) -> object:
 
 
 @pytest.mark.slow
-def test_a_page_does_not_take_the_place_of_what_is_read(traces: Path) -> None:
-    before = traces.read_bytes()
-    result = replay(traces, "--tokenizer", TOKENIZER, "--html", traces, "--force")
-    assert result.exit_code == 1
-    assert "would overwrite a file that this command reads" in str(result.exception) + result.output
-    assert traces.read_bytes() == before
-
-
-@pytest.mark.slow
 def test_classic_prompt_lookup_has_the_published_tokens_per_step(shared: Path) -> None:
     # Spec-Bench has 1.73 and 1.75 for PLD with Vicuna-7B; the traces are half of its prompts.
     result = replay(
@@ -314,7 +305,7 @@ def test_memories_are_compared_with_several_outputs_at_once(repeating: tuple[Pat
         (("--chip", "Z80"), "'Z80': choose one of M2 Pro"),
         (("--chip", "M4 Max"), "'M4 Max': the nearest known ones are M4 Pro and M3 Max"),
         (("--curve", "missing.json"), "missing.json: no cost curve"),
-        (("--html", "missing/page.html"), "--html missing/page.html"),
+        (("--html", "missing/page.html"), "missing/page.html"),
         (("--head-curve", ".7,.8@0.1"), "--head-curve '.7,.8@0.1': give, as in .76,.60,.50,.41@"),
         (("--head-curve", ".7"), "and after '@' the time of each token in plain steps"),
         (("--head-curve", ".7@0.1", "--memory", "1M"), "leave out --decoder, --drafter and --head"),

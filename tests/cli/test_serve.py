@@ -273,6 +273,7 @@ def test_models_of_a_folder_come_and_go(endless: Path, tmp_path: Path) -> None:
     prompt = [1, *[7] * 40]
     with serving("--models", tmp_path / "models", *options) as server:
         assert re.search(r"on demand +3 models, which", server.panel)
+        assert "models/broken is left out: " in server.panel
         asked = {"prompt": prompt, "max_tokens": 4, "model": "one"}
         first = server.ask("/v1/completions", **asked)
         assert first["choices"][0]["text"].split() == LINE.split()
@@ -295,14 +296,21 @@ def test_models_of_a_folder_come_and_go(endless: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_that_has_left_the_disk_is_not_looked_for_on_the_hub(
-    endless: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    endless: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     shutil.copytree(endless, tmp_path / "models" / "one")
     monkeypatch.chdir(tmp_path)
     options = ServeOptions(available=("models",))
     nothing: Any = None
     loader = _Loader([], nothing, options, nothing, nothing, {}, [])
-    (found,) = loader.find()
+    (tmp_path / "models" / "broken").mkdir()
+    (tmp_path / "models" / "broken" / "config.json").write_text("{}")
+    for _ in range(2):
+        (found,) = loader.find()
+    assert capsys.readouterr().err.count("models/broken is left out: ") == 1
     assert found.path == str(tmp_path / "models" / "one")  # "models/one" may be a repository
     assert {"one", "models/one"} <= {found.name, *found.others}
 

@@ -85,6 +85,7 @@ def test_without_a_terminal_it_writes_the_report_and_opens_nothing(
     assert opened == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("at_terminal")
 def test_at_a_terminal_it_asks_first(home: Path, opened: list[str]) -> None:
     for typed, status in (("n\n", 0), ("\n", 0), ("", 1)):  # 1: click's own runner, at the end

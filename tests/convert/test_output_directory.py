@@ -62,6 +62,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, source: Path, error: ty
     assert names(tmp_path) == {"source"}
 
 
+@pytest.mark.slow
 def test_what_a_killed_conversion_left_is_removed_by_the_next(tmp_path: Path, source: Path):
     code = (
         "import os, signal; from pathlib import Path\n"

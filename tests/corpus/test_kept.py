@@ -153,6 +153,7 @@ def test_files_and_directory_are_their_owners_alone(tmp_path: Path):
     assert {path.suffix for path in (tmp_path / "new").iterdir()} == {".index", ".sqlite"}
 
 
+@pytest.mark.slow
 def test_answers_take_no_more_than_their_page_says(tmp_path: Path):
     pick = random.Random(0)
     learn(tmp_path, [[pick.randrange(100) for _ in range(200)] for _ in range(100)])
@@ -257,6 +258,7 @@ def steps_of(held: Memory, action: Callable[[], object]) -> int:
     return counted[0]
 
 
+@pytest.mark.slow
 def test_an_answer_of_another_process_takes_as_long_whatever_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -275,6 +277,7 @@ def test_an_answer_of_another_process_takes_as_long_whatever_is_kept(
     assert max(counts) < 200
 
 
+@pytest.mark.slow
 def test_indexing_anew_takes_as_long_for_each_answer_whatever_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -294,6 +297,7 @@ def test_indexing_anew_takes_as_long_for_each_answer_whatever_is_kept(
     assert counts[1] == pytest.approx(counts[0], rel=0.05)
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_take_turns_and_lose_nothing(tmp_path: Path):
     first, second = opened(tmp_path), opened(tmp_path)
     answers = some_answers(200)
@@ -321,6 +325,7 @@ def flipped(path: Path, place: int, pick: random.Random) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_every_flipped_bit_of_an_index_is_borne(tmp_path: Path):
     answers = some_answers(40)
@@ -344,6 +349,7 @@ def test_every_flipped_bit_of_an_index_is_borne(tmp_path: Path):
     assert all_texts(tmp_path) == sorted(answers)
 
 
+@pytest.mark.slow
 def test_a_damaged_index_is_made_again_and_not_merged(tmp_path: Path):
     answers = some_answers(40)
     learn(tmp_path, answers)
@@ -383,6 +389,7 @@ def learn_with(directory: Path, lines: list[str], answers: list[list[int]]) -> N
     held.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @settings(max_examples=examples(60))
 @given(data=st.data())
@@ -414,6 +421,7 @@ def test_a_damaged_database_is_set_aside(tmp_path: Path):
     assert path.with_name(f"{DATABASE}.damaged").read_bytes().startswith(b"no database")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_damaged_pages_are_noticed_while_answers_are_kept(tmp_path: Path):
     learn(tmp_path, some_answers(400))
@@ -451,6 +459,7 @@ def test_another_tokenizers_answers_are_not_found(tmp_path: Path):
     assert all_texts(tmp_path) == sorted(some_answers(45))
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [0, 20, 100, 600, 3000])
 def test_a_full_disk_leaves_the_old_state_and_one_line(tmp_path: Path, limit: int):
@@ -512,6 +521,7 @@ def test_forgetting_leaves_nothing_on_disk_while_another_process_has_the_answers
     assert not any(np.array(answer, "<i4").tobytes() in written for answer in answers[:30])
 
 
+@pytest.mark.slow
 def test_nothing_forgotten_comes_back_from_a_living_process(tmp_path: Path):
     answers = some_answers(43)
     held = opened(tmp_path)
@@ -576,6 +586,7 @@ def test_answers_that_are_forgotten_while_their_index_is_written_are_not_in_it(
 NUMBERS = [99, 100, 2**31 - 1, -(2**31)]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @settings(max_examples=examples(60))
 @given(

@@ -76,6 +76,7 @@ def test_the_file_is_a_line_of_json_and_two_arrays(path: Path):
     assert resealed(data) == with_header(data) == data
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_every_flipped_bit_is_noticed(path: Path):
     data = path.read_bytes()

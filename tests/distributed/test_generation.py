@@ -25,7 +25,7 @@ QUANTISED_KV = 1e-2
 @pytest.fixture(scope="module")
 def hybrids() -> dict[str, list[int]]:
     """What one process generates with each hybrid model."""
-    options: dict[str, Any] = {"max_tokens": 12, "capability": Capability.TAPE}
+    options: dict[str, Any] = {"max_tokens": 12, "capability": Capability.REPLAY}
     return {
         name: plain(hybrid.model(), ARCHITECTURE_PROMPT, **options)
         for name, hybrid in HYBRIDS.items()
@@ -74,7 +74,7 @@ def test_drafts_are_accepted_and_rejected(name: str, report: dict[str, Any]) -> 
 def test_a_hybrid_computes_its_states_again_on_all_ranks(
     name: str, report: dict[str, Any], hybrids: dict[str, list[int]]
 ) -> None:
-    assert report[name]["tier"] == Capability.TAPE.value
+    assert report[name]["tier"] == Capability.REPLAY.value
     assert 0 < report[name]["accepted"] < len(hybrids[name]) - 1
     model = HYBRIDS[name].model()
     assert_same_output(model, ARCHITECTURE_PROMPT, hybrids[name], report[name]["tokens"])
@@ -89,6 +89,7 @@ def test_heads_that_do_not_divide_are_refused(report: dict[str, Any]) -> None:
     assert "cannot be split into 2 equal parts" in report["unsplittable"]
 
 
+@pytest.mark.nightly
 def test_only_rank_0_prints(small_model: Path, decoder: Decoder, tmp_path: Path) -> None:
     prompt = ",".join(map(str, PROMPT))
     # Plain steps need no measured costs, which on a busy machine would be worth a note.

@@ -242,6 +242,7 @@ def kept_in(cache: CostCache) -> list[KnownTimes]:
     return [known for _, ranges in cache.entries() for known in ranges.values()]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(150))
 @given(data=st.data())

@@ -204,6 +204,7 @@ while True:
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_killed_while_writing_nothing_is_lost(tmp_path: Path) -> None:
     path = tmp_path / "a.json"

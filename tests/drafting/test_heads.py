@@ -311,8 +311,8 @@ def test_why_a_head_does_not_draft_is_told_with_its_figures() -> None:
     assert planner.no_draft().endswith("tokens, after the head has taken 2.00")
 
 
-def test_a_head_whose_drafts_would_run_twice_waits_for_no_token() -> None:
-    planner = Planner(FixedCosts(FLAT), [NoDraft()], replays=True)
+def test_a_head_whose_drafts_are_too_dear_waits_for_no_token() -> None:
+    planner = Planner(FixedCosts(FLAT), [NoDraft()])
     planner.head = Scripted(cost=5)
     planner.begin([1, 2])
     planner.policy.gain = 0.0

@@ -100,19 +100,17 @@ def test_nobody_waits_long_for_the_drafts_of_others(patient: bool) -> None:
     plain=ANY_TIME,
     others=st.lists(ANY_TIME),
     seconds=st.lists(st.floats(), min_size=4, max_size=4),
-    replays=st.booleans(),
     rows_taken=st.integers(0, 70),
 )
 def test_no_step_times_make_planning_fail(
     plain: KnownTime,
     others: list[KnownTime],
     seconds: list[float],
-    replays: bool,
     rows_taken: int,
 ) -> None:
     costs = LiveCosts({1024: [*others, replace(plain, rows=1)]})
     together = costs.for_sequences(3)
-    planners = [Planner(costs, [SuffixSource()], replays=replays) for _ in range(2)]
+    planners = [Planner(costs, [SuffixSource()]) for _ in range(2)]
     for planner in planners:
         planner.begin(TEXT)
     for number, taken in enumerate(seconds):
@@ -130,7 +128,6 @@ def test_no_step_times_make_planning_fail(
                 sequences=sequences,
                 seconds=taken,
                 context=80,
-                pending=number if replays else 0,
                 pipelined=planner.pipelined,
             )
             planner.observe(step)

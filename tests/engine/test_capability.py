@@ -52,7 +52,7 @@ def test_caches_alone_say_what_is_possible_without_a_forward() -> None:
 
     assert capability("ministral3") is capability("gemma3") is Capability.TREE
     assert capability("llama4") is Capability.CHAIN
-    assert capability("mamba2") is capability("falcon_h1") is Capability.TAPE
+    assert capability("mamba2") is capability("falcon_h1") is Capability.REPLAY
 
 
 @pytest.mark.parametrize(

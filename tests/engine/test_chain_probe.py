@@ -22,6 +22,7 @@ from tests.support.random_models import random_model, scaled_rope
 pytestmark = pytest.mark.slow
 
 END = 40
+MARGIN = 4  # rows of the trial step that lie before the change
 DYNAMIC = {
     "llama": scaled_rope("dynamic", factor=4.0),
     "internlm2": {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
@@ -37,6 +38,7 @@ def dynamic(model_type: str, end: int = END) -> nn.Module:
     return model
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("model_type", DYNAMIC)
 @pytest.mark.parametrize("length", [4, END - 8, 2 * END])
 def test_a_base_that_depends_on_the_length_changes_no_output(model_type: str, length: int) -> None:
@@ -61,15 +63,17 @@ def test_a_draft_far_before_the_end_stops_short_of_it() -> None:
     assert [response.token for response in responses] == expected
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("end", [40, 4096, 5000, 32768])
 @pytest.mark.parametrize("model_type", DYNAMIC)
 def test_drafts_end_where_the_base_begins_to_change(model_type: str, end: int) -> None:
     finding = examine(dynamic(model_type, end))
-    assert finding.draft_end == end
-    assert f"from position {end} on" in finding.reason
-    assert finding.capability in (Capability.CHAIN, Capability.TAPE, Capability.REPLAY)
+    assert finding.draft_end == end - MARGIN
+    assert f"from position {end - MARGIN} on" in finding.reason
+    assert finding.capability in (Capability.CHAIN, Capability.REPLAY)
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("deciding", ["first", "last"])
 @pytest.mark.parametrize("end", [96, 100, 1000, 8192])
 def test_a_rule_that_a_steps_first_or_last_position_decides_is_found(
@@ -83,7 +87,7 @@ def test_a_rule_that_a_steps_first_or_last_position_decides_is_found(
 
     monkeypatch.setattr(rope_utils.Llama3RoPE, "__call__", switching)
     scaling = scaled_rope("llama3", factor=8.0, original_max_position_embeddings=end)
-    assert draft_end(random_model("llama", **scaling)) == end
+    assert draft_end(random_model("llama", **scaling)) == end - MARGIN
 
 
 def test_a_rule_for_each_position_keeps_drafts_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:

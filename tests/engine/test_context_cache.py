@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -29,7 +30,7 @@ ACTIONS = st.lists(
     st.one_of(
         STEPS,
         STEPS,
-        st.tuples(st.sampled_from(["truncate", "rewind", "copy", "interrupt", "flush"]), LENGTHS),
+        st.tuples(st.sampled_from(["truncate", "rewind", "copy", "interrupt"]), LENGTHS),
         st.tuples(st.just("prefill"), st.lists(TOKENS, min_size=1, max_size=30)),
     ),
     max_size=14,
@@ -52,12 +53,19 @@ def held(cache: Any) -> list[int]:
     return [] if cache.keys is None else cache.keys_and_values()[0][0, 0, :, 0].tolist()
 
 
+class Written(ContextCache):
+    """A context cache whose model writes what runs through it."""
+
+    def _run_again(self, tokens: Sequence[int]) -> None:
+        write(self.cache, mx.array(tokens))
+
+
 class Checked:
     """A context cache, and the tokens that it should hold."""
 
     def __init__(self, kind: str) -> None:
         make, replays = KINDS[kind]
-        self.cache = ContextCache(make(), CacheOptions(), replays, marks=2)
+        self.cache = Written(make(), CacheOptions(), replays, marks=2)
         self.kind, self.replays = kind, replays
         self.tokens: list[int] = []
         self.prefill([1, 2, 3])
@@ -65,13 +73,10 @@ class Checked:
     def check(self) -> None:
         cache = self.cache
         assert cache.length == len(self.tokens)
-        in_caches = self.tokens[: len(self.tokens) - len(cache.pending)]
-        assert [*in_caches, *cache.pending] == self.tokens
         for part in parts(cache.cache):
-            assert held(part) == in_caches
+            assert held(part) == self.tokens
 
     def prefill(self, tokens: list[int]) -> None:
-        self.flush()
         write(self.cache.cache, mx.array(tokens))
         self.cache.prefilled(len(tokens))
         self.tokens += tokens
@@ -81,21 +86,20 @@ class Checked:
         """Run a tree, or a chain where states replay, and keep a path that the nodes determine."""
         parents = [-1, *(n if self.replays else p % (n + 1) for n, (_, p) in enumerate(nodes))]
         tree = DraftTree((50, *(token for token, _ in nodes)), tuple(parents))
-        write(self.cache.cache, self.cache.begin_forward(mx.array(tree.tokens), tree))
+        self.cache.begin_forward(tree)
+        write(self.cache.cache, mx.array(tree.tokens))
         node, path = (nodes[0][1] if nodes else 0) % len(tree), []
         while node >= 0:
             path.insert(0, node)
             node = tree.parents[node]
-        if len(self.cache.pending) + len(path) > 15 and self.replays:
-            path = [*range(len(tree))]
         self.cache.commit(path)
         self.tokens += [tree.tokens[row] for row in path]
 
     def interrupt(self, layers: int) -> None:
         """A forward that some of the layers have not seen."""
         tree = DraftTree.chain(60, [61, 62])
-        rows = self.cache.begin_forward(mx.array(tree.tokens), tree)
-        write(parts(self.cache.cache)[: layers % 3], rows)
+        self.cache.begin_forward(tree)
+        write(parts(self.cache.cache)[: layers % 3], mx.array(tree.tokens))
         self.cache.truncate(self.cache.length)
 
     def truncate(self, length: int) -> None:
@@ -124,18 +128,11 @@ class Checked:
         reach = self.cache.reach(length)
         assert reach <= length
         if self.kind == "replayed attention":
-            assert reach == min(length, len(self.tokens) - len(self.cache.pending))
+            assert reach == min(length, len(self.tokens))
         if reach:
             for part in parts(self.cache.copied(reach, room=0)):
                 kept = held(part) if isinstance(part, ArraysCache) else copied(part)
                 assert kept == self.tokens[:reach]
-
-    def flush(self, _: int = 0) -> None:
-        """Run what is pending, as a target does."""
-        pending, self.cache.pending = self.cache.pending, ()
-        self.cache._checkpoints.clear()
-        if pending:
-            write(self.cache.cache, mx.array(pending))
 
 
 def copied(cache: Any) -> list[int]:
@@ -160,7 +157,8 @@ def test_caches_are_quantised_once_they_are_long_enough_and_not_rewound_to_befor
     cache = ContextCache([KVCache()], options, replays=False)
     for length in range(1, 7):
         tree = DraftTree.chain(length)
-        write(cache.cache, cache.begin_forward(mx.array([length]), tree))
+        cache.begin_forward(tree)
+        write(cache.cache, mx.array([length]))
         cache.commit((0,))
         assert isinstance(cache.cache[0], QuantizedKVCache) == (length >= 5)
         assert cache.quantized
@@ -199,15 +197,3 @@ def test_a_mark_is_forgotten_with_what_it_stands_in() -> None:
     checked.step([])
     checked.step([])
     assert checked.cache.reach(5) == 3
-
-
-def test_what_is_used_for_a_while_is_rolled_back() -> None:
-    checked = Checked("both")
-    with checked.cache.rolled_back():
-        write(checked.cache.cache, mx.array([9, 9]))
-        checked.cache.prefilled(2)
-        checked.cache.mark()
-    checked.check()
-    for _ in range(3):
-        checked.step([])
-    assert checked.cache.reach(6) == 3

@@ -59,12 +59,12 @@ class Generation:
             self.context += step.tokens
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("seed", [1, 2] if LONG else [1])
 @pytest.mark.parametrize(
     ("name", "capability"),
     [
         ("mamba2", Capability.REPLAY),
-        ("mamba2", Capability.TAPE),
         ("recurrent_gemma", Capability.REPLAY),
         ("llama3", Capability.REPLAY),
         ("llama3", Capability.TREE),

@@ -131,6 +131,7 @@ def assert_wrote_what_it_writes_alone(member: Member) -> None:
         assert mx.max(mx.abs(difference)).item() < 1e-3
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize(
     ("name", "call"),
     # With a call of attention that costs little, long drafts are served by themselves.
@@ -267,6 +268,7 @@ def test_members_with_many_rows_stand_behind_those_in_slots_whatever_their_numbe
         joint.leave(together, keep=False)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("spare", [0, 16, 64])
 def test_slots_take_no_more_than_is_spared_whoever_grows_pauses_and_leaves(
     spare: int, monkeypatch: pytest.MonkeyPatch

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 from mlx_lm.models.cache import save_prompt_cache as mlx_lm_save
 
 from mlxspec import PromptLookupDecoder, Session, load_prompt_cache, save_prompt_cache
-from mlxspec.engine.prompt_cache_file import check_fits, tokens_in
+from mlxspec.engine.prompt_cache import check_fits, tokens_in
 from mlxspec.errors import OptionError, PromptCacheError
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import demo
@@ -57,13 +57,14 @@ def test_files_go_both_ways(kind: str, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_session_goes_on_from_a_file_that_says_what_it_holds(kind: str, tmp_path: Path) -> None:
     model = ARCHITECTURES[kind].model()
     expected = following(model, cached(model))
     save_prompt_cache(tmp_path / "c.safetensors", cached(model), tokens=PROMPT)
     cache, metadata = load_prompt_cache(tmp_path / "c.safetensors", return_metadata=True)
-    session = Session(cache, tokens_in(cache, metadata))
+    session = Session(cache, tokens_in(metadata, cache))
     decoder = PromptLookupDecoder(model, demo().tokenizer)
     responses = list(decoder.stream([*PROMPT, *NEXT], 9, session=session))
     assert [response.token for response in responses] == expected[: len(responses)]
@@ -75,6 +76,7 @@ def test_a_session_goes_on_from_a_file_that_says_what_it_holds(kind: str, tmp_pa
     assert parted == truth[: len(parted)]
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_conversation_that_was_saved_goes_on_where_it_ended(kind: str, tmp_path: Path) -> None:
     model = ARCHITECTURES[kind].model()
@@ -101,7 +103,7 @@ def test_a_session_without_a_cache_and_a_file_without_tokens_are_refused(tmp_pat
         Session.load(tmp_path / "c.safetensors")
     cache = load_prompt_cache(tmp_path / "c.safetensors")
     for nonsense in ("[1, 2]", "{}", "x", '["a"]'):
-        assert tokens_in(cache, {"tokens": nonsense}) == []
+        assert tokens_in({"tokens": nonsense}, cache) == []
 
 
 def test_a_cache_of_other_layers_shapes_or_quantisation_is_refused() -> None:

@@ -11,9 +11,7 @@ import pytest
 from mlx_lm.generate import generate_step
 
 import mlxspec
-from mlxspec.engine.capability import Capability, examine_chunks
 from mlxspec.generation.engine import Engine
-from tests.support.architecture_settings import WINDOW
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import endless_tokenizer
 from tests.support.engines import submit
@@ -27,8 +25,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bounded": ("qwen3", BOUNDED),
     "bounded, in several steps": ("mixtral", {**BOUNDED, "prefill_step_size": 32}),
     "latent and bounded": ("deepseek_v3", BOUNDED),
-    "another window's mask": ("plamo3", {}),
-    "in several steps": ("plamo3", {"prefill_step_size": 32}),
     "quantised at the end": ("wide", QUANTISED),
     "quantised on the way": ("wide", {**QUANTISED, "prefill_step_size": 32}),
     "quantised from the beginning": ("wide", {**QUANTISED, "quantized_kv_start": 0}),
@@ -100,12 +96,3 @@ def test_short_prompts_of_a_model_whose_rows_change_each_other_run_by_themselves
     )
     expected = [[response.token for response in responses] for responses in found]
     assert written.token_ids == expected
-
-
-@pytest.mark.parametrize("size", [WINDOW, 700])
-def test_windows_are_tried_at_their_own_size(size: int) -> None:
-    for name, end in (("plamo3", size), ("gemma3", None)):
-        sizes = {"sliding_window": size, "window_size": size}
-        config = {**ARCHITECTURES[name].config, **sizes}
-        model = replace(ARCHITECTURES[name], config=config).model()
-        assert examine_chunks(model, Capability.TREE, None)[0] == end

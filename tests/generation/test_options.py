@@ -179,9 +179,8 @@ def test_a_model_s_own_cache_is_taken_whatever_it_holds(
         assert list(other.stream([4, 5], 1, prompt_cache=cache))
 
 
-@pytest.mark.parametrize(
-    "kind", [mlxspec.AutoDecoder, mlxspec.LookaheadDecoder, mlxspec.CombinedDecoder]
-)
+@pytest.mark.nightly(keep=1)
+@pytest.mark.parametrize("kind", [mlxspec.AutoDecoder, mlxspec.LookaheadDecoder])
 def test_all_decoders_take_the_same_options_and_write_the_same(
     decoder: PromptLookupDecoder, kind: type[mlxspec.Decoder]
 ) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import mlxspec
-from mlxspec import AutoDecoder, CombinedDecoder, Decoder, Drafter, DraftTree, VerifiedStep
+from mlxspec import AutoDecoder, Decoder, Drafter, DraftTree, VerifiedStep
 from mlxspec.drafting.drafter import load_drafter
 from mlxspec.errors import DrafterError, OptionError
 from tests.support.demo import FLAT, demo_decoder, given_costs, stand_in_decoder
@@ -45,28 +45,23 @@ def test_the_pages_drafter_drafts() -> None:
     assert responses[-1].stats.tokens_per_step > 2
 
 
-@pytest.mark.parametrize("kind", [AutoDecoder, CombinedDecoder])
 @pytest.mark.parametrize("temp", [0.0, 0.8])
-def test_an_extra_drafter_drafts_beside_the_look_ups(kind: type[AutoDecoder], temp: float) -> None:
+def test_an_extra_drafter_drafts_beside_the_look_ups(temp: float) -> None:
     plain = tokens(stand_in_decoder(Decoder), temp=temp, seed=3)
     for extra in (Foresight(plain), HostileDrafter(plain, 512, 1, seed=4)):
-        decoder = stand_in_decoder(kind, extra_drafter=extra)
+        decoder = stand_in_decoder(AutoDecoder, extra_drafter=extra)
         decoder.costs = given_costs(FLAT)
         assert tokens(decoder, temp=temp, seed=3) == plain
 
 
-@pytest.mark.parametrize(
-    ("kind", "sizes"),
-    [(AutoDecoder, {}), (CombinedDecoder, {}), (CombinedDecoder, {"window_size": 3})],
-)
-def test_what_an_extra_drafter_alone_knows_is_drafted(kind: type[AutoDecoder], sizes: dict) -> None:
+def test_what_an_extra_drafter_alone_knows_is_drafted() -> None:
     prompt = [5, 6, 7]
     truth = [r.token for r in stand_in_decoder(Decoder).stream(prompt, 40)]
     steps = {}
     for extra in (None, Foresight(truth)):
-        decoder = stand_in_decoder(kind, extra_drafter=extra, memory_tokens=0)
+        decoder = stand_in_decoder(AutoDecoder, extra_drafter=extra, memory_tokens=0)
         decoder.costs = given_costs(FLAT)
-        *_, last = decoder.stream(prompt, 40, **sizes)
+        *_, last = decoder.stream(prompt, 40)
         steps[extra is None] = last.stats.steps
     assert steps[False] < 0.6 * steps[True]
 

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlxspec
-from mlxspec import AutoDecoder, CombinedDecoder, LookaheadDecoder, PromptLookupDecoder
+from mlxspec import AutoDecoder, LookaheadDecoder, PromptLookupDecoder
 from mlxspec.engine.sampling import SamplingParams
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import FLAT
@@ -97,7 +97,6 @@ WAYS = {
     "prompt lookup": by_decoder(PromptLookupDecoder),
     "auto": by_decoder(AutoDecoder),
     "lookahead": by_decoder(LookaheadDecoder, window_size=4),
-    "combined": by_decoder(CombinedDecoder),
     "session": by_decoder(AutoDecoder, session=mlxspec.Session()),
 }
 

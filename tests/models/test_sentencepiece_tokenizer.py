@@ -67,6 +67,7 @@ def mistral_v3(shared: Path) -> Path:
     return SENTENCEPIECE["mistral v3"]
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("text", TEXTS)
 def test_ids_are_those_of_sentencepiece_after_bos(model_path: Path, text: str) -> None:
     assert_equal_ids(model_path, text)
@@ -118,6 +119,7 @@ MISTRAL_V3_CONVERSATIONS = [
 ]
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(("turns", "ids"), MISTRAL_V3_CONVERSATIONS)
 def test_mistral_v3_conversations_have_mistrals_ids(
     mistral_v3: Path, tmp_path: Path, turns: list[tuple[str, str]], ids: list[int]
@@ -201,6 +203,7 @@ def saved_and_loaded(path: Path, directory: Path, config: dict | None = None):
     return AutoTokenizer.from_pretrained(directory)
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("config", [None, {"model_type": "llama"}, {"model_type": "mistral"}])
 def test_saved_files_give_transformers_and_mlx_lm_the_same_ids(
     model_path: Path, tmp_path: Path, config: dict | None

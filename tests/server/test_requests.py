@@ -11,8 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxspec import Constraint, SamplingParams
-from mlxspec.server.body import ApiError, parse, read_body
-from mlxspec.server.openai import DetokenizeBody, parse_chat, parse_completion, parse_tokenize
+from mlxspec.server.body import ApiError, read_body
+from mlxspec.server.openai import (
+    parse_chat,
+    parse_completion,
+    parse_detokenize,
+    parse_tokenize,
+)
 from mlxspec.server.requests import ChatRequest, CompletionRequest, sampling_of_choice
 from tests.support.examples import examples
 from tests.support.hostile import json_values
@@ -27,10 +32,6 @@ WEATHER = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     },
 }
-
-
-def parse_detokenize(body: object) -> DetokenizeBody:
-    return parse(DetokenizeBody, body)
 
 
 def chat(**fields: Any) -> ChatRequest:
@@ -52,7 +53,7 @@ def completion(**fields: Any) -> CompletionRequest:
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
             Constraint.json_schema(SCHEMA),
-            "response_format.json_schema.schema",
+            "response_format",
         ),
         ({"json_schema": SCHEMA}, Constraint.json_schema(SCHEMA), "json_schema"),
         ({"guided_json": SCHEMA}, Constraint.json_schema(SCHEMA), "guided_json"),
@@ -80,7 +81,7 @@ def completion(**fields: Any) -> CompletionRequest:
                 "guided_json": json.dumps(SCHEMA),
             },
             Constraint.json_schema(SCHEMA),
-            "response_format.json_schema.schema",
+            "response_format",
         ),
         (
             {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": False}},
@@ -131,7 +132,7 @@ def param_of(body: object, parse: Any = parse_chat) -> str | None:
 def test_a_request_without_options_has_the_defaults_of_generate() -> None:
     request = chat()
     assert request == ChatRequest(messages=({"role": "user", "content": "Hello"},))
-    params = sampling_of_choice(request.sampling, 100)
+    params = sampling_of_choice(request.sampling)
     assert (params.temp, params.top_p, params.top_k, params.seed) == (0.0, 1.0, 0, None)
     assert params.logit_bias is None
     assert params.repetition_penalty is None
@@ -154,7 +155,7 @@ def test_every_option_of_sampling_arrives() -> None:
         "xtc_probability": 0.5,
         "xtc_threshold": 0.2,
     }
-    params = sampling_of_choice(chat(**body).sampling, 100, xtc_special_tokens=[1])
+    params = sampling_of_choice(chat(**body).sampling, xtc_special_tokens=[1])
     assert params.temp == 0.7
     assert params.logit_bias == {5: -100.0, 12: 2.5}
     assert params.xtc_special_tokens == (1,)
@@ -189,7 +190,11 @@ def test_unknown_options_of_a_stream_are_ignored() -> None:
 
 
 def test_errors_call_objects_objects() -> None:
-    for fields in ({"metadata": 5}, {"tool_choice": {"type": "function"}}, {"messages": ["x"]}):
+    for fields in (
+        {"stream_options": 5},
+        {"tool_choice": {"type": "function"}},
+        {"messages": ["x"]},
+    ):
         with pytest.raises(ApiError) as caught:
             chat(**fields)
         assert caught.value.message.endswith("it should be an object.")
@@ -230,21 +235,9 @@ def test_what_the_clients_of_other_servers_send_is_taken() -> None:
     assert chat(mlxspec={"drafts": True}).drafts
 
 
-def test_a_top_k_above_the_vocabulary_keeps_all() -> None:
-    assert sampling_of_choice(chat(top_k=100).sampling, 100).top_k == 0
-    assert sampling_of_choice(chat(top_k=99).sampling, 100).top_k == 99
-
-
-def test_a_bias_for_an_id_that_is_no_token_is_refused() -> None:
-    sampling = chat(logit_bias={"99": 1, "100": 1}).sampling
-    with pytest.raises(ApiError, match="0 to 99") as caught:
-        sampling_of_choice(sampling, 100)
-    assert caught.value.param == "logit_bias"
-
-
 def test_choices_have_seeds_of_their_own_and_the_first_has_the_clients() -> None:
     sampling = chat(seed=2**64 - 1, n=3).sampling
-    assert [sampling_of_choice(sampling, 9, choice).seed for choice in range(3)] == [
+    assert [sampling_of_choice(sampling, choice).seed for choice in range(3)] == [
         2**64 - 1,
         0,
         1,
@@ -260,12 +253,12 @@ def test_choices_have_seeds_of_their_own_and_the_first_has_the_clients() -> None
         ({"temperature": float("inf")}, "temperature"),
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": 2**70}, "temperature"),
-        ({"temperature": 10**5000}, "temperature"),
         ({"top_p": 1.1}, "top_p"),
         ({"top_k": -2}, "top_k"),
         ({"top_k": 1.5}, "top_k"),
         ({"min_p": []}, "min_p"),
-        ({"repetition_penalty": 1e-300}, "repetition_penalty"),
+        ({"repetition_penalty": -1}, "repetition_penalty"),
+        ({"temperature": 1e-40}, "temperature"),
         ({"seed": -2}, "seed"),
         ({"seed": 2**64}, "seed"),
         ({"seed": True}, "seed"),
@@ -274,8 +267,8 @@ def test_choices_have_seeds_of_their_own_and_the_first_has_the_clients() -> None
         ({"stop": ["a", 5]}, "stop[1]"),
         ({"stop": ["a"] * 33}, "stop"),
         ({"stop": "a" * 1001}, "stop"),
-        ({"logit_bias": {"a": 1}}, "logit_bias"),
-        ({"logit_bias": {"²": 1}}, "logit_bias"),
+        ({"logit_bias": {"a": 1}}, "logit_bias.a"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias.-1"),
         ({"logit_bias": {"5": "x"}}, "logit_bias.5"),
         ({"logit_bias": {"5": 101}}, "logit_bias.5"),
         ({"logit_bias": []}, "logit_bias"),
@@ -292,21 +285,15 @@ def test_choices_have_seeds_of_their_own_and_the_first_has_the_clients() -> None
         ({"stream_options": []}, "stream_options"),
         ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
         ({"model": 5}, "model"),
-        ({"user": {}}, "user"),
-        ({"metadata": "x"}, "metadata"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
-            "response_format.json_schema.schema",
+            "response_format",
         ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": [1]}}},
-            "response_format.json_schema.schema",
-        ),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"strict": "yes"}}},
-            "response_format.json_schema.strict",
+            "response_format",
         ),
         ({"response_format": {}}, "response_format.type"),
         ({"guided_regex": 5}, "guided_regex"),
@@ -323,15 +310,9 @@ def test_choices_have_seeds_of_their_own_and_the_first_has_the_clients() -> None
         ({"format": 5}, "format"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
         ({"max_tokens": 5, "max_output_tokens": 6}, "max_tokens"),
-        ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, "reasoning_effort"),
-        (
-            {"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}},
-            "chat_template_kwargs.enable_thinking",
-        ),
         ({"json_schema": "x"}, "json_schema"),
         ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
-        ({"structured_outputs": {"json_object": 1}}, "structured_outputs.json_object"),
         (
             {"response_format": {"type": "json_object"}, "grammar": "start: /x/"},
             "grammar",
@@ -343,7 +324,6 @@ def test_choices_have_seeds_of_their_own_and_the_first_has_the_clients() -> None
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"function_call": {"name": "f"}}, "function_call"),
         ({"repeat_penalty": 1.1}, "repeat_penalty"),
-        ({"repeat_penalty": True}, "repeat_penalty"),
         ({"grammar": 5}, "grammar"),
         ({"ignore_eos": True}, "ignore_eos"),
         ({"verbosity": "huge"}, "verbosity"),
@@ -357,15 +337,11 @@ def test_choices_have_seeds_of_their_own_and_the_first_has_the_clients() -> None
         ({"samplers": ["top_k"]}, "samplers"),
         ({"dry_multiplier": 0.8}, "dry_multiplier"),
         ({"n_predict": 5}, "n_predict"),
-        ({"messages": [{"role": "user", "content": "a", "images": ["x"]}]}, "messages[0].images"),
         ({"chat_template": "x"}, "chat_template"),
         ({"reasoning_effort": "huge"}, "reasoning_effort"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
         ({"enable_thinking": "no"}, "enable_thinking"),
-        ({"mlxspec": {"draft": True}}, "mlxspec.draft"),
         ({"mlxspec": {"drafts": 1}}, "mlxspec.drafts"),
-        ({"prediction": {"type": "content"}}, "prediction.content"),
-        ({"prediction": {"type": "file", "content": "x"}}, "prediction.type"),
         ({"prediction": "x"}, "prediction"),
         (
             {"prediction": {"type": "content", "content": [{"type": "image_url"}]}},
@@ -418,7 +394,6 @@ def test_choices_have_seeds_of_their_own_and_the_first_has_the_clients() -> None
             "messages[0].tool_calls[0].type",
         ),
         ({"messages": [{"role": "assistant", "content": ""}]}, "messages"),
-        ({"continue_final_message": True}, "continue_final_message"),
     ],
 )
 def test_what_is_wrong_or_cannot_be_done_is_refused_by_name(
@@ -460,12 +435,10 @@ def test_messages_come_in_the_form_of_chat_templates() -> None:
                 },
                 {"role": "tool", "tool_call_id": "1", "content": "sunny"},
                 {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
-                {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}},
-                {"role": "function", "name": "f", "content": None},
             ]
         }
     )
-    system, user, calls, tool, refusal, old_call, old_result = request.messages
+    system, user, calls, tool, refusal = request.messages
     assert system == {"role": "system", "content": "Be brief."}
     assert user == {"role": "user", "content": "ab"}
     assert (calls["content"], calls["reasoning_content"]) == ("", "Hm.")
@@ -478,16 +451,11 @@ def test_messages_come_in_the_form_of_chat_templates() -> None:
     assert calls["tool_calls"][0]["id"] == "1"
     assert tool == {"role": "tool", "content": "sunny", "tool_call_id": "1"}
     assert refusal["content"] == "No."
-    assert old_call["tool_calls"] == [
-        {"type": "function", "function": {"name": "f", "arguments": {}}}
-    ]
-    assert old_result == {"role": "tool", "content": "", "name": "f"}
 
 
 def test_a_trailing_message_of_the_assistant_is_gone_on_with() -> None:
     prefill = [*HELLO, {"role": "assistant", "content": "Well,"}]
     assert chat(messages=prefill).continued
-    assert not chat(messages=prefill, continue_final_message=False).continued
     assert not chat().continued
     empty = chat(messages=[*HELLO, {"role": "assistant", "content": ""}])
     assert empty == chat()
@@ -533,7 +501,7 @@ def test_prompts_are_texts_or_ids() -> None:
     assert completion(prompt=["a", "b"]).prompts == ("a", "b")
     assert completion(prompt=[1, 2.0]).prompts == ((1, 2),)
     assert completion(prompt=[[1, 2], "a", [3]]).prompts == ((1, 2), "a", (3,))
-    request = completion(suffix=" end", echo=True, best_of=2, n=2, logprobs=None)
+    request = completion(suffix=" end", echo=True, best_of=1, n=2, logprobs=None)
     assert (request.suffix, request.echo, request.n) == (" end", True, 2)
     assert completion(logprobs=0).logprobs == 0
     assert completion(suffix="").suffix is None
@@ -547,16 +515,14 @@ def test_prompts_are_texts_or_ids() -> None:
         ({"prompt": {}}, "prompt"),
         ({"prompt": [[]]}, "prompt[0]"),
         ({"prompt": [None]}, "prompt[0]"),
-        ({"prompt": [1, "a"]}, "prompt[1]"),
-        ({"prompt": [1, True]}, "prompt[1]"),
+        ({"prompt": [1, "a"]}, "prompt[0]"),
+        ({"prompt": [1, True]}, "prompt[0]"),
         ({"prompt": [-1]}, "prompt[0]"),
         ({"prompt": [float("nan")]}, "prompt[0]"),
         ({"prompt": [2**70]}, "prompt[0]"),
         ({"prompt": [[1, 2**40]]}, "prompt[0][1]"),
         ({"prompt": ["a"] * 129}, "prompt"),
-        ({"prompt": ["a"] * 65, "n": 2}, "n"),
         ({"best_of": 2}, "best_of"),
-        ({"best_of": 1, "n": 2}, "best_of"),
         ({"best_of": "x"}, "best_of"),
         ({"logprobs": True}, "logprobs"),
         ({"logprobs": 21}, "logprobs"),
@@ -568,19 +534,13 @@ def test_prompts_are_texts_or_ids() -> None:
     ],
 )
 def test_completions_refuse_by_name(fields: dict[str, Any], param: str) -> None:
-    body = {"prompt": "Once", **fields}
-    if param == "n" or (param == "prompt" and len(fields.get("prompt") or ()) > 128):
-        with pytest.raises(ApiError, match="128") as caught:
-            parse_completion(body)
-        assert caught.value.param == param
-    else:
-        assert param_of(body, parse_completion) == param
+    assert param_of({"prompt": "Once", **fields}, parse_completion) == param
 
 
 def test_texts_and_ids_to_convert() -> None:
     asked, conversation = parse_tokenize({"prompt": "a"})
-    assert (asked.text, asked.add_special_tokens, conversation) == ("a", True, None)
-    assert parse_tokenize({"content": "", "add_special_tokens": False})[0].text == ""
+    assert (asked.prompt, asked.add_special_tokens, conversation) == ("a", True, None)
+    assert not parse_tokenize({"prompt": "", "add_special_tokens": False})[0].add_special_tokens
     assert parse_tokenize({"messages": HELLO})[1] == chat()
     assert param_of({}, parse_tokenize) == "prompt"
     assert parse_detokenize({"tokens": [1, 2]}).tokens == [1, 2]
@@ -700,7 +660,7 @@ def check_any(parse: Any, body: Any) -> None:
     """A body is read, or refused with an error that can be sent."""
     try:
         request = parse(read_body(json.dumps(body).encode()))
-        sampling_of_choice(request.sampling, 32_000, request.n - 1)
+        sampling_of_choice(request.sampling, request.n - 1)
     except ApiError as refused:
         error = refused
     else:

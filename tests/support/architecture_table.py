@@ -22,11 +22,10 @@ _INTRODUCTION = """\
 The table shows which drafts these models verify, and why. Small models of each
 architecture were run to find out, and their output equals mlx-lm's token for token
 (`tests/engine/test_architectures.py`). `mlxspec inspect MODEL` does the same for any
-model. **tree**: branching drafts. **chain**: one continuation. **tape**: one continuation;
-after a rejection, the states of recurrent layers are recomputed for the accepted tokens from
-the step's intermediate results, which takes a few small operations per layer. **replay**: one
-continuation; some states cannot be recomputed in this way, so after a rejection the accepted
-tokens run again with the next step. **plain**: no drafts, token by token.
+model. **tree**: branching drafts. **chain**: one continuation. **replay**: one continuation;
+some states cannot be cut back, so after a rejection they are computed again for the accepted
+tokens: from the step's intermediate results, which takes a few small operations per layer, or,
+where that is not possible, by running these tokens again. **plain**: no drafts, token by token.
 
 The column "several sequences" shows how they share a forward. **joint**: attention runs once per
 sequence, recurrent blocks once for all sequences with equally many rows, and everything else once
@@ -36,8 +35,7 @@ a mask that hides them from each other. **one at a time**: each sequence has for
 The last column shows in which chunks prompts may run. **any**: the answer is the same in all
 chunks. **mlx-lm's**: other chunks could change the answer, so these prompts run in mlx-lm's,
 and the server shares no part of them. This applies to all prompts if the model verifies
-no drafts. If rows see more of a window in one chunk, it applies to prompts longer than the
-window. Otherwise it applies to prompts that go beyond the position in the column "why".
+no drafts. Otherwise it applies to prompts that go beyond the position in the column "why".
 
 | Models | mlx-lm's architecture | caches | drafts | why | several sequences | chunks |
 |---|---|---|---|---|---|---|
@@ -58,6 +56,9 @@ def notes() -> list[str]:
     """The lines below the table: what it leaves out."""
     others = [f"`{other}` ({name})" for other, name in sorted(MODEL_REMAPPING.items())]
     return [
+        "PLaMo 3: rows in one chunk see more of the window than one by one, so the answer to a "
+        "prompt longer than the window may depend on the chunks.",
+        "",
         "These are all of mlx-lm's architectures except the following, which were not tried:",
         "",
         *(f"- `{name}`: {reason}" for name, reason in NOT_TRIED.items()),
@@ -78,7 +79,7 @@ def row(architecture: Architecture, finding: Finding, model: nn.Module | None = 
     if model is None:
         return line
     joint, _ = examine_joint(model, finding.capability)
-    chunk_end, _ = examine_chunks(model, finding.capability, finding.draft_end)
+    chunk_end, _ = examine_chunks(finding.capability, finding.draft_end)
     chunked = "any" if chunk_end is None else "mlx-lm's"
     return f"{line} {joint.value} | {chunked} |"
 

@@ -97,9 +97,11 @@ ARCHITECTURES = {
             "norm_topk_prob": True,
         },
     ),
-    "qwen3_next": Architecture(Capability.TAPE, "qwen3_next", "Qwen 3 Next", EXPERTS | QWEN_LINEAR),
+    "qwen3_next": Architecture(
+        Capability.REPLAY, "qwen3_next", "Qwen 3 Next", EXPERTS | QWEN_LINEAR
+    ),
     "qwen3_5": Architecture(
-        Capability.TAPE,
+        Capability.REPLAY,
         "qwen3_5",
         "Qwen 3.5",
         {
@@ -166,7 +168,7 @@ ARCHITECTURES = {
     ),
     "granite": Architecture(Capability.TREE, "granite", "Granite 3 (dense)", GRANITE),
     "granitemoehybrid": Architecture(
-        Capability.TAPE,
+        Capability.REPLAY,
         "granitemoehybrid",
         "Granite 4 (hybrid)",
         {**GRANITE, **MAMBA, "layer_types": ["mamba", "attention"]},
@@ -184,9 +186,9 @@ ARCHITECTURES = {
             "time_step_rank": 4,
         },
     ),
-    "mamba2": Architecture(Capability.TAPE, "mamba2", "Mamba 2", MAMBA_2),
+    "mamba2": Architecture(Capability.REPLAY, "mamba2", "Mamba 2", MAMBA_2),
     "lfm2": Architecture(
-        Capability.TAPE,
+        Capability.REPLAY,
         "lfm2",
         "LFM 2",
         {
@@ -233,7 +235,7 @@ ARCHITECTURES = {
         },
     ),
     "falcon_h1": Architecture(
-        Capability.TAPE,
+        Capability.REPLAY,
         "falcon_h1",
         "Falcon H1",
         {**MAMBA, "mamba_d_ssm": 64, "mamba_expand": 2, "mamba_chunk_size": 8},
@@ -257,9 +259,11 @@ ARCHITECTURES = {
     "deepseek_v41": Architecture(
         Capability.REPLAY, "deepseek_v41", "DeepSeek V4.1", COMPRESSED_DEEPSEEK
     ),
-    "nemotron_h": Architecture(Capability.TAPE, "nemotron_h", "Nemotron H and 3", HYBRID_NEMOTRON),
+    "nemotron_h": Architecture(
+        Capability.REPLAY, "nemotron_h", "Nemotron H and 3", HYBRID_NEMOTRON
+    ),
     "jamba": Architecture(Capability.REPLAY, "jamba", "Jamba", HYBRID_JAMBA),
-    "kimi_linear": Architecture(Capability.TAPE, "kimi_linear", "Kimi Linear", LINEAR_KIMI),
+    "kimi_linear": Architecture(Capability.REPLAY, "kimi_linear", "Kimi Linear", LINEAR_KIMI),
     "baichuan_m1": Architecture(
         Capability.REPLAY,
         "baichuan_m1",

@@ -8,10 +8,9 @@ from mlxspec.drafting.costs import CostCurve, FixedCosts
 from mlxspec.drafting.planner import Planner
 from mlxspec.drafting.suffix_source import SuffixSource
 
-_PLANNER = ("branching", "replays")
-
 
 def suffix_planner(curve: CostCurve, sync_overhead: float = 0.02, **options: Any) -> Planner:
     """A planner of look-ups; its options and those of its source."""
-    own = {name: options.pop(name) for name in _PLANNER if name in options}
-    return Planner(FixedCosts(curve, sync_overhead), [SuffixSource(**options)], **own)
+    branching = options.pop("branching", True)
+    source = SuffixSource(**options)
+    return Planner(FixedCosts(curve, sync_overhead), [source], branching=branching)

@@ -121,7 +121,7 @@ RARER: Rarer = {
         {**NO_BIAS, "post_norm": False, "qk_norm": True, "tie_word_embeddings": False},
     ),
     "bailing_hybrid": (
-        Capability.TAPE,
+        Capability.REPLAY,
         "Ling and Ring 2.5",
         {**EXPERTS, **SHARED_EXPERT, **GROUPS, **LATENT, **LINEAR_BAILING},
     ),
@@ -131,12 +131,12 @@ RARER: Rarer = {
         {**EXPERTS, **SHARED_EXPERT, **GROUPS},
     ),
     "bailing_moe_linear": (
-        Capability.TAPE,
+        Capability.REPLAY,
         "Ring Linear",
         {**EXPERTS, **SHARED_EXPERT, **GROUPS, **LINEAR_BAILING},
     ),
     "bailing_moe_v3": (
-        Capability.TAPE,
+        Capability.REPLAY,
         "Ling 3",
         {**EXPERTS, **SHARED_EXPERT, **GROUPS, **LATENT, "layer_group_size": 2},
     ),
@@ -179,7 +179,7 @@ RARER: Rarer = {
         {**EXPERTS, **SLIDING, "num_shared_experts": 1, "is_moe_layer": [False, True]},
     ),
     "gear": (
-        Capability.TAPE,
+        Capability.REPLAY,
         "Gear",
         {
             "num_hidden_layers": 3,
@@ -278,7 +278,7 @@ RARER: Rarer = {
     "iquestloopcoder": (Capability.TREE, "IQuest LoopCoder", {"loop_window_size": WINDOW}),
     "kimi_k25": (Capability.TREE, "Kimi K2.5", nested("deepseek_v3", **LATENT_ATTENTION)),
     "kimi_k3": (
-        Capability.TAPE,
+        Capability.REPLAY,
         "Kimi K3",
         nested(
             "kimi_linear",
@@ -302,7 +302,7 @@ RARER: Rarer = {
         },
     ),
     "lfm2-vl": (
-        Capability.TAPE,
+        Capability.REPLAY,
         "LFM 2 VL",
         nested(
             "lfm2",
@@ -318,7 +318,7 @@ RARER: Rarer = {
         ),
     ),
     "lfm2_moe": (
-        Capability.TAPE,
+        Capability.REPLAY,
         "LFM 2 MoE",
         {
             **EXPERTS,
@@ -458,7 +458,7 @@ RARER: Rarer = {
         {"num_hidden_layers": 3, "block_configs": NAS_BLOCKS},
     ),
     "olmo_hybrid": (
-        Capability.TAPE,
+        Capability.REPLAY,
         "OLMo Hybrid",
         {
             **QWEN_LINEAR,
@@ -520,7 +520,7 @@ RARER: Rarer = {
     "pixtral": (Capability.TREE, "Pixtral", nested("llama")),
     "plamo": (Capability.TREE, "PLaMo", {"n_shared_head": 2}),
     "plamo2": (
-        Capability.TAPE,
+        Capability.REPLAY,
         "PLaMo 2",
         {
             "hidden_size_per_head": 8,
@@ -544,7 +544,7 @@ RARER: Rarer = {
     ),
     "qwen2_vl": (Capability.TREE, "Qwen 2 and 2.5 VL", nested("qwen2")),
     "qwen3_5_moe": (
-        Capability.TAPE,
+        Capability.REPLAY,
         "Qwen 3.5 MoE",
         nested("qwen3_5_moe_text", **EXPERTS, **QWEN_LINEAR),
     ),

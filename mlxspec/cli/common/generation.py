@@ -31,7 +31,6 @@ from .options import (
     NO_HEAD_HELP,
     NO_MEMORY,
     NO_MEMORY_HELP,
-    check_least,
     check_one,
     nested,
     option_field,
@@ -59,15 +58,19 @@ if TYPE_CHECKING:
 API_KEY = "MLXSPEC_API_KEY"
 """The environment variable that holds a server's key, for the server and its clients."""
 
-_DECODERS = ("auto", "prompt-lookup", "lookahead", "combined", "plain")
+_DECODERS = ("auto", "prompt-lookup", "lookahead", "plain")
 # Decoders that take certain options. The default decoder is the first that takes all given options.
-PLANNED = ("auto", "combined")  # a trained head drafts with these
-_LOOKUP = ("prompt-lookup", "combined")
-_LOOKAHEAD = ("lookahead", "combined")
+PLANNED = ("auto",)  # a trained head drafts with these
+_LOOKUP = ("prompt-lookup",)
+_LOOKAHEAD = ("lookahead",)
 
 
 _lookup = partial(option_field, of=_LOOKUP)
 _lookahead = partial(option_field, of=_LOOKAHEAD)
+
+
+def _number_or_auto(text: str) -> int | str:
+    return text if text == "auto" else int(text)
 
 
 @dataclass(frozen=True)
@@ -81,13 +84,13 @@ class DraftingOptions:
     decoder: str | None = option_field(
         "--decoder",
         "auto chooses each draft by its measured cost; prompt-lookup has fixed parameters; "
-        "lookahead drafts from the model's own guesses; combined is auto with lookahead.  "
+        "lookahead drafts from the model's own guesses.  "
         "[default: auto, or the one that the given options need]",
         type=click.Choice(_DECODERS),
     )
     store: str | None = option_field(
         "--store FILE",
-        "With auto and combined: also draft from a store made by 'mlxspec store'.",
+        "With auto: also draft from a store made by 'mlxspec store'.",
         type=NAME,
         of=PLANNED,
     )
@@ -101,8 +104,11 @@ class DraftingOptions:
         type=MODEL,
         of=("auto",),
     )
-    num_draft_tokens: int | None = option_field(
-        "--num-draft-tokens N", "Draft at most N tokens with --draft-model.  [default: 2]"
+    num_draft_tokens: int = option_field(
+        "--num-draft-tokens N",
+        "Draft at most N tokens with --draft-model.",
+        default=2,
+        type=click.IntRange(1),
     )
     head: str | None = option_field(HEAD, HEAD_HELP, type=MODEL, of=PLANNED)
     no_head: bool = option_field(NO_HEAD, NO_HEAD_HELP, default=False)
@@ -119,10 +125,11 @@ class DraftingOptions:
     prompt_lookup_config: str | None = _lookup(
         "--prompt-lookup-config [N,N,[0]]", "Set --n-draft and --ngram-max in TensorRT-LLM's form."
     )
-    window_size: str | None = _lookahead(
+    window_size: int | str | None = _lookahead(
         "-W --window-size --WINDOW_SIZE W",
         "Lookahead: columns of the window; auto uses look-ups instead, as many as pay.  "
         "[default: auto]",
+        type=_number_or_auto,
     )
     ngram_size: int | None = _lookahead(
         "-N --ngram-size --LEVEL N",
@@ -144,9 +151,6 @@ class DraftingOptions:
                     f"--{name.replace('_', '-')} is for --decoder {' and '.join(decoders)}, not "
                     f"{self.kind}"
                 )
-        check_least(1, num_draft_tokens=self.num_draft_tokens)
-        if self.num_draft_tokens is not None and self.draft_model is None:
-            raise OptionError("--num-draft-tokens needs a draft model: name it with --draft-model")
         check_one(drafter=self.drafter, draft_model=self.draft_model)
         check_one(head=self.head, no_head=self.no_head, draft_model=self.draft_model)
         _ = self.lookup, self.lookahead  # raises an error for a wrong value
@@ -197,13 +201,6 @@ class DraftingOptions:
         from ...generation.drafting import Lookahead
 
         given = self._given("window_size", "ngram_size", "guess_set_size", "pool_from_prompt")
-        if given.get("window_size", "auto") != "auto":
-            try:
-                given["window_size"] = int(given["window_size"])
-            except ValueError:
-                raise OptionError(
-                    f"--window-size is {self.window_size!r}: give a number, or auto"
-                ) from None
         return Lookahead(**given)
 
     def of_model(
@@ -235,11 +232,7 @@ class DraftingOptions:
         if self.kind == "lookahead":
             return self.lookahead
         store = None if self.store is None else open_store(self.store, tokenizer)
-        lookahead = None
-        if self.kind == "combined":
-            looks_up = any(of is _LOOKUP for of in self._for_some_decoders().values())
-            lookahead = replace(self.lookahead, first=self.lookup.new if looks_up else None)
-        return Auto(memory or Memory(), store, extra, lookahead, head=head)
+        return Auto(memory or Memory(), store, extra, head=head)
 
 
 @dataclass(frozen=True)
@@ -252,23 +245,6 @@ class Ends:
         "Also end at this token, given by id or by its text; repeatable.",
         default=(),
     )
-
-
-def _biases(texts: Sequence[str]) -> dict[int, float]:
-    parsed = {}
-    for text in texts:
-        token, _, value = text.partition("=")
-        try:
-            parsed[int(token)] = float(value)
-        except ValueError:
-            raise OptionError(
-                f"--logit-bias is {text!r}: write it as ID=VALUE, for example 42=-5"
-            ) from None
-    return parsed
-
-
-def _ids_or_texts(tokens: Sequence[str]) -> tuple[int | str, ...]:
-    return tuple(int(token) if token.isdecimal() else token for token in tokens)
 
 
 FORMS = ("json_schema", "regex", "grammar")
@@ -287,14 +263,14 @@ class Generation:
         max_tokens: the most tokens to generate.
 
     Raises:
-        OptionError: ``max_tokens`` is below 1, or the form of the output cannot be read.
+        OptionError: the form of the output cannot be read.
     """
 
     model: str | None
     max_tokens: int
     drafting: DraftingOptions = nested(DraftingOptions, "Drafting")
-    ends: Ends = nested(Ends, "End of the output", stop_tokens=_ids_or_texts)
-    sampling: SamplingParams = nested(SamplingParams, "Sampling", logit_bias=_biases)
+    ends: Ends = nested(Ends, "End of the output")
+    sampling: SamplingParams = nested(SamplingParams, "Sampling")
     caches: CacheOptions = nested(CacheOptions, "Memory")
     json_schema: str | None = _form(
         "--json-schema FILE",
@@ -312,7 +288,6 @@ class Generation:
     adapter_path: str | None = _model(ADAPTERS, ADAPTERS_HELP, type=NAME)
 
     def __post_init__(self) -> None:
-        check_least(1, max_tokens=self.max_tokens)
         _ = self.constraint  # raises an error for a wrong value
 
     @cached_property
@@ -353,7 +328,6 @@ class Generation:
             on_measuring: as for :class:`mlxspec.Decoder`.
         """
         from ...drafting.drafter import load_drafter
-        from ...drafting.sources import parse_lookup_config
         from ...engine.draft_model import DraftModelDrafter, check_vocabularies
         from ...models.heads.loading import load_with_head
         from ...models.model import load
@@ -365,9 +339,6 @@ class Generation:
                     f"--{name} is not for a model that is split over several machines: leave it "
                     "out, or run without mlx.launch"
                 )
-        config = drafting.prompt_lookup_config
-        if config and (ignored := parse_lookup_config(config)[2]):
-            note(ignored)
         name = model_or_default(self.model)
         extra: Callable[[], Drafter] | None = None
         draft_model = head = None
@@ -375,7 +346,7 @@ class Generation:
             extra = load_drafter(drafting.drafter)
         if drafting.draft_model is not None:
             draft_model, _ = load(drafting.draft_model)
-            extra = partial(DraftModelDrafter, draft_model, drafting.num_draft_tokens or 2)
+            extra = partial(DraftModelDrafter, draft_model, drafting.num_draft_tokens)
         if leader:
             model, tokenizer = leader.load(name)
         else:
@@ -476,16 +447,15 @@ def _read_form(option: str, file: str, read: Callable[[str], Constraint]) -> Con
     """Read a constraint from the file of an option.
 
     Raises:
-        OptionError: the file cannot be read, or does not hold such a constraint.
+        PromptError: the file cannot be read.
+        OptionError: it does not hold such a constraint.
     """
     source = f"{option} {file}"
+    text = read_text(file, source)
     try:
-        return read(read_text(file, source))
+        return read(text)
     except MlxspecError as error:
-        message = str(error)
-        if not message.startswith(source):
-            message = f"{source}: {message}"
-        raise OptionError(message) from error
+        raise OptionError(f"{source}: {error}") from error
 
 
 def without_first_space(applies: bool) -> Callable[[GenerationResponse], GenerationResponse]:

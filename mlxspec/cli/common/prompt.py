@@ -10,13 +10,13 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ...errors import OptionError, PromptError
 from .model_choice import model_option as named_model
-from .notes import hush_transformers, note
+from .notes import note
 from .options import NAME, argument, option, option_field
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from ...models.chat_template import Messages
 
-_MOST_BYTES = 100_000_000  # more than any context holds; some devices never end
-_SOURCES = ("prompt", "prompt_file", "prompt_ids")
 _PATIENCE = 10.0  # seconds of waiting for a pipe's first byte
 
 model_option = named_model("Model and prompt")
@@ -50,27 +48,14 @@ prompt_argument = argument(
 """The prompt as an argument; it becomes :attr:`PromptOptions.argument`."""
 
 
-def _template_arguments(value: Any) -> Mapping[str, Any]:
-    """Read a JSON object of variables for a chat template.
-
-    Raises:
-        click.BadParameter: it is not a JSON object, or sets a variable that mlxspec sets.
-    """
-    if isinstance(value, Mapping):
-        return value
+def _json_object(text: str) -> Mapping[str, Any]:
     try:
-        arguments = json.loads(value)
+        value = json.loads(text)
     except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise click.BadParameter(f"{value!r} is not a JSON object: write, for example, {_EXAMPLE}")
-
-    hush_transformers()
-    from ...models.chat_template import reserved_arguments
-
-    if reserved := sorted(reserved_arguments().intersection(arguments)):
-        raise click.BadParameter(f"{reserved[0]} is set by mlxspec: leave it out")
-    return arguments
+        value = None
+    if not isinstance(value, dict):
+        raise click.BadParameter(f"{text!r} is not a JSON object: write, for example, {_EXAMPLE}")
+    return value
 
 
 _EXAMPLE = "'{\"enable_thinking\": false}'"
@@ -83,7 +68,7 @@ _ARGUMENTS_HELP = f"Variables of the chat template, such as {_EXAMPLE}."
 def template_option(group: str) -> Any:
     """``--chat-template-config`` for a command without :class:`PromptOptions`."""
     name = "chat_template_config"
-    return option(_ARGUMENTS, _ARGUMENTS_HELP, name, type=_template_arguments, group=group)
+    return option(_ARGUMENTS, _ARGUMENTS_HELP, name, type=_json_object, group=group)
 
 
 @dataclass(frozen=True)
@@ -116,7 +101,7 @@ class PromptOptions:
     )
     system_prompt: str | None = _in_template("--system-prompt TEXT", "The system prompt.")
     chat_template_config: Mapping[str, Any] | None = _in_template(
-        _ARGUMENTS, _ARGUMENTS_HELP, type=_template_arguments
+        _ARGUMENTS, _ARGUMENTS_HELP, type=_json_object
     )
     prefill_response: str | None = _in_template(
         "--prefill-response TEXT", "Begin the model's answer with TEXT; the output continues it."
@@ -125,12 +110,11 @@ class PromptOptions:
 
     def __post_init__(self) -> None:
         given = self.for_template()
-        if given and self.prompt_ids is not None:
-            raise OptionError(f"{given[0]} needs a text: leave it out with --prompt-ids")
-        if given and self.chat is False:
-            raise OptionError(f"--raw and {given[0]} are given together: choose one")
-        if self.prefill_response == "":
-            raise OptionError("--prefill-response is empty: write a text, or leave it out")
+        if given and (self.prompt_ids is not None or self.chat is False):
+            raise OptionError(
+                f"{given[0]} is for a text in the chat template: leave it out with --prompt-ids "
+                "and --raw"
+            )
 
     def for_template(self) -> list[str]:
         """The given options that apply only to a text in a chat template."""
@@ -145,9 +129,13 @@ class PromptOptions:
 
     def named(self) -> list[str]:
         """The given sources of a prompt, as the help names them."""
-        options = {f"--{name.replace('_', '-')}": getattr(self, name) for name in _SOURCES}
-        named = {"PROMPT": self.argument, **options}
-        return [name for name, value in named.items() if value is not None]
+        sources = {
+            "PROMPT": self.argument,
+            "--prompt": self.prompt,
+            "--prompt-file": self.prompt_file,
+            "--prompt-ids": self.prompt_ids,
+        }
+        return [name for name, value in sources.items() if value is not None]
 
     def read(self, *, piped: bool = True) -> str | list[int]:
         """Read the prompt: a text, an instruction, both with a blank line between them, or ids.
@@ -219,7 +207,7 @@ class PromptOptions:
         """
         if self.system_prompt is not None and all(one["role"] != "system" for one in messages):
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
-        if ended and self.prefill_response is not None:
+        if ended and self.prefill_response:
             messages = [*messages, {"role": "assistant", "content": self.prefill_response}]
             ended = False
         turn = {"add_generation_prompt": True} if ended else _UNENDED
@@ -259,11 +247,11 @@ def read_text(name: str, source: str) -> str:
     """Read a file of UTF-8 text; ``source`` names it in errors.
 
     Raises:
-        PromptError: it cannot be read, is too long, empty, or not text.
+        PromptError: it cannot be read, is empty, or not text.
     """
     try:
         with open(name, "rb") as file:
-            return _read(file, source)
+            return _text(file.read(), source)
     except OSError as error:
         raise PromptError(
             f"{source} cannot be read ({error.strerror}): name a readable text file"
@@ -272,11 +260,9 @@ def read_text(name: str, source: str) -> str:
 
 def _standard_input() -> str:
     """Read all of standard input."""
-    if sys.stdin is None:
-        raise PromptError("standard input is closed: give --prompt TEXT or --prompt-file FILE")
     if sys.stdin.isatty():
         note("type the prompt; Ctrl-D at the beginning of a line ends it")
-    return _read(sys.stdin.buffer, "standard input")
+    return _text(sys.stdin.buffer.read(), "standard input")
 
 
 def _piped_text(waits: bool) -> str | None:
@@ -295,11 +281,8 @@ def _piped_text(waits: bool) -> str | None:
             comes = os.lseek(descriptor, 0, os.SEEK_CUR) == 0
         else:
             comes = stat.S_ISFIFO(kind) and _begins(descriptor, waits)
-        if not comes:
-            return None
-        os.set_blocking(descriptor, True)  # another process may have made it non-blocking
-        data = sys.stdin.buffer.read(_MOST_BYTES + 1)
-    except (AttributeError, OSError):  # closed, replaced by an object, or open only for writing
+        data = sys.stdin.buffer.read() if comes else b""
+    except OSError:  # replaced by an object, or open only for writing
         return None
     return _text(data, "standard input") if data.strip() else None
 
@@ -319,13 +302,7 @@ def _parse_ids(ids: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def _read(file: BinaryIO, source: str) -> str:
-    return _text(file.read(_MOST_BYTES + 1), source)
-
-
 def _text(data: bytes, source: str) -> str:
-    if len(data) > _MOST_BYTES:
-        raise PromptError(f"{source} has more than {_MOST_BYTES:,} bytes: give a shorter text")
     return _decode(data.removesuffix(b"\n").removesuffix(b"\r"), source)
 
 
@@ -337,8 +314,6 @@ def _decode(data: bytes, source: str) -> str:
         raise PromptError(
             f"{source} is not UTF-8 text (byte {error.start}): convert it to UTF-8"
         ) from error
-    if "\0" in text:
-        raise PromptError(f"{source} is binary: give a text in UTF-8")
     if not text:
         raise PromptError(f"{source} is empty: write a text, or give --prompt-ids with the BOS id")
     return text
