@@ -18,15 +18,11 @@ from .engine.params import SamplingParams as SamplingParams
 from .engine.params import pure as pure
 from .engine.prompt_cache import load_prompt_cache as load_prompt_cache
 from .engine.prompt_cache import save_prompt_cache as save_prompt_cache
-from .errors import ConversionError as ConversionError
-from .errors import DistributedError as DistributedError
-from .errors import DrafterError as DrafterError
+from .errors import FileError as FileError
 from .errors import LoadError as LoadError
 from .errors import MlxspecError as MlxspecError
 from .errors import OptionError as OptionError
-from .errors import PromptCacheError as PromptCacheError
 from .errors import PromptError as PromptError
-from .errors import StoreError as StoreError
 from .generation.decoder import AutoDecoder as AutoDecoder
 from .generation.decoder import Decoder as Decoder
 from .generation.decoder import LookaheadDecoder as LookaheadDecoder

@@ -170,7 +170,7 @@ def stream_generate(
             mlx-lm.
 
     Raises:
-        PromptError, PromptCacheError, OptionError: as :meth:`mlxspec.Decoder.decode`, or the
+        PromptError, FileError, OptionError: as :meth:`mlxspec.Decoder.decode`, or the
             draft model has another vocabulary.
         TypeError: an option does not exist.
     """
@@ -366,7 +366,7 @@ def batch_generate(
             prompts.
 
     Raises:
-        PromptError, PromptCacheError, OptionError: as :func:`mlxspec.stream_generate`, for any
+        PromptError, FileError, OptionError: as :func:`mlxspec.stream_generate`, for any
             prompt, before the first one is answered.
         TypeError: an option does not exist.
     """

@@ -113,7 +113,7 @@ def no_note_of_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def few_measured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does any need costs that are exact; a first measurement takes two seconds otherwise."""
     quick = mlxspec.engine.costs.QUICK
-    few = replace(quick, rows=(2, 4, 8), rounds=2, steady_rounds=2, seconds=60.0)
+    few = replace(quick, rows=(2, 4, 8), rounds=2, seconds=60.0)
     monkeypatch.setattr(mlxspec.engine.costs, "QUICK", few)
     monkeypatch.setattr(mlxspec.engine.costs, "QUICK_LONG", few)
 

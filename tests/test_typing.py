@@ -26,9 +26,7 @@ from typing_extensions import Unpack
 import mlxspec
 from mlxspec import (
     AutoDecoder,
-    ConversionError,
-    DistributedError,
-    DrafterError,
+    FileError,
     GenerationOptions,
     GenerationResponse,
     GenerationResult,
@@ -37,17 +35,14 @@ from mlxspec import (
     Memory,
     MlxspecError,
     OptionError,
-    PromptCacheError,
     PromptError,
     PromptLookupDecoder,
     Session,
-    StoreError,
 )
 
 Responses = Generator[GenerationResponse, None, None]
 ERRORS: list[type[MlxspecError]] = [
-    ConversionError, DistributedError, DrafterError, LoadError, OptionError, PromptCacheError,
-    PromptError, StoreError,
+    LoadError, FileError, OptionError, PromptError,
 ]
 
 def told(done: int, total: int) -> None:

@@ -267,7 +267,7 @@ def planned(
 
         def new(output: Sequence[int]) -> Drafter:
             if memory:
-                memory.settle(tidy=True)  # it finds all outputs so far, however fast this goes
+                memory.settle()  # it finds all outputs so far, however fast this goes
             sources: list[Drafter] = [SuffixSource(classes, experience, memory=memory)]
             if other is not None:
                 sources.append(other())

@@ -24,14 +24,11 @@ from .calibrate import measured_curves
 from .common.model_choice import ABOUT, DEFAULT, MODEL, model_argument, needed_model
 from .common.options import (
     ADAPTERS,
-    ADAPTERS_HELP,
     DRAFTER,
     FILE,
     HEAD,
-    HEAD_HELP,
     NAME,
     NO_HEAD,
-    NO_HEAD_HELP,
     check_least,
     check_one,
     command,
@@ -63,9 +60,9 @@ _measurement = partial(option_field, group="Measurement")
 class BenchOptions:
     """What to measure."""
 
-    adapter_path: str | None = option_field(ADAPTERS, ADAPTERS_HELP, type=NAME, group="Model")
-    head: str | None = option_field(HEAD, HEAD_HELP, type=MODEL, group="Model")
-    no_head: bool = option_field(NO_HEAD, NO_HEAD_HELP, default=False, group="Model")
+    adapter_path: str | None = option_field(*ADAPTERS, type=NAME, group="Model")
+    head: str | None = option_field(*HEAD, type=MODEL, group="Model")
+    no_head: bool = option_field(*NO_HEAD, default=False, group="Model")
     prompts: tuple[Path, ...] = _prompts(
         "--prompts --spec-bench FILE",
         "Prompts to answer, such as Spec-Bench's question.jsonl; repeatable.  [default: a small "
@@ -148,7 +145,7 @@ def bench_command(
                 "--submit reports the bundled prompts and decoders, auto among them, as they are "
                 "shown: leave out --prompts, --drafter and --json"
             )
-        check_writable(file, OptionError)
+        check_writable(file)
     head = asked.head if uses_head and not asked.no_head else False
     report = _report(model, asked, head, backends, questions, include_text, submit)
     shows.show_tables(report, lambda: bench_tables(report))
@@ -221,7 +218,7 @@ def _submit(file: Path, report: Report) -> None:
     from ..bench.submission import BenchReport, issue_url
 
     sent = BenchReport.of(report)
-    with replaced(file, OptionError, SHARED) as writable:
+    with replaced(file, SHARED) as writable:
         writable.write(sent.text().encode())
     url, is_filled_in = issue_url(sent)
     click.echo(f"\nAll that the report says; it is in {file}, too:\n\n{sent.text()}")

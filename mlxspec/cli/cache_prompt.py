@@ -8,15 +8,15 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from ..engine.params import CacheOptions
-from ..errors import OptionError, PromptCacheError
+from ..errors import FileError, OptionError
 from ..models.model_files import DEMO, is_downloaded, local_path
 from ..terminal import one_line
 from .common.generation import Generation
 from .common.model_choice import model_or_default, note_if_demo
 from .common.notes import note
-from .common.options import ADAPTERS, ADAPTERS_HELP, NAME, command, option, options_of
+from .common.options import ADAPTERS, NAME, command, option, options_of
 from .common.output import error_console, prefill_bar
-from .common.prompt import PromptOptions, in_template, model_option
+from .common.prompt import PromptOptions, model_option
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     required=True,
     group="Model and prompt",
 )
-@option(ADAPTERS, ADAPTERS_HELP, type=NAME, group="Model and prompt")
+@option(*ADAPTERS, type=NAME, group="Model and prompt")
 @options_of(CacheOptions, "caches", "Memory")
 @option("--force", "Replace an existing prompt cache.", group="Output")
 def cache_prompt_command(
@@ -110,18 +110,15 @@ class CachedPrompt:
         file: made by ``mlxspec cache-prompt`` or ``mlx_lm.cache_prompt``.
 
     Raises:
-        PromptCacheError: the file is missing, damaged, empty or of another kind.
+        FileError: the file is missing, damaged or of another kind.
     """
 
     def __init__(self, file: str) -> None:
-        from ..engine.caches import parts
         from ..engine.prompt_cache import load_prompt_cache, tokens_in
 
         self.file = file
         self._cache, self._metadata = load_prompt_cache(file, return_metadata=True)
         self._tokens = tokens_in(self._metadata, self._cache)
-        if all(part.empty() for part in parts(self._cache)):
-            raise PromptCacheError(f"{file} holds an empty cache: leave out --prompt-cache-file")
 
     def completed(self, generation: Generation) -> Generation:
         """Complete a generation with the file's model and adapters.
@@ -129,12 +126,12 @@ class CachedPrompt:
         The file may come from anybody, so its model is not downloaded.
 
         Raises:
-            PromptCacheError: the generation has another model or other adapters, or the model is
+            FileError: the generation has another model or other adapters, or the model is
                 not on this machine.
         """
         model, adapters = self._metadata.get("model"), self._metadata.get(ADAPTERS_OF_FILE)
         if generation.model is None and model and not _is_here(model):
-            raise PromptCacheError(
+            raise FileError(
                 f"{self.file} was made by the model {one_line(model[:_LONGEST_NAME])}, which is "
                 "not on this machine: name the model with --model"
             )
@@ -151,7 +148,7 @@ class CachedPrompt:
         if asked == own or (own and local_path(asked).resolve() == local_path(own).resolve()):
             return asked
         made = one_line(own[:_LONGEST_NAME]) or "none"
-        raise PromptCacheError(
+        raise FileError(
             f"{option} is {asked}, and {self.file} was made with {made}: leave out {option}"
         )
 
@@ -163,8 +160,8 @@ class CachedPrompt:
         If the file lists its tokens, they can be drafted from, too.
 
         Raises:
-            PromptCacheError: the file belongs to another model.
-            OptionError: the chat template does not apply.
+            FileError: the file belongs to another model.
+            PromptError: the chat template fails.
         """
         from ..engine.prompt_cache import check_fits
         from ..generation.session import Session
@@ -181,6 +178,8 @@ def _following(
     prompt: str | list[int], options: PromptOptions, tokenizer: TokenizerWrapper, templated: bool
 ) -> list[int]:
     """The tokens of a text that continues the user's message in the cache."""
+    from ..models.chat_template import apply_template
+
     if not isinstance(prompt, str):
         return prompt
     if templated:
@@ -188,7 +187,7 @@ def _following(
         for content in (_QUERY, prompt):
             messages, how = options.turns([{"role": "user", "content": content}])
             how["tokenize"] = False
-            texts.append(in_template(messages, tokenizer, **how))
+            texts.append(apply_template(tokenizer, messages, **how))
         opening, prompt = texts
         prompt = prompt[len(opening.partition(_QUERY)[0]) :]
     return tokenizer.encode(prompt, add_special_tokens=False)

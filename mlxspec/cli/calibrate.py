@@ -17,11 +17,9 @@ from ..terminal import visible
 from .common.model_choice import ABOUT, DEFAULT, MODEL, model_argument, needed_model
 from .common.options import (
     ADAPTERS,
-    ADAPTERS_HELP,
     HEAD,
     NAME,
     NO_HEAD,
-    NO_HEAD_HELP,
     check_least,
     check_one,
     command,
@@ -45,7 +43,7 @@ _measurement = partial(option, group="Measurement")
 
 @command("calibrate", short_help="Measure what steps of MODEL cost by their rows.")
 @model_argument(ABOUT + DEFAULT)
-@_measurement(ADAPTERS, ADAPTERS_HELP, type=NAME)
+@_measurement(*ADAPTERS, type=NAME)
 @_measurement(
     "--context N",
     "Measure behind N tokens of context; may be given several times.  [default: 64, 1000 and "
@@ -54,12 +52,12 @@ _measurement = partial(option, group="Measurement")
     multiple=True,
 )
 @_measurement(
-    HEAD,
+    HEAD[0],
     "Also measure the drafts of this trained head.  [default: the one that comes with MODEL, if it "
     "has one]",
     type=MODEL,
 )
-@_measurement(NO_HEAD, NO_HEAD_HELP)
+@_measurement(*NO_HEAD)
 @_measurement("--sequences N", "Measure steps that N sequences share.", default=1, type=int)
 @_measurement("--show", "Show what is known of MODEL, or else of all, and measure nothing.")
 @options_of(ReportOptions, "shows", "Output")

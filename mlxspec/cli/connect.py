@@ -19,7 +19,7 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from ..errors import OptionError, SettingsError
+from ..errors import FileError, OptionError
 from ..terminal import visible
 from .common.api_client import ApiClient, ModelCard
 from .common.generation import API_KEY
@@ -189,11 +189,11 @@ def _write(console: Console, setup: Setup, title: str, yes: bool) -> None:
 
     Raises:
         OptionError: it cannot ask, since there is no terminal.
-        SettingsError: a file cannot be changed; then the settings are shown instead.
+        FileError: a file cannot be changed; then the settings are shown instead.
     """
     try:
         texts = [(file, old := file.read(), file.merged(old)) for file in setup["files"]]
-    except SettingsError:
+    except FileError:
         _show(console, setup)
         raise
     if not write_texts(console, texts, yes, "--write"):
@@ -216,7 +216,7 @@ def write_texts(
 
     Raises:
         OptionError: it cannot ask, since there is no terminal.
-        SettingsError: a file cannot be written, or has just been changed.
+        FileError: a file cannot be written, or has just been changed.
     """
     changes = [(file, old, new) for file, old, new in texts if new != old]
     for file, old, new in changes:
@@ -228,7 +228,7 @@ def write_texts(
         confirm(asking, f"Write {what}?", "Nothing was written.")
     for file, old, new in changes:
         if file.read() != old:
-            raise SettingsError(f"{file.path}: another program has just changed it; try again")
+            raise FileError(f"{file.path}: another program has just changed it; try again")
         file.write(new)
         say(f"Wrote {file.path}.")
     return bool(changes)

@@ -21,7 +21,7 @@ from ..terminal import TokenPrinter, colored
 from .common.generation import Generation
 from .common.model_choice import model_or_default, note_if_demo
 from .common.notes import silence_notes
-from .common.options import NAME, check_one, color_option, command, option, options_of
+from .common.options import NAME, color_option, command, option, options_of
 from .common.output import (
     Figures,
     error_console,
@@ -57,11 +57,7 @@ _output = partial(option, group="Output")
     "Answer each line of FILE, several at a time: see below; - reads standard input.",
     type=NAME,
 )
-@_model(
-    "--concurrency N",
-    "With --prompts: answer N at once.  [default: 8]",
-    type=click.IntRange(1),
-)
+@_model("--concurrency N", "With --prompts: answer N at once.", default=8, type=click.IntRange(1))
 @_model("--max-tokens N", "Generate at most N tokens.", default=250, type=click.IntRange(1))
 @options_of(Generation, "generation")
 @_output("-q --quiet", "Show only the text: no figures, progress or notes.")
@@ -74,7 +70,7 @@ _output = partial(option, group="Output")
     "its place.",
     type=click.IntRange(0),
 )
-def generate_command(*, prompts: str | None, concurrency: int | None, **options: Any) -> None:
+def generate_command(*, prompts: str | None, concurrency: int, **options: Any) -> None:
     """Generate text with speculative decoding.
 
     PROMPT is what to ask the model. Pipe an input text, or name its file with --prompt-file. The
@@ -115,17 +111,14 @@ def generate_command(*, prompts: str | None, concurrency: int | None, **options:
     """
     if options["quiet"]:
         silence_notes()
-    check_one(quiet=options["quiet"], stats=options["stats"])
-    reads_input = "-" in (prompts, *vars(options["prompt"]).values())
-    if reads_input and launched_rank() is not None:
+    sources = *vars(options["prompt"]).values(), prompts
+    if launched_rank() is not None and "-" in sources:
         raise PromptError("-: mlx.launch does not pass on the end of standard input; name a file")
     if prompts is not None:
         from .prompt_files import answer_prompts
 
         with leading() as leader:
-            answer_prompts(prompts, concurrency or 8, leader=leader, **options)
-    elif concurrency is not None:
-        raise OptionError("--concurrency needs a file of prompts: name it with --prompts FILE")
+            answer_prompts(prompts, concurrency, leader=leader, **options)
     else:
         with leading() as leader:
             answer(leader=leader, **options)
@@ -152,8 +145,6 @@ def answer(
     """
     # Check all that needs no model before a model is loaded, or even downloaded.
     source = prompt.read(piped=leader is None)
-    if logprobs is not None and not shows["as_json"]:
-        raise OptionError("--logprobs needs JSON output: add --json")
     cached = _cached_prompt(prompt_cache_file, prompt)
     generation = cached.completed(generation) if cached else generation
 
@@ -188,8 +179,6 @@ def answer(
         generation.note_if_full(decoder.model, result.finish_reason, len(result.tokens))
         if shows["stats"]:
             console.print(step_times_table(result.step_times))
-            if decoder.plans:
-                console.print(machine_line(decoder.costs.slowdown))
         if printer:
             memories.suggest_once()
     if result.finish_reason == "interrupted":
@@ -233,16 +222,3 @@ def step_times_table(step_times: list[StepTime]) -> Table:
         rows = f"{time.rows} pipelined" if time.pipelined else str(time.rows)
         table.add_row(rows, str(time.steps), f"{time.seconds * 1000:.2f}", cost)
     return table
-
-
-_NOTICEABLY_SLOW = 1.3
-
-
-def machine_line(slowdown: float) -> str:
-    """How fast the machine is now, compared with when it was measured.
-
-    Args:
-        slowdown: the time of a plain step now, divided by the measured time.
-    """
-    cause = ": it is hot or busy" if slowdown > _NOTICEABLY_SLOW else ""
-    return f"A plain step takes {slowdown:.2f} times as long as when it was measured{cause}."

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import OptionError
 from .common.model_choice import ABOUT, DEFAULT, model_argument, needed_model
 from .common.notes import say
-from .common.options import ADAPTERS, ADAPTERS_HELP, NAME, command, option
+from .common.options import ADAPTERS, NAME, command, option
 from .common.output import print_rows, size_in_words, write_json
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _SIZES = {"hidden_size": "features", "vocab_size": "tokens", "num_hidden_layers"
 
 @command("inspect", short_help="Show what MODEL is, and which drafts it verifies.")
 @model_argument(ABOUT + DEFAULT)
-@option(ADAPTERS, ADAPTERS_HELP, type=NAME, group="Model")
+@option(*ADAPTERS, type=NAME, group="Model")
 @option("--json", "Write one JSON object.", "as_json", group="Output")
 def inspect_command(model: str | None, adapter_path: str | None, as_json: bool) -> None:
     """Show what MODEL is, and which drafts it verifies: trees, chains, or none.

@@ -33,6 +33,8 @@ class LazyGroup(Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         names = self.list_commands(ctx)
         if cmd_name not in names:
+            if ctx.resilient_parsing:  # a shell completes it
+                return None
             raise NoSuchCommand(cmd_name, possibilities=names, ctx=ctx)
         if cmd_name in self.commands:
             return self.commands[cmd_name]

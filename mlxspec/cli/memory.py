@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import LoadError, OptionError, StoreError
+from ..errors import FileError, LoadError, OptionError
 from ..files import check_writable, replaced
 from .common.model_choice import MODEL
 from .common.notes import note, say
@@ -91,7 +91,7 @@ class Memories:
                 most, name = self._settings.max_tokens, _absolute(model)
                 try:
                     kept = KeptAnswers(memory_directory(), identity, name, most)
-                except StoreError as error:
+                except FileError as error:
                     note(f"{error}; answers are remembered only until this command ends")
             self._memories[identity.fingerprint] = Memory(kept=kept, on_trouble=note)
         self._users[identity.fingerprint] += 1
@@ -169,8 +169,8 @@ def memory_command() -> None:
 @_model_option
 @option(
     "--max-tokens N",
-    "Tokens to keep per tokenizer; the least recently used answers are dropped.  [default: as "
-    "before, or 50,000,000]",
+    "Tokens to keep per tokenizer; the oldest answers are dropped.  [default: as before, or "
+    "50,000,000]",
     type=click.IntRange(min=2),
 )
 def on_command(model: str | None, max_tokens: int | None) -> None:
@@ -273,7 +273,7 @@ def _on_or_off(on: bool, exceptions: bool = False) -> str:
 @option("--since WHEN", "Answers that ended since WHEN: 2h, 3d, 2026-11-23, 2026-11-23T14:30.")
 @option("--before WHEN", "Answers that ended before WHEN.")
 @option("--matching TEXT", "Answers that contain TEXT, in upper or lower case.")
-@option("--all", "All answers, damaged files, and what was learned about drafts.", "everything")
+@option("--all", "All answers, and what was learned about drafts.", "everything")
 @_model_option
 @option("-y --yes", "Forget without asking.")
 def forget_command(
@@ -296,7 +296,6 @@ def forget_command(
         raise OptionError(
             "choose what to forget: give --all, or any of --since, --before and --matching"
         )
-    from ..corpus import memory_directory
     from ..drafting.kept import kept_experience
 
     tokenizer = _tokenizer_of(model)
@@ -312,9 +311,6 @@ def forget_command(
         confirm("forget", "Forget them?", "Nothing was forgotten.")
     for kept, rows in found:
         kept.forget(rows)
-    for damaged in memory_directory().glob("*.damaged*"):
-        damaged.unlink(missing_ok=True)
-        note(f"removed the damaged file {damaged}, with all answers in it")
     taught = kept_experience() if everything and model is None else []
     for path in taught:
         path.unlink(missing_ok=True)
@@ -345,7 +341,7 @@ def export_command(model: str | None, output: Path | None, force: bool) -> None:
     *.jsonl, 'mlxspec store build' and 'mlxspec replay' can read it.
     """
     if output is not None:
-        check_writable(output, OptionError)
+        check_writable(output)
         if output.exists() and not force:
             raise OptionError(f"--output {output}: exists; name another file, or add --force")
     tokenizer = _tokenizer_of(model)
@@ -354,7 +350,7 @@ def export_command(model: str | None, output: Path | None, force: bool) -> None:
         raise OptionError("no answers are kept: to keep them from now on, run mlxspec memory on")
     decoders = [_decoder(one, tokenizer) for one in kept]  # all, before the first line
     number = 0
-    with replaced(output, StoreError) if output else nullcontext(sys.stdout.buffer) as file:
+    with replaced(output) if output else nullcontext(sys.stdout.buffer) as file:
         for one, decode in zip(kept, decoders, strict=True):
             for _, tokens, ended in sorted(one.read(), key=itemgetter(2)):
                 messages = [{"role": "assistant", "content": decode(tokens)}]
@@ -368,7 +364,7 @@ def _kept(tokenizer: Any) -> list[KeptAnswers]:
     """The kept answers of all tokenizers, or only of this one.
 
     Raises:
-        StoreError: the database cannot be read.
+        FileError: the database cannot be read.
     """
     from ..corpus import identify, kept_answers, memory_directory
 

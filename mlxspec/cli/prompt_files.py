@@ -14,8 +14,7 @@ import stat
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +23,6 @@ from pydantic import BeforeValidator, ConfigDict, Field, Strict, ValidationError
 from rich.console import Console
 from rich.panel import Panel
 from rich.progress import MofNCompleteColumn, TimeElapsedColumn
-from rich.text import Text
 
 from ..engine.params import SamplingParams
 from ..errors import MlxspecError, OptionError, PromptError, printable
@@ -37,7 +35,6 @@ from ..models.chat_template import Messages, apply_template
 from ..process import INTERRUPTED
 from .common.generation import Generation
 from .common.model_choice import model_or_default, note_if_demo
-from .common.notes import in_one_line
 from .common.output import Figures, ProgressBar, error_console, json_text, result_report
 from .common.prompt import PromptOptions
 from .memory import Memories
@@ -47,9 +44,6 @@ if TYPE_CHECKING:
 
 _MOST_HELD = 1000  # results that wait for an earlier one; a few kilobytes each
 _FORM = 'write {"prompt": "..."} or {"messages": [...]}'
-
-Lines = Iterator[tuple[int, Any]]
-"""The number of each line, from 1, and its value, which is None if it is not JSON."""
 
 
 def answer_prompts(
@@ -76,14 +70,15 @@ def answer_prompts(
         shows: ``quiet``, ``color`` and ``as_json``; the results are always JSON.
 
     Raises:
-        MlxspecError: an option, the file as a whole or the model is at fault.
+        MlxspecError, OSError: an option, the file or the model is at fault.
     """
     # Check all that needs no model before a model is loaded, or even downloaded.
     others = prompt.named()
     others += ["--prompt-cache-file"] * (prompt_cache_file is not None) + ["--stats"] * stats
     if others:
         raise OptionError(f"--prompts and {others[0]} are given together: choose one")
-    with open_prompts(file) as (lines, count), Memories(not generation.drafting.no_memory) as kept:
+    keeps = not generation.drafting.no_memory
+    with click.open_file(file, "rb") as opened, Memories(keeps) as kept:
         console = error_console(shows["color"])
         quiet = Console(quiet=True) if shows["quiet"] else console
         decoder = generation.load(quiet, kept, leader)
@@ -91,14 +86,14 @@ def answer_prompts(
         prompt.uses_template("", decoder.tokenizer)
         decoder.new_request([0], generation.max_tokens, generation.options(decoder))
         note_if_demo(generation.model)
-        answers = PromptAnswers(generation, decoder, prompt, concurrency, logprobs, console)
+        answers = PromptAnswers(generation, decoder, prompt, concurrency, logprobs)
         # No bar is needed if results appear on the terminal, perhaps through a pipe.
         hidden = console.is_interactive and (
             sys.stdout.isatty() or stat.S_ISFIFO(os.fstat(sys.stdout.fileno()).st_mode)
         )
-        figures = MofNCompleteColumn(), TimeElapsedColumn()
-        bar = ProgressBar("answers", *figures, console=Console(quiet=True) if hidden else quiet)
-        interrupted = answers.run(lines, count, bar)
+        columns = MofNCompleteColumn(), TimeElapsedColumn()
+        bar = ProgressBar("answers", *columns, console=Console(quiet=True) if hidden else quiet)
+        interrupted = answers.run(json_lines(opened), bar)
         quiet.print("", answers.panel(interrupted), sep="\n")
         if not shows["as_json"]:
             kept.suggest_once()
@@ -106,36 +101,6 @@ def answer_prompts(
         sys.exit(INTERRUPTED)
     if answers.failed:
         sys.exit(1)
-
-
-# --- the file ---
-
-
-@contextmanager
-def open_prompts(name: str) -> Iterator[tuple[Lines, int | None]]:
-    """Open a file of prompts: yield its lines that are not blank, and their number.
-
-    Args:
-        name: the file; - is standard input. The number of lines in a pipe is None.
-
-    Raises:
-        PromptError: it cannot be read, or has only blank lines.
-    """
-    try:
-        opened = click.open_file(name, "rb")
-    except OSError as error:
-        raise PromptError(
-            f"--prompts {name} cannot be read ({error.strerror}): name a readable file"
-        ) from error
-    with opened as file:
-        count = None
-        if file.seekable():
-            start = file.tell()
-            count = sum(bool(line.strip()) for line in file)
-            file.seek(start)
-        if count == 0:
-            raise PromptError(f"--prompts {name} holds no prompt: {_FORM}, one per line")
-        yield json_lines(file), count
 
 
 # --- a line ---
@@ -231,9 +196,8 @@ class PromptAnswers:
         concurrency: how many prompts to answer at once, at most.
         logprobs: how many of the likeliest tokens get log-probabilities in the results, besides the
             chosen token; None for no log-probabilities.
-        console: gets a line for each prompt that cannot be answered.
-        failed, unfinished: numbers of prompts; unfinished ones were interrupted.
-        figures: the figures of the answered and the unfinished prompts.
+        failed: how many prompts could not be answered.
+        figures: the figures of the others.
     """
 
     generation: Generation
@@ -241,69 +205,55 @@ class PromptAnswers:
     prompt: PromptOptions
     concurrency: int
     logprobs: int | None
-    console: Console
 
     def __post_init__(self) -> None:
-        self.failed = self.unfinished = 0
+        self.failed = self._begun = 0
         self.figures = Figures()
         # Nobody reads the answers as they grow, so they may wait for the prompts of others.
         self._engine = Engine(self.decoder, max_active=self.concurrency, stall=math.inf)
-        self._begun = 0
         self._held: deque[_PromptAnswer] = deque()  # not yet written, in the file's order
 
     def panel(self, interrupted: bool) -> Panel:
         """The figures of all answers."""
-        answered = self.figures.answers - self.unfinished
-        counts = {"failed": self.failed, "unfinished": self.unfinished}
-        rows = [(name, f"{number:,}") for name, number in counts.items() if number]
-        rows.insert(0, ("prompts answered", f"{answered:,}"))
+        rows = [("prompts answered", f"{self.figures.answers:,}")]
+        if self.failed:
+            rows.append(("prompts failed", f"{self.failed:,}"))
         return self.figures.panel(*rows, subtitle="interrupted" if interrupted else None)
 
-    def run(self, lines: Lines, count: int | None, bar: ProgressBar) -> bool:
+    def run(self, lines: Iterator[tuple[int, Any]], bar: ProgressBar) -> bool:
         """Answer lines until all are done or Ctrl-C is pressed.
 
         Args:
-            lines: from :func:`open_prompts`.
-            count: the number of lines; None if unknown.
+            lines: the number of each line, from 1, and its value, which is None if it is not JSON.
             bar: shows how many are done.
 
         Returns:
             whether it was interrupted. Even then it has written all finished answers, and the
             others as far as they were generated.
         """
-        started = time.perf_counter()
-        interrupted = False
+        started, interrupted = time.perf_counter(), False
         try:
             with bar, self._engine.running():
-                bar(0, count)
                 while self._begin_more(lines):
+                    bar(self.figures.answers + self.failed, None)
                     self._engine.turn()
-                    for answer in self._held:
-                        if answer.request and answer.request.done:
-                            self._finish(answer)
-                    self._write_finished()
-                    bar(self.figures.answers + self.failed, count)
+                    self._write(lambda answer: bool(answer.request and answer.request.done))
         except KeyboardInterrupt:
             interrupted = True
-            for answer in self._held:
-                if answer.line is None:
-                    self._finish(answer)
-            self._write_finished()
+            self._write(lambda answer: answer.line is None)
         self.figures.seconds = time.perf_counter() - started
         self.figures.prefill_seconds = self._engine.prefill_seconds
         return interrupted
 
-    def _begin_more(self, lines: Lines) -> bool:
+    def _begin_more(self, lines: Iterator[tuple[int, Any]]) -> bool:
         """Begin as many answers as may run; return whether any work is left."""
         while self._engine.room > 0 and len(self._held) < _MOST_HELD:
-            line = next(lines, None)
-            if line is None:
+            number, value = next(lines, (0, None))
+            if not number:
                 break
-            number, value = line
             given_id = value.get("id") if isinstance(value, dict) else None
-            place = {"index": self._begun, "id": given_id}
             result = GenerationResult(logprobs=None if self.logprobs is None else [])
-            answer = _PromptAnswer(number, place, result)
+            answer = _PromptAnswer(number, {"index": self._begun, "id": given_id}, result)
             self._held.append(answer)
             self._begun += 1
             try:
@@ -322,9 +272,8 @@ class PromptAnswers:
         asked, default = read_line(value), self.generation
         generation = replace(
             default,
-            max_tokens=asked.get("max_tokens", default.max_tokens),
-            ends=replace(default.ends, **_those(_ENDS, asked)),
             sampling=replace(default.sampling, **_those(_SAMPLING, asked)),
+            **_those(("max_tokens", *_ENDS), asked),
         )
         tokens, templated = self._tokens(asked)
         request, as_shown = generation.request(
@@ -352,6 +301,14 @@ class PromptAnswers:
         tokens: list[int] = apply_template(tokenizer, messages, **how)
         return tokens, True
 
+    def _write(self, has_ended: Callable[[_PromptAnswer], bool]) -> None:
+        """Finish the answers that have ended, and write the results that are next in order."""
+        for answer in filter(has_ended, self._held):
+            self._finish(answer)
+        while self._held and self._held[0].line is not None:
+            # In this order an interrupt cannot cause a result to be written twice.
+            click.echo(self._held.popleft().line)
+
     def _finish(self, answer: _PromptAnswer) -> None:
         """Make the result from what was generated, or from the error that ended it."""
         request, result = answer.request, answer.result
@@ -366,23 +323,13 @@ class PromptAnswers:
         del report["step_times"]  # they include all answers
         answer.end(report)  # first, or an interrupt could count the answer twice
         self.figures.add(result, len(result.tokens))
-        self.unfinished += result.finish_reason == "interrupted"
 
     def _fail(self, answer: _PromptAnswer, error: Exception) -> None:
-        """Make the result from an error, and print the error."""
-        # A custom drafter may raise anything.
+        """Make the result from an error; a custom drafter may raise anything."""
         kind = "" if isinstance(error, MlxspecError) else f"{type(error).__name__}: "
-        message = f"line {answer.number}: {kind}{error}"
         self.failed += 1
-        self.console.print(Text(f"Error: {in_one_line(message)}"), soft_wrap=True)
-        answer.end({"error": message})
-
-    def _write_finished(self) -> None:
-        """Write the results that are next in order."""
-        while self._held and self._held[0].line is not None:
-            # In this order an interrupt cannot cause a result to be written twice.
-            click.echo(self._held.popleft().line)
+        answer.end({"error": f"line {answer.number}: {kind}{error}"})
 
 
-def _those(names: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
+def _those(names: Iterable[str], asked: dict[str, Any]) -> dict[str, Any]:
     return {name: asked[name] for name in names if name in asked}

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import click
 
 from ..process import INTERRUPTED
-from .common.options import NO_MEMORY, NO_MEMORY_HELP, argument, command, option
+from .common.options import NO_MEMORY, argument, command, option
 from .memory import Memories
 
 
@@ -19,11 +19,11 @@ from .memory import Memories
     "run",
     short_help="Run a program that uses mlx-lm, with speculation.",
     cls=click.Command,
-    options_metavar=f"[{NO_MEMORY}] [-m]",
+    options_metavar=f"[{NO_MEMORY[0]}] [-m]",
     context_settings={"allow_interspersed_args": False},
 )
 @option("-m", "PROGRAM is a module, as for python -m.", "is_module")
-@option(NO_MEMORY, NO_MEMORY_HELP)
+@option(*NO_MEMORY)
 @argument("program", "A script, or a directory with __main__.py.")
 @argument("arguments", "The program's arguments.", nargs=-1, type=click.UNPROCESSED)
 def run_command(is_module: bool, no_memory: bool, program: str, arguments: tuple[str, ...]) -> None:

@@ -31,7 +31,7 @@ from ..errors import OptionError, printable
 from ..files import is_ours_alone
 from ..models.model_files import local_path
 from ..process import give_back_large_blocks
-from .common.generation import API_KEY, DraftingOptions, Ends, Generation, measure
+from .common.generation import API_KEY, DraftingOptions, Generation, measure
 from .common.model_choice import (
     DIRECTORY,
     default_model,
@@ -42,7 +42,6 @@ from .common.model_choice import (
 from .common.notes import note
 from .common.options import (
     ADAPTERS,
-    ADAPTERS_HELP,
     NAME,
     color_option,
     command,
@@ -110,7 +109,7 @@ class ServeOptions:
         "[default: 10m; a MODEL named here stays]",
         type=_duration,
     )
-    adapter_path: str | None = _address_option(ADAPTERS, ADAPTERS_HELP, type=NAME)
+    adapter_path: str | None = _address_option(*ADAPTERS, type=NAME)
     host: str = _address_option("--host HOST", "The address to listen on.", default="127.0.0.1")
     port: int = _address_option(
         "--port N", "The port; 0 takes a free one.", default=8080, type=click.IntRange(0, 65535)
@@ -266,7 +265,7 @@ def serve_command(
     names = models or (() if options.available else (None,))
     asked = [
         Generation(
-            *(name, options.max_tokens, drafting, Ends(), SamplingParams(), caches),
+            *(name, options.max_tokens, drafting, SamplingParams(), caches),
             adapter_path=options.adapter_path,
         )
         for name in names
@@ -281,7 +280,7 @@ def serve_command(
         console = error_console(color)
         # A head, a draft model and a store belong to the models that were named with them.
         apart = replace(drafting, head=None, draft_model=None, store=None)
-        base = Generation(None, options.max_tokens, apart, Ends(), SamplingParams(), caches)
+        base = Generation(None, options.max_tokens, apart, SamplingParams(), caches)
         _run(asked, base, options, hosts, keys, chat_template_config or {}, console, leader)
 
 
@@ -318,17 +317,14 @@ def _run(
         log = serving.enter_context(
             request_log(options.log_json, options.quiet, not console.no_color)
         )
-        served = loader.start(console, leader)
         worker = Worker(
-            served,
+            _checked(loader.start(console, leader), memory),
             active=options.concurrency,
             queued=options.queue,
             stall=options.stall,
             on_end=lambda requests: log(end_record(requests)),
             memory=memory,
         )
-        _check_memory(memory, served)
-        del served  # or it would hold the memory of models that leave
         # SIGTERM acts like Ctrl-C.
         usual = signal.signal(signal.SIGTERM, signal.default_int_handler)
         serving.callback(signal.signal, signal.SIGTERM, usual)
@@ -557,7 +553,7 @@ class _Loader:
             entry.path,
             replace(self._base, model=entry.path),
         )
-        decoder = one.load_unmeasured(self._memories, on_read=on_read)
+        decoder = one.load(None, self._memories, on_read=on_read)
         # With many forwards, which may run beside those of other models.
         _ = decoder.capability, decoder.joint_mode
 
@@ -610,8 +606,8 @@ def _other_names(name: str, path: str) -> frozenset[str]:
     return frozenset({name.rpartition("/")[2], *own, *same})
 
 
-def _check_memory(memory: ServerMemory, served: Sequence[ServedModel]) -> None:
-    """Raise OptionError if a model could not answer even the shortest request."""
+def _checked(served: list[ServedModel], memory: ServerMemory) -> list[ServedModel]:
+    """The models; raises OptionError if one could not answer even the shortest request."""
     from ..server.memory import in_words
 
     for one in served:
@@ -622,6 +618,7 @@ def _check_memory(memory: ServerMemory, served: Sequence[ServedModel]) -> None:
                 f"at least {in_words(memory.bound_for(need) + (1 << 20))} with --memory, where "
                 "the machine has them, or serve a smaller or more quantised model"
             )
+    return served
 
 
 def _locked(directory: Path) -> int:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import platformdirs
 
-from ..errors import MlxspecError, OptionError, SettingsError
+from ..errors import FileError, MlxspecError, OptionError
 from ..files import SHARED, directory_in, replaced
 from ..models.model_files import DEMO
 from ..process import MLX_VARIABLES, variables_in
@@ -122,11 +122,7 @@ class UserConfig:
 
 
 def config_path() -> Path:
-    """The path of the settings file.
-
-    Raises:
-        OptionError: the environment variable names the home directory of an unknown user.
-    """
+    """The path of the settings file."""
     directory = directory_in(ENVIRONMENT_VARIABLE) or platformdirs.user_config_path("mlxspec")
     return directory / "config.toml"
 
@@ -135,8 +131,7 @@ def load_config() -> UserConfig:
     """Read the user's settings; without a file they are empty.
 
     Raises:
-        OptionError: as for :func:`config_path`.
-        SettingsError: the file cannot be read, or has a wrong setting.
+        FileError: the file cannot be read, or has a wrong setting.
     """
     path = config_path()
     try:
@@ -145,15 +140,11 @@ def load_config() -> UserConfig:
     except FileNotFoundError:
         return UserConfig(path)
     except OptionError as error:
-        raise SettingsError(f"{path}: {error}; correct the file") from error
+        raise FileError(f"{path}: {error}; correct the file") from error
     except OSError as error:
-        raise SettingsError(
-            f"{path}: cannot be read ({error.strerror}); make it readable"
-        ) from error
+        raise FileError(f"{path}: cannot be read ({error.strerror}); make it readable") from error
     except ValueError as error:
-        raise SettingsError(
-            f"{path}: is not valid TOML ({error}); correct it, or remove it"
-        ) from error
+        raise FileError(f"{path}: is not valid TOML ({error}); correct it, or remove it") from error
     aliases = document.pop(ALIAS, {})
     return UserConfig(path, document, aliases)
 
@@ -223,20 +214,20 @@ class SettingsFile:
 
         Raises:
             OSError: it cannot be read.
-            SettingsError: it is not UTF-8.
+            FileError: it is not UTF-8.
         """
         try:
             return self.path.read_bytes().decode()
         except FileNotFoundError:
             return ""
         except UnicodeDecodeError as error:
-            raise SettingsError(f"{self.path}: is not UTF-8 text; convert it") from error
+            raise FileError(f"{self.path}: is not UTF-8 text; convert it") from error
 
     def merged(self, text: str) -> str:
         """Merge the settings into a text of the file; the text of a new file is empty.
 
         Raises:
-            SettingsError: something in the text would be lost.
+            FileError: something in the text would be lost.
         """
         kind = _KINDS[self.path.suffix]
         try:
@@ -253,7 +244,7 @@ class SettingsFile:
                 raise ValueError("the edit would change other parts of it")
         except ValueError as error:
             reason = " ".join(str(error).split())
-            raise SettingsError(
+            raise FileError(
                 f"{self.path}: cannot be edited as {kind} ({reason}); change it by hand"
             ) from error
         return new
@@ -262,12 +253,12 @@ class SettingsFile:
         """Replace the file in one step; create its directory if it is missing.
 
         Raises:
-            OSError, SettingsError: it cannot be written.
+            OSError, FileError: it cannot be written.
         """
         place = self.path.resolve()
         place.parent.mkdir(parents=True, exist_ok=True)
         mode = stat.S_IMODE(place.stat().st_mode) if place.exists() else SHARED
-        with replaced(place, SettingsError, mode) as file:
+        with replaced(place, mode) as file:
             file.write(text.encode())
 
 

@@ -115,7 +115,7 @@ def _write(
     done = count(1)
     figures = MofNCompleteColumn(), TimeElapsedColumn()
     try:
-        with ProgressBar("Reading", *figures, then="Sorting") as bar:
+        with ProgressBar("Reading", *figures) as bar:
             sequences = (
                 tokenizer.encode(text, add_special_tokens=False)
                 for text in read_texts(files, counts, lambda _: bar(next(done), len(files)))

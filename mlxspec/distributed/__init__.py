@@ -28,7 +28,7 @@ def leading() -> AbstractContextManager[Leader | None]:
 
     Returns:
         a context with the leader; with None in a process that ``mlx.launch`` has not started.
-        Entering it raises DistributedError if the ranks cannot be connected.
+        Entering it raises MlxspecError if the ranks cannot be connected.
     """
     if launched_rank() is None:
         return nullcontext()

@@ -15,7 +15,7 @@ from typing import NoReturn, cast
 
 import mlx.core as mx
 
-from ..errors import DistributedError
+from ..errors import MlxspecError
 from .launch import end_with
 
 _END, _BEAT = b"end", b"beat"
@@ -34,7 +34,7 @@ def meet(group: mx.distributed.Group) -> Channel:
     by an all-reduce. Connections without the secret are refused.
 
     Raises:
-        DistributedError: rank 0 cannot be reached; ``mlx.launch`` then ends all ranks.
+        MlxspecError: rank 0 cannot be reached; ``mlx.launch`` then ends all ranks.
     """
     rank, size = group.rank(), group.size()
     if rank == 0:
@@ -101,7 +101,7 @@ def _connect(addresses: Sequence[str], port: int) -> socket.socket:
     for address in addresses:
         with suppress(OSError):
             return socket.create_connection((address, port), timeout=_SECONDS_TO_CONNECT)
-    raise DistributedError(
+    raise MlxspecError(
         f"rank 0 cannot be reached at {' or '.join(addresses)}, port {port}: allow connections "
         "between the hosts in their firewalls"
     )

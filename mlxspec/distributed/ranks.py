@@ -32,7 +32,7 @@ from ..engine.costs import forward_memory, least_free_memory
 from ..engine.joint import Joint, JointMode, JointRows
 from ..engine.params import CacheOptions
 from ..engine.target import Capability, Target, vocabulary_size
-from ..errors import DistributedError, LoadError, MlxspecError, OptionError
+from ..errors import LoadError, MlxspecError, OptionError
 from ..models.model import load
 from .channel import Channel, meet
 from .launch import end_with, uninterrupted
@@ -427,12 +427,12 @@ def taking_part() -> Iterator[Leader]:
     Only rank 0 runs the block. The other ranks follow it, and end when it ends.
 
     Raises:
-        DistributedError: the ranks cannot be connected.
+        MlxspecError: the ranks cannot be connected.
     """
     try:
         group = mx.distributed.init()
     except (RuntimeError, ValueError) as error:
-        raise DistributedError(f"the ranks cannot be connected: {error}") from error
+        raise MlxspecError(f"the ranks cannot be connected: {error}") from error
     if group.rank() > 0:
         _follow_to_the_end(group)
     channel = meet(group)

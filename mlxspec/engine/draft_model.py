@@ -38,7 +38,7 @@ class DraftModelDrafter(Drafter):
 
     Raises:
         OptionError: ``num_draft_tokens`` is below 1, or the cache has too few layers.
-        PromptCacheError: another model made the cache.
+        FileError: another model made the cache.
     """
 
     branching = False

@@ -28,11 +28,10 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
     make_prompt_cache,
 )
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
-from ..errors import OptionError, PromptCacheError
+from ..errors import FileError, OptionError
 from ..files import check_writable, replaced
-from ..models.model_files import check_safetensors
 from .caches import TreeKVCache, TreeQuantizedKVCache, WindowKVCache, cached_length, parts
 from .target import Target
 
@@ -54,7 +53,7 @@ def lent_caches(prompt_cache: Sequence[Any], model: nn.Module) -> list[Any]:
 
     Raises:
         OptionError: the cache was made for a model with fewer layers.
-        PromptCacheError: the cache holds another model's keys and values.
+        FileError: the cache holds another model's keys and values.
     """
     needed = len(make_prompt_cache(model))
     if len(prompt_cache) < needed:
@@ -99,11 +98,11 @@ class Loan:
             new_target: called with caches of the same content.
 
         Raises:
-            PromptCacheError: another generation has borrowed them.
+            FileError: another generation has borrowed them.
         """
         held = [copy.copy(cache) for cache in self._caches]
         if any(isinstance(cache, _LentCache) for cache in held):
-            raise PromptCacheError(_IN_USE)
+            raise FileError(_IN_USE)
         target = new_target(held)
         self._start, self._target = target.length, target
         for cache in self._caches:
@@ -147,10 +146,10 @@ class _LentCache:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # Python looks for them, to copy an object
             raise AttributeError(name)
-        raise PromptCacheError(_IN_USE)
+        raise FileError(_IN_USE)
 
     def __getitem__(self, index: int) -> Any:
-        raise PromptCacheError(_IN_USE)
+        raise FileError(_IN_USE)
 
 
 # --- files ---
@@ -179,16 +178,16 @@ def save_prompt_cache(
         tokens: the tokens that the cache holds, which later generations can draft from.
 
     Raises:
-        PromptCacheError: the file cannot be written; an existing one is unchanged.
+        FileError: the file cannot be written; an existing one is unchanged.
     """
     path = prompt_cache_path(file_name)
     held = {**(metadata or {}), **({_TOKENS: json.dumps(list(tokens))} if tokens else {})}
     try:
-        with replaced(path, PromptCacheError) as file:
+        with replaced(path) as file:
             mlx_lm_caches.save_prompt_cache(cast(Any, file), list(cache), held)
     except RuntimeError as error:  # MLX's
         reason = " ".join(str(error).split())[:150]
-        raise PromptCacheError(f"{path}: cannot be written ({reason}); try again") from error
+        raise FileError(f"{path}: cannot be written ({reason}); try again") from error
 
 
 @overload
@@ -212,7 +211,7 @@ def load_prompt_cache(
         mlx-lm's caches, to pass as ``prompt_cache``.
 
     Raises:
-        PromptCacheError: the file is missing, damaged, or not a prompt cache.
+        FileError: the file is missing, damaged, or not a prompt cache.
     """
     with _read_errors(Path(file_name)):
         cache, metadata = mlx_lm_caches.load_prompt_cache(str(file_name), return_metadata=True)
@@ -225,7 +224,7 @@ def read_prompt_cache_metadata(path: Path) -> dict[str, str]:
     """The metadata of a prompt cache, without reading the caches.
 
     Raises:
-        PromptCacheError: as for :func:`load_prompt_cache`.
+        FileError: as for :func:`load_prompt_cache`.
     """
     with _read_errors(path):
         _, flat = cast(Any, mx.load(str(path), return_metadata=True))
@@ -238,19 +237,19 @@ def _read_errors(file: Path) -> Iterator[None]:
     """Check that a file is whole; turn errors of reading it into one line that names it."""
     try:
         if not file.exists():
-            raise PromptCacheError(f"{file}: no such file; make it with 'mlxspec cache-prompt'")
-        check_safetensors(file)
-        yield
+            raise FileError(f"{file}: no such file; make it with 'mlxspec cache-prompt'")
+        with safe_open(file, "np"):  # checks the header and the length, as MLX does not
+            yield
     except OSError as error:
-        raise PromptCacheError(
+        raise FileError(
             f"{file} cannot be read ({error.strerror}): name a file that you can read"
         ) from error
     except (RuntimeError, SafetensorError) as error:
-        raise PromptCacheError(
+        raise FileError(
             f"{file} is truncated or damaged: make it again with 'mlxspec cache-prompt'"
         ) from error
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise PromptCacheError(
+        raise FileError(
             f"{file} holds no prompt cache that this version of mlx-lm reads: make it with "
             "'mlxspec cache-prompt'"
         ) from error
@@ -260,12 +259,12 @@ def prompt_cache_path(file_name: str | os.PathLike[str]) -> Path:
     """The file that :func:`save_prompt_cache` will write; check it before the work begins.
 
     Raises:
-        PromptCacheError: the file cannot be written.
+        FileError: the file cannot be written.
     """
     path = Path(file_name)
     if path.suffix != _SUFFIX:
         path = path.with_name(path.name + _SUFFIX)
-    check_writable(path, PromptCacheError)
+    check_writable(path)
     return path
 
 
@@ -277,18 +276,16 @@ def check_replaceable(path: Path, force: bool) -> None:
         force: whether an existing prompt cache may be replaced.
 
     Raises:
-        PromptCacheError: the file is not a prompt cache, or it is one and ``force`` is off.
+        FileError: the file is not a prompt cache, or it is one and ``force`` is off.
     """
     if not path.exists() or path.stat().st_size == 0:
         return
     try:
         read_prompt_cache_metadata(path)
-    except PromptCacheError as error:
-        raise PromptCacheError(
-            f"{path}: exists and is not a prompt cache; name another file"
-        ) from error
+    except FileError as error:
+        raise FileError(f"{path}: exists and is not a prompt cache; name another file") from error
     if not force:
-        raise PromptCacheError(f"{path}: exists; name another file, or replace it with --force")
+        raise FileError(f"{path}: exists; name another file, or replace it with --force")
 
 
 def tokens_in(metadata: Mapping[str, str], cache: Sequence[Any] | None = None) -> list[int]:
@@ -317,11 +314,11 @@ def check_fits(cache: Sequence[Any], model: nn.Module, source: str) -> None:
         source: names the cache in errors.
 
     Raises:
-        PromptCacheError: the number of layers or the shapes differ.
+        FileError: the number of layers or the shapes differ.
     """
     own = make_prompt_cache(model)
     if len(own) != len(cache):
-        raise PromptCacheError(
+        raise FileError(
             f"{source} is another model's: it caches {len(cache)} layers, the model has "
             f"{len(own)}; name the model that made it"
         )
@@ -331,7 +328,7 @@ def check_fits(cache: Sequence[Any], model: nn.Module, source: str) -> None:
     except (ValueError, NotImplementedError):  # the model's cannot be quantised like that
         fits = False
     if not fits:
-        raise PromptCacheError(
+        raise FileError(
             f"{source} is another model's: its keys and values have other shapes; name the "
             "model that made it"
         )

@@ -579,7 +579,7 @@ def together(function: Callable[..., Result], model: nn.Module, *args: Any) -> R
     """Call a function that runs forwards of a model, on all machines over which it is split.
 
     Args:
-        function: one of :data:`mlxspec.distributed.ranks.TOGETHER`.
+        function: one of :data:`mlxspec.distributed.ranks.REPEATED`.
         model: its first argument.
         args: its other arguments, which JSON can hold.
     """

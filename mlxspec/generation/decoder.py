@@ -22,7 +22,7 @@ from ..corpus.store import open_store
 from ..drafting.drafter import Drafter
 from ..drafting.kept import Experience
 from ..engine.model_sizes import context_length
-from ..errors import OptionError, StoreError
+from ..errors import FileError, OptionError
 from ..models.heads.loading import head_for, load_with_head
 from ..models.model import load
 from ..terminal import TokenPrinter
@@ -60,7 +60,7 @@ class Decoder(LoadedModel):
     Raises:
         LoadError: the model cannot be found or read.
         OptionError: a loaded model is passed without its tokenizer.
-        DrafterError: ``drafter`` is not a drafter.
+        MlxspecError: ``drafter`` is not a drafter.
     """
 
     drafting = Drafting()
@@ -132,7 +132,7 @@ class Decoder(LoadedModel):
                 the event loop.
 
         Raises:
-            PromptError, OptionError, DrafterError: as :meth:`decode`, with the first response.
+            PromptError, OptionError, MlxspecError: as :meth:`decode`, with the first response.
             OptionError: ``prompt_cache`` is given, but the generation runs ahead of its consumer.
         """
         new_request = partial(self.new_request, prompt, max_tokens, make_drafter=make_drafter)
@@ -218,10 +218,10 @@ class Decoder(LoadedModel):
                 is out of range, a token is unknown to the model, the model's cache cannot be
                 quantised as requested, or ``prompt_cache`` has too few layers. With the first
                 response: another generation is using the session.
-            PromptCacheError: ``prompt_cache`` has the shapes of another model. With the first
+            FileError: ``prompt_cache`` has the shapes of another model. With the first
                 response: the session's initial cache has, or another generation is using
                 ``prompt_cache``.
-            DrafterError: ``drafter`` is not a drafter. With a response: it proposed an invalid
+            MlxspecError: ``drafter`` is not a drafter. With a response: it proposed an invalid
                 draft.
             TypeError: an option is unknown.
         """
@@ -288,7 +288,7 @@ class Decoder(LoadedModel):
             receive: an engine calls it with each response.
 
         Raises:
-            PromptError, OptionError, PromptCacheError, TypeError: as :meth:`decode`.
+            PromptError, OptionError, FileError, TypeError: as :meth:`decode`.
         """
         longest, template = context_length(self.model), options.get("chat_template_kwargs")
         tokens = prompt_ids(prompt, self.tokenizer, self.vocab_size, longest, template)
@@ -319,12 +319,12 @@ class AutoDecoder(Decoder):
             model is given loaded; False uses none.
 
     Raises:
-        LoadError, OptionError, DrafterError: as :class:`Decoder`.
+        LoadError, OptionError, MlxspecError: as :class:`Decoder`.
         LoadError: ``head`` cannot draft for the model. One that comes with the model is left out
             then, with a warning.
         OptionError: ``memory`` and ``memory_tokens`` are both given, or ``head`` is True and the
             model is given loaded.
-        StoreError: the store cannot be read, or the store or ``memory`` was made with another
+        FileError: the store cannot be read, or the store or ``memory`` was made with another
             tokenizer.
     """
 
@@ -356,7 +356,7 @@ class AutoDecoder(Decoder):
         elif memory.kept:
             kept, own = memory.kept.identity, identify(self.tokenizer)
             if kept.fingerprint != own.fingerprint:
-                raise StoreError(
+                raise FileError(
                     f"memory keeps tokens of {kept}, but the model's tokenizer is {own}: open a "
                     "memory with this tokenizer"
                 )

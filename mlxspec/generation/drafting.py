@@ -19,8 +19,6 @@ from ..drafting.planner import Planner
 from ..drafting.policy import trees_pay
 from ..drafting.sources import (
     CombinedDrafter,
-    DrafterSource,
-    PredictionDrafter,
     PromptLookupDrafter,
 )
 from ..drafting.suffix_source import SuffixSource
@@ -184,16 +182,14 @@ class Auto(Drafting):
             experience,
             memory=self.memory,
             store=self.store,
+            prediction=self.prediction,
             remembers=remembers,
-            context=session.index if session else None,
         )
         sources: list[Drafter] = [look_ups]
         extra = self.extra() if self.extra else None
         draft_model = extra if _runs_model(extra) else None
         if extra is not None and draft_model is None:
             sources.append(extra)
-        if self.prediction:
-            sources.append(DrafterSource(PredictionDrafter(self.prediction), "prediction"))
         branching = trees_pay(decoder.costs.curve)
         return _planned(decoder, sources, experience, draft_model, branching=branching)
 
@@ -205,7 +201,7 @@ def drafter_maker(drafter: Drafter | Callable[[], Drafter]) -> Callable[[], Draf
         drafter: a class or function that makes drafters, or one drafter for all generations.
 
     Raises:
-        DrafterError: ``drafter`` is neither.
+        MlxspecError: ``drafter`` is neither.
     """
     if callable(drafter) and not isinstance(drafter, Drafter):
         return drafter

@@ -368,7 +368,7 @@ def responses(request: Request) -> Generator[GenerationResponse, None, None]:
         request: a request that has not started.
 
     Raises:
-        DrafterError: as :meth:`Request.prepare`, before the first response.
+        MlxspecError: as :meth:`Request.prepare`, before the first response.
     """
     request.prepare()
     return _responses(request)

@@ -76,7 +76,7 @@ class Request:
         receive: called with each response.
 
     Raises:
-        OptionError, PromptCacheError, TypeError: an option is wrong, as for
+        OptionError, FileError, TypeError: an option is wrong, as for
             :meth:`mlxspec.Decoder.decode`.
 
     Attributes:
@@ -164,7 +164,7 @@ class Request:
         """Make the drafter and the cache lease; :meth:`start` calls this if nobody has.
 
         Raises:
-            DrafterError: ``make_drafter`` did not return a drafter.
+            MlxspecError: ``make_drafter`` did not return a drafter.
         """
         self.context = list(self.prompt)
         self.grammar = self.constraint.begin() if self.constraint else None
@@ -204,8 +204,8 @@ class Request:
         """Take the caches, and make the sequence, whose prompt has not run yet.
 
         Raises:
-            DrafterError: as :meth:`prepare`.
-            OptionError, PromptCacheError: the caches cannot be used.
+            MlxspecError: as :meth:`prepare`.
+            OptionError, FileError: the caches cannot be used.
         """
         if self.lease is None:
             self.prepare()

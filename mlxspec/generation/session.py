@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
-from ..corpus.suffix_index import ContextIndex, common_length
+from ..corpus.suffix_index import common_length
 from ..engine.caches import are_quantized, for_steps
 from ..engine.capability import capability_with
 from ..engine.draft_model import DraftModelDrafter
@@ -28,7 +28,7 @@ from ..engine.prompt_cache import (
     tokens_in,
 )
 from ..engine.target import Capability, ContextCache, Target, target_for
-from ..errors import OptionError, PromptCacheError
+from ..errors import FileError, OptionError
 
 
 class CacheLease:
@@ -83,7 +83,7 @@ _TRIMMABLE = {Capability.TREE, Capability.CHAIN}
 
 
 class Session:
-    """A conversation's KV cache and its drafter's index, kept between turns.
+    """A conversation's KV cache, kept between turns.
 
     Pass the whole conversation at every turn. The model runs only what follows the longest common
     prefix with the last turn::
@@ -115,8 +115,6 @@ class Session:
     """
 
     def __init__(self, cache: Sequence[Any] = (), tokens: Sequence[int] = ()) -> None:
-        self.index = ContextIndex()
-        """The drafter's index of the conversation."""
         self.mark_at = 0
         """A length to which the cache can be rewound after the next prompt."""
         self._tokens = list(tokens)
@@ -134,14 +132,14 @@ class Session:
         """Begin a session with the cache in a file.
 
         Raises:
-            PromptCacheError: the file cannot be read, or does not list the cache's tokens, as files
+            FileError: the file cannot be read, or does not list the cache's tokens, as files
                 of mlx-lm do not. For these, pass the result of :func:`mlxspec.load_prompt_cache` as
                 ``prompt_cache``.
         """
         cache, metadata = load_prompt_cache(file_name, return_metadata=True)
         tokens = tokens_in(metadata, cache)
         if not tokens:
-            raise PromptCacheError(
+            raise FileError(
                 f"{file_name} does not list its cache's tokens: load it with load_prompt_cache and "
                 "pass it as prompt_cache"
             )
@@ -203,7 +201,7 @@ class Session:
         Raises:
             OptionError: the session holds nothing yet, a generation is using it, or its model is
                 split over several machines.
-            PromptCacheError: the file cannot be written; an existing one stays unchanged.
+            FileError: the file cannot be written; an existing one stays unchanged.
         """
         with self._used(), mx.stream(generation_stream):
             target = self._target
@@ -305,7 +303,7 @@ class SessionTurn(CacheLease):
         Raises:
             OptionError: another generation is using the session, or it begins with a cache from a
                 file, and the model is split over several machines.
-            PromptCacheError: the session's initial cache is another model's.
+            FileError: the session's initial cache is another model's.
         """
         with ExitStack() as ending:
             ending.enter_context(self._session._used())

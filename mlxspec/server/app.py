@@ -24,6 +24,7 @@ from starlette.routing import Route
 from .. import __version__
 from ..engine.grammar import Grammar, Vocabulary
 from ..errors import OptionError, printable
+from ..generation.options import GenerationOptions
 from ..generation.request import State
 from .answer import (
     FAILED,
@@ -394,18 +395,51 @@ class Endpoints:
             prediction = expected[: served.context_length]  # no output is longer
         requests: list[ServedRequest] = []
         for prompt in prompts:
-            tokens = len(prompt.tokens) + (body.max_tokens or 1)
-            tokens = min(tokens, served.context_length or tokens)
-            await self._catalog.make_room_for(served.memory.needs(tokens))
-            max_tokens = self._worker.memory.max_tokens_for(
-                served, len(prompt.tokens), body, self._max_tokens
-            )
-            grammar = await self._grammar(served, body, prompt)
-            make = partial(_choices, served, body, prompt, grammar, max_tokens)
-            shared = {"prediction": prediction, "partition": request.state.partition}
-            requests += await run_in_threadpool(make, first=len(requests), **shared)
+            choices = await self._choices(served, body, prompt, prediction, request.state.partition)
+            requests += choices
+        for index, one in enumerate(requests):
+            one.index = index
         stream = self._worker.submit(served, requests)
         return await answered(request, stream, answer, body.stream, self._keep_alive)
+
+    async def _choices(
+        self,
+        served: ServedModel,
+        body: ApiRequest,
+        prompt: Prompt,
+        prediction: Sequence[int],
+        partition: str,
+    ) -> list[ServedRequest]:
+        """The requests for a prompt's choices."""
+        tokens = tuple(prompt.tokens)  # all choices share it
+        check_ids(tokens, served.decoder.vocab_size, body.param)
+        if not tokens:
+            raise ApiError(f"{body.param} has no tokens: send a text.", param=body.param)
+        length = len(tokens) + (body.max_tokens or 1)
+        length = min(length, served.context_length or length)
+        await self._catalog.make_room_for(served.memory.needs(length))
+        given = served, len(tokens), body, self._max_tokens
+        max_tokens = self._worker.memory.max_tokens_for(*given)
+        grammar = await self._grammar(served, body, prompt)
+
+        def made(choice: int) -> ServedRequest:
+            options: GenerationOptions = {
+                "constraint": grammar,
+                "stop": body.stop,
+                "stop_tokens": (*body.stop_token_ids, *prompt.stop_tokens),
+                "sampling": sampling_of_choice(body.sampling, choice, served.special_tokens),
+            }
+            return ServedRequest(
+                *(served, tokens, max_tokens, options),
+                prediction=prediction,
+                top_logprobs=body.logprobs,
+                partition=partition,
+            )
+
+        try:
+            return await run_in_threadpool(lambda: [*map(made, range(body.n))])
+        except OptionError as error:
+            raise ApiError(str(error)) from error
 
     async def _grammar(
         self, served: ServedModel, body: ApiRequest, prompt: Prompt
@@ -423,46 +457,6 @@ class Endpoints:
             raise ApiError(f"{body.constrained_by}: {error}", param=body.constrained_by) from error
         async with self._slow:
             return await run_in_threadpool(compiled_constraint, body, prompt, tokenizer, vocabulary)
-
-
-def _choices(
-    served: ServedModel,
-    body: ApiRequest,
-    prompt: Prompt,
-    grammar: Grammar | None,
-    max_tokens: int,
-    *,
-    first: int,
-    prediction: Sequence[int],
-    partition: str,
-) -> list[ServedRequest]:
-    """The requests for a prompt's choices, whose indices begin at ``first``.
-
-    Raises:
-        ApiError: a token or an option is out of range.
-    """
-    check_ids(prompt.tokens, served.decoder.vocab_size, body.param)
-    if not prompt.tokens:
-        raise ApiError(f"{body.param} has no tokens: send a text.", param=body.param)
-    try:
-        return [
-            ServedRequest(
-                *(served, tuple(prompt.tokens), max_tokens),
-                {
-                    "constraint": grammar,
-                    "stop": body.stop,
-                    "stop_tokens": (*body.stop_token_ids, *prompt.stop_tokens),
-                    "sampling": sampling_of_choice(body.sampling, choice, served.special_tokens),
-                },
-                index=first + choice,
-                prediction=prediction,
-                top_logprobs=body.logprobs,
-                partition=partition,
-            )
-            for choice in range(body.n)
-        ]
-    except OptionError as error:
-        raise ApiError(str(error)) from error
 
 
 def _entry(entry: Entry) -> dict[str, Any]:
@@ -488,7 +482,7 @@ _PAGE_HEADERS = {
 
 def _status_routes(worker: Worker, catalog: Catalog) -> list[Route]:
     """The routes of health, metrics and status."""
-    kept = _add_gauges(worker)
+    _add_gauges(worker)
 
     async def health(request: Request) -> Response:
         return _state(worker.alive, "ok")
@@ -497,9 +491,6 @@ def _status_routes(worker: Worker, catalog: Catalog) -> list[Route]:
         return _state(worker.ready, "ready")
 
     async def metrics(request: Request) -> Response:
-        kept.clear()
-        for served in worker.models.values():
-            kept.labels(served.name).set(served.cache.nbytes)
         return Response(worker.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def status(request: Request) -> Response:
@@ -566,12 +557,8 @@ def _curve(served: ServedModel) -> list[list[float]] | None:
     return [[rows, curve(rows)] for rows in range(1, _WIDEST + 1)]
 
 
-def _add_gauges(worker: Worker) -> Gauge:
-    """Add gauges of the server's present state to the Prometheus metrics.
-
-    Returns:
-        the one for the prefix caches, which each answer sets for the models that are loaded.
-    """
+def _add_gauges(worker: Worker) -> None:
+    """Add gauges of the server's present state to the Prometheus metrics."""
 
     def gauge(name: str, help: str, *labels: str) -> Gauge:
         return Gauge(f"mlxspec_{name}", help, labels, registry=worker.metrics.registry)
@@ -588,4 +575,3 @@ def _add_gauges(worker: Worker) -> Gauge:
     parts = gauge("memory_part_bytes", "Memory that is taken or reserved.", "part")
     for part in memory.parts:
         parts.labels(part).set_function(partial(lambda name: memory.parts[name], part))
-    return gauge("cache_bytes", "Bytes of cached prefixes.", "model")

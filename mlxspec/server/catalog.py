@@ -34,7 +34,6 @@ KEEP_ALIVE = 600.0
 """Seconds after which a model that was loaded for a request is unloaded if none came."""
 
 _NAMED = 5  # models that an error names
-_LOOK = 5.0  # seconds for which the models that were found are not looked for again
 _CHECK = 1.0  # seconds between two looks for models that have been idle for their time
 
 _Result = TypeVar("_Result")
@@ -86,7 +85,6 @@ class Entry:
             context_length=served.context_length,
             keep_alive=math.inf,
             stays=True,
-            created=served.created,
             served=served,
             state="loaded",
         )
@@ -173,7 +171,6 @@ class Catalog:
         self._left = asyncio.Event()
         """Set when a request no longer uses its model."""
         self._watching: asyncio.Task[None] | None = None
-        self._next_look = -math.inf
         self._ending = False
         for entry in entries:
             entry.used = clock()
@@ -193,8 +190,7 @@ class Catalog:
 
     async def look(self) -> None:
         """Find models that were added on disk, and forget those that were removed."""
-        if self._loader and self._clock() >= self._next_look:
-            self._next_look = self._clock() + _LOOK
+        if self._loader:
             # The start would have reported it; files may also vanish during the look.
             with suppress(MlxspecError, OSError):
                 self._add(await run_in_threadpool(self._loader.find))
@@ -401,17 +397,6 @@ class Catalog:
             memory.reserve(entry.name, Need(entry.nbytes))
         return fits
 
-    def _open(self, make: Callable[[], ServedModel]) -> ServedModel:
-        served = make()
-        self._worker.memory.add(served)
-        self._worker.open(served)
-        return served
-
-    def _shut(self, entry: Entry) -> None:
-        assert entry.served
-        self._worker.leave(entry.name)
-        self._worker.memory.remove(entry.served)
-
     # --- in the thread ---
 
     async def _in_thread(self, function: Callable[..., _Result], *args: Any) -> _Result:
@@ -426,7 +411,8 @@ class Catalog:
                 raise ApiError("the server is ending", status=503)
             entry.read += nbytes
 
-        served = self._worker.call(self._open, self._loader.load(entry, on_read))
+        served = self._worker.call(self._loader.load(entry, on_read))
+        self._worker.call(self._worker.open, served)
         if gc.get_freeze_count():
             gc.freeze()  # as at the start of the server
         return served
@@ -442,7 +428,7 @@ class Catalog:
         assert entry.served
         assert self._loader
         try:
-            self._worker.call(self._shut, entry)
+            self._worker.call(self._worker.leave, entry.served)
             self._loader.close(entry.served)
         finally:
             entry.served, entry.state = None, "not-loaded"

@@ -31,7 +31,7 @@ from ..engine.caches import for_steps, is_trimmable_anywhere, parts
 from ..engine.costs import model_identity
 from ..engine.params import CacheOptions
 from ..engine.prompt_cache import read_prompt_cache_metadata, tokens_in
-from ..errors import PromptCacheError
+from ..errors import FileError
 from ..files import is_ours_alone
 from ..generation.session import Session
 
@@ -207,7 +207,7 @@ class PrefixCache:
             return
         tokens = array("i", session.tokens)
         entry = _Entry(tokens, min(lent.n_prompt, len(tokens)), lent.partition, session)
-        entry.nbytes = session.nbytes + session.index.nbytes
+        entry.nbytes = session.nbytes
         if not tokens or entry.nbytes > self.max_bytes:
             return
         if session.quantized and not self._quantized_alike(lent, len(tokens)):
@@ -333,7 +333,7 @@ class PrefixCache:
             for pattern in (_FILES, f".{_FILES}.*"):  # also what a killed process has left
                 for path in {*directory.glob(pattern)} - written:
                     path.unlink()
-        except (OSError, PromptCacheError) as error:
+        except (OSError, FileError) as error:
             self._warn(f"the prefix cache cannot be saved: {error}")
 
     def _write(self, entry: _Entry, directory: Path) -> Path:
@@ -394,7 +394,7 @@ class PrefixCache:
                 self._warn(f"{path}: ignored, since it is for another model, version or option")
                 return None
             session = Session.load(path)
-        except (OSError, PromptCacheError, ValueError, KeyError):
+        except (OSError, FileError, ValueError, KeyError):
             self._warn(f"{path}: ignored, since it is damaged or not from a prefix cache")
             return None
         entry = _Entry(

@@ -148,7 +148,6 @@ def _templated(
         "add_generation_prompt": not request.continued,
         "continue_final_message": request.continued,
         "tokenize": False,
-        "bound_memory": False,
     }
     try:
         return cast(str, apply_template(tokenizer, list(request.messages), **how))

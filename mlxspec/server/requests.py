@@ -469,13 +469,12 @@ class CommonBody(SamplingBody):
 
 
 _KINDS = {
-    **{"guided_json": "json", "guided_regex": "regex"},  # vLLM
-    **{"guided_choice": "choice", "guided_grammar": "grammar"},
+    **{f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")},  # vLLM
     **{"grammar": "grammar", "json_schema": "json"},  # llama.cpp
     **{"format": "format"},  # Ollama
     **{"regex": "regex", "ebnf": "grammar"},  # SGLang
 }
-"""The fields that set a constraint, besides the formats."""
+"""The fields that set a constraint, besides the formats, and the kind of the constraint."""
 
 
 def _constraint_of(kind: str, value: Any) -> Constraint:
@@ -515,5 +514,4 @@ def template_kwargs(
     """The chat template's arguments. Templates ignore unknown arguments."""
     if thinking is None and effort == "none":
         thinking = False
-    kwargs = {"reasoning_effort": effort, "enable_thinking": thinking, **given}
-    return dict(without_nulls(kwargs))
+    return dict(without_nulls({"reasoning_effort": effort, "enable_thinking": thinking, **given}))

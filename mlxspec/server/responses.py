@@ -59,11 +59,16 @@ class _ToolBody(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    format: dict[str, Any] = {}
+    format: _ToolBody | None = None
+    syntax: Literal["lark", "regex"] = "lark"
+    definition: Name = "-"
     mode: Literal["auto", "required"] = "auto"
     tools: Items[_ToolBody] = []
 
-    needed = dict.fromkeys(("function", "custom", "namespace"), ("name",))
+    needed = {
+        **dict.fromkeys(("function", "custom", "namespace"), ("name",)),
+        "grammar": ("syntax", "definition"),
+    }
 
     @property
     def hosted(self) -> bool:
@@ -87,14 +92,14 @@ def _flat_name(name: str, namespace: str | None) -> str:
     return name if namespace is None else f"{namespace.removesuffix('__')}__{name}"
 
 
-def _text_schema(format: dict[str, Any]) -> dict[str, Any]:
+def _text_schema(format: _ToolBody | None) -> dict[str, Any]:
     """The parameters of the function that stands for a custom tool: one text.
 
     A grammar is shown to the model but not enforced.
     """
     about = "The text that the tool takes, as it is."
-    if grammar := format.get("definition"):
-        about += f" It follows this {format.get('syntax')} grammar:\n{grammar}"
+    if format and format.type == "grammar":
+        about += f" It follows this {format.syntax} grammar:\n{format.definition}"
     text = {"type": "string", "description": about}
     return {"type": "object", "properties": {_INPUT: text}, "required": [_INPUT]}
 
@@ -234,7 +239,6 @@ def _repeated(asked: ResponsesBody, body: dict[str, Any]) -> dict[str, Any]:
     tools = zip(asked.tools, body.get("tools") or (), strict=True)
     return {
         **{name: getattr(asked, name) for name in _REPEATED},
-        "background": False,
         "reasoning": {"effort": asked.reasoning.effort, "summary": None},
         "service_tier": "default",
         "text": {
@@ -282,8 +286,7 @@ def _tool_choice(
         return choice, None, [*known.values()]
     allows = choice.type == "allowed_tools"
     if not allows and choice.type not in ("function", "custom"):
-        remedy = 'send "function", "custom" or "allowed_tools", or a string'
-        refuse("tool_choice.type", choice.type, remedy)
+        refuse("tool_choice.type", choice.type, 'send "function", "custom" or "allowed_tools"')
     names = {(tool.name, tool.namespace): flat_name for flat_name, tool in known.items()}
     # Without a namespace, the first tool of that name is meant.
     names |= {(tool.name, None): flat_name for flat_name, tool in reversed(known.items())}

@@ -20,7 +20,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, cast
 
-from ..drafting.drafter import VerifiedStep
+from ..drafting.drafter import NoDraft, VerifiedStep
 from ..engine import step as steps
 from ..errors import MlxspecError
 from ..generation.engine import Engine
@@ -284,7 +284,8 @@ class EventStream:
                 if isinstance(batch[-1], ApiError):
                     raise batch[-1]
                 left -= isinstance(batch[-1], Ended)
-                self.worker.has_read(request, sum(isinstance(one, Piece) for one in batch))
+                count = sum(isinstance(one, Piece) for one in batch)
+                self.worker.tell(request, ModelQueue.has_read, request, count)
         finally:
             self.close()
 
@@ -292,13 +293,14 @@ class EventStream:
         """End each generation whose choice, by its index, is finished, as if the model had."""
         for request in self.requests:
             if request.state in (State.DECODE, State.PAUSED) and finished(request.index):
-                self.worker.end(request)
+                self.worker.tell(request, ModelQueue.cancel, request)
 
     def close(self) -> None:
         """Cancel all generations that have not ended."""
         for request in self.requests:
             if not request.done:
-                self.worker.end(request, ApiError("cancelled", status=499))
+                error = ApiError("cancelled", status=499)
+                self.worker.tell(request, ModelQueue.cancel, request, error)
 
 
 # --- the queue of a model ---
@@ -427,8 +429,13 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="mlxspec worker", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread, and wait until it answers requests.
+
+        Raises:
+            ApiError: the thread has failed; the log has the reason.
+        """
         self._thread.start()
+        self.call(lambda: None)
 
     def stop(self) -> None:
         """End all generations and the thread, and wait for its end."""
@@ -503,23 +510,25 @@ class Worker:
         self._put(partial(self._tell, requests[0], ModelQueue.add, *requests), requests)
         return stream
 
-    def end(self, request: ServedRequest, error: ApiError | None = None) -> None:
-        """End a request before its next step, with an error or as if the model had ended it."""
-        self._commands.put(partial(self._tell, request, ModelQueue.cancel, request, error))
-
-    def has_read(self, request: ServedRequest, count: int) -> None:
-        """Record that the client has read ``count`` tokens; a paused request may resume."""
-        self._commands.put(partial(self._tell, request, ModelQueue.has_read, request, count))
+    def tell(self, request: ServedRequest, method: Callable[..., object], *args: Any) -> None:
+        """Call a method of the queue of a request's model in the thread, between two turns."""
+        self._commands.put(partial(self._tell, request, method, *args))
 
     # --- in the thread ---
 
     def open(self, served: ServedModel) -> None:
-        """Begin to answer requests to a model."""
+        """Begin to answer requests to a model, after its first steps: MLX compiles them."""
+        self.memory.add(served)
+        warm_up, decoder = Engine(served.decoder), served.decoder
+        for prompt in ([1, 1], [1, 1, 1]):
+            warm_up.add(Request(decoder, prompt, 8, {}, lambda session: NoDraft()))
+        warm_up.run()
         self._queues[served.name] = ModelQueue(served, self)
 
-    def leave(self, name: str) -> None:
+    def leave(self, served: ServedModel) -> None:
         """Answer no more requests to a model."""
-        self._queues.pop(name).close()
+        self._queues.pop(served.name).close()
+        self.memory.remove(served)
         self._first = None  # it would hold the model's memory
 
     def admits(self, request: ServedRequest) -> bool:

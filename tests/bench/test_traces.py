@@ -43,11 +43,11 @@ def test_mt_bench_counts_as_one_set_in_spec_bench_alone(tmp_path: Path) -> None:
 
 
 def test_a_chat_log_is_a_set_of_its_own(tmp_path: Path) -> None:
-    custom = {"type": "custom", "custom": {"name": "shell", "input": "ls"}}
+    call = {"type": "function", "function": {"name": "shell", "arguments": '{"x": 1}'}}
     log = {
         "messages": [
             {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]},
-            {"role": "assistant", "content": None, "tool_calls": [custom]},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
             {"role": "tool", "content": "c"},
             {"role": "assistant", "content": "d"},
         ]
@@ -56,7 +56,7 @@ def test_a_chat_log_is_a_set_of_its_own(tmp_path: Path) -> None:
     assert trace.category == "chats"
     assert trace.completions == [1, 3]
     contents = [message["content"] for message in trace.messages]
-    assert contents == ["a", "shell\nls", "c", "d"]
+    assert contents == ["a", '{"name": "shell", "arguments": {"x": 1}}', "c", "d"]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -139,8 +140,7 @@ def test_a_broken_line_costs_no_other(endless: Path, prompts: Path) -> None:
         "line 8: not JSON with a prompt: write",
     ]
     assert [error[: len(start)] for error, start in zip(errors, expected, strict=True)] == expected
-    told = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
-    assert told == [f"Error: {error}" for error in errors]
+    assert re.search(r"prompts failed +6\b", result.stderr)
     assert len(found[0]["tokens"]) == len(found[-1]["tokens"]) == 6
 
 
@@ -218,7 +218,6 @@ def test_ctrl_c_writes_what_there_is(
     assert found[0]["prompt_tokens"] == 1
     assert found[1]["text"] == LINE
     assert "interrupted" in result.stderr
-    assert "unfinished" in result.stderr
     assert len(found) == 4  # the last line was not begun
 
 
@@ -250,10 +249,8 @@ def test_a_fault_in_one_generation_costs_no_other(
         (("--prompts", "FILE", "--stats"), "--prompts and --stats"),
         (("--prompts", "FILE", "--concurrency", "0"), "'--concurrency': 0 is not in the range"),
         (("--prompts", "FILE", "--logprobs", "-1"), "'--logprobs': -1 is not in the range"),
-        (("--prompt", "a", "--concurrency", "2"), "--prompts FILE"),
-        (("--prompts", "nowhere.jsonl"), "--prompts nowhere.jsonl cannot be read"),
-        (("--prompts", "."), "--prompts . cannot be read (Is a directory)"),
-        (("--prompts", "EMPTY"), "holds no prompt: write"),
+        (("--prompts", "nowhere.jsonl"), "nowhere.jsonl: No such file"),
+        (("--prompts", "."), ".: Is a directory"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -261,9 +258,8 @@ def test_a_wrong_use_is_one_line_before_any_model_is_loaded(
     prompts: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], named: str
 ) -> None:
     monkeypatch.setattr("mlxspec.models.model.load", lambda *_, **__: 1 / 0)
-    empty = write(prompts.with_name("empty.jsonl"), [b"", b" "])
-    files = {"FILE": str(write(prompts, IDS)), "EMPTY": str(empty)}
-    given = [files.get(argument, argument) for argument in arguments]
+    file = str(write(prompts, IDS))
+    given = [file if argument == "FILE" else argument for argument in arguments]
     assert_one_line_error(generate("--model", "any", *given, stdin=""), named)
 
 
@@ -285,7 +281,7 @@ def test_the_panel_sums_up(endless: Path, prompts: Path) -> None:
     )
     assert "\x1b" not in result.output
     figures = [" ".join(line.strip("│ ").split()) for line in result.stderr.splitlines()]
-    assert {"prompts answered 5", "failed 1"} < {*figures}
+    assert {"prompts answered 5", "prompts failed 1"} < {*figures}
     assert any(line.startswith("prompt tokens 5 ") for line in figures)
     assert any(line.startswith("generated tokens 20 ") for line in figures)
 
@@ -295,9 +291,9 @@ def test_the_panel_fits_a_terminal(width: int) -> None:
     stats = SpeculationStats(
         steps=100000, rows=300000, drafted=200000, accepted=150000, emitted=250000
     )
-    figures = Figures(0, 1_000_000, 0, 250_000, 61.5, 1234.5, stats, 1400.0, 800.0)
+    figures = Figures(1_000_000, 0, 250_000, 61.5, 1234.5, stats, 1400.0, 800.0)
     stream = io.StringIO()
-    first = ("prompts answered", "1,000"), ("failed", "20"), ("unfinished", "8")
+    first = ("prompts answered", "1,000"), ("prompts failed", "20")
     Console(file=stream, width=width).print(figures.panel(*first, subtitle="interrupted"))
     shown = stream.getvalue().splitlines()
     assert {len(line) for line in shown} == {len(shown[0])}

@@ -13,9 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 from mlx_lm.cache_prompt import main as mlx_lm_cache_prompt
 from mlx_lm.generate import main as mlx_lm_generate
-from mlx_lm.models.cache import KVCache
 
-from mlxspec import save_prompt_cache
 from mlxspec.cli import cache_prompt as cached_prompt
 from mlxspec.cli.cache_prompt import cache_prompt_command
 from mlxspec.cli.generate import generate_command
@@ -104,7 +102,7 @@ def test_a_quantised_file_goes_on_quantised(tmp_path: Path) -> None:
     [
         (
             ("--model", "owner/other"),
-            "--model is owner/other, .* made with demo: leave out",
+            "--model is owner/other, .* made with .*demo.*: leave out",
         ),
         (("--prompt-cache-file", "nowhere.safetensors"), "no such file; make it with"),
     ],
@@ -216,13 +214,8 @@ def test_models_on_this_machine_are_taken_from_a_file(
     assert downloads == ["owner/had"]  # which completes what is there
 
 
-def test_an_empty_cache_and_nested_settings_are_no_traceback(tmp_path: Path) -> None:
+def test_settings_of_a_tokenizer_that_are_damaged_do_not_matter(tmp_path: Path) -> None:
     file = tmp_path / "c.safetensors"
-    save_prompt_cache(file, [KVCache()], {"model": "demo"})
-    result = run(generate_command, "--prompt-cache-file", file, "--prompt", END)
-    assert result.exit_code == 1
-    assert "holds an empty cache" in result.stderr
-    file.unlink()
     expected = generated(made_by("demo", file))
     for config in ("[" * 100_000, '{"eos_token": [1]}', "null"):
         arrays, metadata = mx.load(str(file), return_metadata=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mlxspec.cli.chat import read_chat, write_chat
-from mlxspec.errors import ChatFileError
+from mlxspec.errors import FileError
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 TURNS = [
@@ -46,7 +46,7 @@ def test_a_saved_chat_is_openai_s_and_private_and_comes_back(tmp_path: Path) -> 
 def test_what_is_no_saved_chat_is_never_replaced(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "file"
     path.write_bytes(content)
-    with pytest.raises(ChatFileError, match="is not a saved chat"):
+    with pytest.raises(FileError, match="is not a saved chat"):
         write_chat(path, "demo", TURNS)
     assert path.read_bytes() == content
 
@@ -58,10 +58,10 @@ def test_links_pipes_and_directories_are_neither_written_nor_waited_for(tmp_path
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "directory").mkdir()
     for name in ("link", "nowhere", "pipe", "directory", "missing/chat"):
-        with pytest.raises(ChatFileError):
+        with pytest.raises(FileError):
             write_chat(tmp_path / name, "demo", TURNS)
     for name in ("nowhere", "directory", "missing"):
-        with pytest.raises(ChatFileError):
+        with pytest.raises(FileError):
             read_chat(tmp_path / name)
     assert read_chat(tmp_path / "link") == TURNS
 
@@ -87,15 +87,18 @@ def test_what_other_programs_write_is_read(tmp_path: Path) -> None:
         (b'{"messages": [{"content": "a"}]}', 'no "role"'),
         (
             b'{"messages": [{"role": "tool", "content": "a"}]}',
-            "its turns must be the user's and the assistant's",
+            "its messages must be the user's and the assistant's",
         ),
-        (b'{"messages": [{"role": "assistant", "content": "a"}]}', "the user's first"),
+        (
+            b'{"messages": [{"role": "assistant", "content": "a"}]}',
+            "the user's and the assistant's in turn",
+        ),
     ],
 )
 def test_what_is_no_saved_chat_is_one_line(tmp_path: Path, content: bytes, told: str) -> None:
     path = tmp_path / "file"
     path.write_bytes(content)
-    with pytest.raises(ChatFileError) as error:
+    with pytest.raises(FileError) as error:
         read_chat(path)
     assert str(error.value).startswith(f"{path}: is not a saved chat (")
     assert told in str(error.value)

@@ -506,7 +506,7 @@ def test_without_a_server_one_line_says_how_to_start_one() -> None:
     result = connect("zed", "--server", "http://127.0.0.1:1/v1/")
     assert result.exit_code == 1
     assert result.stderr == (
-        "Error: --server http://127.0.0.1:1: [Errno 111] Connection refused; start one with "
+        "Error: --server http://127.0.0.1:1: Connection refused; start one with "
         "'mlxspec serve', or give the address that it prints\n"
     )
 

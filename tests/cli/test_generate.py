@@ -14,7 +14,6 @@ from rich.console import Console, RenderableType
 from mlxspec.cli.generate import (
     figures_panel,
     generate_command,
-    machine_line,
     step_times_table,
 )
 from mlxspec.engine.target import Target
@@ -164,7 +163,6 @@ def test_without_mlx_model_a_line_says_that_the_demo_model_answers(
         ((), "no prompt"),
         (("a", "--prompt", "b"), "PROMPT and --prompt are given together"),
         (("a", "--prompt-ids", "1"), "PROMPT and --prompt-ids are given together"),
-        (("a", "--quiet", "--stats"), "--quiet and --stats are given together"),
         (
             ("a", "--raw", "--system-prompt", "b"),
             "--system-prompt is for a text in",
@@ -395,8 +393,3 @@ def test_step_times_are_in_milliseconds_with_the_verify_cost():
     rows = [line.split() for line in lines(table, 40) if line.strip()]
     assert rows[0] == ["rows", "steps", "ms", "cost"]
     assert rows[2:] == [["1", "pipelined", "30", "12.50", "1.00"], ["11", "4", "30.00", "–"]]
-
-
-def test_a_hot_or_busy_machine_is_named():
-    assert "hot or busy" in machine_line(1.8)
-    assert "hot or busy" not in machine_line(1.05)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlxspec.cli.chat import ChatConversation, LocalModel
-from mlxspec.cli.common.generation import DraftingOptions, Ends, Generation
+from mlxspec.cli.common.generation import DraftingOptions, Generation
 from mlxspec.cli.common.output import error_console
 from mlxspec.cli.memory import Memories
 from mlxspec.engine.params import CacheOptions, SamplingParams
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 def generation(model: str, **drafting: str | bool) -> Generation:
     drafts = DraftingOptions(**drafting)
-    return Generation(model, 9, drafts, Ends(), SamplingParams(), CacheOptions())
+    return Generation(model, 9, drafts, SamplingParams(), CacheOptions())
 
 
 def local(generation: Generation, memories: Memories) -> LocalModel:

@@ -144,14 +144,14 @@ def test_a_file_of_prompts_has_a_bar_and_ctrl_c_ends_it_with_what_there_is(
         arguments = ("--prompts", prompts, "--decoder", "plain", "--no-color")
         process = start(endless, *arguments, stdout=results.fileno(), stderr=window.terminal)
         os.close(window.terminal)
-        window.read(until="0/2")
+        window.read(until="0/?")
         process.send_signal(signal.SIGINT)
         rest = window.read()
         assert process.wait() == 130
         results.seek(0)
         found = [json.loads(line) for line in results]
     assert all(one["finish_reason"] == "interrupted" for one in found)
-    assert re.search(r"unfinished +\d|prompts answered +0", rest)
+    assert re.search(r"prompts answered +\d", rest)
     assert "Traceback" not in rest
 
 

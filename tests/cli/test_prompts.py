@@ -2,7 +2,6 @@
 
 import io
 import os
-import pty
 import shlex
 import socket
 import subprocess
@@ -18,12 +17,8 @@ from mlxspec.cli.common.prompt import PromptOptions
 from mlxspec.errors import PromptError
 
 
-class StandardInput:
-    def __init__(self, data: bytes) -> None:
-        self.buffer = io.BytesIO(data)
-
-    def isatty(self) -> bool:
-        return False
+def input_with(data: bytes) -> io.TextIOWrapper:
+    return io.TextIOWrapper(io.BytesIO(data))
 
 
 def read_prompt(text: str | None, file: str | None, ids: str | None) -> str | list[int]:
@@ -56,7 +51,7 @@ def test_a_file_or_standard_input_loses_one_newline_at_its_end(
     path = tmp_path / "prompt.txt"
     path.write_bytes(data)
     assert read_prompt(None, str(path), None) == expected
-    monkeypatch.setattr("sys.stdin", StandardInput(data))
+    monkeypatch.setattr("sys.stdin", input_with(data))
     assert read_prompt("-", None, None) == expected
 
 
@@ -78,7 +73,7 @@ def test_a_prompt_is_needed_and_one_is_enough():
 def test_an_empty_prompt_is_named_by_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "empty.txt"
     path.write_bytes(b"\n")
-    monkeypatch.setattr("sys.stdin", StandardInput(b""))
+    monkeypatch.setattr("sys.stdin", input_with(b""))
     assert error_for("").startswith("--prompt is empty")
     assert error_for(file=str(path)).startswith(f"--prompt-file {path} is empty")
     assert error_for("-").startswith("standard input is empty")
@@ -151,19 +146,6 @@ def test_a_dash_takes_all_of_standard_input_wherever_it_comes_from(standard_inpu
         assert options.read() == "a text"
     standard_input(pipe_with(b"a text\n"))
     assert PromptOptions(None, "-", argument="do it").read() == "a text\n\ndo it"
-    with pytest.raises(PromptError, match="PROMPT and --prompt-file are given together"):
-        PromptOptions(None, "file", argument="-").read()
-
-
-def test_who_types_the_prompt_is_told_how_it_ends(
-    standard_input, capsys: pytest.CaptureFixture[str]
-) -> None:
-    keyboard, terminal = pty.openpty()
-    standard_input(terminal)
-    os.write(keyboard, b"typed\n\x04")  # and Ctrl-D
-    assert PromptOptions(argument="-").read() == "typed"
-    assert "Ctrl-D" in capsys.readouterr().err
-    os.close(keyboard)
 
 
 @pytest.mark.parametrize("data", [b"", b"\n", b" \n\t\n"])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mlxspec.cli.prompt_files import open_prompts, read_line
+from mlxspec.cli.prompt_files import read_line
 from mlxspec.errors import PromptError
 
 USER = {"role": "user", "content": "a"}
@@ -67,20 +66,3 @@ def test_what_is_wrong_with_a_line_is_told_in_one_line(value: Any, named: str) -
     assert named in str(error.value)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 300
-
-
-def test_lines_have_numbers_and_blank_ones_do_not_count(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n\n \r\nno\n"\xe2\x80\xa8"')
-    with open_prompts(str(path)) as (values, count):
-        assert count == 3
-        assert [*values] == [(1, {"prompt": "a"}), (4, None), (5, "\u2028")]
-
-
-@pytest.mark.parametrize("content", [None, b"", b" \n\n"])
-def test_a_file_without_a_prompt_is_refused(tmp_path: Path, content: bytes | None) -> None:
-    path = tmp_path / "prompts.jsonl"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(PromptError, match=r"prompts\.jsonl"), open_prompts(str(path)):
-        pass

@@ -199,7 +199,6 @@ def test_a_chat_says_what_is_wrong_with_the_server(endless: Path) -> None:
     nobody = "http://127.0.0.1:1"
     assert "Connection refused" in said("--server", nobody)
     assert "leave them out" in said("--server", nobody, "--kv-bits", 8)
-    assert "servers do not take it" in said("--server", nobody, "--min-tokens-to-keep", 2)
 
 
 def test_what_the_template_gets_by_default_and_what_a_request_says(

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlxspec.cli.settings import SettingsFile
-from mlxspec.errors import SettingsError
+from mlxspec.errors import FileError
 from tests.support.examples import examples
 from tests.support.hostile import harmless, mutated
 
@@ -161,7 +161,7 @@ def test_comments_of_toml_stay() -> None:
     ],
 )
 def test_what_cannot_be_kept_is_refused_by_its_name(name: str, text: str, told: str) -> None:
-    with pytest.raises(SettingsError) as error:
+    with pytest.raises(FileError) as error:
         merged(name, text)
     assert str(error.value).startswith(f"{name}: ")
     assert told in str(error.value)
@@ -179,7 +179,7 @@ def test_what_cannot_be_kept_is_refused_by_its_name(name: str, text: str, told: 
 def test_a_damaged_file_is_refused_or_merged(name: str, text: str, data: st.DataObject) -> None:
     damaged = data.draw(mutated(text.encode())).decode(errors="replace")
     result = harmless(lambda: merged(name, damaged))
-    assert isinstance(result, (str, SettingsError))
+    assert isinstance(result, (str, FileError))
 
 
 def test_a_link_is_followed_and_modes_stay(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_what_is_no_text_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="Is a directory"):
         SettingsFile(tmp_path / "x.json", OURS).read()
     (tmp_path / "y.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(SettingsError, match="is not UTF-8"):
+    with pytest.raises(FileError, match="is not UTF-8"):
         SettingsFile(tmp_path / "y.json", OURS).read()
     (tmp_path / "z.json").symlink_to(tmp_path / "z.json")
     with pytest.raises(OSError, match=r"z\.json"):

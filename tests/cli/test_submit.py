@@ -15,7 +15,7 @@ from mlxspec.bench.submission import read
 from mlxspec.cli.bench import bench_command
 from mlxspec.engine import costs
 from mlxspec.engine.costs import Measured
-from mlxspec.errors import MlxspecError
+from mlxspec.errors import FileError
 from tests.cli.test_bench import liar
 from tests.cli.test_calibrate import NOISE, TIMES
 
@@ -155,8 +155,8 @@ def test_what_makes_no_report_is_refused_before_the_work(
 def test_a_place_that_cannot_be_written_is_named_before_the_work(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(path: Path, error: type[MlxspecError]) -> None:
-        raise error(f"{path}: cannot be written")
+    def refused(path: Path) -> None:
+        raise FileError(f"{path}: cannot be written")
 
     monkeypatch.setattr("mlxspec.cli.bench.check_writable", refused)
     monkeypatch.setattr(costs, "calibrate", pytest.fail)

@@ -16,12 +16,17 @@ from mlxspec.engine import grammar
 from mlxspec.engine.grammar import Grammar, GrammarState, Vocabulary
 from mlxspec.engine.params import Constraint, Phase, Phases
 from mlxspec.errors import OptionError
-from mlxspec.models.tokenizer import wrap
 from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.demo import demo, endless_tokenizer
 from tests.support.examples import LONG
 from tests.support.random_schemas import random_object
-from tests.support.tokenizer_kinds import SENTENCEPIECE, byte_level, sentencepiece, word_piece
+from tests.support.tokenizer_kinds import (
+    SENTENCEPIECE,
+    byte_level,
+    sentencepiece,
+    word_piece,
+    wrap,
+)
 
 # That of babyllama lacks characters.
 _PATHS = {"demo": SENTENCEPIECE["demo"]}

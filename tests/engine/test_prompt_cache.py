@@ -28,7 +28,7 @@ from mlxspec.drafting.drafter import NoDraft
 from mlxspec.drafting.sources import PromptLookupDrafter
 from mlxspec.engine import prompt_cache
 from mlxspec.engine.target import Target, target_for
-from mlxspec.errors import OptionError, PromptCacheError
+from mlxspec.errors import FileError, OptionError
 from mlxspec.generation import request as base
 from mlxspec.generation.request import Request
 from mlxspec.generation.session import CacheLease
@@ -265,7 +265,7 @@ def test_any_use_of_a_cache_before_its_generation_has_ended_is_refused(name: str
         lambda: trim_prompt_cache(lent, 1),
         lambda: [layer.state for layer in copy.deepcopy(lent)],
     ):
-        with pytest.raises(PromptCacheError, match="in use by another generation"):
+        with pytest.raises(FileError, match="in use by another generation"):
             use()
     taken += [response.token for response in waiting]
     assert taken == expected

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import save_prompt_cache as mlx_lm_save
 
 from mlxspec import load_prompt_cache
 from mlxspec.engine.prompt_cache import check_fits
-from mlxspec.errors import PromptCacheError
+from mlxspec.errors import FileError
 from tests.support.architectures import ARCHITECTURES
 from tests.support.hostile import harmless
 
@@ -40,4 +40,4 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path, Path(os.devnull), tmp_path / ("x" * 300)):
         error = harmless(lambda path=path: load_prompt_cache(path))
-        assert isinstance(error, PromptCacheError)
+        assert isinstance(error, FileError)

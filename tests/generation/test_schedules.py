@@ -30,7 +30,7 @@ from mlxspec import Decoder, Session
 from mlxspec.drafting.drafter import NoDraft
 from mlxspec.drafting.lookahead import LookaheadDrafter
 from mlxspec.drafting.sources import PromptLookupDrafter
-from mlxspec.errors import OptionError, PromptCacheError
+from mlxspec.errors import FileError, OptionError
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import endless_tokenizer
 from tests.support.drafters import PartlyRightDrafter
@@ -269,14 +269,14 @@ class Ours(Side):
             before.result()
         if isinstance(step, Look):
             if expected == "kept out":
-                with pytest.raises(PromptCacheError, match="in use by another generation"):
+                with pytest.raises(FileError, match="in use by another generation"):
                     self.look(step)
             else:
                 same(self.look(step), expected)
             return
         assert made is not None
         if expected == "kept out":
-            with pytest.raises((OptionError, PromptCacheError)):
+            with pytest.raises((OptionError, FileError)):
                 self.do(made, step)
             made.generator = None
         else:

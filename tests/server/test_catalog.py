@@ -491,7 +491,7 @@ def test_models_that_are_available_are_listed_with_their_state() -> None:
             status = (await server.http.get("/status")).json()
             assert [model["name"] for model in status["models"]] == ["first", "hub/b"]
             assert {model["name"]: model["state"] for model in status["available"]} == states
-            assert 'cache_bytes{model="hub/b"}' in (await server.http.get("/metrics")).text
+            assert 'part_bytes{part="prefixes"}' in (await server.http.get("/metrics")).text
             # What has come to the disk, or left it, is noticed after a while.
             shelf.entries[0] = Entry("hub/new", "/models/new")
             server.now += 60

@@ -110,9 +110,9 @@ def two() -> tuple[ServerMemory, ServedModel, ServedModel]:
     return memory, first, second
 
 
-def keep(model: ServedModel, seed: int) -> None:
+def keep(model: ServedModel, seed: int, tokens: int = 20) -> None:
     """Answer a prompt, and keep its caches."""
-    prompt = random.Random(seed).choices(range(300, 4000), k=20)
+    prompt = random.Random(seed).choices(range(300, 4000), k=tokens)
     session = model.cache.lend(prompt)
     for _ in model.decoder.stream(prompt, 2, session=session):
         pass
@@ -122,7 +122,7 @@ def keep(model: ServedModel, seed: int) -> None:
 def test_models_share_one_room_and_the_prefix_used_longest_ago_makes_it() -> None:
     memory, first, second = two()
     for model, seed in ((first, 1), (second, 2), (first, 3)):
-        keep(model, seed)
+        keep(model, seed, 300)
     memory._cache_bytes = memory.room  # a share of less is another matter
     need = first.memory.needs(40)
     for _ in range(3):

@@ -301,7 +301,7 @@ def test_reasoning_of_others_is_their_summary() -> None:
         ({"tools": [{**EXEC, "parameters": 5}]}, "tools[0].parameters"),
         ({"tools": [{**AGENTS, "tools": [{"type": "namespace", "name": "a"}]}]},
          "tools"),
-        ({"tools": [{**PATCH, "format": "grammar"}]}, "tools[0].format"),
+        ({"tools": [{**PATCH, "format": {"type": "grammar"}}]}, "tools[0].format.syntax"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [EXEC], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
         ({"tools": [EXEC], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),

@@ -112,8 +112,6 @@ def running_server(
         options: as for :func:`mlxspec.server.app.create_app`.
     """
     model = model or served()
-    for _ in model.decoder.stream([1, 1], 8):  # it finds out what the model can verify
-        pass
     worker = Worker([model], memory=memory, **(limits or {}))
     worker.start()
     app = create_app(worker, **options)

@@ -12,6 +12,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from textwrap import indent, shorten
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,7 +22,7 @@ from rich.console import Console
 
 from ...distributed import leading
 from ...engine.params import SamplingParams
-from ...errors import ChatFileError, MlxspecError, OptionError, PromptError
+from ...errors import FileError, MlxspecError, OptionError, PromptError
 from ...files import replaced
 from ...jsonl import conversation_of, load_json
 from ...models.model_files import find_directory, local_path
@@ -83,8 +84,8 @@ def chat_command(
 ) -> None:
     """Chat with a model.
 
-    Each turn continues where the last one ended: the conversation stays in the KV cache and in the
-    drafter's index, and is not processed again.
+    Each turn continues where the last one ended: the conversation stays in the KV cache, and is not
+    processed again.
 
     \b
     Examples:
@@ -101,8 +102,7 @@ def chat_command(
     loaded = read_chat(load) if load else None
     console, template = error_console(color), chat_template_config or {}
     with leading() as leader, ExitStack() as during:
-        # First, so that keys typed while the model loads wait for the prompt.
-        turns = during.enter_context(open_input(not no_history, lambda: model.others(), color))
+        turns = open_input(not no_history, lambda: model.others(), color)
         keeps = not (generation.drafting.no_memory or server)
         memories = during.enter_context(Memories(keeps))
         model: LocalModel | RemoteModel
@@ -114,12 +114,11 @@ def chat_command(
             memories.suggest_once()
         else:
             model = RemoteModel(server, generation, template)
-        during.callback(model.close)
         conversation = ChatConversation(model, generation.max_tokens, system_prompt)
-        shown = console, color, turns.interactive, server, markdown
+        shown = console, color, turns.interactive, markdown
         chat = Chat(conversation, generation.sampling, *shown)
         if turns.interactive:
-            chat.say(f"Chatting with {chat.model_name}. /help lists commands and keys.")
+            chat.say(f"Chatting with {one_line(model.title)}. /help lists commands and keys.")
         if loaded:
             chat.restore(loaded)
             conversation.system_prompt = system_prompt or conversation.system_prompt
@@ -136,7 +135,6 @@ class Chat:
         console: standard error.
         color: as for :func:`mlxspec.terminal.wants_color`.
         interactive: show figures, and continue after an error.
-        server: the URL of the model's server; None for a local model.
         markdown: whether answers are rendered as Markdown.
     """
 
@@ -145,7 +143,6 @@ class Chat:
     console: Console
     color: bool | None
     interactive: bool
-    server: str | None
     markdown: bool
 
     def __post_init__(self) -> None:
@@ -229,17 +226,11 @@ class Chat:
         """Print a text that is not an answer."""
         self.console.print(visible(text), style="dim", soft_wrap=not self.interactive)
 
-    @property
-    def model_name(self) -> str:
-        """The model's name, and its server's URL if it has one."""
-        at = f" at {self.server}" if self.server else ""
-        return one_line(f"{self.conversation.model.name}{at}")
-
     def restore(self, messages: Messages) -> None:
         """Continue a saved conversation with these messages."""
         self.conversation.restore(messages)
         self._figures = Figures()
-        self.say(f"Loaded {counted(self.conversation.n_turns, 'turn')}.")
+        self.say(f"Loaded {counted(len(self.conversation.turns), 'turn')}.")
         if self.conversation.unanswered:
             self.say("The last message has no answer: /retry answers it.")
 
@@ -285,22 +276,18 @@ class Chat:
 
     def _model(self, name: str) -> None:
         model = self.conversation.model
-        if not name:
-            self.say(f"Chatting with {self.model_name}.")
-            if self.server:
-                self.say(f"The server has {one_line(', '.join(model.others()))}.")
-        elif (name if self.server else resolved(name)) == model.name:
-            self.say(f"Already chatting with {one_line(model.name)}.")
-        else:
+        if name:
             model.switch(name)
-            self.say(f"Now chatting with {self.model_name}.")
+        self.say(f"Chatting with {one_line(model.title)}.")
+        if not name:
+            self.say(f"/model NAME switches to {one_line(', '.join(model.others()))}.")
 
     def _save(self, file: str) -> None:
         conversation, path = self.conversation, local_path(file)
-        if not conversation.messages:
+        if not conversation.turns:
             raise PromptError(_NOTHING_SAID)
-        write_chat(path, conversation.model.name, conversation.saved)
-        self.say(f"Saved {counted(len(conversation.messages), 'message')} in {one_line(path)}.")
+        write_chat(path, conversation.model.name, conversation.messages)
+        self.say(f"Saved {counted(len(conversation.turns), 'turn')} in {one_line(path)}.")
 
     def _load(self, file: str) -> None:
         self.restore(read_chat(local_path(file)))
@@ -311,10 +298,7 @@ class Chat:
         self.say(f"Answers are {now}.")
 
     def _stats(self, _: str) -> None:
-        length = self.conversation.model.context_length
-        of_all = f"of {length:,}" if length else ""
-        context = ("context", f"{self._figures.context:,}", of_all)
-        self.console.print(self._figures.panel(("answers", str(self._figures.answers)), context))
+        self.console.print(self._figures.panel(("answers", str(self._figures.answers))))
 
 
 def answer_line(last: GenerationResponse, predicted_cost: float, ending: str) -> str:
@@ -418,10 +402,8 @@ def command_in(message: str) -> tuple[ChatCommand, str] | None:
         close = get_close_matches(word, NAMES, 1)
         guess = f"did you mean {close[0]}?" if close else "/help lists them"
         raise OptionError(f"unknown command {word} ({guess}); {_OR_TEXT}")
-    if argument and not command.takes:
-        raise OptionError(f"{word} takes no argument; {_OR_TEXT}")
-    if not argument and command.takes == "file":
-        raise OptionError(f"{word} needs the name of a file: {command.spelling}")
+    if bool(argument) > bool(command.takes) or (command.takes == "file" and not argument):
+        raise OptionError(f"write it as {command.spelling}; {_OR_TEXT}")
     return command, argument
 
 
@@ -457,9 +439,8 @@ class ChatConversation:
 
     Attributes:
         system_prompt: as given; it may be changed at any time.
-        messages: the turns so far, without the system prompt; the last message may have no answer.
+        turns: messages and their answers; the last answer may be missing, as "".
         dropped: how many turns were left out for the last answer.
-
     """
 
     def __init__(
@@ -472,31 +453,31 @@ class ChatConversation:
 
     def reset(self) -> None:
         """Forget all turns."""
-        self.messages: Messages = []
+        self.turns: list[tuple[str, str]] = []
         self.dropped = 0
         self.model.forget()
 
     @property
     def unanswered(self) -> bool:
         """Whether the last message has no answer."""
-        return bool(self.messages) and self.messages[-1]["role"] == "user"
+        return bool(self.turns) and not self.turns[-1][1]
 
     @property
-    def n_turns(self) -> int:
-        """The number of messages with an answer."""
-        return len(self._turns()) - self.unanswered
-
-    @property
-    def saved(self) -> Messages:
-        """All messages, with the system prompt; none if nothing has been said."""
-        system = [_said("system", self.system_prompt)] if self.system_prompt else []
-        return [*system, *self.messages] if self.messages else []
+    def messages(self) -> Messages:
+        """The system prompt and all turns; empty if nothing has been said."""
+        said = [("system", self.system_prompt)] if self.system_prompt and self.turns else []
+        for message, answer in self.turns:
+            said += [("user", message), ("assistant", answer)]
+        said = said[:-1] if self.unanswered else said
+        return [{"role": role, "content": content} for role, content in said]
 
     def restore(self, messages: Messages) -> None:
         """Replace this conversation by one from :func:`read_chat`."""
+        contents = [message["content"] for message in messages]
         has_system = bool(messages) and messages[0]["role"] == "system"
-        self.system_prompt = messages[0]["content"] if has_system else None
-        self.messages, self.dropped = messages[has_system:], 0
+        self.system_prompt = contents.pop(0) if has_system else None
+        self.turns = [*zip_longest(contents[::2], contents[1::2], fillvalue="")]
+        self.dropped = 0
 
     def answer(self, message: str, on_progress: Progress | None = None, **sampling: Any) -> _Answer:
         """Answer a message; if the generator is closed early, the partial answer is kept.
@@ -512,8 +493,8 @@ class ChatConversation:
             PromptError: the message alone is longer than the model's context.
         """
         if self.unanswered:
-            self.messages.pop()
-        self.messages.append(_said("user", message))
+            self.turns.pop()
+        self.turns.append((message, ""))
         said = ""
         try:
             tokens = self._fitting_prompt()
@@ -523,8 +504,7 @@ class ChatConversation:
                     said += response.text
                     yield response
         finally:
-            if said:
-                self.messages.append(_said("assistant", said))
+            self.turns[-1] = message, said
 
     def retry(self, on_progress: Progress | None = None, **sampling: Any) -> _Answer:
         """Answer the last message again; arguments as for :meth:`answer`.
@@ -534,13 +514,13 @@ class ChatConversation:
         Raises:
             PromptError: there is no message.
         """
-        before, had_answer = list(self.messages), not self.unanswered
+        before = self.turns[-1:]
         message = self.undo()
         try:
             yield from self.answer(message, on_progress, **sampling)
         finally:
-            if had_answer and self.unanswered:
-                self.messages = before
+            if self.unanswered:
+                self.turns[-1:] = before
 
     def undo(self) -> str:
         """Remove the last message and its answer, and return the message.
@@ -548,32 +528,21 @@ class ChatConversation:
         Raises:
             PromptError: there is no message.
         """
-        if not self.messages:
+        if not self.turns:
             raise PromptError(_NOTHING_SAID)
-        begin = self._turns()[-1]
-        message = str(self.messages[begin]["content"])
-        del self.messages[begin:]
-        return message
-
-    def _turns(self) -> list[int]:
-        """The indices of the user's messages, with which turns begin."""
-        return [at for at, message in enumerate(self.messages) if message["role"] == "user"]
+        return self.turns.pop()[0]
 
     def _fitting_prompt(self) -> list[int]:
         """The conversation's tokens, without the oldest turns if they leave no room."""
-        tokens, length = self.model.tokenize(self.saved), self.model.context_length
+        tokens, length = self.model.tokenize(self.messages), self.model.context_length
         self.dropped = 0
         if length is None or len(tokens) + min(self.max_tokens, length // _ANSWERS_SHARE) <= length:
             return tokens
-        while len(tokens) > length // 2 and len(turns := self._turns()) > 1:
-            del self.messages[: turns[1]]
+        while len(tokens) > length // 2 and len(self.turns) > 1:
+            del self.turns[0]
             self.dropped += 1
-            tokens = self.model.tokenize(self.saved)
+            tokens = self.model.tokenize(self.messages)
         return tokens
-
-
-def _said(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
 
 
 class LocalModel:
@@ -606,6 +575,8 @@ class LocalModel:
     def name(self) -> str:
         """The model's name, as the user gave it."""
         return model_or_default(self._generation.model)
+
+    title = name
 
     @property
     def context_length(self) -> int | None:
@@ -661,6 +632,8 @@ class LocalModel:
             MlxspecError: the other model cannot be loaded, or has no chat template.
         """
         before, name = self._generation, resolved(name)
+        if name == self.name:
+            return
         find_directory(name, None)  # downloads it
         self.close()
         drafting = replace(before.drafting, head=None)
@@ -702,7 +675,7 @@ _SYSTEM = ("system", "developer")  # OpenAI's newer name for it
 
 
 def write_chat(path: Path, model: str, messages: Messages) -> None:
-    """Write a conversation, whole or not at all; replace nothing but a saved chat.
+    """Write a conversation, whole or not at all; replace only what :func:`read_chat` reads.
 
     Args:
         path: the file.
@@ -710,13 +683,13 @@ def write_chat(path: Path, model: str, messages: Messages) -> None:
         messages: the system prompt, if there is one, and the turns.
 
     Raises:
-        ChatFileError: the file exists and is not a saved chat, or cannot be written.
+        FileError: the file exists and is not a saved chat, or cannot be written.
     """
     if path.is_file():
         read_chat(path)
     record = {"model": model, "created": int(time.time()), "messages": messages}
     text = json.dumps(record, ensure_ascii=False, indent=1)
-    with replaced(path, ChatFileError) as file:
+    with replaced(path) as file:
         file.write(text.encode(errors="replace") + b"\n")
 
 
@@ -727,26 +700,22 @@ def read_chat(path: Path) -> Messages:
         the system prompt if there is one, and turns of "user" and "assistant".
 
     Raises:
-        ChatFileError: it cannot be read or continued.
+        FileError: it cannot be read or continued.
     """
     try:
         turns, _ = conversation_of(load_json(path.read_bytes()))
     except OSError as error:
-        raise ChatFileError(
-            f"{path}: cannot be read ({error.strerror}); name a saved chat"
-        ) from error
+        raise FileError(f"{path}: cannot be read ({error.strerror}); name a saved chat") from error
     except (ValueError, RecursionError) as error:
-        raise ChatFileError(f"{path}: is not a saved chat ({error}); name another file") from error
-    system = []
-    if turns and turns[0]["role"] in _SYSTEM:
-        system = [_said("system", turns.pop(0)["content"])]
-    roles = [turn["role"] for turn in turns]
-    if roles[:1] == ["assistant"] or not {"user", "assistant"}.issuperset(roles):
-        raise ChatFileError(
-            f"{path}: is not a saved chat (its turns must be the user's and the assistant's, the "
-            "user's first); name another file"
+        raise FileError(f"{path}: is not a saved chat ({error}); name another file") from error
+    begins = turns[:1] if turns and turns[0]["role"] in _SYSTEM else []
+    roles = [turn["role"] for turn in turns[len(begins) :]]
+    if roles != [("user", "assistant")[number % 2] for number in range(len(roles))]:
+        raise FileError(
+            f"{path}: is not a saved chat (its messages must be the user's and the assistant's in "
+            "turn); name another file"
         )
-    return [*system, *turns]
+    return [{**one, "role": "system"} for one in begins] + turns[len(begins) :]
 
 
 # --help shows this after the end of the docstring.

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-import termios
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from typing import Any
+from contextlib import suppress
 
 import click
 from markdown_it import MarkdownIt
@@ -39,10 +37,9 @@ from ..common.notes import note
 from . import NAMES, QUOTES, is_open, without_quotes
 
 
-@contextmanager
 def open_input(
     history: bool, models: Callable[[], Iterable[str]], color: bool | None
-) -> Iterator[LineInput | TerminalInput]:
+) -> LineInput | TerminalInput:
     """Open standard input.
 
     Args:
@@ -52,20 +49,13 @@ def open_input(
     """
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if not at_terminal or os.environ.get("TERM", "dumb") == "dumb":
-        yield LineInput()
-        return
+        return LineInput()
     earlier = kept_history() if history else InMemoryHistory()
-    turns = TerminalInput(earlier, models, wants_color(sys.stdout, color))
-    with _quiet_keys():
-        yield turns
+    return TerminalInput(earlier, models, wants_color(sys.stdout, color))
 
 
 def kept_history() -> History:
-    """The messages of earlier chats, in a file that only the user may read.
-
-    Raises:
-        OptionError: the environment names an impossible directory.
-    """
+    """The messages of earlier chats, in a file that only the user may read."""
     from ...corpus import data_directory
 
     path = data_directory() / "chat_history"
@@ -167,8 +157,6 @@ class TerminalInput:
         except KeyboardInterrupt:
             self.forgot = bool(self._session.default_buffer.text)
             raise
-        finally:
-            click.echo(_PASTES_BRACKETED, nl=False)
 
 
 class ChatCompleter(Completer):
@@ -225,32 +213,6 @@ def _bindings() -> KeyBindings:
         event.current_buffer.insert_text("\n")
 
     return bindings
-
-
-_PASTES_BRACKETED = "\x1b[?2004h"
-_PASTES_BARE = "\x1b[?2004l"
-
-
-@contextmanager
-def _quiet_keys() -> Iterator[None]:
-    """Stop the terminal from showing keys that are pressed while an answer is written.
-
-    The next prompt gets these keys, with Enter and pastes as at a prompt. Ctrl-C and Ctrl-Z still
-    work. Each prompt turns bracketed paste off, so turn it on again after each prompt.
-    """
-    terminal = sys.stdin.fileno()
-    before = termios.tcgetattr(terminal)
-    attributes: list[Any] = [*before]
-    attributes[0] &= ~termios.ICRNL  # otherwise Enter would become Ctrl-J
-    attributes[3] &= ~(termios.ECHO | termios.ICANON)
-    termios.tcsetattr(terminal, termios.TCSADRAIN, attributes)
-    click.echo(_PASTES_BRACKETED, nl=False)
-    try:
-        yield
-    finally:
-        with suppress(OSError, termios.error):  # the window is closed
-            click.echo(_PASTES_BARE, nl=False)
-            termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
 def _markdown(text: str) -> Markdown:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from http.client import HTTPException, HTTPResponse
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from ...engine.params import CacheOptions, SamplingParams
+from ...engine.params import CacheOptions
 from ...errors import OptionError, PromptError
 from ...models.model_files import given_name
 from .generation import API_KEY, DraftingOptions, Generation, without_first_space
@@ -65,9 +65,11 @@ class ApiClient:
         try:
             data = self.ask("/v1/models")["data"]
             models = [ModelCard(model["id"], model.get("context_length")) for model in data]
+            if not all(isinstance(x, str) and isinstance(n, int | None) for x, n in models):
+                raise TypeError(models)
             names = [model.name for model in models]
             name = first or names[0]
-        except (AttributeError, LookupError, TypeError) as error:
+        except (AttributeError, LookupError, TypeError, json.JSONDecodeError) as error:
             raise OptionError(
                 f"--server {self.address} sent no list of models: start one with 'mlxspec serve'"
             ) from error
@@ -89,12 +91,7 @@ class ApiClient:
             PromptError: the server reports an error.
         """
         with closing(self.open(path, body)) as answer:
-            try:
-                return json.loads(answer.read())
-            except (OSError, ValueError, HTTPException) as error:
-                raise OptionError(
-                    f"--server {self.address} sent no JSON ({error}): is it 'mlxspec serve'?"
-                ) from error
+            return json.loads(answer.read())
 
     def open(self, path: str, body: dict[str, Any] | None = None) -> HTTPResponse:
         """Send a request; the arguments and errors are the same as for :meth:`ask`."""
@@ -112,9 +109,10 @@ class ApiClient:
                 except (OSError, ValueError, LookupError, TypeError, HTTPException):
                     message = f"{error.code} {error.reason}"
                 remedy = f"; {API_KEY} must hold the server's key" if error.code == 401 else ""
-                raise PromptError(f"the server: {message}{remedy}") from error
+                raise PromptError(f"--server {self.address}: {message}{remedy}") from error
         except (OSError, ValueError, HTTPException) as error:
             reason = getattr(error, "reason", error)
+            reason = getattr(reason, "strerror", None) or reason
             raise OptionError(
                 f"--server {self.address}: {reason}; start one with 'mlxspec serve', or give the "
                 "address that it prints"
@@ -136,6 +134,7 @@ class RemoteModel:
 
     Attributes:
         name: the model's name.
+        title: the name with the server's address.
         context_length: in tokens; None if unknown.
         predicted_cost: 0, since servers do not report it.
 
@@ -155,8 +154,6 @@ class RemoteModel:
                 "options for drafts, caches and adapters are for 'mlxspec serve': leave them out "
                 "with --server"
             )
-        if generation.sampling.min_tokens_to_keep != SamplingParams().min_tokens_to_keep:
-            raise OptionError("--min-tokens-to-keep: servers do not take it; leave it out")
         self._client = ApiClient(address)
         self._generation = generation
         self._template_arguments = template_arguments
@@ -170,6 +167,7 @@ class RemoteModel:
         """
         model, *_ = self._client.models(name)
         self.name, self.context_length = model.name, model.context_length
+        self.title = f"{self.name} at {self._client.address}"
 
     def others(self) -> list[str]:
         """The names of the server's models."""
@@ -199,7 +197,7 @@ class RemoteModel:
         """
         from ...generation.response import SpeculationStats
 
-        ends, params = self._generation.ends, replace(self._generation.sampling, **sampling)
+        params = replace(self._generation.sampling, **sampling)
         sent = {name: value for name, value in vars(params).items() if name not in _NOT_SENT}
         body = {
             **sent,
@@ -207,8 +205,8 @@ class RemoteModel:
             "model": self.name,
             "prompt": list(tokens),
             "max_tokens": max_tokens,
-            "stop": ends.stop,
-            "stop_token_ids": ends.stop_tokens,
+            "stop": self._generation.stop,
+            "stop_token_ids": self._generation.stop_tokens,
             "stream": True,
             "stream_options": {"include_usage": True},
             "mlxspec": {"drafts": True},
@@ -237,9 +235,6 @@ class RemoteModel:
 
     def forget(self) -> None:
         """Do nothing: the server keeps the caches of conversations."""
-
-    def close(self) -> None:
-        """Do nothing: each request closes its own connection."""
 
 
 def _events(answer: HTTPResponse) -> Iterator[dict[str, Any]]:

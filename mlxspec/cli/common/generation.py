@@ -22,15 +22,11 @@ from .model_choice import MODEL, model_or_default
 from .notes import note
 from .options import (
     ADAPTERS,
-    ADAPTERS_HELP,
     DRAFTER,
     HEAD,
-    HEAD_HELP,
     NAME,
     NO_HEAD,
-    NO_HEAD_HELP,
     NO_MEMORY,
-    NO_MEMORY_HELP,
     check_one,
     nested,
     option_field,
@@ -61,12 +57,8 @@ API_KEY = "MLXSPEC_API_KEY"
 _DECODERS = ("auto", "prompt-lookup", "lookahead", "plain")
 # Decoders that take certain options. The default decoder is the first that takes all given options.
 PLANNED = ("auto",)  # a trained head drafts with these
-_LOOKUP = ("prompt-lookup",)
-_LOOKAHEAD = ("lookahead",)
-
-
-_lookup = partial(option_field, of=_LOOKUP)
-_lookahead = partial(option_field, of=_LOOKAHEAD)
+_lookup = partial(option_field, of=("prompt-lookup",))
+_lookahead = partial(option_field, of=("lookahead",))
 
 
 def _number_or_auto(text: str) -> int | str:
@@ -110,9 +102,9 @@ class DraftingOptions:
         default=2,
         type=click.IntRange(1),
     )
-    head: str | None = option_field(HEAD, HEAD_HELP, type=MODEL, of=PLANNED)
-    no_head: bool = option_field(NO_HEAD, NO_HEAD_HELP, default=False)
-    no_memory: bool = option_field(NO_MEMORY, NO_MEMORY_HELP, default=False)
+    head: str | None = option_field(*HEAD, type=MODEL, of=PLANNED)
+    no_head: bool = option_field(*NO_HEAD, default=False)
+    no_memory: bool = option_field(*NO_MEMORY, default=False)
     n_draft: int | None = _lookup(
         "--n-draft --prompt-lookup-num-tokens N",
         "Draft at most N tokens per step; 0 is plain decoding.  [default: 10]",
@@ -163,26 +155,15 @@ class DraftingOptions:
             if "of" in own.metadata and getattr(self, own.name) is not None
         }
 
-    @property
-    def wanted_head(self) -> str | bool | None:
-        """The head to load, as for :func:`.models.heads.loading.load_with_head`.
-
-        A draft model drafts in the place of the head that comes with a model.
-        """
-        uses_one = self.kind in PLANNED and self.draft_model is None and not self.no_head
-        return self.head if uses_one else False
-
     def _given(self, *names: str) -> dict[str, Any]:
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     @cached_property
     def kind(self) -> str:
         """The name of the decoder: the requested one, or the first that takes the given options."""
-        if self.decoder:
-            return self.decoder
-        options = self._for_some_decoders().items()
-        taking = [of for name, of in options if name not in ("store", "head")]
-        return next((kind for kind in _DECODERS if all(kind in of for of in taking)), "auto")
+        takers = self._for_some_decoders().values()
+        taking = (kind for kind in _DECODERS if all(kind in of for of in takers))
+        return self.decoder or next(taking, "auto")
 
     @cached_property
     def lookup(self) -> PromptLookup:
@@ -219,7 +200,7 @@ class DraftingOptions:
             head: the model's trained head.
 
         Raises:
-            StoreError: the store cannot be read, or belongs to another tokenizer.
+            FileError: the store cannot be read, or belongs to another tokenizer.
         """
         from ...corpus import Memory
         from ...corpus.store import open_store
@@ -235,19 +216,8 @@ class DraftingOptions:
         return Auto(memory or Memory(), store, extra, head=head)
 
 
-@dataclass(frozen=True)
-class Ends:
-    """What ends the output before ``max_tokens``."""
-
-    stop: tuple[str, ...] = option_field("--stop TEXT", "End before TEXT; repeatable.", default=())
-    stop_tokens: tuple[int | str, ...] = option_field(
-        "--stop-token --extra-eos-token TOKEN",
-        "Also end at this token, given by id or by its text; repeatable.",
-        default=(),
-    )
-
-
 FORMS = ("json_schema", "regex", "grammar")
+_end = partial(option_field, group="End of the output")
 _form = partial(option_field, group="Form of the output")
 _model = partial(option_field, group="Model and prompt")
 
@@ -269,9 +239,14 @@ class Generation:
     model: str | None
     max_tokens: int
     drafting: DraftingOptions = nested(DraftingOptions, "Drafting")
-    ends: Ends = nested(Ends, "End of the output")
     sampling: SamplingParams = nested(SamplingParams, "Sampling")
     caches: CacheOptions = nested(CacheOptions, "Memory")
+    stop: tuple[str, ...] = _end("--stop TEXT", "End before TEXT; repeatable.", default=())
+    stop_tokens: tuple[int | str, ...] = _end(
+        "--stop-token --extra-eos-token TOKEN",
+        "Also end at this token, given by id or by its text; repeatable.",
+        default=(),
+    )
     json_schema: str | None = _form(
         "--json-schema FILE",
         "Generate JSON that is valid under the JSON Schema in FILE.",
@@ -285,7 +260,7 @@ class Generation:
         "Generate text in the grammar in FILE: Lark in llguidance's variant, or llama.cpp's GBNF.",
         type=NAME,
     )
-    adapter_path: str | None = _model(ADAPTERS, ADAPTERS_HELP, type=NAME)
+    adapter_path: str | None = _model(*ADAPTERS, type=NAME)
 
     def __post_init__(self) -> None:
         _ = self.constraint  # raises an error for a wrong value
@@ -300,32 +275,20 @@ class Generation:
             return _read_form("--grammar", self.grammar, Constraint.grammar)
         return None if self.regex is None else Constraint.regex(self.regex)
 
-    def load(self, console: Console, memories: Memories, leader: Leader | None = None) -> Decoder:
-        """Load the model, and measure the cost of its steps if that is needed and unknown.
-
-        Args:
-            console: shows the progress of the measurement.
-            memories: hold the earlier answers to draft from.
-            leader: splits the model over its ranks; None for one process.
-        """
-        with ProgressBar("Measuring step times", console=console) as bar:
-            decoder = self.load_unmeasured(memories, leader, on_measuring=bar)
-            measure(decoder)
-        return decoder
-
-    def load_unmeasured(
+    def load(
         self,
+        console: Console | None,
         memories: Memories,
         leader: Leader | None = None,
         on_read: OnRead = lambda nbytes: None,
-        on_measuring: Callable[[float], None] | None = None,
     ) -> Decoder:
-        """As :meth:`load`, but without running the model, which :func:`measure` does.
+        """Load the model, and measure the cost of its steps if that is needed and unknown.
 
         Args:
-            memories, leader: as for :meth:`load`.
+            console: shows the progress of the measurement; None leaves it to :func:`measure`.
+            memories: hold the earlier answers to draft from.
+            leader: splits the model over its ranks; None for one process.
             on_read: as for :func:`.models.model.evaluate`.
-            on_measuring: as for :class:`mlxspec.Decoder`.
         """
         from ...drafting.drafter import load_drafter
         from ...engine.draft_model import DraftModelDrafter, check_vocabularies
@@ -350,14 +313,20 @@ class Generation:
         if leader:
             model, tokenizer = leader.load(name)
         else:
-            wanted = drafting.wanted_head
+            # A draft model drafts in the place of the head that comes with a model.
+            plans = drafting.kind in PLANNED and not (drafting.draft_model or drafting.no_head)
+            wanted = drafting.head if plans else False
             model, tokenizer, head = load_with_head(name, wanted, self.adapter_path, on_read)
         memory = memories.of(tokenizer, name) if drafting.kind in PLANNED else None
         drafts_from = drafting.of_model(tokenizer, memory, extra, head)
-        decoder = mlxspec.Decoder(model, tokenizer, drafts_from, on_measuring=on_measuring)
+        bar = ProgressBar("Measuring step times", console=console) if console else None
+        decoder = mlxspec.Decoder(model, tokenizer, drafts_from, on_measuring=bar)
         decoder.keeps_experience = memories.keeps
         if draft_model is not None:
             check_vocabularies(draft_model, decoder.vocab_size, len(decoder.tokenizer))
+        if bar:
+            with bar:
+                measure(decoder)
         return decoder
 
     def request(
@@ -423,7 +392,8 @@ class Generation:
         kept = [*decoder.tokenizer.encode("\n"), *decoder.tokenizer.eos_token_ids]
         sampling = replace(self.sampling, xtc_special_tokens=kept)
         options = {"sampling": sampling, "constraint": self.constraint}
-        return cast("GenerationOptions", vars(self.ends) | vars(self.caches) | options)
+        ends = {"stop": self.stop, "stop_tokens": self.stop_tokens}
+        return cast("GenerationOptions", ends | vars(self.caches) | options)
 
     def note_if_full(self, model: nn.Module, finish_reason: str | None, generated: int) -> None:
         """Print a note if the output ended because the model's context is full."""

@@ -58,7 +58,7 @@ def resolved(name: str) -> str:
     """The model that a name stands for.
 
     Raises:
-        SettingsError: the settings file is invalid.
+        FileError: the settings file is invalid.
     """
     return load_config().resolved(name)
 
@@ -80,7 +80,7 @@ def default_model() -> str | None:
     """The default model; None if nothing sets it.
 
     Raises:
-        SettingsError: the settings file is invalid.
+        FileError: the settings file is invalid.
     """
     config = load_config()
     if name := os.environ.get(MODEL_VARIABLE) or config.values.get(SETTING):
@@ -92,7 +92,7 @@ def model_or_default(model: str | None) -> str:
     """The given model, or the default one, or else the demo model.
 
     Raises:
-        SettingsError: the settings file is invalid.
+        FileError: the settings file is invalid.
     """
     return model or default_model() or DEMO
 

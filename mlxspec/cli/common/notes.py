@@ -99,8 +99,6 @@ def _errors_in_one_line() -> Iterator[None]:
     except KeyboardInterrupt:
         _write("\nInterrupted.")
         sys.exit(INTERRUPTED)
-    except UnicodeEncodeError:  # Python makes lone surrogates of an argument's undecodable bytes
-        _fail("an argument is not UTF-8 text: convert it to UTF-8")
     except OSError as error:
         if isinstance(error.filename, str):
             _fail(f"{error.filename}: {error.strerror}; name another one")

@@ -140,16 +140,22 @@ def _biases(ctx: click.Context, param: click.Parameter, texts: Sequence[str]) ->
     return parsed
 
 
+def _text(value: str) -> str:
+    value.encode()  # ValueError: Python makes lone surrogates of bytes that are not UTF-8
+    return value
+
+
 def _id_or_text(token: str) -> int | str:
-    return int(token) if token.isdecimal() else token
+    return int(token) if token.isdecimal() else _text(token)
 
 
 _TYPES: dict[str, dict[str, Any]] = {
     "bool": {},
     "float": {"type": float},
     "int": {"type": int},
-    "str": {"type": str},
+    "str": {"type": _text},
     "Path": {"type": FILE},
+    "tuple[str, ...]": {"multiple": True, "type": _text},
     "tuple[int | str, ...]": {"multiple": True, "type": _id_or_text},
     "Mapping[int, float]": {"multiple": True, "callback": _biases},
 }
@@ -176,16 +182,18 @@ def options_of(
         leave_out: fields that are not options of this command.
     """
 
+    added = [*_options_in(kind, group, leave_out)]
+
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def called(**options: Any) -> Any:
             taken = _taken(kind, options)
             return function(**{argument: taken}, **options)
 
-        optioned: Callable[..., Any] = called
-        for add in reversed([*_options_in(kind, group, leave_out)]):
-            optioned = add(optioned)
-        return optioned
+        made: Callable[..., Any] = called
+        for add in reversed(added):
+            made = add(made)
+        return made
 
     return decorate
 
@@ -241,22 +249,22 @@ def names_completed(names: Callable[[], Iterable[str]]) -> Callable[..., list[st
     return complete
 
 
+# Spelling and help of options that several commands have.
 DRAFTER = "--drafter MODULE:CLASS"
-"""The option for a custom drafter, which :func:`mlxspec.drafting.drafter.load_drafter` loads."""
-
-ADAPTERS = "--adapter-path DIR"
-ADAPTERS_HELP = "Apply adapters (LoRA, DoRA) that mlx_lm.lora has trained for the model."
-
-HEAD = "--head PATH_OR_REPO"
-HEAD_HELP = (
-    "With auto: also draft with this trained head, where no text is likely.  "
-    "[default: the one that comes with the model, if it has one]"
+ADAPTERS = (
+    "--adapter-path DIR",
+    "Apply adapters (LoRA, DoRA) that mlx_lm.lora has trained for the model.",
 )
-NO_HEAD = "--no-head"
-NO_HEAD_HELP = "Leave out the trained head that comes with the model."
-
-NO_MEMORY = "--no-memory"
-NO_MEMORY_HELP = "Neither draft from nor add to the answers that 'mlxspec memory on' keeps."
+HEAD = (
+    "--head PATH_OR_REPO",
+    "With auto: also draft with this trained head, where no text is likely.  "
+    "[default: the one that comes with the model, if it has one]",
+)
+NO_HEAD = "--no-head", "Leave out the trained head that comes with the model."
+NO_MEMORY = (
+    "--no-memory",
+    "Neither draft from nor add to the answers that 'mlxspec memory on' keeps.",
+)
 
 
 def check_least(least: int, **options: int | None) -> None:

@@ -84,7 +84,7 @@ def confirm(asking: str, question: str, refused: str) -> None:
         sys.exit(1)
 
 
-class ProgressBar:
+class ProgressBar(Progress):
     """Shows a bar on an interactive terminal, nothing elsewhere.
 
     Call it with the amount done and the total, or None if the total is unknown. It is erased when
@@ -95,8 +95,6 @@ class ProgressBar:
         figures: the columns after it; by default the percentage.
         console: where it is drawn; by default standard error.
         least: the smallest total for which a bar is shown.
-        then: the words before the full bar, if uncounted work follows. The bar then stays until
-            the end of the block.
     """
 
     def __init__(
@@ -105,10 +103,9 @@ class ProgressBar:
         *figures: ProgressColumn,
         console: Console | None = None,
         least: float = 0,
-        then: str | None = None,
     ) -> None:
         console = console or error_console()
-        self._bar = Progress(
+        super().__init__(
             TextColumn("{task.description}"),
             BarColumn(bar_width=10),  # so that all fits into 40 columns, with an echoed ^C
             *(figures or [TaskProgressColumn()]),
@@ -118,24 +115,18 @@ class ProgressBar:
             redirect_stderr=False,
             disable=not console.is_interactive,
         )
-        self._task = self._bar.add_task(what, total=None)
-        self._least, self._then = least, then
+        self._only = self.add_task(what, total=None)
+        self._least = least
 
     def __enter__(self) -> ProgressBar:
-        return self
+        return self  # not started yet
 
     def __call__(self, done: float, total: float | None = 1.0) -> None:
-        self._bar.update(self._task, completed=done, total=total)
+        self.update(self._only, completed=done, total=total)
         if total is not None and done >= total:
-            if self._then:
-                self._bar.update(self._task, description=self._then)
-            else:
-                self._bar.stop()
+            self.stop()
         elif total is None or total >= self._least:
-            self._bar.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+            self.start()
 
 
 def prefill_bar(console: Console) -> ProgressBar:
@@ -215,7 +206,7 @@ class ReportOptions:
         if self.html:
             if self.html.suffix != ".html":
                 raise OptionError(f"--html {self.html}: choose a name *.html")
-            check_writable(self.html, OptionError)
+            check_writable(self.html)
 
     def show_tables(
         self,
@@ -239,7 +230,7 @@ class ReportOptions:
             print_tables(tables(), color)
         if self.html:
             content = html_page(tables())
-            with replaced(self.html, OptionError, SHARED) as file:
+            with replaced(self.html, SHARED) as file:
                 file.write(content.encode(errors="replace"))  # file names need not be UTF-8
 
 
@@ -281,7 +272,6 @@ class Figures:
     """Sums over answers, and their panel.
 
     Attributes:
-        context: tokens of the last answer and its prompt.
         prompt_tokens, reused_tokens, generated_tokens: sums over all answers.
         prefill_seconds, seconds: the time for prompts and for generated tokens.
         stats: sums of the answers' stats; None before the first answer.
@@ -291,7 +281,6 @@ class Figures:
         answers: how many there were.
     """
 
-    context: int = 0
     prompt_tokens: int = 0
     reused_tokens: int = 0
     generated_tokens: int = 0
@@ -313,7 +302,6 @@ class Figures:
             cost: the cost of its steps, in plain steps; 0 if unknown.
         """
         self.answers += 1
-        self.context = answer.prompt_tokens + generated
         self.prompt_tokens += answer.prompt_tokens
         self.reused_tokens += answer.reused_tokens
         self.generated_tokens += generated
