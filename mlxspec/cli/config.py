@@ -69,7 +69,7 @@ def config_command(ctx: click.Context) -> None:
       max-tokens     --max-tokens of generate, explain and chat
       temp           --temp of generate, explain and chat
       system-prompt  --system-prompt of chat
-      mlx-settings   MLX's tuning variables, from 'bench --tune'
+      mlx-settings   MLX's tuning variables, as NAME=1,OTHER=512
       alias.NAME     the model that NAME stands for, wherever a MODEL is named
 
     The default model answers when a command line names none. It is the model in MLXSPEC_MODEL, or

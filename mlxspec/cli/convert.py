@@ -63,11 +63,9 @@ def convert_command(model: str | None, **options: Any) -> None:
     with ProgressBar("Converting") as bar:
         bar(0, None)
         result = convert(**options)
-    started_as_script = click.get_current_context().parent is None
-    generate = "python decoder.py" if started_as_script else "mlxspec generate"
     takes = f"--model{' MODEL --head' * bool(result.head)} {shlex.quote(str(result.path))}"
     head = f"{result.head}. " if result.head else ""
     say(
         f"Wrote {result.path}: {result.nbytes / 1e6:,.1f} MB, {result.bits_per_weight:.2f} bits "
-        f'per weight. {head}Next: {generate} {takes} --prompt "..."'
+        f'per weight. {head}Next: mlxspec generate {takes} --prompt "..."'
     )

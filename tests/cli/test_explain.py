@@ -191,23 +191,3 @@ def test_all_options_that_say_what_is_generated_are_those_of_generate():
     }
     assert names[0] - names[1] == own
     assert names[1] - names[0] == {"steps", "skip", "html"}
-
-
-@pytest.mark.parametrize("as_page", [False, True])
-def test_it_says_why_it_does_not_begin_with_the_first_step(
-    endless: Path, tmp_path: Path, as_page: bool
-) -> None:
-    page = tmp_path / "steps.html"
-    options = (*PROMPT, "--decoder", "prompt-lookup", "--max-tokens", 30, "--steps", 2)
-    if as_page:
-        options += ("--html", page)
-
-    def told(*more: object) -> str:
-        result = explain(endless, *options, *more)
-        assert result.exit_code == 0, result.stderr
-        return page.read_text() if as_page else result.stdout
-
-    first = re.search(r"This begins at step (\d+)", told())
-    assert first
-    assert f"Step {first[1]} of" in told()
-    assert "This begins at" not in told("--skip", 2)

@@ -31,7 +31,7 @@ def test_the_last_line_says_what_was_written_and_what_comes_next(tmp_path: Path,
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("Wrote mlx_model: 0.1 MB, ")
     assert "bits per weight" in done.stdout
-    assert "Next: python decoder.py --model mlx_model" in done.stdout
+    assert "Next: mlxspec generate --model mlx_model" in done.stdout
     assert (tmp_path / "mlx_model" / "model.safetensors").is_file()
 
 

@@ -6,13 +6,12 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.bar import Bar
 from rich.box import SIMPLE
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
@@ -26,7 +25,6 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 from rich.table import Table
-from rich.text import Text
 
 from ...errors import OptionError
 from ...files import SHARED, check_writable, replaced
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
 
 _UNLIMITED = 10_000  # columns
 _LONG_PROMPT = 1000  # tokens; shorter ones are processed in a blink
-_BAR = 60  # columns of the longest bar
 _PAGE_WIDTH = 160  # columns
 
 
@@ -175,25 +172,6 @@ def html_page(parts: Iterable[RenderableType]) -> str:
     return console.export_html(inline_styles=True)
 
 
-def speed_bars(speeds: Mapping[str, float | None], slow: float, without: str = "") -> Table:
-    """Draw speeds as bars: the highest in blue, those below ``slow`` in yellow.
-
-    Args:
-        speeds: by name, relative to a baseline of 1; None if unknown.
-        slow: speeds below this are slow.
-        without: a name whose speed does not count as the highest.
-    """
-    best = max((value or 0 for name, value in speeds.items() if name != without), default=0)
-    full = max((value or 0 for value in speeds.values()), default=0)
-    grid = Table.grid(padding=(0, 1))
-    for name, value in speeds.items():
-        fast = "blue" if value == best and name != without else "bright_black"
-        color = "yellow" if value is not None and value < slow else fast
-        bar = Bar(full or 1, 0, value or 0, width=_BAR, color=color)
-        grid.add_row(Text(name), bar, Text(ratio(value), "bold" if color == "blue" else ""))
-    return grid
-
-
 def write_json(report: dict[str, Any], indent: int | None = None) -> None:
     """Write one JSON object to standard output.
 
@@ -234,7 +212,6 @@ class ReportOptions:
         self,
         figures: dict[str, Any],
         tables: Callable[[], Iterable[RenderableType]],
-        page: Callable[[], Iterable[RenderableType]] | None = None,
         color: bool | None = None,
     ) -> None:
         """Show a report as JSON or as tables, and write it as a page if requested.
@@ -242,7 +219,6 @@ class ReportOptions:
         Args:
             figures: the JSON object.
             tables: makes the tables.
-            page: makes the content of the page; by default the tables.
             color: as for :func:`mlxspec.terminal.wants_color`.
 
         Raises:
@@ -253,7 +229,7 @@ class ReportOptions:
         else:
             print_tables(tables(), color)
         if self.html:
-            content = html_page((page or tables)())
+            content = html_page(tables())
             with replaced(self.html, SHARED) as file:
                 file.write(content.encode(errors="replace"))  # file names need not be UTF-8
 
