@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import webbrowser
@@ -19,7 +20,7 @@ from rich.text import Text
 from ..engine.params import SamplingParams
 from ..errors import OptionError, PromptError
 from ..files import SHARED, check_writable, replaced
-from ..process import INTERRUPTED
+from ..process import INTERRUPTED, MLX_VARIABLES, variables_in
 from .calibrate import measured_curves
 from .common.model_choice import ABOUT, DEFAULT, MODEL, model_argument, needed_model
 from .common.options import (
@@ -46,6 +47,7 @@ from .common.output import (
     ratio,
     shown,
 )
+from .settings import MLX_SETTINGS, check_settings
 
 if TYPE_CHECKING:
     from ..bench.measure import MakeStream, MeasuredPrompt, Report
@@ -83,6 +85,10 @@ class BenchOptions:
     repeats: int = _measurement("--repeats N", "Runs of each decoder on each prompt.", default=3)
     temp: float = _measurement("--temp T", "Temperature; 0 is greedy.", default=0.0)
     seed: int = _measurement("--seed N", "Same seed, same outputs.", default=0)
+    mlx_settings: str | None = _measurement(
+        "--mlx-settings NAME=1,…",
+        f"MLX's tuning variables for this run: {', '.join(MLX_VARIABLES)}.",
+    )
 
 
 @command("bench", short_help="Compare decoders on MODEL: speed and outputs.")
@@ -124,6 +130,9 @@ def bench_command(
     from ..bench.prompts import bundled_prompts, limited, read_prompts
     from ..drafting.drafter import load_drafter
 
+    if asked.mlx_settings is not None:
+        check_settings({MLX_SETTINGS: asked.mlx_settings})
+        os.environ.update(variables_in(asked.mlx_settings))  # before MLX first uses a GPU
     # Check all that needs no model before a model is loaded, or even downloaded.
     model = needed_model(model)
     backends = chosen_backends(asked.decoders)
