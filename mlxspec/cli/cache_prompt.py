@@ -119,10 +119,10 @@ class CachedPrompt:
 
     def __init__(self, file: str) -> None:
         from ..engine.caches import parts
-        from ..engine.prompt_cache_file import read_prompt_cache, tokens_in
+        from ..engine.prompt_cache_file import load_prompt_cache, tokens_in
 
         self.file = file
-        self._cache, self._metadata, self._head = read_prompt_cache(file)
+        self._cache, self._metadata = load_prompt_cache(file, return_metadata=True)
         self._tokens = tokens_in(self._cache, self._metadata)
         if all(part.empty() for part in parts(self._cache)):
             raise PromptCacheError(f"{file} holds an empty cache: leave out --prompt-cache-file")
@@ -217,7 +217,7 @@ class CachedPrompt:
         check_lengths(self._cache, self.file)
         following = _following(prompt, options, decoder.tokenizer, templated)
         if self._tokens:
-            session = Session(self._cache, self._tokens, self._head)
+            session = Session(self._cache, self._tokens)
             return [*self._tokens, *following], {"session": session}
         return following, {"prompt_cache": self._cache}
 

@@ -9,10 +9,6 @@ seventh value that is not an array.
 mlx-lm's own reader trusts all of it: it makes lists as long as the largest number in a name, and
 accepts any offset. This module checks the names before it makes lists of them, and every number and
 shape against what a cache of its class can hold.
-
-What a trained head knows of the context follows the caches, as if it were one more, and the
-metadata names the head. mlx-lm takes as many caches as there are classes, and ignores the rest. If
-it saves them again with their metadata, that names a head, but nothing is known of it.
 """
 
 from __future__ import annotations
@@ -21,7 +17,6 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, cast, overload
 
@@ -42,11 +37,10 @@ from ..errors import PromptCacheError
 from ..files import check_writable, replaced
 from ..models.model_files import check_safetensors
 from .caches import cached_length, parts
-from .head_cache import KeptHead
 
 _ATTENTION = {KVCache, QuantizedKVCache, RotatingKVCache}
 _SUFFIX = ".safetensors"
-_TOKENS, _HEAD = "tokens", "trained_head"  # keys of the metadata that mlx-lm's own files lack
+_TOKENS = "tokens"  # a key of the metadata that mlx-lm's own files lack
 _MAX_TOKEN = 2**31
 
 
@@ -56,7 +50,6 @@ def save_prompt_cache(
     metadata: Mapping[str, str] | None = None,
     *,
     tokens: Sequence[int] = (),
-    head: KeptHead | None = None,
 ) -> None:
     """Save a prompt cache for :func:`load_prompt_cache` and for mlx-lm.
 
@@ -68,7 +61,6 @@ def save_prompt_cache(
         metadata: for the reader. ``mlx_lm.generate`` expects "model", the model's
             directory or repository, and "tokenizer_config", a JSON object.
         tokens: the tokens that the cache holds, which later generations can draft from.
-        head: what a trained head knows of them, as sessions save it.
 
     Raises:
         PromptCacheError: the file cannot be written; an existing one is unchanged.
@@ -78,9 +70,6 @@ def save_prompt_cache(
     states = [layer.state for layer in cache]
     if tokens:
         held[_TOKENS] = json.dumps(list(tokens))
-    if head:
-        held[_HEAD] = head.identity
-        states.append([mx.array(head.positions), head.states, *head.layers])
     kinds: list[Any] = [""]  # mlx-lm's begins so
     arrays = {}
     for place, value in tree_flatten(states):
@@ -119,21 +108,13 @@ def load_prompt_cache(
     Raises:
         PromptCacheError: the file is missing, damaged, or not a prompt cache.
     """
-    cache, metadata, _ = read_prompt_cache(file_name)
-    return (cache, metadata) if return_metadata else cache
-
-
-def read_prompt_cache(
-    file_name: str | os.PathLike[str],
-) -> tuple[list[Any], dict[str, str], KeptHead | None]:
-    """As :func:`load_prompt_cache`, with what a trained head knows of the tokens, if it does."""
     path = Path(file_name)
     with _unreadable(path):
-        cache, metadata, head = _read_caches(path)
+        cache, metadata = _read_caches(path)
         if (named := _named_tokens(metadata)) and not tokens_in(cache, metadata):
             raise ValueError(f"it names {len(named)} tokens and holds {cached_length(cache)}")
-        mx.eval([part.state for part in cache], head.arrays if head else [])
-    return cache, metadata, head
+        mx.eval([part.state for part in cache])
+    return (cache, metadata) if return_metadata else cache
 
 
 def read_prompt_cache_metadata(path: Path) -> tuple[list[int], dict[str, str]]:
@@ -349,8 +330,8 @@ def _load(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
     return cast(Any, mx.load(str(path), return_metadata=True))
 
 
-def _read_caches(path: Path) -> tuple[list[Any], dict[str, str], KeptHead | None]:
-    """The caches, the metadata and the head's part of a file; the arrays are not evaluated.
+def _read_caches(path: Path) -> tuple[list[Any], dict[str, str]]:
+    """The caches and the metadata of a file; the arrays are not evaluated.
 
     Raises:
         OSError, SafetensorError, RuntimeError: as for :func:`_load`.
@@ -364,29 +345,13 @@ def _read_caches(path: Path) -> tuple[list[Any], dict[str, str], KeptHead | None
         values: dict[str, Any] = dict(arrays)
         for place, kind in pairs:
             values[place] = _value(arrays[place], kind)
-        held, metadata, head = _unflattened(values), _below("0", flat), None
-        identity = metadata.pop(_HEAD, None)
-        if identity and len(held) > len(classes):
-            head = _head(identity, *held.pop())
-        states = zip(classes, held, strict=True)
+        states = zip(classes, _unflattened(values), strict=True)
         cache = [_CLASSES[name].from_state(state) for name, state in states]
         for part in parts(cache):
             _check(part)
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise ValueError("its caches are not of the classes that it names") from error
-    return cache, metadata, head
-
-
-def _head(identity: str, positions: mx.array, unseen: mx.array, *layers: Any) -> KeptHead:
-    """What a head knows; raise ValueError for what no head can."""
-    known = positions.ndim == 1 and positions.dtype == mx.int32 and unseen.ndim == 2
-    _require(known and unseen.dtype in _FLOATS, "what it holds of a head has an impossible type")
-    places = cast(list[int], positions.tolist())
-    rising = all(before < after for before, after in pairwise([-1, *places]))
-    _require(bool(places) and rising, "the positions of a head do not rise")
-    rooms = [_room(keys, values, None) for keys, values in layers]
-    _require(all(room == len(places) - 1 for room in rooms), "a head's entries are not complete")
-    return KeptHead(identity, places, unseen, [(keys, values) for keys, values in layers])
+    return cache, _below("0", flat)
 
 
 def _below(section: str, flat: Mapping[str, str]) -> dict[str, str]:

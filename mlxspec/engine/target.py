@@ -420,12 +420,14 @@ class Target(ContextCache):
         self.mark()
 
     def fork(self, length: int, room: int) -> Target:
-        """A target that begins with a copy of the first positions, but not of what a head knows.
+        """A target that begins with a copy of the first positions.
 
         The arguments are those of :meth:`copied`.
         """
         forked = self._beside(self.copied(length, room))
         forked.begin_at(length)
+        if self.head:
+            forked.head = self.head.copied(length)
         return forked
 
     def _beside(self, cache: Sequence[Any]) -> Target:

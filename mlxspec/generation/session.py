@@ -18,13 +18,12 @@ from ..corpus.suffix_index import ContextIndex, common_length
 from ..engine.caches import are_quantized, for_steps
 from ..engine.capability import capability_with
 from ..engine.draft_model import DraftModelDrafter
-from ..engine.head_cache import KeptHead
 from ..engine.params import CacheOptions
 from ..engine.prompt_cache import Loan, as_mlx_lms
 from ..engine.prompt_cache_file import (
     check_fits,
     check_lengths,
-    read_prompt_cache,
+    load_prompt_cache,
     save_prompt_cache,
     tokens_in,
 )
@@ -139,21 +138,18 @@ class Session:
         cache: mlx-lm's caches to begin with, from :func:`mlxspec.load_prompt_cache`; the session
             does not change them.
         tokens: the tokens that they hold.
-        head: what a trained head knows of them, if it does.
     """
 
     def __init__(
         self,
         cache: Sequence[Any] = (),
         tokens: Sequence[int] = (),
-        head: KeptHead | None = None,
     ) -> None:
         self.index = ContextIndex()
         """The drafter's index of the conversation."""
         self.mark_at = 0
         """A length to which the cache can be rewound after the next prompt."""
         self._tokens = list(tokens)
-        self._head = head
         self._target: ContextCache | None = None
         """A generation makes it a :class:`.Target`."""
         if cache:
@@ -172,14 +168,14 @@ class Session:
                 of mlx-lm do not. For these, pass the result of :func:`mlxspec.load_prompt_cache` as
                 ``prompt_cache``.
         """
-        cache, metadata, head = read_prompt_cache(file_name)
+        cache, metadata = load_prompt_cache(file_name, return_metadata=True)
         tokens = tokens_in(cache, metadata)
         if not tokens:
             raise PromptCacheError(
                 f"{file_name} does not list its cache's tokens: load it with load_prompt_cache and "
                 "pass it as prompt_cache"
             )
-        return cls(cache, tokens, head)
+        return cls(cache, tokens)
 
     def reach(self, length: int) -> int:
         """How many of the first ``length`` tokens another session can begin with.
@@ -205,11 +201,9 @@ class Session:
             target, tokens = self._lent or (self._target, self._tokens)
             assert target is not None
             if not isinstance(target, Target):
-                return Session(target.copied(length, room), tokens[:length], self._head)
+                return Session(target.copied(length, room), tokens[:length])
             session = Session(tokens=tokens[:length])
-            session._target = forked = target.fork(length, room)
-            if target.head and forked.head:
-                forked.head.resume(target.head.kept(length), session._tokens)
+            session._target = target.fork(length, room)
             return session
 
     @property
@@ -227,7 +221,6 @@ class Session:
     def nbytes(self) -> int:
         """The bytes of MLX arrays that the session keeps between two generations."""
         held = self._target.kept_arrays if self._target else []
-        held = [*held, *(self._head.arrays if self._head else ())]
         return sum(array.nbytes for array in {id(array): array for array in held}.values())
 
     def save(
@@ -241,17 +234,13 @@ class Session:
             PromptCacheError: the file cannot be written; an existing one stays unchanged.
         """
         with self._used(), mx.stream(generation_stream):
-            target, head = self._target, self._head
+            target = self._target
             if target is None:
                 raise OptionError("session has no cache to save: finish a generation first")
-            if isinstance(target, Target):
-                if getattr(target.model, "leader", None):
-                    raise OptionError(
-                        "session holds a part of a split model's cache: it is not saved"
-                    )
-                head = target.head.kept(len(self._tokens)) if target.head else None
+            if isinstance(target, Target) and getattr(target.model, "leader", None):
+                raise OptionError("session holds a part of a split model's cache: it is not saved")
             cache = [as_mlx_lms(layer) for layer in target.cache]
-            save_prompt_cache(file_name, cache, metadata, tokens=self._tokens, head=head)
+            save_prompt_cache(file_name, cache, metadata, tokens=self._tokens)
 
     @contextmanager
     def _used(self) -> Iterator[None]:
@@ -292,11 +281,8 @@ class Session:
         # Without a target, the turn after a failed one starts afresh.
         target, self._target = self._target, None
         tokens, self._tokens = self._tokens, []
-        head, self._head = self._head, None
         if lent:
             target = new(capability_with(lent, capability), cache=lent)
-            if head and target.head:
-                target.head.resume(head, tokens)
             target.begin_at(len(tokens))
         if not isinstance(target, Target) or not _serves(target, model, capability, options):
             return new(capability)

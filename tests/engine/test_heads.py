@@ -6,36 +6,24 @@ import copy
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import load_prompt_cache as mlx_lm_load
-from mlx_lm.models.cache import save_prompt_cache as mlx_lm_save
 
 from mlxspec.drafting.drafter import DraftTree
 from mlxspec.engine import head_cache
 from mlxspec.engine import heads as engine_heads
 from mlxspec.engine.capability import Capability
-from mlxspec.engine.head_cache import HeadCache, KeptHead
+from mlxspec.engine.head_cache import HeadCache
 from mlxspec.engine.heads import Member, TrainedHead
-from mlxspec.engine.prompt_cache import as_mlx_lms
-from mlxspec.engine.prompt_cache_file import (
-    load_prompt_cache,
-    read_prompt_cache,
-    save_prompt_cache,
-)
 from mlxspec.engine.target import Target
-from mlxspec.errors import PromptCacheError
 from mlxspec.models.heads import BlockHead
 from tests.support import heads
 from tests.support.architectures import ARCHITECTURES
 from tests.support.examples import examples
-from tests.support.hostile import harmless
 
 KINDS: dict[str, tuple[str, Callable[..., Any]]] = {
     "EAGLE-3": ("llama3", heads.eagle3),
@@ -53,7 +41,7 @@ ACTIONS = st.lists(
         st.tuples(st.just("step"), st.lists(st.tuples(TOKENS, st.integers(0, 9)), max_size=5)),
         st.tuples(st.just("draft"), st.integers(1, 4)),
         st.tuples(st.just("draft"), st.integers(1, 4)),
-        st.tuples(st.sampled_from(["truncate", "rewind", "fork", "save"]), SHARE),
+        st.tuples(st.sampled_from(["truncate", "rewind", "fork"]), SHARE),
         st.tuples(st.sampled_from(["give_up", "interrupt", "look"]), st.just(0)),
     ),
     min_size=4,
@@ -76,7 +64,7 @@ def trained(kind: str) -> TrainedHead:
 
 def target_of(kind: str, **options: Any) -> Target:
     capability = ARCHITECTURES[KINDS[kind][0]].capability
-    return Target(trained(kind).model, capability, 64, undoable=2, marks=2, **options)
+    return Target(trained(kind).model, capability, 64, marks=2, **options)
 
 
 def close(found: mx.array, expected: mx.array) -> bool:
@@ -93,8 +81,8 @@ class Checked:
         other: the context from which this one was copied, if any. They draft together.
     """
 
-    def __init__(self, kind: str, directory: Path) -> None:
-        self.kind, self.directory = kind, directory
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
         self.trained, self.target = trained(kind), target_of(kind)
         self.random = random.Random(3)
         self.tokens: list[int] = []
@@ -112,6 +100,8 @@ class Checked:
 
     def prefill(self, tokens: list[int]) -> None:
         rows = [self.last, *tokens[:-1]]
+        if self.head.behind > MOST_UNSEEN:  # some will be forgotten
+            self.lost |= {*range(self.head._seen, self.head.length)}
         self.target.prefill(rows)
         self.tokens += rows
         self.last = tokens[-1]
@@ -184,7 +174,7 @@ class Checked:
         try:
             cut(round(share * len(self.tokens)))
         except ValueError:  # no state was kept
-            self.__init__(self.kind, self.directory)  # type: ignore[misc]
+            self.__init__(self.kind)  # type: ignore[misc]
         else:
             self.shortened()
 
@@ -200,24 +190,8 @@ class Checked:
         if length:
             self.other = copy.copy(self)
             self.other.other, self.other.tokens = None, [*self.tokens]
-            self.begin_with(self.target.copied(length, room=0), self.head.kept(length), length)
-
-    def save(self, _: float) -> None:
-        """Continue with what a file holds."""
-        path = self.directory / "c.safetensors"
-        layers = [as_mlx_lms(layer) for layer in self.target.cache]
-        save_prompt_cache(path, layers, tokens=self.tokens, head=self.head.kept(len(self.tokens)))
-        layers, _, head = read_prompt_cache(path)
-        assert head
-        self.begin_with(layers, head, len(self.tokens))
-
-    def begin_with(self, layers: list[Any], head: KeptHead, length: int) -> None:
-        self.target = target_of(self.kind, cache=layers)
-        self.head.resume(head, self.tokens[:length])
-        self.target.prefill([])
-        self.target.length = length
-        self.target.mark()
-        self.shortened()
+            self.target = self.target.fork(length, room=0)
+            self.shortened()
 
     # --- what is true ---
 
@@ -296,11 +270,11 @@ class Checked:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_whatever_happens_the_head_knows_the_context(kind: str, tmp_path: Path) -> None:
+def test_whatever_happens_the_head_knows_the_context(kind: str) -> None:
     @settings(max_examples=examples(12, long=300), deadline=None, derandomize=True)
     @given(ACTIONS)
     def check(actions: list[tuple[str, Any]]) -> None:
-        checked = Checked(kind, tmp_path)
+        checked = Checked(kind)
         for name, argument in actions:
             getattr(checked, name)(argument)
             checked.check()
@@ -310,116 +284,21 @@ def test_whatever_happens_the_head_knows_the_context(kind: str, tmp_path: Path) 
     check()
 
 
-# --- files and copies ---
+# --- copies ---
 
 PROMPT = [token * 7 % 60 + 3 for token in range(40)]
 
 
-def prefilled(kind: str) -> tuple[Target, KeptHead]:
-    target = target_of(kind)
+def test_copies_do_not_write_into_each_other() -> None:
+    target = target_of("EAGLE-3")
     target.prefill(PROMPT)
     assert target.head
-    return target, target.head.kept(len(PROMPT))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_mlx_lm_goes_on_with_a_file_that_a_head_is_in(kind: str, tmp_path: Path) -> None:
-    target, kept = prefilled(kind)
-    layers = [as_mlx_lms(layer) for layer in target.cache]
-    save_prompt_cache(tmp_path / "with", layers, {"model": "m"}, tokens=PROMPT, head=kept)
-    save_prompt_cache(tmp_path / "without", layers, {"model": "m"}, tokens=PROMPT)
-    outputs = []
-    for name in ("with", "without"):
-        path = tmp_path / f"{name}.safetensors"
-        loaded, metadata = mlx_lm_load(str(path), return_metadata=True)
-        assert metadata["model"] == "m"
-        for own in (loaded, load_prompt_cache(path)):
-            steps = generate_step(
-                mx.array([5]), trained(kind).model, max_tokens=9, prompt_cache=own
-            )
-            outputs.append([int(token) for token, _ in steps])
-    assert len(outputs[0]) == 9
-    assert outputs == [outputs[0]] * 4
-
-
-def test_a_cache_that_is_saved_with_the_metadata_of_a_head_s_is_read(tmp_path: Path) -> None:
-    target, kept = prefilled("EAGLE-3")
-    layers, path = [as_mlx_lms(layer) for layer in target.cache], tmp_path / "c.safetensors"
-    for loader in (mlx_lm_load, load_prompt_cache):
-        for saver in (mlx_lm_save, save_prompt_cache):
-            save_prompt_cache(path, layers, tokens=PROMPT, head=kept)
-            saver(str(path), *loader(str(path), return_metadata=True))
-            cache, metadata, head = read_prompt_cache(path)
-            assert (len(cache), list(metadata), head) == (len(layers), ["tokens"], None)
-
-
-def test_copies_do_not_write_into_each_other() -> None:
-    _, kept = prefilled("EAGLE-3")
-    before = [array.tolist() for array in kept.arrays]
+    before = [array.tolist() for array in target.head.arrays]
     for last in (7, 8):
-        target = target_of("EAGLE-3")
-        assert target.head
-        target.prefill(PROMPT[:30])
-        target.head.resume(kept, PROMPT[:30])
-        assert len(target.head._positions) == 29
-        target.head.note(mx.array([last]))
-        target.head.keep(30, [0])
-        trained("EAGLE-3").draft([Member(target, 9, lambda logprobs, _: logprobs)], 3)
-    assert [array.tolist() for array in kept.arrays] == before
-
-
-def test_another_head_or_other_shapes_are_ignored() -> None:
-    _, kept = prefilled("EAGLE-3")
-    (keys, values), wide = kept.layers[0], mx.zeros((len(kept.states), 99))
-    for other in (
-        prefilled("DFlash")[1],
-        kept._replace(identity="Eagle3 0"),
-        kept._replace(states=wide),
-        kept._replace(layers=[]),
-        kept._replace(layers=[(keys, values)] * 2),
-        kept._replace(layers=[(keys[:, :1], values[:, :1])]),
-        kept._replace(layers=[(keys[..., :4], values)]),
-    ):
-        target = target_of("EAGLE-3")
-        assert target.head
-        target.head.resume(other, PROMPT)
-        assert target.head.length == 0
-    target.head.resume(kept, PROMPT)
-    assert target.head.length == len(PROMPT)
-
-
-def changed(place: int, value: mx.array) -> Callable[[dict[str, mx.array]], None]:
-    return lambda arrays: arrays.update({f"2.{place}": value})
-
-
-REFUSED: dict[str, Callable[[dict[str, mx.array]], Any]] = {
-    "no positions": changed(0, mx.zeros(0, mx.int32)),
-    "positions of fractions": changed(0, mx.arange(40.0)),
-    "positions in two dimensions": changed(0, mx.zeros((1, 40), mx.int32)),
-    "positions that fall": changed(0, mx.array([*range(39), 3])),
-    "a negative position": changed(0, mx.arange(-1, 39)),
-    "more positions than entries": changed(0, mx.arange(99)),
-    "states of integers": changed(1, mx.zeros((1, 96), mx.int32)),
-    "states in three dimensions": changed(1, mx.zeros((1, 1, 96))),
-    "keys of integers": lambda arrays: arrays.update({"2.2.0": mx.zeros((1, 2, 39, 8), mx.int8)}),
-    "keys without values": lambda arrays: arrays.pop("2.2.1"),
-    "fewer keys than values": lambda arrays: arrays.update({"2.2.0": arrays["2.2.0"][:, :, :9]}),
-    "no states": lambda arrays: [arrays.pop(name) for name in ("2.1", "2.2.0", "2.2.1")],
-}
-
-
-@pytest.mark.parametrize("change", REFUSED.values(), ids=REFUSED.keys())
-def test_what_no_head_can_know_is_refused_in_one_line(
-    change: Callable[[dict[str, mx.array]], Any], tmp_path: Path
-) -> None:
-    target, kept = prefilled("EAGLE-3")
-    path = tmp_path / "c.safetensors"
-    layers = [as_mlx_lms(layer) for layer in target.cache]
-    save_prompt_cache(path, layers, tokens=PROMPT, head=kept)
-    arrays, metadata = mx.load(str(path), return_metadata=True)
-    assert set(arrays) >= {"2.0", "2.1", "2.2.0", "2.2.1"}
-    change(arrays)
-    mx.save_safetensors(str(path), arrays, metadata)
-    error = harmless(lambda: read_prompt_cache(path))
-    assert isinstance(error, PromptCacheError)
-    assert "\n" not in str(error)
+        forked = target.fork(30, room=0)
+        assert forked.head
+        assert len(forked.head._positions) == 29
+        forked.forward(mx.array([last]), DraftTree.chain(last))
+        forked.commit([0])
+        trained("EAGLE-3").draft([Member(forked, 9, lambda logprobs, _: logprobs)], 3)
+    assert [array.tolist() for array in target.head.arrays] == before

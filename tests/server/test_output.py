@@ -224,8 +224,6 @@ def test_what_cannot_be_read_comes_back_as_text() -> None:
         Part("text", '<tool_call>{"name": "wri')
     ]
     assert read(format_of("mistral"), "a[TOOL_CALLS]b") == [Part("text", "a[TOOL_CALLS]b")]
-    broken = f"{WRITE[:-12]} and more</tool_call>"
-    assert text_of(read(format_of(), broken)) == "} and more"
 
 
 @pytest.mark.parametrize("cut", ["<tool_call>", f'{WEATHER}<tool_call>{{"name": "wri', WRITE[:-4]])

@@ -10,14 +10,11 @@ per *pair* (t[i + 1], h[i]), from which it predicts t[i + 2].
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 NO_MODEL = (
     "a trained head, not a model; name the model that it was made for, and the head beside it: "
@@ -69,13 +66,6 @@ class Head(nn.Module):
     def __init__(self, config: dict[str, Any], target_config: dict[str, Any]) -> None:
         super().__init__()
         self.reads = ()
-
-    @cached_property
-    def identity(self) -> str:
-        """Its kind and a digest of its sizes, which fine-tuned heads share."""
-        sizes = [(name, array.shape) for name, array in tree_flatten(self.parameters())]
-        digest = hashlib.sha256(repr(sorted(sizes)).encode()).hexdigest()
-        return f"{type(self).__name__} {digest[:16]}"
 
     def bind(
         self, embed: Callable[[mx.array], mx.array], output: Callable[[mx.array], mx.array]
