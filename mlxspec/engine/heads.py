@@ -27,7 +27,7 @@ from ..models.model_files import one_line
 from .caches import SlotKVCache, TreeKVCache, WindowKVCache
 from .head_cache import HeadCache
 from .joint import JointCache, JointMode
-from .patches import HiddenStates, find_body, forward_at, install, logits_of
+from .patches import HiddenStates, forward_at, install
 from .sampling import Perturb, draft_values
 from .target import Capability, Target, evaluate_constants, vocabulary_size
 
@@ -48,18 +48,15 @@ class TrainedHead:
             generation with the head run this model.
 
     Raises:
-        LoadError: the model's hidden states or its embedding cannot be found.
+        LoadError, ValueError: the model's hidden states or its embedding cannot be found.
     """
 
     def __init__(self, head: Head, model: nn.Module) -> None:
-        body = find_body(model)
-        if body is None:
-            raise LoadError("the model's hidden states cannot be read")
         self.head = head
-        self._hidden = HiddenStates(model, body, head.reads)
+        self._hidden = HiddenStates(model, head.reads)
         self.model = self._hidden.model
         self.model.trained_head = self
-        head.bind(_embedding(model), lambda states: logits_of(model, body, states))
+        head.bind(_embedding(model), self._hidden.logits)
         install(head)
         mx.eval(head.parameters())
         evaluate_constants(head)
