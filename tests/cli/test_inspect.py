@@ -74,7 +74,6 @@ def test_the_demo_model_verifies_trees() -> None:
             ],
         ),
         ("deepseek_v32", ["2 × KVCache", "several continuations", "in any chunks"]),
-        ("plamo3", ["beyond 16 tokens in mlx-lm's chunks and never shared: rows"]),
         ("phi3small", ["one at a time: several rows", "prompts       in mlx-lm's chunks"]),
         ("qwen3_next", ["3 × ArraysCache", "1 × KVCache"]),
     ],
