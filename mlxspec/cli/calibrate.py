@@ -253,7 +253,6 @@ def _times_of_head(trained: TrainedHead, plain_step: float) -> dict[str, Any]:
         trained: a head, attached to its target.
         plain_step: the seconds of a plain step, the unit of the cost.
     """
-    from ..models.heads.loading import NAMES
 
     head, times = trained.head, trained.times
     seconds = [times.seconds(tokens) for tokens in range(1, head.most + 1)]
@@ -261,7 +260,7 @@ def _times_of_head(trained: TrainedHead, plain_step: float) -> dict[str, Any]:
         {"tokens": tokens, "seconds": taken, "cost": taken / plain_step}
         for tokens, taken in enumerate(seconds, start=1)
     ]
-    return {"kind": NAMES[type(head)], "times": rows}
+    return {"kind": head.title, "times": rows}
 
 
 def _kept(

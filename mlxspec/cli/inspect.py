@@ -84,10 +84,8 @@ def inspect_command(model: str | None, adapter_path: str | None, as_json: bool) 
 
 def _where(found: HeadFiles, directory: Path) -> dict[str, Any]:
     """A head's kind, its files in the model's folder, and the size of its tensors."""
-    from ..models.heads.loading import NAMES
-
     files = [path.relative_to(directory).as_posix() for path in found.files]
-    return {"kind": NAMES[found.kind], "files": files, "bytes": found.nbytes}
+    return {"kind": found.kind.title, "files": files, "bytes": found.nbytes}
 
 
 def _head_report(found: HeadFiles) -> dict[str, Any]:
@@ -104,7 +102,7 @@ def _head_report(found: HeadFiles) -> dict[str, Any]:
         "quantisation": _quantised_layers(head),
         "most": head.most,
         "reads": len(head.reads),  # which ones may depend on the target
-        "target": {"families": list(found.families), **found.needs},
+        "target": {"families": list(found.kind.families), **found.needs},
     }
 
 

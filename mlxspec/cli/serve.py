@@ -694,7 +694,6 @@ _LISTED = 10  # available models that the panel names
 
 def _panel(address: str, worker: Worker, catalog: Catalog, with_key: bool) -> Panel:
     """The server's address and models, and how to use it."""
-    from ..models.heads.loading import NAMES
     from ..server.memory import in_words
     from ..server.prompts import why_no_tools
 
@@ -705,7 +704,7 @@ def _panel(address: str, worker: Worker, catalog: Catalog, with_key: bool) -> Pa
         context = f"{length:,} tokens of context" if length else "context length unknown"
         rows.add_row("model", f"{shown(served.name)}, {context}")
         if trained := getattr(served.decoder.model, "trained_head", None):
-            rows.add_row("head", NAMES[type(trained.head)])
+            rows.add_row("head", trained.head.title)
         if reason := why_no_tools(served.decoder.tokenizer):
             rows.add_row("tools", f"not supported, since {reason}")
     others = [entry for entry in catalog.entries if not entry.served]

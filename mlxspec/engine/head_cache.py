@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..models.heads import BlockHead, ChainHead, Head
+from ..models.heads import Head
+from ..models.heads.blocks import DFlash
 from .caches import cut, first_positions, for_steps, held_arrays
 from .patches import HiddenStates
 
@@ -137,10 +138,10 @@ class HeadCache:
             tokens: the one after each row, (rows,).
             features: of the rows, (rows, width).
         """
-        if isinstance(self._head, BlockHead):
+        if isinstance(self._head, DFlash):
             self._head.see(features[None], self.caches)
         elif self.caches:
-            cast(ChainHead, self._head)(tokens[None], features[None], self.caches)
+            self._head(tokens[None], features[None], self.caches)
 
     def to_see(self, last: int) -> tuple[mx.array, mx.array]:
         """The rows that the head has not seen.

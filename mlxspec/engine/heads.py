@@ -21,8 +21,9 @@ from mlx_lm.generate import generation_stream
 from ..drafting.heads import HeadSource, HeadTimes
 from ..drafting.kept import Experience
 from ..errors import LoadError
-from ..models.heads import BlockHead, ChainHead, Head
-from ..models.heads.loading import LEFT_OUT, NAMES
+from ..models.heads import Head
+from ..models.heads.blocks import DFlash
+from ..models.heads.loading import LEFT_OUT
 from ..models.model_files import one_line
 from .caches import SlotKVCache, TreeKVCache, WindowKVCache
 from .head_cache import HeadCache
@@ -69,10 +70,10 @@ class TrainedHead:
         """Its caches with one entry, lazy, which show the size of more."""
         caches, tokens = self.head.make_cache(), mx.zeros((1, 1), mx.int32)
         features = mx.zeros((1, 1, self.head.width), self.head.embed(tokens).dtype)
-        if isinstance(self.head, BlockHead):
+        if isinstance(self.head, DFlash):
             self.head.see(features, caches)
         elif caches:
-            cast(ChainHead, self.head)(tokens, features, caches)
+            self.head(tokens, features, caches)
         return caches
 
     @cached_property
@@ -106,7 +107,7 @@ class TrainedHead:
         Returns:
             per sequence, the tokens and the confidence in each.
         """
-        steps = self._block if isinstance(self.head, BlockHead) else self._chain
+        steps = self._block if isinstance(self.head, DFlash) else self._chain
         tokens, confidences = zip(*steps(members, depth), strict=True)
         drafted = mx.stack(list(tokens), axis=1), mx.stack(list(confidences), axis=1)
         mx.eval(*drafted, [member.cache.arrays for member in members])
@@ -114,7 +115,7 @@ class TrainedHead:
 
     def _chain(self, members: Sequence[Member], depth: int) -> Iterator[tuple[mx.array, mx.array]]:
         """The tokens of each depth, (sequences,), and their confidences."""
-        head = cast(ChainHead, self.head)
+        head = self.head
         rows = [member.cache.to_see(member.last) for member in members]
         counts = [len(tokens) for tokens, _ in rows]
         caches = [member.cache.caches or _keys_of(member.target) for member in members]
@@ -132,10 +133,10 @@ class TrainedHead:
 
     def _block(self, members: Sequence[Member], depth: int) -> Iterator[tuple[mx.array, mx.array]]:
         """As :meth:`_chain`, from one forward."""
-        head = cast(BlockHead, self.head)
+        head = cast(DFlash, self.head)
         tokens = mx.array([member.last for member in members])
         features = [member.cache.to_see(member.last)[1][None] for member in members]
-        hidden = head(tokens, depth, features, [member.cache.caches for member in members])
+        hidden = head.block(tokens, depth, features, [member.cache.caches for member in members])
         logits = head.logits(hidden)
         for place in range(depth):
             tokens, confidences = _choose(members, head.after(logits[:, place], tokens), place)
@@ -158,7 +159,7 @@ class TrainedHead:
             counts: per sequence, the number of its rows.
             caches: per sequence, a cache for each layer.
         """
-        head = cast(ChainHead, self.head)
+        head = self.head
         if len(caches) == 1:
             return head(tokens[None], features[None], caches[0])
         ends = [*accumulate(counts)]
@@ -195,7 +196,7 @@ def attach_head(head: Head, model: nn.Module) -> TrainedHead | None:
     except Exception as error:  # whatever the classes of heads and models raise
         reason = one_line(error) or type(error).__name__
         if head.asked:
-            about = f"the head, {NAMES[type(head)]}, cannot draft for this model"
+            about = f"the head, {head.title}, cannot draft for this model"
             raise LoadError(f"{about} ({reason}); leave it out") from error
         _log.warning(LEFT_OUT, reason)
         return None

@@ -20,7 +20,7 @@ from mlxspec.engine.capability import Capability
 from mlxspec.engine.head_cache import HeadCache
 from mlxspec.engine.heads import Member, TrainedHead
 from mlxspec.engine.target import Target
-from mlxspec.models.heads import BlockHead
+from mlxspec.models.heads.blocks import DFlash
 from tests.support import heads
 from tests.support.architectures import ARCHITECTURES
 from tests.support.examples import examples
@@ -227,7 +227,7 @@ class Checked:
         """The head's caches after these positions, and what a chain head returns."""
         head, caches = self.trained.head, self.trained.head.make_cache()
         rows = features[mx.array(places)][None]
-        if isinstance(head, BlockHead):
+        if isinstance(head, DFlash):
             head.see(rows, caches)
             return caches, None
         following = [*self.tokens, self.last][1:]
@@ -243,11 +243,11 @@ class Checked:
             fresh.prefill(self.tokens)
             caches: Any = engine_heads._keys_of(fresh)
             returned = head(mx.array([[last]]), features[None, -1:], caches)
-        elif isinstance(head, BlockHead):
+        elif isinstance(head, DFlash):
             rows = features[mx.array(places)][None]
 
             def of_block(tokens: list[int]) -> list[mx.array]:
-                hidden = head(mx.array([last]), len(tokens), [rows], [head.make_cache()])
+                hidden = head.block(mx.array([last]), len(tokens), [rows], [head.make_cache()])
                 before = [last, *tokens]
                 return [
                     head.after(head.logits(hidden)[:, n], mx.array(before[n : n + 1]))[0]
