@@ -125,13 +125,13 @@ class HeadCache:
         tokens, features = self._tokens_and_features()
         if len(tokens) == 1:
             return
-        self._append(tokens[1:], features[:-1])
+        self.append(tokens[1:], features[:-1])
         last = self._unseen[-1]
         own = last._replace(kept=last.kept[-1:])
         states = [mx.contiguous(own.taken(array, own.first)) for array in own.states]
         self.has_seen([_Rows(tokens[-1:], states, 0, (0,))])
 
-    def _append(self, tokens: mx.array, features: mx.array) -> None:
+    def append(self, tokens: mx.array, features: mx.array) -> None:
         """Append entries.
 
         Args:

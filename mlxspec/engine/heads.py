@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Self, cast
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
+from mlx_lm.models.cache import KVCache
 
 from ..drafting.heads import HeadSource, HeadTimes
 from ..drafting.kept import Experience
@@ -68,13 +69,10 @@ class TrainedHead:
 
     def small_caches(self) -> list[Any]:
         """Its caches with one entry, lazy, which show the size of more."""
-        caches, tokens = self.head.make_cache(), mx.zeros((1, 1), mx.int32)
-        features = mx.zeros((1, 1, self.head.width), self.head.embed(tokens).dtype)
-        if isinstance(self.head, DFlash):
-            self.head.see(features, caches)
-        elif caches:
-            self.head(tokens, features, caches)
-        return caches
+        own = self.new_cache(0)
+        dtype = self.head.embed(mx.array([0])).dtype
+        own.append(mx.zeros(1, mx.int32), mx.zeros((1, self.head.width), dtype))
+        return own.caches
 
     @cached_property
     def times(self) -> HeadTimes:
@@ -164,8 +162,7 @@ class TrainedHead:
             return head(tokens[None], features[None], caches[0])
         ends = [*accumulate(counts)]
         spans = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
-        kind = _JointKeys if isinstance(caches[0][0], _Keys) else JointCache
-        layers = [kind(layer, spans, JointMode.SPLIT) for layer in zip(*caches, strict=True)]
+        layers = [JointCache(layer, spans, JointMode.SPLIT) for layer in zip(*caches, strict=True)]
         positions = [
             own[0].offset + row
             for own, count in zip(caches, counts, strict=True)
@@ -248,42 +245,25 @@ def _choose(members: Sequence[Member], logits: mx.array, place: int) -> tuple[mx
     return mx.argmax(values, axis=-1), confidence
 
 
-class _Keys:
-    """What a row sees of one of the target's layers, for a head without caches of its own.
+def _keys_of(target: Target) -> list[KVCache]:
+    """What a row sees of two of the target's layers: of its last layer that sees everything, and of
+    its last with a window.
 
-    Args:
-        cache: the target's, of the layer.
-        size: the number of the latest positions that are seen.
-
-    Attributes:
-        offset: the position of the row: that of the current token, all along a draft.
+    A head without caches of its own reads them. Their ``offset`` is the position of the current
+    token, all along a draft.
     """
 
-    def __init__(self, cache: Any, size: int) -> None:
-        self.offset = cache.offset
+    def seen(cache: Any, size: int) -> KVCache:
         end = cache.index(cache.offset)
-        seen = cache.place, ..., slice(max(0, end - size), end), slice(None)
-        self._held = cache.keys[seen], cache.values[seen]
+        entries = cache.place, ..., slice(max(0, end - size), end), slice(None)
+        held = KVCache()
+        held.keys, held.values = cache.keys[entries], cache.values[entries]
+        held.offset = cache.offset
+        return held
 
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Keys and values, (1, heads, entries, head_dim)."""
-        return self._held
-
-
-class _JointKeys(JointCache):
-    """Stands in for the :class:`_Keys` of several sequences."""
-
-    def keys_and_values(self) -> tuple[Any, Any]:
-        """This object, whose ``attend`` is called."""
-        self._entries = [cache.keys_and_values() for cache, _ in self._alone]
-        return self.state
-
-
-def _keys_of(target: Target) -> list[_Keys]:
-    """The keys of the target's last layer that sees everything, and of its last with a window."""
     full = [cache for cache in target.trimmable if isinstance(cache, TreeKVCache | SlotKVCache)]
     windows = [cache for cache in target.trimmable if isinstance(cache, WindowKVCache)]
-    return [_Keys(full[-1], full[-1].offset), _Keys(windows[-1], windows[-1].max_size)]
+    return [seen(full[-1], full[-1].offset), seen(windows[-1], windows[-1].max_size)]
 
 
 class HeadDrafts(HeadSource):

@@ -85,7 +85,7 @@ class Joint:
         model: an mlx-lm model.
         mode: the model's, from :func:`mlxspec.engine.capability.joint_mode`; not ``ALONE``.
         spare: the most positions in slots beside those that the contexts would take in caches of
-            their own. By default they may be three times as many as the contexts', and more.
+            their own.
     """
 
     def __init__(self, model: nn.Module, mode: JointMode, spare: int | None = None) -> None:
@@ -199,8 +199,7 @@ class Joint:
             or target.options.kv_bits is not None
             or not layers
             or any(cache.keys is None for cache in layers)
-            or len(lengths) * max(lengths) > _MOST_PADDING * sum(lengths) + _SHORT
-            or not self._spares(lengths)
+            or not self._fit(lengths)
         ):
             return
         slots = self._slots or [Slots() for _ in layers]
@@ -228,9 +227,7 @@ class Joint:
         slot, last = self._seated.index(target), self._seated.pop()
         if last is not target:
             self._seated[slot] = last
-        lengths = [other.length for other in self._seated]
-        most = min(_MOST_PADDING * _MOST_PADDING * sum(lengths) + _SHORT, self._most(lengths))
-        kept = []
+        lengths, kept = [other.length for other in self._seated], []
         # One layer after the other, so that only one is in memory twice.
         for cache, moving in zip(target.cache, last.cache, strict=True):
             if keep:
@@ -239,7 +236,7 @@ class Joint:
             if isinstance(moving, SlotKVCache):
                 if last is not target:
                     moving.move(slot)
-                if not lengths or moving.slots.capacity > most:
+                if not lengths or moving.slots.capacity > self._most(lengths):
                     moving.slots.cut(len(lengths), max(lengths, default=0))
         target.use(kept)
         mx.eval(target.arrays)
@@ -251,16 +248,17 @@ class Joint:
 
         Contexts that share slots grow apart if some of them pause.
         """
-        while not self._spares([target.length + 1 for target in self._seated]):
+        while not self._fit([target.length + 1 for target in self._seated]):
             self.leave(max(self._seated, key=lambda target: target.length))
 
-    def _spares(self, lengths: Sequence[int]) -> bool:
-        """Whether slots for contexts of these lengths are not too much."""
+    def _fit(self, lengths: Sequence[int]) -> bool:
+        """Whether contexts of these lengths fit into slots, each padded to the longest."""
         return len(lengths) * whole_steps(max(lengths, default=0)) <= self._most(lengths)
 
     def _most(self, lengths: Sequence[int]) -> float:
         """The most positions in slots for contexts of these lengths."""
-        return sum(map(whole_steps, lengths)) + self._spare
+        own = sum(map(whole_steps, lengths))
+        return min(_MOST_PADDING * own + _SHORT, own + self._spare)
 
 
 def joint_for(model: nn.Module, mode: JointMode, spare: int | None = None) -> Joint:
@@ -346,6 +344,10 @@ class JointCache:
         # the whole array.
         for cache, span in self._alone:
             cache.update_and_fetch(keys[:, :, span], values[:, :, span])
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        """What the sequences hold, for a layer that adds no rows."""
         self._entries = [cache.keys_and_values() for cache, _ in self._alone]
         return self.state
 
@@ -401,10 +403,6 @@ def _block(masks: Sequence[mx.array]) -> mx.array:
     return mx.concatenate(rows)
 
 
-class StateRead(TypeError):
-    """A block reads states itself, so it must run on batches of sequences."""
-
-
 _readers: set[Callable[..., Any]] = set()
 """The blocks that are known to read states themselves."""
 
@@ -444,7 +442,7 @@ class JointStates:
         """None: a batch has no padding to hide."""
 
     def __getitem__(self, index: int) -> Any:
-        raise StateRead("run this block on one batch of sequences at a time")
+        raise TypeError("run this block on one batch of sequences at a time")
 
     def run_block(
         self, block: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]
@@ -462,7 +460,7 @@ class JointStates:
         if block not in _readers:
             try:
                 return block(*args, **named)
-            except StateRead:
+            except TypeError:
                 _readers.add(block)
         outputs = []
         for members, rows in self._batches:

@@ -32,7 +32,6 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A fused kernel for small models and small drafts; the rows of all calls of attention."""
     monkeypatch.setattr(patches, "_FUSED_ROWS", MOST_ROWS)
     monkeypatch.setattr(patches, "_FUSED_QUERIES", MOST_QUERIES)
-    monkeypatch.setattr(patches, "_FUSED_SIZES", range(1, 1000))
     rows: list[int] = []
     fused = mx.fast.scaled_dot_product_attention
 
