@@ -357,11 +357,6 @@ class LeadingJoint(_Led, Joint):
         super().__init__(*args)
         self._leader = leader
 
-    def prefill(self, prompts: Sequence[tuple[Any, Sequence[int]]]) -> None:
-        numbered = [(target.number, tokens) for target, tokens in prompts]
-        with self._sending([target for target, _ in prompts], "prefill", self.number, numbered):
-            super().prefill(prompts)
-
     def forward(self, members: Sequence[JointRows]) -> tuple[mx.array, list[slice]]:
         """As :meth:`Joint.forward`, but dispatched."""
         targets, tokens, trees = zip(*members, strict=True)
@@ -498,8 +493,6 @@ class Follower:
                 mx.async_eval(self._forward(joint, members))
                 if next(self._forwards) % _FORWARDS_BETWEEN_CLEARING == 0:
                     mx.clear_cache()
-            case ["prefill", joint, prompts]:
-                known[joint].prefill([(known[target], tokens) for target, tokens in prompts])
             case ["join" | "leave" as method, joint, target, *args]:
                 getattr(known[joint], method)(known[target], *args)
             # A generation that was never closed may truncate a target that was dropped when it is

@@ -105,20 +105,6 @@ class Joint:
         # rarely take quantised ones.
         return self.mode is JointMode.SPLIT or not target.quantized
 
-    def prefill(self, prompts: Sequence[tuple[Target, Sequence[int]]]) -> None:
-        """Prefill several sequences in one forward.
-
-        Args:
-            prompts: per sequence, its target, with ``prefills_jointly``, and the tokens.
-        """
-        positions = [target.length + n for target, tokens in prompts for n in range(len(tokens))]
-        rows = [mx.array(list(tokens)) for _, tokens in prompts]
-        _, spans = self.logits(rows, positions, [target.cache for target, _ in prompts])
-        for (target, tokens), own, span in zip(prompts, rows, spans, strict=True):
-            if target.head:
-                target.head.note(own, span.start)
-            target.prefilled(len(tokens))
-
     def forward(self, members: Sequence[JointRows]) -> tuple[mx.array, list[slice]]:
         """Run the rows of several sequences, without waiting for the result.
 

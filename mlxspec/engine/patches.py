@@ -153,7 +153,6 @@ _split_from: ContextVar[int | None] = ContextVar("split_from", default=None)
 _ATTENTION = "scaled_dot_product_attention"
 _FUSED_ROWS = 8  # of a head's queries
 _FUSED_QUERIES = 32  # of all heads that share one head of keys
-_MOST_SPLIT_ROWS = 16  # whether splitting more pays is not measured
 
 _installed: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 _wrappers: set[Function] = set()
@@ -302,8 +301,7 @@ def _split(
 ) -> mx.array:
     """Attention in calls of as many rows as the fused kernel takes.
 
-    Quantised keys, which are three arrays, are left whole: no fused kernel reads them. So are
-    more than 16 rows, such as those of prompts that share a forward.
+    Quantised keys, which are three arrays, are left whole: no fused kernel reads them.
 
     Args:
         queries: (batch, heads, rows, head_dim).
@@ -312,7 +310,7 @@ def _split(
     """
     own = functools.partial(attention, cache=cache, scale=scale, sinks=sinks)
     rows, entries = queries.shape[2], keys.shape[2] if isinstance(keys, mx.array) else 0
-    fused = entries >= max(least_keys, 1) and rows <= _MOST_SPLIT_ROWS
+    fused = entries >= max(least_keys, 1)
     width = min(_FUSED_ROWS, _FUSED_QUERIES * keys.shape[1] // queries.shape[1]) if fused else rows
     if not 0 < width < rows:
         return own(queries, keys, values, mask=mask)

@@ -99,13 +99,14 @@ class Sequence:
         self._open = False
         self._uncounted = 0.0  # seconds of the drafter's last ``observe``
 
-    def begin(self, on_progress: Progress | None = None) -> None:
+    def begin(self, on_progress: Progress = lambda done, total: None) -> None:
         """Run the prompt except its last token."""
-        self.open_drafter()
-        with mx.stream(generation_stream):
-            self.target.prefill(self.to_prefill, on_progress, self.in_mlx_lms_chunks)
+        for done, total in self.begin_in_chunks():
+            on_progress(done, total)
 
-    def begin_in_chunks(self, chunk: Callable[[], int]) -> Generator[tuple[int, int], None, None]:
+    def begin_in_chunks(
+        self, chunk: Callable[[], int] | None = None
+    ) -> Generator[tuple[int, int], None, None]:
         """:meth:`begin`, one chunk per iteration.
 
         Args:
@@ -114,7 +115,9 @@ class Sequence:
         Yields:
             the number of prompt tokens processed so far, and the total.
         """
-        self.open_drafter()
+        self.drafter.attach(self.target, self.chooser.perturb)
+        self.drafter.begin(list(self.prompt))
+        self._open = True
         chunks = self.target.prefill_in_chunks(self.to_prefill, chunk, self.in_mlx_lms_chunks)
         with closing(chunks) as progress:
             while True:
@@ -123,12 +126,6 @@ class Sequence:
                 if done is None:
                     return
                 yield done, len(self.to_prefill)
-
-    def open_drafter(self) -> None:
-        """Pass the prompt to the drafter, before anything runs."""
-        self.drafter.attach(self.target, self.chooser.perturb)
-        self.drafter.begin(list(self.prompt))
-        self._open = True
 
     @property
     def to_prefill(self) -> tuple[int, ...]:
@@ -474,9 +471,6 @@ def keep(sequences: Iterable[Sequence]) -> None:
             move_rows(moved)
 
 
-SHORT = 128  # tokens; longer prompts gain nothing by sharing a forward
-
-
 class Batch:
     """Runs the steps of several sequences of one model, which may join and leave between steps.
 
@@ -515,25 +509,6 @@ class Batch:
                 self._has_failed = True
                 log_fault(error)
             return None
-
-    def begins_together(self, sequence: Sequence) -> bool:
-        """Whether :meth:`begin` takes a sequence that has not begun."""
-        if self._joint is None or self._joint.mode is not JointMode.SPLIT:
-            return False
-        short = 0 < len(sequence.to_prefill) <= SHORT
-        return short and sequence.target.prefills_jointly and not sequence.in_mlx_lms_chunks
-
-    def begin(self, sequences: abc.Sequence[Sequence]) -> dict[Sequence, Exception]:
-        """Run prompts, except their last tokens, in one forward; return the drafters' exceptions.
-
-        Args:
-            sequences: for which :meth:`begins_together` is true.
-        """
-        assert self._joint
-        if begun := each(Sequence.open_drafter, sequences):
-            with mx.stream(generation_stream):
-                self._joint.prefill([(own.target, own.to_prefill) for own in begun])
-        return {own: own.fault for own in sequences if own.fault is not None}
 
     def join(self, sequence: Sequence) -> None:
         """Add a sequence that has begun."""

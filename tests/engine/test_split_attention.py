@@ -183,20 +183,6 @@ def test_short_contexts_prompts_and_quantised_keys_are_left_whole(narrow: list[i
     assert rows_of_a_draft(30) == 9
 
 
-def test_prompts_that_share_a_forward_are_left_whole(narrow: list[int]) -> None:
-    model = ARCHITECTURES["llama3"].model()
-    split_attention(model, 0)
-    joint = Joint(model, joint_mode(model))
-    prompts = []
-    for count in (patches._MOST_SPLIT_ROWS + 1, 2 * patches._MOST_SPLIT_ROWS):
-        target = new_target(model)
-        target.prefill(LONG_PROMPT)
-        prompts.append((target, [token % 50 for token in range(count)]))
-    narrow.clear()
-    joint.prefill(prompts)
-    assert set(narrow) == {patches._MOST_SPLIT_ROWS + 1, 2 * patches._MOST_SPLIT_ROWS}
-
-
 @pytest.mark.parametrize(
     ("whole", "split", "pays"), [(0.05, 0.02, True), (0.05, 0.049, False), (0.02, 0.05, False)]
 )
