@@ -429,7 +429,7 @@ def _goes_to_mlx_lm(
     if not (stateful or keeps_start or in_turn):
         return False
     # Neither a RoPE that depends on the context's length nor rows that change each other can batch.
-    return decoder.chain_capability is not Capability.PLAIN and decoder.draft_end is None
+    return decoder.chain_capability is not Capability.PLAIN
 
 
 def _at_once(

@@ -6,7 +6,6 @@ A :class:`Sequence` is one generation, :func:`joint_step` runs a step of one or 
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import abc
 from collections.abc import Callable, Generator, Iterable
@@ -48,7 +47,6 @@ class Sequence:
         max_tokens: the most tokens to emit, at least 1.
         ends: called with each emitted token in order; returns True to end the output after it.
         n_cached: how many of the prompt's first tokens the target's cache holds; less than all.
-        draft_end: the first position at which the model verifies no drafts; None without one.
         in_mlx_lms_chunks: whether the prompt must run in mlx-lm's chunks, because others would
             change the output.
 
@@ -76,7 +74,6 @@ class Sequence:
         max_tokens: int,
         ends: Callable[[int], bool],
         n_cached: int = 0,
-        draft_end: int | None = None,
         in_mlx_lms_chunks: bool = False,
     ) -> None:
         self.prompt = tuple(prompt)  # a copy, which no drafter can change
@@ -93,7 +90,6 @@ class Sequence:
         self.fault: Exception | None = None
         self.ends = ends
         self._n_cached = n_cached
-        self._draft_end = sys.maxsize if draft_end is None else draft_end
         self.in_mlx_lms_chunks = in_mlx_lms_chunks
         self._steps = 0
         self._open = False
@@ -177,8 +173,7 @@ class Sequence:
     @property
     def max_depth(self) -> int:
         """The greatest depth of the next draft."""
-        room = self._draft_end - 1 - self.target.length
-        return min(self.remaining - 1, self.target.max_depth, max(0, room))
+        return min(self.remaining - 1, self.target.max_depth)
 
     @property
     def may_go_on(self) -> bool:
