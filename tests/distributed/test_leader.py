@@ -148,7 +148,6 @@ def test_a_follower_has_the_leaders_caches_after_each_turn(
     cache = PrefixCache(model, 1 << 30, CacheOptions(**options))
     run(Checked(decoder, echo, cache), decoder, cache, options)
     assert echo.names >= {"forward", "join", "leave", "commit", "truncate", "fork", "rewind"}
-    assert "prefill" in echo.names or kind != "llama3"
     assert 0 < cache.forks < cache.hits
     cache.make_room(1 << 40)
     gc.collect()
