@@ -128,12 +128,6 @@ def test_where_accepted_tokens_run_again_a_step_is_measured_with_them(
         assert rows[-2] == wanted  # then the accepted token, since the draft is wrong
 
 
-def test_state_that_cannot_be_cut_bounds_the_rows_to_16():
-    plan = replace(SMALL, rows=(2, 16, 24))
-    times, _ = calibrate(ARCHITECTURES["mamba"].model(), plan)
-    assert [time.rows for time in times] == [1, 2, 16]
-
-
 def test_a_model_that_verifies_no_drafts_has_plain_steps_only(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(costs, "chain_capability", lambda model: Capability.PLAIN)
     assert [time.rows for time in calibrate(random_model("llama"), SMALL).times] == [1]
