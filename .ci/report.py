@@ -75,7 +75,7 @@ def chips_text(root: Path) -> str:
     """
     chips: dict[str, str] = {}
     newest = filed_reports(root / REPORTS)
-    for day, issue, report in sorted(newest, key=lambda one: one.report.model.name == "demo"):
+    for day, issue, report in sorted(newest, key=lambda one: one[2].model.name == "demo"):
         machine, curve = report.machine, min(report.curves, key=lambda one: one.context)
         blas = f", BLAS: {machine.blas}" if machine.blas else ""
         source = (

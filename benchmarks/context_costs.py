@@ -30,11 +30,12 @@ import mlxspec  # noqa: F401  (before mlx.core, for OpenBLAS)
 import numpy as np
 from learned_costs import Machine, Scenario, speeds
 
-from mlxspec.bench.prompts import load_trace_tokenizer, read_completions
+from mlxspec.bench.prompts import read_completions
 from mlxspec.drafting.costs import CostCurve, Costs, FixedCosts, KnownTime, LiveCosts
 from mlxspec.drafting.kept import CostCache
 from mlxspec.drafting.measurement import QUICK
 from mlxspec.engine.costs import ModelSteps, cost_key, costs_for
+from mlxspec.models.tokenizer import load_tokenizer_of, vocabulary_classes
 
 sys.path.append(str(Path(__file__).parents[1]))  # where the tests are
 
@@ -131,7 +132,7 @@ def known_at(context: int) -> list[KnownTime]:
 
 def gain(tokenizer: str, traces: Sequence[str]) -> None:
     """Print what knowing the context brings, a line per category."""
-    encoder = load_trace_tokenizer(tokenizer)
+    encoder = load_tokenizer_of(tokenizer)
     completions = read_completions(map(Path, traces), encoder, 5)
     random.Random(1).shuffle(completions)
     ways: dict[str, Costs] = {
@@ -141,7 +142,13 @@ def gain(tokenizer: str, traces: Sequence[str]) -> None:
         "the truth": TrueCosts(curve(64)),
     }
     found = {
-        name: speeds(completions, encoder.classes, Chip(curve(64), Scenario()), costs, (0, _LENGTH))
+        name: speeds(
+            completions,
+            vocabulary_classes(encoder),
+            Chip(curve(64), Scenario()),
+            costs,
+            (0, _LENGTH),
+        )
         for name, costs in ways.items()
     }
     print(f"{'category':>20}", *(f"{name:>12}" for name in found))

@@ -17,7 +17,7 @@ from itertools import cycle
 from pathlib import Path
 from statistics import geometric_mean
 
-from mlxspec.bench.prompts import Completion, load_trace_tokenizer, read_completions
+from mlxspec.bench.prompts import Completion, read_completions
 from mlxspec.bench.replay import replay
 from mlxspec.drafting.chips import known_chip
 from mlxspec.drafting.costs import CostCurve, Costs, FixedCosts, KnownTime, LiveCosts
@@ -27,6 +27,7 @@ from mlxspec.drafting.measurement import QUICK
 from mlxspec.drafting.planner import Planner
 from mlxspec.drafting.policy import trees_pay
 from mlxspec.drafting.suffix_source import SuffixSource
+from mlxspec.models.tokenizer import load_tokenizer_of, vocabulary_classes
 
 _LIMIT = 5  # conversations of a category
 _CHIPS = ("M2 Pro", "M3 Ultra", "M4 Pro", "CPU fp32 OpenBLAS", "H200-like")
@@ -173,7 +174,7 @@ def speeds(
 
 def main(tokenizer: str, traces: Sequence[str]) -> None:
     """Print a line per scenario, with a figure per chip."""
-    encoder = load_trace_tokenizer(tokenizer)
+    encoder = load_tokenizer_of(tokenizer)
     completions = read_completions(map(Path, traces), encoder, _LIMIT)
     random.Random(1).shuffle(completions)
     print(f"{'':14}", *(f"{chip:>18}" for chip in _CHIPS))
@@ -185,7 +186,9 @@ def main(tokenizer: str, traces: Sequence[str]) -> None:
             fixed = FixedCosts(curve, scenario.sync_overhead)
             learned, known = (
                 geometric_mean(
-                    speeds(completions, encoder.classes, Machine(curve, scenario), costs).values()
+                    speeds(
+                        completions, vocabulary_classes(encoder), Machine(curve, scenario), costs
+                    ).values()
                 )
                 for costs in (live, fixed)
             )

@@ -28,7 +28,6 @@ from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 
 import numpy as np
-from store_cost import Words
 
 from mlxspec import corpus
 from mlxspec.corpus import Memory, identify
@@ -36,6 +35,15 @@ from mlxspec.corpus import Memory, identify
 VOCABULARY = 32_000
 LOOKUPS = 5000
 LEAST, MOST = 200, 8000  # tokens of an answer
+
+
+class Words:
+    """The tokenizer of the synthetic answers."""
+
+    name_or_path = "benchmark"
+
+    def get_vocab(self) -> dict[str, int]:
+        return {f"w{index}": index for index in range(VOCABULARY)}
 
 
 class Answers:
@@ -138,7 +146,7 @@ def index_short(directory: Path) -> tuple[float, float]:
     other = corpus.KeptAnswers(directory, identity, "", 10**9)
     started = time.perf_counter()
     memory = Memory(kept=corpus.KeptAnswers(directory, identity, "", 10**9), on_trouble=print)
-    memory.settle(tidy=True)
+    memory.settle()
     indexed = time.perf_counter() - started
     costs = []
     for number in range(9):

@@ -581,7 +581,7 @@ def alone(decoder: mlxspec.Decoder, body: Body) -> tuple[tuple[Choice, ...], int
         prompts: Any = [chat_prompt(request, tokenizer)]
     else:
         request = parse_completion(body.content)
-        prompts = completion_prompts(request, tokenizer, vocab_size)
+        prompts = completion_prompts(request, tokenizer)
     grammar = None
     if is_constrained(request):
         vocabulary = Vocabulary.of(tokenizer, vocab_size)
@@ -591,9 +591,9 @@ def alone(decoder: mlxspec.Decoder, body: Body) -> tuple[tuple[Choice, ...], int
             decoder,
             prompt.tokens,
             request.max_tokens,
-            sampling=sampling_of_choice(request.sampling, vocab_size, index),
+            sampling=sampling_of_choice(request.sampling, index),
             constraint=grammar,
-            stop=(*request.stop, *prompt.stop),
+            stop=request.stop,
             stop_tokens=(*request.stop_token_ids, *prompt.stop_tokens),
         )
         for prompt in prompts

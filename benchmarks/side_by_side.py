@@ -15,7 +15,6 @@ import subprocess
 import sys
 from statistics import geometric_mean
 
-from mlxspec.bench.measure import ratio_name
 from mlxspec.cli.bench import bench_tables
 from mlxspec.cli.common.output import print_tables
 
@@ -39,14 +38,16 @@ def measure(openblas: bool) -> dict:
 
 def means(report: dict) -> str:
     """One line per decoder: the geometric mean over each kind of prompts."""
-    ratio, lines = ratio_name(report), []
+    lines = []
     for name in report["decoders"]:
-        by_category = {c: of["decoders"][name][ratio] for c, of in report["categories"].items()}
+        by_category = {
+            c: of["decoders"][name]["vs_mlx_lm"] for c, of in report["categories"].items()
+        }
         kinds = (
             f"{kind} {geometric_mean(by_category[category] for category in categories):.3f}"
             for kind, categories in KINDS.items()
         )
-        lines.append(f"{name} against {report['baseline']}: {', '.join(kinds)}")
+        lines.append(f"{name} against mlx-lm: {', '.join(kinds)}")
     return "\n".join(lines)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from datetime import date
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import griffe
 
 if TYPE_CHECKING:
-    from mlxspec.bench.submission import Figures, FiledReport, Tuning
+    from mlxspec.bench.submission import BenchReport, Figures
     from mlxspec.drafting.chips import Chip
 
 _ROOT = Path(__file__).parent.parent
@@ -75,25 +76,25 @@ def reports(directory: Path = _REPORTS) -> str:
     from mlxspec.bench.submission import filed_reports
 
     found = filed_reports(directory)
-    chips = list(dict.fromkeys(one.report.chip for one in found))
-    by_chip = sorted(found, key=lambda one: chips.index(one.report.chip))  # keeps the order
+    chips = list(dict.fromkeys(report.chip for _, _, report in found))
+    by_chip = sorted(found, key=lambda one: chips.index(one[2].chip))  # keeps the order
     lines = []
-    if not any(one.report.machine.system.startswith("macOS") for one in found):
+    if not any(report.machine.system.startswith("macOS") for _, _, report in found):
         lines = ["**There is no report from a Mac yet.**", ""]
-    for chip, members in groupby(by_chip, lambda one: one.report.chip):
+    for chip, members in groupby(by_chip, lambda one: one[2].chip):
         lines += [f"### {chip}", ""]
         for one in members:
-            lines += [*_report(one), ""]
+            lines += [*_report(*one), ""]
     return "\n".join(lines)
 
 
-def _report(filed: FiledReport) -> Iterator[str]:
+def _report(day: date, issue: int, report: BenchReport) -> Iterator[str]:
     """A report: what was measured, the speeds by category, and the costs of rows."""
     from mlxspec.drafting.chips import ISSUES
 
-    report, machine, model = filed.report, filed.report.machine, filed.report.model
+    machine, model = report.machine, report.model
     facts = [
-        f"**{filed.day}, {model.label}**",
+        f"**{day}, {model.label}**",
         f"{model.bits_per_weight:g} bits per weight, {model.dtype}",
         f"with the head {model.head}" if model.head else "",
         f"{machine.memory_gb} GB, {machine.system}",
@@ -106,7 +107,7 @@ def _report(filed: FiledReport) -> Iterator[str]:
         "these figures are **rough**" if report.rough else "",
     ]
     yield "; ".join(fact.replace("_", r"\_") for fact in facts if fact)
-    yield f"([issue {filed.issue}]({ISSUES}/{filed.issue}))."
+    yield f"([issue {issue}]({ISSUES}/{issue}))."
     yield ""
     every = [report.decoders, *report.categories.values()]
     speeds = [["", "all", *report.categories]]
@@ -125,14 +126,6 @@ def _report(filed: FiledReport) -> Iterator[str]:
         )
         costs.append([f"{curve.context:,} tokens", f"{curve.plain_ms:.3g} ms", *cells])
     yield from _table(costs)
-    if report.tuning:
-        yield ""
-        names = list(report.tuning[0].decoders)
-        gains = [
-            [entry.mlx_settings.replace(",", ", "), *(_gain(entry, name) for name in names)]
-            for entry in report.tuning
-        ]
-        yield from _table([["MLX's settings, against none", *names], *gains])
 
 
 def _speed(of: Figures | None) -> str:
@@ -140,14 +133,6 @@ def _speed(of: Figures | None) -> str:
     if of is None:
         return "–"
     return f"{of.tokens_per_second:.3g}" + (f" ({of.speedup:.2f})" if of.speedup else "")
-
-
-def _gain(entry: Tuning, decoder: str) -> str:
-    """The speed with a setting of MLX's variables against none."""
-    of = entry.decoders.get(decoder)
-    if of is None:
-        return "–"
-    return f"{of.ratio:.3f}" + ("" if of.error is None else f" ± {of.error:.1%}")
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

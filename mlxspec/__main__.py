@@ -10,7 +10,7 @@ import signal
 from importlib import import_module
 
 from .distributed.launch import silence_followers
-from .process import INTERRUPTED, occupy_standard_descriptors
+from .process import INTERRUPTED, open_standard_streams
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def run(module: str, command: str, name: str) -> None:
         command: the command's name in the module.
         name: what the user calls it.
     """
-    occupy_standard_descriptors()
+    open_standard_streams()
     usual = signal.getsignal(signal.SIGINT)
     if usual is signal.default_int_handler:  # not if SIGINT is ignored, as under nohup
         signal.signal(signal.SIGINT, _quit)

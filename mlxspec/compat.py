@@ -33,16 +33,14 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 
 from .corpus.memory import Memory
-from .engine.caches import parts
 from .engine.draft_model import DraftModelDrafter, check_vocabularies
-from .engine.joint import JointMode
 from .engine.params import LogitsProcessor, Sampler
-from .engine.target import Capability, Progress
+from .engine.target import Progress
 from .errors import OptionError
 from .generation.decoder import AutoDecoder
 from .generation.engine import Engine, responses
 from .generation.options import GenerationOptions, Prompt
-from .generation.request import RecordTime, Request, hold_at_exit
+from .generation.request import RecordTime, Request
 from .generation.response import GenerationResponse, GenerationResult, SpeculationStats
 from .models.model import load
 from .models.model_files import DEMO
@@ -169,10 +167,10 @@ def stream_generate(
             and accepts only its own kinds of prompts and options.
         options: options of sampling, of the end and of the cache, and ``prompt_cache``, as in
             :meth:`mlxspec.Decoder.decode`. With a draft model ``max_kv_size`` is ignored, as by
-            mlx-lm.
+            mlx-lm, and the draft model's caches in ``prompt_cache`` are left as they are.
 
     Raises:
-        PromptError, PromptCacheError, OptionError: as :meth:`mlxspec.Decoder.decode`, or the
+        PromptError, FileError, OptionError: as :meth:`mlxspec.Decoder.decode`, or the
             draft model has another vocabulary.
         TypeError: an option does not exist.
     """
@@ -195,21 +193,34 @@ def stream_generate(
     decoder = decoder_of(model, tokenizer)
     if max_tokens == -1:
         max_tokens = sys.maxsize
-    record_time = None
+    first_step: RecordTime | None = None
     if prompt_progress_callback is not None:
-        options["on_progress"], record_time = _prompt_progress(prompt_progress_callback)
+        options["on_progress"], first_step = _prompt_progress(prompt_progress_callback)
     if draft_model is None:
-        return responses(decoder.new_request(prompt, max_tokens, options), record_time)
+        request = decoder.new_request(prompt, max_tokens, options)
+    else:
+        request = _with_draft_model(
+            decoder, prompt, max_tokens, options, draft_model, num_draft_tokens
+        )
+    if first_step:
+        request.record_times.append(first_step)
+    return responses(request)
+
+
+def _with_draft_model(
+    decoder: AutoDecoder,
+    prompt: Prompt,
+    max_tokens: int,
+    options: GenerationOptions,
+    draft_model: nn.Module,
+    num_draft_tokens: int,
+) -> Request:
+    """A request that drafts with a small model, too; arguments as for :func:`stream_generate`."""
     options.pop("max_kv_size", None)
     check_vocabularies(draft_model, decoder.vocab_size, len(decoder.tokenizer))
-    # As with mlx-lm, the draft model's caches may follow the target's.
-    both = options.get("prompt_cache") or []
-    drafts_cache = both[len(make_prompt_cache(model)) :] or None
-    drafter = DraftModelDrafter(draft_model, num_draft_tokens, drafts_cache)
+    drafter = DraftModelDrafter(draft_model, num_draft_tokens)
     drafting = replace(decoder.drafting, extra=lambda: drafter)
-    request = decoder.new_request(prompt, max_tokens, options, partial(drafting.make, decoder))
-    request.draft_model = drafter
-    return responses(request, record_time)
+    return decoder.new_request(prompt, max_tokens, options, drafting.bound_to(decoder))
 
 
 class _KeptDecoder(AutoDecoder):
@@ -327,10 +338,9 @@ def batch_generate(
 ) -> BatchResponse:
     """Answer several prompts at once, with speculation.
 
-    All prompts share each forward. Draft rows go to the texts that are likeliest to repeat, as long
-    as they gain more than they cost the others (:mod:`mlxspec.drafting.planner`). If a model's
-    forwards cannot be shared that way, mlx-lm's own batches answer, without drafts. If these do not
-    support the model either, the prompts take turns.
+    All prompts share each forward, or take turns if the model does not allow that. Draft rows go to
+    the texts that are likeliest to repeat, as long as they gain more than they cost the others
+    (:mod:`mlxspec.drafting.planner`).
 
     Args:
         model, tokenizer: from :func:`mlxspec.load` or ``mlx_lm.load``.
@@ -341,20 +351,17 @@ def batch_generate(
         return_prompt_caches: return caches that hold each prompt and its answer.
         return_token_ids: return the answers' tokens, without the token that ended an answer.
         return_logprobs: return the log-probability of each of these tokens.
-        sampler, logits_processors: as for :func:`mlxspec.stream_generate`. If they are not known to
-            be pure, they may count their calls, so the prompts go into mlx-lm's batches.
+        sampler, logits_processors: as for :func:`mlxspec.stream_generate`.
         completion_batch_size: the most prompts that are answered at once.
-        prefill_batch_size: the most prompts that mlx-lm's batches prefill at once.
-        prefill_step_size, max_kv_size: limits on the memory of prefill and cache. If the model
-            honours ``max_kv_size``, the prompts go into mlx-lm's batches. Beyond the limit these
-            also drop the first positions, which a single prompt keeps.
+        prefill_batch_size, stream: ignored; they do not change the answers.
+        prefill_step_size, max_kv_size: limits on the memory of prefill and cache. Beyond
+            ``max_kv_size`` the first 4 positions are kept, which mlx-lm's batches drop.
         chat_template_kwargs: as for :meth:`mlxspec.Decoder.decode`, for all prompts.
         prompt_progress_callback: called with the number of tokens done, and the total, over all
-            prompts. mlx-lm's batches report only the beginning and the end.
-        stream: the stream of mlx-lm's batches.
+            prompts.
 
     Raises:
-        PromptError, PromptCacheError, OptionError: as :func:`mlxspec.stream_generate`, for any
+        PromptError, FileError, OptionError: as :func:`mlxspec.stream_generate`, for any
             prompt, before the first one is answered.
         TypeError: an option does not exist.
     """
@@ -403,33 +410,7 @@ def prepared(
         request = decoder.new_request(prompt, budget, every, receive=answer.add)
         answers[request] = answer
         lengths.append(len(request.prompt))
-    if not _goes_to_mlx_lm(decoder, [*answers], caches, bound):
-        return partial(_at_once, decoder, answers, held, **options)
-    tokens = [[*request.prompt] for request in answers]
-    args = model, decoder.tokenizer, tokens, prompt_caches, budgets
-    run = partial(generate_in_batch, *args, **options)
-    return partial(_in_mlx_lms_batches, run, prompt_progress_callback, sum(lengths))
-
-
-def _goes_to_mlx_lm(
-    decoder: AutoDecoder,
-    requests: Sequence[Request],
-    caches: Sequence[list[Any] | None],
-    max_kv_size: int | None,
-) -> bool:
-    """Whether mlx-lm's batches answer, since the requests should not share drafted forwards."""
-    own = make_prompt_cache(decoder.model, max_kv_size)
-    layers = [layer for cache in caches for layer in (own if cache is None else cache)]
-    if hasattr(decoder.model, "leader") or not all(hasattr(layer, "merge") for layer in layers):
-        return False  # they do not support the model or its caches
-    stateful = any(not request.sampling.allows_drafts for request in requests)
-    # In a batch mlx-lm also drops the first positions, so the answers differ from single ones.
-    keeps_start = any(getattr(part, "keep", 0) for part in parts(layers))
-    in_turn = len(requests) > 1 and decoder.joint_mode is JointMode.ALONE
-    if not (stateful or keeps_start or in_turn):
-        return False
-    # Neither a RoPE that depends on the context's length nor rows that change each other can batch.
-    return decoder.chain_capability is not Capability.PLAIN
+    return partial(_at_once, decoder, answers, held, **options)
 
 
 def _at_once(
@@ -501,18 +482,6 @@ def _run(engine: Engine, requests: Sequence[Request], verbose: bool) -> None:
                 line = f"{_LABEL}Finished processing {done}/{len(requests)} ..."
                 print(line, end="\r", flush=True)
                 shown = done
-
-
-def _in_mlx_lms_batches(
-    run: Callable[[], BatchResponse], callback: Progress | None, prompt_tokens: int
-) -> BatchResponse:
-    """Answer in mlx-lm's batches, which report only the beginning and the end."""
-    hold_at_exit()
-    callback = callback or (lambda done, total: None)
-    callback(0, prompt_tokens)
-    response = run()
-    callback(prompt_tokens, prompt_tokens)
-    return response
 
 
 # --- augment ---

@@ -1,7 +1,7 @@
 """Errors whose message is one line that names the input and the remedy.
 
 The command line prints that line and exits with status 1. Callers of the API catch
-:class:`MlxspecError`, or the subclass for the stage that failed.
+:class:`MlxspecError`, or a subclass for what was wrong.
 """
 
 _LONGEST = 1000  # characters of a message
@@ -28,11 +28,7 @@ class MlxspecError(Exception):
 
 
 class LoadError(MlxspecError):
-    """A model or tokenizer could not be found or read."""
-
-
-class ConversionError(MlxspecError):
-    """A checkpoint could not be converted; nothing was written."""
+    """A model, a tokenizer or a checkpoint could not be found, read or converted."""
 
 
 class PromptError(MlxspecError, ValueError):
@@ -43,25 +39,8 @@ class OptionError(MlxspecError, ValueError):
     """An option has an invalid value, or options contradict each other."""
 
 
-class StoreError(MlxspecError):
-    """A store could not be read or written; an existing file is unchanged."""
+class FileError(MlxspecError):
+    """Another file could not be read or written; an existing file is unchanged.
 
-
-class DistributedError(MlxspecError):
-    """The processes that share a model cannot connect to each other."""
-
-
-class PromptCacheError(MlxspecError):
-    """A prompt cache could not be read or written, or belongs to another model."""
-
-
-class DrafterError(MlxspecError, TypeError):
-    """A custom drafter is invalid or returned an invalid draft."""
-
-
-class SettingsError(MlxspecError):
-    """A settings file could not be read or edited; it is unchanged."""
-
-
-class ChatFileError(MlxspecError):
-    """A saved chat or the input history could not be read or written."""
+    It is a store, a prompt cache, a saved chat, the settings or a report.
+    """

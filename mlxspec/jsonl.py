@@ -48,8 +48,8 @@ def conversation_of(record: object) -> tuple[list[dict[str, str]], list[int]]:
     """Read the conversation in one record of a log.
 
     A record is ``{"messages": [{"role": …, "content": …}, …]}``. A content is a text, null, or a
-    list of parts whose texts are joined. Each tool call adds lines, as a model writes them:
-    ``{"name": …, "arguments": …}``, or the name and the input of a custom tool.
+    list of parts whose texts are joined. Each tool call adds a line, as a model writes it:
+    ``{"name": …, "arguments": …}``.
 
     Returns:
         the messages, each with a "role" and a text as "content", and the indices of the messages
@@ -75,10 +75,7 @@ def conversation_of(record: object) -> tuple[list[dict[str, str]], list[int]]:
 def _message(message: object) -> dict[str, str]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError('a message has no "role"')
-    calls = _list(message, "tool_calls")
-    if isinstance(message.get("function_call"), dict):  # OpenAI's older form
-        calls = [{"function": message["function_call"]}, *calls]
-    texts = [_content(message), *map(_call, calls)]
+    texts = [_content(message), *map(_call, _list(message, "tool_calls"))]
     return {"role": message["role"], "content": "\n".join(text for text in texts if text)}
 
 
@@ -102,9 +99,7 @@ def _call(call: object) -> str:
         arguments = function.get("arguments")
         text = arguments if isinstance(arguments, str) else _json(arguments)
         return f'{{"name": {_json(function.get("name"))}, "arguments": {text}}}'
-    if isinstance(custom := tool.get("custom"), dict):
-        return f"{custom.get('name')}\n{custom.get('input')}"
-    raise ValueError('a tool call must have a "function" or a "custom" tool')
+    raise ValueError('a tool call must have a "function"')
 
 
 def _json(value: object) -> str:

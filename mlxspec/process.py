@@ -1,4 +1,4 @@
-"""Set up the process: its BLAS, standard descriptors, heap and variables."""
+"""Set up the process: its standard streams, BLAS, heap and variables."""
 
 from __future__ import annotations
 
@@ -6,37 +6,38 @@ import ctypes
 import os
 import sys
 import warnings
-from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 
 
-def occupy_standard_descriptors() -> None:
-    """Open the null device wherever descriptor 0, 1 or 2 is closed.
+def open_standard_streams() -> None:
+    """Open the null device in the place of each standard stream that is closed.
 
-    Otherwise the next file that is opened would get that number. MLX takes descriptor 0 for a
+    Otherwise the next file that is opened would get its descriptor. MLX takes descriptor 0 for a
     failure, and output to standard output or error would end up in the file.
     """
-    for descriptor in range(3):
+    for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
             os.set_inheritable(descriptor, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(descriptor, mode, encoding="utf-8"))  # noqa: SIM115
 
 
 ENVIRONMENT_VARIABLE = "MLXSPEC_OPENBLAS"
 _PACKAGE, _IN_PACKAGE = "scipy_openblas32", "lib/libopenblas_python.so"
-_SYSTEM = ("libopenblas.so.0", "libopenblasp.so.0")
 
 
 def prefer_openblas() -> None:
     """Load OpenBLAS for MLX's CPU back end on Linux, since MLX's wheel has the reference BLAS.
 
-    It loads the package ``scipy-openblas32``, which mlxspec installs, or else the system's library.
-    This works only before ``mlx.core`` is first imported; later it warns instead.
-    ``MLXSPEC_OPENBLAS=0`` turns it off. It does nothing on other systems or back ends.
+    It loads the package ``scipy-openblas32``, which mlxspec installs. This works only before
+    ``mlx.core`` is first imported; later it warns instead. ``MLXSPEC_OPENBLAS=0`` turns it off. It
+    does nothing on other systems or back ends.
     """
     if sys.platform != "linux" or os.environ.get(ENVIRONMENT_VARIABLE) == "0":
         return
@@ -44,41 +45,28 @@ def prefer_openblas() -> None:
         version("mlx-cpu")
     except PackageNotFoundError:
         return
-    libraries = _libraries()
-    if _load(libraries, os.RTLD_NOLOAD):
+    package = find_spec(_PACKAGE)
+    if package is None or package.origin is None:
+        return
+    library = str(Path(package.origin).parent / _IN_PACKAGE)
+    with suppress(OSError):
+        ctypes.CDLL(library, mode=os.RTLD_NOLOAD)
         return  # preloaded by the user, or by an earlier call
-    if "mlx.core" not in sys.modules:
-        # How long OpenBLAS's threads spin for more work before they sleep, as a power of two of
-        # cycles: about as long as it takes to wake one. The default, 2^26, lasts many steps, during
-        # which they take cores from the thread that builds the next forward. OpenBLAS reads the
-        # variable when it is loaded.
-        os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "16")
-        _load(libraries, ctypes.RTLD_GLOBAL)
-    elif _load(libraries, ctypes.RTLD_LOCAL):
+    if "mlx.core" in sys.modules:
         warnings.warn(
             "mlx.core was imported before mlxspec, so its CPU back end runs without OpenBLAS, "
             "up to 8 times slower in float32: import mlxspec first "
             f"(or set {ENVIRONMENT_VARIABLE}=0 to run without OpenBLAS)",
             stacklevel=3,
         )
-
-
-def _libraries() -> list[str]:
-    """Paths of OpenBLAS, the package's first: mlxspec is tested with that version."""
-    package = find_spec(_PACKAGE)
-    places = package.submodule_search_locations if package else None
-    return [*(os.path.join(place, _IN_PACKAGE) for place in places or ()), *_SYSTEM]
-
-
-def _load(libraries: Sequence[str], mode: int) -> bool:
-    """Open the first library that exists; false if none does."""
-    for name in libraries:
-        try:
-            ctypes.CDLL(name, mode=mode)
-        except OSError:
-            continue
-        return True
-    return False
+        return
+    # How long OpenBLAS's threads spin for more work before they sleep, as a power of two of cycles:
+    # about as long as it takes to wake one. The default, 2^26, lasts many steps, during which they
+    # take cores from the thread that builds the next forward. OpenBLAS reads the variable when it
+    # is loaded.
+    os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "16")
+    with suppress(OSError):
+        ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
 
 
 _M_MMAP_THRESHOLD = -3  # from glibc's malloc.h

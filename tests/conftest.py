@@ -113,7 +113,7 @@ def no_note_of_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def few_measured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does any need costs that are exact; a first measurement takes two seconds otherwise."""
     quick = mlxspec.engine.costs.QUICK
-    few = replace(quick, rows=(2, 4, 8), rounds=2, steady_rounds=2, seconds=60.0)
+    few = replace(quick, rows=(2, 4, 8), rounds=2, seconds=60.0)
     monkeypatch.setattr(mlxspec.engine.costs, "QUICK", few)
     monkeypatch.setattr(mlxspec.engine.costs, "QUICK_LONG", few)
 
@@ -171,10 +171,29 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         signal.alarm(0)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the files that take longest first; of each, tests keep their order."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is nightly, unless it is asked for by name; put the longest files first."""
+    if not LONG and not any("::" in argument for argument in config.args):
+        left = nightly(items)
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in left]
     places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+def nightly(items: list[pytest.Item]) -> set[pytest.Item]:
+    """All but ``keep`` of each test's slow parameters, those evenly spread, if it is nightly."""
+    slow: dict[object, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("nightly") and item.get_closest_marker("slow"):
+            slow.setdefault((item.path, getattr(item, "originalname", "")), []).append(item)
+    left = set()
+    for same in slow.values():
+        marker = same[0].get_closest_marker("nightly")
+        assert marker
+        keep = marker.kwargs.get("keep", 0)
+        left |= set(same) - {same[n * len(same) // keep] for n in range(keep)}
+    return left
 
 
 def pytest_collection_finish() -> None:

@@ -24,6 +24,7 @@ def finite_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_scripted_model(tmp_path_factory.mktemp("closed") / "model", pieces, ends=True)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("closed", ["<&-", "2>&-", "<&- 2>&-"])
 def test_a_command_answers_with_closed_standard_streams(finite_model: Path, closed: str) -> None:
     options = ("--model", str(finite_model), "--prompt", "a", "--decoder", "plain")
@@ -38,6 +39,7 @@ def test_a_command_answers_with_closed_standard_streams(finite_model: Path, clos
     assert (done.returncode, done.stdout) == (0, "one two three four\n")
 
 
+@pytest.mark.nightly
 def test_a_program_loads_a_model_with_closed_standard_streams(finite_model: Path) -> None:
     program = shlex.join([sys.executable, "-c", LIBRARY, str(finite_model)])
     command = f"{program} 3>&1 >&- <&- 2>&-"

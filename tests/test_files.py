@@ -1,7 +1,6 @@
 """Files change whole or not at all, one writer at a time."""
 
 import errno
-import fcntl
 import os
 import resource
 import signal
@@ -17,11 +16,11 @@ from mlx_lm.models import cache
 
 import mlxspec
 from mlxspec import files, save_prompt_cache
-from mlxspec.cli.common.output import write_page
+from mlxspec.cli.common.output import ReportOptions
 from mlxspec.corpus.store import add_to_store, build_store, open_store
 from mlxspec.corpus.suffix_index import SEPARATOR
-from mlxspec.errors import OptionError, PromptCacheError, StoreError
-from mlxspec.files import replaced, sole_writer
+from mlxspec.errors import FileError
+from mlxspec.files import replaced
 from tests.support.tokenizers import FIRST
 
 
@@ -44,7 +43,7 @@ def fail_with(error: BaseException):
 @pytest.mark.parametrize(
     ("error", "seen"),
     [
-        (OSError(errno.ENOSPC, "No space left on device"), StoreError),
+        (OSError(errno.ENOSPC, "No space left on device"), FileError),
         (KeyboardInterrupt(), KeyboardInterrupt),
     ],
 )
@@ -78,7 +77,7 @@ def test_a_limit_on_file_size_is_one_line_and_leaves_the_old_store(tmp_path: Pat
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
     try:
-        with pytest.raises(StoreError, match=r"s: cannot be written \(File too large\)"):
+        with pytest.raises(FileError, match=r"s: cannot be written \(File too large\)"):
             extend(path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -96,17 +95,15 @@ def test_readers_keep_what_they_opened(tmp_path: Path):
     assert store.look_up([1, 2]).tokens == [3, SEPARATOR]
 
 
-def test_who_waits_for_the_old_file_then_waits_for_the_new_one(tmp_path: Path):
+def test_who_waits_for_another_writer_sees_what_it_wrote(tmp_path: Path):
     """Three writers of one file, each of which replaces it over and over: none is lost."""
     path = tmp_path / "file"
     path.write_text("")
 
     def append(letter: str) -> None:
         for _ in range(10):
-            with sole_writer(path, StoreError, create=False):
-                text = path.read_text()
-                with replaced(path, StoreError) as file:
-                    file.write((text + letter).encode())
+            with replaced(path) as file:
+                file.write((path.read_text() + letter).encode())
 
     threads = [threading.Thread(target=append, args=(letter,)) for letter in "abc"]
     for thread in threads:
@@ -117,45 +114,25 @@ def test_who_waits_for_the_old_file_then_waits_for_the_new_one(tmp_path: Path):
     assert names(tmp_path) == {"file"}
 
 
-def test_a_file_that_is_replaced_before_its_lock_is_taken_is_left_for_the_new_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    path, newer = tmp_path / "file", tmp_path / "newer"
-    path.write_text("old")
-    newer.write_text("new")
-    flock = fcntl.flock
-
-    def late_flock(descriptor: int, flags: int) -> None:
-        if newer.exists():
-            newer.replace(path)
-        flock(descriptor, flags)
-
-    monkeypatch.setattr(files.fcntl, "flock", late_flock)
-    with (
-        sole_writer(path, StoreError, create=False),
-        path.open() as current,
-        pytest.raises(BlockingIOError),
-    ):
-        flock(current, fcntl.LOCK_EX | fcntl.LOCK_NB)
+def test_a_temporary_file_that_leads_to_another_file_is_not_written(tmp_path: Path):
+    (tmp_path / "victim").write_text("irreplaceable")
+    for trap in (os.link, os.symlink):
+        trap(tmp_path / "victim", tmp_path / ".file.partial")
+        with pytest.raises(FileError), replaced(tmp_path / "file") as file:
+            file.write(b"new")
+        (tmp_path / ".file.partial").unlink()
+    assert (tmp_path / "victim").read_text() == "irreplaceable"
+    assert names(tmp_path) == {"victim"}
 
 
-def test_a_new_file_under_the_name_of_a_leftover_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Another process removes the leftover, and a writer takes the name, before this one looks."""
-    leftover = tmp_path / ".file.0123456789abcdef.partial"
-    leftover.write_text("left")
-    newer = tmp_path / "newer"
-    newer.write_text("new")
-    flock = fcntl.flock
-
-    def late_flock(descriptor: int, flags: int) -> None:
-        newer.replace(leftover)
-        flock(descriptor, flags)
-
-    monkeypatch.setattr(files.fcntl, "flock", late_flock)
-    files.remove_leftovers(tmp_path / "file")
-    assert leftover.read_text() == "new"
+def test_a_leftover_is_removed_unless_it_is_being_written(tmp_path: Path):
+    with replaced(tmp_path / "file") as file:
+        files.remove_leftover(tmp_path / ".file.partial")
+        file.write(b"new")
+    assert (tmp_path / "file").read_bytes() == b"new"
+    (tmp_path / ".file.partial").touch()
+    files.remove_leftover(tmp_path / ".file.partial")
+    assert names(tmp_path) == {"file"}
 
 
 def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path):
@@ -170,13 +147,10 @@ def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path):
     root = Path(mlxspec.__file__).parents[1]
     for _ in range(2):
         subprocess.run([sys.executable, "-c", killing, str(path)], cwd=root)
-    assert len(names(tmp_path)) == 2  # the second one removed what the first had left
-    others = {".s.other.0123456789abcdef.partial", ".t.0123456789abcdef.partial"}
-    for name in others:
-        (tmp_path / name).touch()
+    assert names(tmp_path) == {"s", ".s.partial"}
     assert open_store(path, FIRST).index.tokens.tolist() == [1, 2, 3, -1]
     extend(path)
-    assert names(tmp_path) == {"s"} | others
+    assert names(tmp_path) == {"s"}
 
 
 def test_a_writer_that_never_ends_is_not_waited_for_forever(
@@ -185,23 +159,22 @@ def test_a_writer_that_never_ends_is_not_waited_for_forever(
     path = tmp_path / "s"
     build_store(path, [[1, 2, 3]], FIRST)
     monkeypatch.setattr(files, "_PATIENCE", 0.1)
-    with (
-        sole_writer(path, StoreError, create=False),
-        pytest.raises(StoreError, match="another process has been writing it"),
-    ):
-        extend(path)
+    with replaced(path) as file:
+        file.write(path.read_bytes())
+        with pytest.raises(FileError, match="another process has been writing it"):
+            extend(path)
     extend(path)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_directory_that_cannot_be_written_is_one_line(tmp_path: Path):
     tmp_path.chmod(0o500)
-    with pytest.raises(StoreError, match="cannot be written"):
+    with pytest.raises(FileError, match="cannot be written"):
         build_store(tmp_path / "s", [[1, 2, 3]], FIRST)
 
 
 def test_a_directory_that_is_not_there_is_one_line(tmp_path: Path):
-    with pytest.raises(StoreError, match=r"there is no directory .*nowhere"):
+    with pytest.raises(FileError, match=r"there is no directory .*nowhere"):
         build_store(tmp_path / "nowhere" / "s", [[1, 2, 3]], FIRST)
 
 
@@ -211,9 +184,9 @@ def _socket(path: Path) -> None:
 
 
 WRITERS = {
-    "store": (lambda path: build_store(path, [[1, 2, 3]], FIRST, force=True), StoreError),
-    "prompt cache": (lambda path: save_prompt_cache(path, [cache.KVCache()]), PromptCacheError),
-    "report": (lambda path: write_page(path, "new", force=True), OptionError),
+    "store": lambda path: build_store(path, [[1, 2, 3]], FIRST, force=True),
+    "prompt cache": lambda path: save_prompt_cache(path, [cache.KVCache()]),
+    "report": lambda path: ReportOptions(html=path).show_tables({}, lambda: ["new"]),
 }
 KINDS = {
     "pipe": os.mkfifo,
@@ -229,12 +202,12 @@ KINDS = {
 def test_no_writer_replaces_or_follows_what_is_no_regular_file(
     tmp_path: Path, writer: str, kind: str
 ):
-    write, error = WRITERS[writer]
+    write = WRITERS[writer]
     (tmp_path / "victim").write_text("irreplaceable")
     path = tmp_path / "x.safetensors"
     KINDS[kind](path)
     before = os.lstat(path)
-    with pytest.raises(error, match=r"x.safetensors: is a .*; name (a|the)"):
+    with pytest.raises(FileError, match=r"x.safetensors: is a .*; name (a|the)"):
         write(path)
     assert os.path.samestat(os.lstat(path), before)
     assert (tmp_path / "victim").read_text() == "irreplaceable"
@@ -242,10 +215,10 @@ def test_no_writer_replaces_or_follows_what_is_no_regular_file(
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_what_every_killed_writer_left_goes_with_its_next_write_and_no_other_file(
+def test_what_every_killed_writer_left_goes_with_its_next_write_(
     tmp_path: Path, writer: str, monkeypatch: pytest.MonkeyPatch
 ):
-    write, _ = WRITERS[writer]
+    write = WRITERS[writer]
     path = tmp_path / "x.safetensors"
     # A forked child computes nothing on a GPU.
     monkeypatch.setattr(mx, "save_safetensors", lambda file, *_: file.write(b"new"))
@@ -255,24 +228,15 @@ def test_what_every_killed_writer_left_goes_with_its_next_write_and_no_other_fil
         write(path)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    left = names(tmp_path) - {path.name}
-    assert len(left) == 1
-    path.unlink(missing_ok=True)  # the empty one that a writer has locked
-    with replaced(path, StoreError) as living:
-        living.write(b"alive")
-        during = names(tmp_path) - left
-        assert len(during) == 1
-        write(path)
-        assert names(tmp_path) == {path.name} | during
-        path.unlink()
-    assert path.read_bytes() == b"alive"
+    assert names(tmp_path) == {f".{path.name}.partial"}
+    write(path)
     assert names(tmp_path) == {path.name}
 
 
 def test_files_that_hold_prompts_are_readable_by_their_owner_alone(tmp_path: Path):
     umask = os.umask(0)
     try:
-        for name, (write, _) in WRITERS.items():
+        for name, write in WRITERS.items():
             path = tmp_path / f"{name}.safetensors"
             write(path)
             expected = 0o644 if name == "report" else 0o600
@@ -283,6 +247,6 @@ def test_files_that_hold_prompts_are_readable_by_their_owner_alone(tmp_path: Pat
 
 def test_a_name_as_long_as_names_may_be_is_written(tmp_path: Path):
     for name in ("x" * 255, "é" * 127):
-        with replaced(tmp_path / name, StoreError) as file:
+        with replaced(tmp_path / name) as file:
             file.write(b"new")
     assert names(tmp_path) == {"x" * 255, "é" * 127}

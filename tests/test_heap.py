@@ -32,6 +32,7 @@ assert libc.mallinfo2().mapped == before
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.skipif(
     sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "mallinfo2"),

@@ -40,15 +40,13 @@ def test_a_content_is_a_text_parts_or_nothing() -> None:
 
 def test_calls_of_tools_are_what_the_model_wrote_a_line_each() -> None:
     function = {"type": "function", "function": {"name": "f", "arguments": '{"x":  "é"}'}}
-    custom = {"type": "custom", "custom": {"name": "shell", "input": 'echo "a"\n'}}
     parsed = {"function": {"name": "g", "arguments": {"y": [1]}}}
-    assert content(content=None, tool_calls=[function, custom]) == (
-        '{"name": "f", "arguments": {"x":  "é"}}\nshell\necho "a"\n'
+    assert content(content=None, tool_calls=[function, function]) == (
+        '{"name": "f", "arguments": {"x":  "é"}}\n{"name": "f", "arguments": {"x":  "é"}}'
     )
     assert content(content="Now:", tool_calls=[parsed]) == (
         'Now:\n{"name": "g", "arguments": {"y": [1]}}'
     )
-    assert content(function_call=function["function"]) == content(tool_calls=[function])
 
 
 @pytest.mark.parametrize(

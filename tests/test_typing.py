@@ -26,10 +26,7 @@ from typing_extensions import Unpack
 import mlxspec
 from mlxspec import (
     AutoDecoder,
-    CombinedDecoder,
-    ConversionError,
-    DistributedError,
-    DrafterError,
+    FileError,
     GenerationOptions,
     GenerationResponse,
     GenerationResult,
@@ -38,17 +35,14 @@ from mlxspec import (
     Memory,
     MlxspecError,
     OptionError,
-    PromptCacheError,
     PromptError,
     PromptLookupDecoder,
     Session,
-    StoreError,
 )
 
 Responses = Generator[GenerationResponse, None, None]
 ERRORS: list[type[MlxspecError]] = [
-    ConversionError, DistributedError, DrafterError, LoadError, OptionError, PromptCacheError,
-    PromptError, StoreError,
+    LoadError, FileError, OptionError, PromptError,
 ]
 
 def told(done: int, total: int) -> None:
@@ -80,12 +74,9 @@ lookup = PromptLookupDecoder("demo")
 assert_type(lookup.stream("text", n_draft=5, seed=None), Responses)
 lookup.stream("text", ndraft=5)  # wrong
 assert_type(lookup.prompt_lookup("text", 5, temp=0.5, top_k=3), GenerationResult)
-lookup.prompt_lookup("text", prompt_lookup_num_tokens=4)
 lookup.prompt_lookup("text", topk=3)  # wrong
 LookaheadDecoder("demo").lookahead("text", window_size=5, top_k=3)
 LookaheadDecoder("demo").lookahead("text", windowsize=5)  # wrong
-CombinedDecoder("demo").stream("text", window_size="auto", min_p=0.1)
-CombinedDecoder("demo").stream("text", window_size="all")  # wrong
 
 model, tokenizer = mlxspec.load("demo")
 assert_type(mlxspec.generate(model, tokenizer, "text", verbose=True, max_tokens=5, temp=1.0), str)

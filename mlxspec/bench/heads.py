@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
 from typing import Self, cast
@@ -21,39 +20,29 @@ _DEEPEST = 64
 _WRONG = -2  # no token; -1 is an unknown choice
 
 
-@dataclass(frozen=True)
-class HeadCurve:
-    """How good a head is, and what it costs.
+def parse_head_curve(text: str) -> tuple[list[float], float]:
+    """Parse the value of ``--head-curve``, such as ``.76,.60,.50,.41@0.08``.
 
-    Attributes:
-        p_reached: the probability that the first 1, 2, … drafted tokens are all right.
-        cost: the time of each drafted token, in plain steps of the sequences that share it.
+    Returns:
+        the probabilities that the first 1, 2, … drafted tokens are all right, and the time of
+        each drafted token, in plain steps of the sequences that share it.
+
+    Raises:
+        OptionError: it has another form, or its numbers are out of range.
     """
-
-    p_reached: tuple[float, ...]
-    cost: float
-
-    @classmethod
-    def parse(cls, text: str) -> HeadCurve:
-        """Read the value of ``--head-curve``, such as ``.76,.60,.50,.41@0.08``.
-
-        Raises:
-            OptionError: it has another form, or its numbers are out of range.
-        """
-        probabilities, _, cost = text.partition("@")
-        try:
-            curve = cls(tuple(map(float, probabilities.split(","))), float(cost))
-        except ValueError:
-            curve = cls((), math.nan)
-        steps = pairwise((1.0, *curve.p_reached))
-        falls = all(0 < p_reached <= before for before, p_reached in steps)
-        if not (falls and 1 <= len(curve.p_reached) <= _DEEPEST and 0 <= curve.cost < math.inf):
-            raise OptionError(
-                f"--head-curve {text!r}: give, as in {_EXAMPLE}, the probabilities that the first "
-                f"1, 2, … tokens are all right, which cannot rise (at most {_DEEPEST}), and after "
-                "'@' the time of each token in plain steps"
-            )
-        return curve
+    first, _, last = text.partition("@")
+    try:
+        p_reached, cost = [float(number) for number in first.split(",")], float(last)
+    except ValueError:
+        p_reached, cost = [], math.nan
+    falls = all(0 < p <= before for before, p in pairwise((1.0, *p_reached)))
+    if not (falls and 1 <= len(p_reached) <= _DEEPEST and 0 <= cost < math.inf):
+        raise OptionError(
+            f"--head-curve {text!r}: give, as in {_EXAMPLE}, the probabilities that the first "
+            f"1, 2, … tokens are all right, which cannot rise (at most {_DEEPEST}), and after "
+            "'@' the time of each token in plain steps"
+        )
+    return p_reached, cost
 
 
 class FixedTimes(HeadTimes):
@@ -73,7 +62,7 @@ class ReplayedHead(HeadSource):
         times: what its drafts take.
         experience: of all outputs.
         output: what the target answers, from the first token after the prompt.
-        p_reached: as in :class:`HeadCurve`.
+        p_reached: as :func:`parse_head_curve` returns it.
     """
 
     def __init__(
@@ -104,38 +93,29 @@ class ReplayedHead(HeadSource):
         self._done += len(step.tokens)
 
 
-def policies_with_head(head: HeadCurve) -> dict[str, ReplayPolicy]:
-    """A head alone, and together with the default decoder's look-ups."""
-    about = "a trained head of the acceptance and cost that --head-curve gives"
-    both = f"{AUTO}+head"
-    return {
-        "head": _with_head("head", f"{about}, without look-ups", head, _without_text),
-        both: _with_head(both, f"the default decoder with {about}", head, POLICIES[AUTO].drafters),
-    }
+def policies_with_head(p_reached: Sequence[float], cost: float) -> dict[str, ReplayPolicy]:
+    """A head alone, and together with the default decoder's look-ups.
+
+    Args:
+        p_reached, cost: as :func:`parse_head_curve` returns them.
+    """
+
+    def with_head(alone: Callable[[CostCurve, bytes], NewDrafter]) -> ReplayPolicy:
+        def drafters(curve: CostCurve, classes: bytes) -> NewDrafter:
+            times, experience = FixedTimes(cost, cost), HeadExperience(len(p_reached))
+            new_planner = alone(curve, classes)
+
+            def new(output: Sequence[int]) -> Drafter:
+                planner = cast(Planner, new_planner(output))
+                planner.head = ReplayedHead(times, experience, output, p_reached)
+                return planner
+
+            return new
+
+        return ReplayPolicy(drafters)
+
+    return {"head": with_head(_without_text), f"{AUTO}+head": with_head(POLICIES[AUTO].drafters)}
 
 
 def _without_text(curve: CostCurve, classes: bytes) -> NewDrafter:
     return lambda output: Planner(FixedCosts(curve), [NoDraft()], branching=False)
-
-
-def _with_head(
-    label: str,
-    description: str,
-    head: HeadCurve,
-    planners: Callable[[CostCurve, bytes], NewDrafter],
-) -> ReplayPolicy:
-    """A policy whose planners also have a head."""
-
-    def drafters(curve: CostCurve, classes: bytes) -> NewDrafter:
-        times = FixedTimes(head.cost, head.cost)
-        experience = HeadExperience(len(head.p_reached))
-        new_planner = planners(curve, classes)
-
-        def new(output: Sequence[int]) -> Drafter:
-            planner = cast(Planner, new_planner(output))
-            planner.head = ReplayedHead(times, experience, output, head.p_reached)
-            return planner
-
-        return new
-
-    return ReplayPolicy(label, description, drafters, follows_costs=True)

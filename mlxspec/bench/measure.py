@@ -37,8 +37,8 @@ from ..engine.model_sizes import context_length
 from ..engine.params import SamplingParams
 from ..engine.sampling import Chooser
 from ..engine.target import Progress
-from ..errors import OptionError, PromptError
-from ..generation.decoder import AutoDecoder, CombinedDecoder, Decoder, LookaheadDecoder
+from ..errors import OptionError
+from ..generation.decoder import AutoDecoder, Decoder, LookaheadDecoder
 from ..generation.response import SpeculationStats
 from ..models.chat_template import apply_template
 from ..models.heads import Head
@@ -139,50 +139,35 @@ PLAIN = "plain"
 MLX_LM = "mlx-lm"
 
 
-@dataclass(frozen=True)
-class Backend:
-    """One way to generate on a loaded model. All give the same output, each in its own time.
+Stream = Callable[..., Iterator[GenerationResponse]]
+"""One way to generate on a loaded model. All give the same output, each in its own time.
 
-    Attributes:
-        stream: called with the prompt's token ids and, by name, ``max_tokens``, ``sampling`` and
-            ``on_progress``; yields a response per token. ``on_progress`` is last called when
-            the first token's forward begins. Nothing is remembered from run to run, else a
-            repeated prompt's answer would be known.
-        expected_cost: the time that the planner expected of the last run's steps, in plain
-            steps; 0 where it could only decode plainly, None without a planner.
-        same_samples: whether it also draws plain decoding's tokens above temperature 0.
-    """
+It is called with the prompt's token ids and, by name, ``max_tokens``, ``sampling`` and
+``on_progress``, and yields a response per token. ``on_progress`` is last called when the first
+token's forward begins. Nothing is remembered from run to run, else a repeated prompt's answer would
+be known.
+"""
 
-    stream: Callable[..., Iterator[GenerationResponse]]
-    expected_cost: Callable[[], float | None] = lambda: None
-    same_samples: bool = True
+MakeStream = Callable[..., Stream]
+"""Makes a way to generate from a loaded model and its tokenizer, by name also from a ``head``."""
 
 
-MakeBackend = Callable[..., Backend]
-"""Makes a backend from a loaded model and its tokenizer, by name also from a ``head``."""
-
-
-def with_drafter(make_drafter: Callable[[], Drafter]) -> MakeBackend:
+def with_drafter(make_drafter: Callable[[], Drafter]) -> MakeStream:
     """mlxspec's loop with a new drafter for each run."""
 
-    def make(model: nn.Module, tokenizer: TokenizerWrapper) -> Backend:
+    def make(model: nn.Module, tokenizer: TokenizerWrapper) -> Stream:
         decoder = Decoder(model, tokenizer)
-        return Backend(lambda prompt, **options: decoder.decode(prompt, make_drafter(), **options))
+        return lambda prompt, **options: decoder.decode(prompt, make_drafter(), **options)
 
     return make
 
 
-def _planned(make_decoder: Callable[..., AutoDecoder | LookaheadDecoder]) -> MakeBackend:
-    """A decoder whose drafts follow the measured cost of steps."""
-
-    def make(model: nn.Module, tokenizer: TokenizerWrapper, **more: Any) -> Backend:
-        decoder = make_decoder(model, tokenizer, **more)
-        return Backend(decoder.stream, lambda: decoder.predicted_cost)
-
-    return make
+def _stream_of(make_decoder: Callable[..., Decoder], **more: Any) -> MakeStream:
+    """A decoder's own drafting."""
+    return lambda model, tokenizer, **head: make_decoder(model, tokenizer, **more, **head).stream
 
 
-def _mlx_lm(model: nn.Module, tokenizer: TokenizerWrapper) -> Backend:
+def _mlx_lm(model: nn.Module, tokenizer: TokenizerWrapper) -> Stream:
     """mlx-lm's own generation."""
 
     def stream(
@@ -203,35 +188,34 @@ def _mlx_lm(model: nn.Module, tokenizer: TokenizerWrapper) -> Backend:
             prompt_progress_callback=before_first_token,
         )
 
-    return Backend(stream, same_samples=False)
+    return stream
 
 
-BACKENDS: dict[str, MakeBackend] = {
+BACKENDS: dict[str, MakeStream] = {
     PLAIN: with_drafter(NoDraft),
     MLX_LM: _mlx_lm,
     "prompt-lookup": with_drafter(PromptLookupDrafter),
-    "auto": _planned(partial(AutoDecoder, memory_tokens=0)),
-    "lookahead": _planned(LookaheadDecoder),
-    "combined": _planned(partial(CombinedDecoder, memory_tokens=0)),
+    "auto": _stream_of(AutoDecoder, memory_tokens=0),
+    "lookahead": _stream_of(LookaheadDecoder),
 }
-"""By the names of ``--decoder``; each is made from a loaded model and its tokenizer."""
+"""By the names of ``--decoder``."""
 
 
-def backends_with(drafter: type[Drafter]) -> dict[str, MakeBackend]:
+def backends_with(drafter: type[Drafter]) -> dict[str, MakeStream]:
     """A custom drafter class, alone and together with the default decoder's look-ups."""
-    auto = partial(AutoDecoder, memory_tokens=0, extra_drafter=drafter)
     name = drafter.__name__
-    return {name: with_drafter(drafter), f"auto+{name}": _planned(auto)}
+    auto = _stream_of(AutoDecoder, memory_tokens=0, extra_drafter=drafter)
+    return {name: with_drafter(drafter), f"auto+{name}": auto}
 
 
 def takes_head(name: str) -> bool:
     """Whether the backend of this name drafts with a trained head, if there is one."""
-    return name.partition("+")[0] in ("auto", "combined")
+    return name.partition("+")[0] == "auto"
 
 
-def with_head(makers: Mapping[str, MakeBackend], head: Head) -> dict[str, MakeBackend]:
+def with_head(makers: Mapping[str, MakeStream], head: Head) -> dict[str, MakeStream]:
     """The same with a head, and also the default decoder without it, to show what it adds."""
-    result: dict[str, MakeBackend] = {}
+    result: dict[str, MakeStream] = {}
     for name, make in makers.items():
         result[name] = partial(make, head=head) if takes_head(name) else make
         if name == "auto":
@@ -239,7 +223,7 @@ def with_head(makers: Mapping[str, MakeBackend], head: Head) -> dict[str, MakeBa
     return result
 
 
-def chosen_backends(names: str | None) -> dict[str, MakeBackend]:
+def chosen_backends(names: str | None) -> dict[str, MakeStream]:
     """The backends in a comma-separated list, or all without one; plain decoding comes first.
 
     Raises:
@@ -268,7 +252,6 @@ class TimedRun:
         prefill_seconds: from the call to the first token's forward.
         seconds: from there to the last token.
         stats: what speculation did; None without speculation.
-        predicted_speed: what the planner expected, against plain decoding; None without one.
     """
 
     tokens: tuple[int, ...]
@@ -276,7 +259,6 @@ class TimedRun:
     prefill_seconds: float
     seconds: float
     stats: SpeculationStats | None
-    predicted_speed: float | None
 
     @property
     def rate(self) -> float:
@@ -285,7 +267,7 @@ class TimedRun:
 
 
 def run(
-    backend: Backend,
+    stream: Stream,
     prompt: list[int],
     max_tokens: int,
     sampling: SamplingParams,
@@ -299,23 +281,19 @@ def run(
         nonlocal prefilled
         prefilled = clock()
 
-    for response in backend.stream(
+    for response in stream(
         prompt, max_tokens=max_tokens, sampling=sampling, on_progress=on_progress
     ):
         ended = clock()  # work after the last token delays no output
         tokens.append(response.token)
         texts.append(response.text)
         stats = getattr(response, "stats", None)
-    cost, predicted_speed = backend.expected_cost(), None
-    if stats and cost is not None:
-        predicted_speed = stats.emitted / cost if cost else 1.0
     return TimedRun(
         tokens=tuple(tokens),
         text="".join(texts),
         prefill_seconds=prefilled - started,
         seconds=ended - prefilled,
         stats=stats,
-        predicted_speed=predicted_speed,
     )
 
 
@@ -367,7 +345,7 @@ class Measurement:
 
     model: nn.Module
     tokenizer: TokenizerWrapper
-    makers: Mapping[str, MakeBackend]
+    makers: Mapping[str, MakeStream]
     _: KW_ONLY
     max_tokens: int
     repeats: int
@@ -424,8 +402,8 @@ class Measurement:
             order += in_turn(names, repeat)
         runs: dict[str, list[TimedRun]] = {name: [] for name in names}
         for name in order:
-            backend, limits = self._backends[name], (self.max_tokens, self.sampling)
-            runs[name].append(run(backend, tokens, *limits, clock=self.clock))
+            stream, limits = self._backends[name], (self.max_tokens, self.sampling)
+            runs[name].append(run(stream, tokens, *limits, clock=self.clock))
             self._on_run()
         self._warm = True
         return {name: warm[-self.repeats :] for name, warm in runs.items()}
@@ -434,7 +412,7 @@ class Measurement:
         self, name: str, prompt: list[int], runs: dict[str, list[TimedRun]]
     ) -> list[Difference] | None:
         """How the distinct outputs of a backend differ from plain decoding's first one."""
-        if self.sampling.temp > 0 and not self._backends[name].same_samples:
+        if self.sampling.temp > 0 and name == MLX_LM:
             return None
         expected = runs[PLAIN][0].tokens
         compared = (
@@ -447,21 +425,14 @@ class Measurement:
         """The conversation's tokens; without a chat template its texts, a blank line between."""
         if prompt.raw or not self.tokenizer.has_chat_template:
             return encode_prompt(self.tokenizer, "\n\n".join(m["content"] for m in messages))
-        try:
-            return apply_template(self.tokenizer, messages, add_generation_prompt=True)
-        except PromptError as error:
-            raise PromptError(
-                f"a prompt of the category {prompt.category!r}: {error}: change its messages"
-            ) from error
+        return apply_template(self.tokenizer, messages, add_generation_prompt=True)
 
 
 # --- the report ---
 
 Report = dict[str, Any]
 
-_SHORT = 30  # tokens of an answer
 _WIDE = 0.25  # from the lowest to the highest ratio of a prompt's runs, as a share of the median
-SLOW = 0.95  # a measured ratio above it may as well be 1
 
 
 def machine_facts() -> Report:
@@ -524,32 +495,31 @@ def bench_report(
         over each category, and on each prompt, see :func:`figures`. A speed-up over all is the
         geometric mean of the categories'. Without the same output there is no speed-up, but an
         entry in ``differences``. ``exactness`` counts the ``outputs``, one for each prompt and
-        each decoder but plain, and those that ``differ`` from plain decoding's, with the median
-        and the largest margin of where they part. ``rough`` is a sentence that says why the
-        figures are noisy, or None.
+        each decoder but plain, and those that ``differ`` from plain decoding's, with the largest
+        margin of where they part. ``rough`` is a sentence that says why the figures are noisy, or
+        None.
     """
-    names = list(prompts[0].runs)
     trusted = {
-        name for name in names if all(_is_right(prompt.differences[name]) for prompt in prompts)
+        name
+        for name in prompts[0].runs
+        if all(_is_right(prompt.differences[name]) for prompt in prompts)
     }
     grouped: dict[str, list[MeasuredPrompt]] = {}
     for prompt in prompts:
         grouped.setdefault(prompt.category, []).append(prompt)
     categories: dict[str, Report] = {
-        category: {
-            "prompts": len(members),
-            "decoders": _by_backend(members, trusted),
-        }
+        category: {"prompts": len(members), "decoders": _by_backend(members, trusted)}
         for category, members in grouped.items()
     }
     over_all = _by_backend(prompts, trusted)
     for name, entry in over_all.items():
-        _weigh_alike(entry, {c: of["decoders"][name] for c, of in categories.items()}, name)
+        for ratio in ("speedup", "vs_mlx_lm"):  # each category has the same weight
+            values = [of["decoders"][name][ratio] for of in categories.values()]
+            entry[ratio] = None if None in values else geometric_mean(values)
     differences = list(_differences(prompts))
     return {
         **facts,
         "rough": noise_warning(prompts),
-        "baseline": MLX_LM if {MLX_LM, PLAIN} <= trusted else PLAIN,
         "decoders": over_all,
         "categories": categories,
         "exactness": _exactness(over_all, differences),
@@ -576,35 +546,25 @@ def figures(prompts: Sequence[MeasuredPrompt], name: str, trusted: set[str]) -> 
         counted in the first.
         ``speedup``: the rate against plain decoding: the median of each prompt's ratios, taken
         run by run, and of those the geometric mean. ``vs_mlx_lm``: the same against mlx-lm.
-        ``predicted_speed``: what the planner expected, against plain decoding, averaged alike;
-        ``prediction_error``: that over the measured speed-up, less 1.
         ``tokens_per_step``, ``rows_per_step``, ``acceptance_rate``: over all steps.
         ``outputs``: on how many prompts all outputs were ``equal``, differ first at
-        ``near_ties`` (with the ``largest_margin``), are ``different``, or are ``not_compared``
-        because the backend draws other random numbers.
+        ``near_ties``, are ``different``, or are ``not_compared`` because the backend draws other
+        random numbers.
         Each is None where it is not known.
     """
     runs = [run for prompt in prompts for run in prompt.runs[name]]
     stats = [run.stats for run in runs if run.stats]
     steps = sum(s.steps for s in stats)
     drafted = sum(s.drafted for s in stats)
-    speedup = _ratio(prompts, name, PLAIN, trusted)
-    predicted = [
-        [run.predicted_speed for run in prompt.runs[name] if run.predicted_speed is not None]
-        for prompt in prompts
-    ]
-    predicted_speed = geometric_mean(map(median, predicted)) if all(predicted) else None
     return {
         "tokens_per_second": median(run.rate for run in runs),
         "prefill_seconds": median(run.prefill_seconds for run in runs),
-        "speedup": speedup,
+        "speedup": _ratio(prompts, name, PLAIN, trusted),
         "vs_mlx_lm": _ratio(prompts, name, MLX_LM, trusted),
-        "predicted_speed": predicted_speed,
         "tokens_per_step": sum(s.emitted for s in stats) / steps if steps else None,
         "rows_per_step": sum(s.rows for s in stats) / steps if steps else None,
         "acceptance_rate": sum(s.accepted for s in stats) / drafted if drafted else None,
         "outputs": _outputs([prompt.differences[name] for prompt in prompts]),
-        "prediction_error": _error(predicted_speed, speedup),
     }
 
 
@@ -626,50 +586,30 @@ def _ratio(
     return geometric_mean(median(_ratios(prompt, name, base)) for prompt in prompts)
 
 
-def _error(predicted: float | None, speedup: float | None) -> float | None:
-    return None if predicted is None or speedup is None else predicted / speedup - 1
-
-
 def _outputs(compared: Sequence[list[Difference] | None]) -> Report:
     """How outputs compare with plain decoding's, given the differences on each prompt."""
-    right = [differences or [] for differences in compared if _is_right(differences)]
-    not_compared = compared.count(None)
-    margins = [difference.margin for differences in right for difference in differences]
+    equal, not_compared = compared.count([]), compared.count(None)
+    right = sum(map(_is_right, compared))
     return {
-        "equal": right.count([]),
-        "near_ties": len(right) - right.count([]),
-        "different": len(compared) - not_compared - len(right),
+        "equal": equal,
+        "near_ties": right - equal,
+        "different": len(compared) - not_compared - right,
         "not_compared": not_compared,
-        "largest_margin": max(margins, default=None),
     }
-
-
-def _weigh_alike(entry: Report, by_category: dict[str, Report], name: str) -> None:
-    """Give each category the same weight in the ratios over all prompts, and name the worst."""
-    for ratio in ("speedup", "vs_mlx_lm", "predicted_speed"):
-        values = [of[ratio] for of in by_category.values()]
-        entry[ratio] = None if None in values else geometric_mean(values)
-    entry["prediction_error"] = _error(entry["predicted_speed"], entry["speedup"])
-    entry["worst_category"] = entry["worst"] = None
-    if entry["speedup"] is not None and name != PLAIN:
-        worst = min(by_category, key=lambda category: by_category[category]["speedup"])
-        entry["worst_category"], entry["worst"] = worst, by_category[worst]["speedup"]
 
 
 def noise_warning(prompts: Sequence[MeasuredPrompt]) -> str | None:
     """Why the figures are noisy, in one sentence; None where they are not."""
-    tokens = median(len(prompt.runs[PLAIN][0].tokens) for prompt in prompts)
     spread: dict[str, float] = {}
     for name in prompts[0].runs:
         ratios = [_ratios(prompt, name, PLAIN) for prompt in prompts]
         spread[name] = median((max(of) - min(of)) / median(of) for of in ratios)
     widest = max(spread, key=spread.__getitem__)
-    reasons = []
-    if tokens < _SHORT:
-        reasons.append(f"half of the answers have no more than {tokens:.0f} tokens")
-    if spread[widest] > _WIDE:
-        reasons.append(f"the turns of {widest} on a prompt differ by {spread[widest]:.0%}")
-    return f"The figures are rough: {' and '.join(reasons)}." if reasons else None
+    if spread[widest] <= _WIDE:
+        return None
+    return (
+        f"The figures are rough: the turns of {widest} on a prompt differ by {spread[widest]:.0%}."
+    )
 
 
 def _differences(prompts: Sequence[MeasuredPrompt]) -> Iterator[Report]:
@@ -692,29 +632,25 @@ def _differences(prompts: Sequence[MeasuredPrompt]) -> Iterator[Report]:
 def _exactness(decoders: Report, differences: Sequence[Report]) -> Report:
     drafting = [of["outputs"] for name, of in decoders.items() if name != PLAIN]
     margins = [of["margin"] for of in differences if of["decoder"] != PLAIN]
-    known = [margin for margin in margins if margin is not None]
     differ = sum(of["near_ties"] + of["different"] for of in drafting)
     return {
         "outputs": differ + sum(of["equal"] for of in drafting),
         "differ": differ,
-        "median_margin": median(known) if known else None,
-        "largest_margin": max(known, default=None),
+        "largest_margin": max((one for one in margins if one is not None), default=None),
     }
 
 
 def exactness(report: Report) -> str:
-    """How many outputs are plain decoding's, and the gap where others part; "" without any."""
+    """How many outputs are plain decoding's, and the gap where others part."""
     of = report["exactness"]
-    if not of["outputs"]:
-        return ""
     said = (
         f"{of['outputs'] - of['differ']} of {of['outputs']} outputs are identical to {PLAIN} "
         f"decoding's, in {report['model']['dtype']}."
     )
     if of["largest_margin"] is not None:
         said += (
-            " Where an output parts from it, the two tokens' logits are "
-            f"{of['median_margin']:.2g} apart in the median, {of['largest_margin']:.2g} at most."
+            " Where an output parts from it, the two tokens' logits are at most "
+            f"{of['largest_margin']:.2g} apart."
         )
     return said
 
@@ -733,40 +669,36 @@ def _prompt(prompt: MeasuredPrompt, trusted: set[str], include_text: bool) -> Re
     return entry
 
 
-def ratio_name(report: Report) -> str:
-    """Which of the figures is the speed against the report's baseline."""
-    return "vs_mlx_lm" if report["baseline"] == MLX_LM else "speedup"
-
-
 def verdict(report: Report) -> str:
     """One sentence: which backend is fastest."""
-    ratio, baseline = ratio_name(report), report["baseline"]
-    speeds = {name: of[ratio] for name, of in report["decoders"].items() if of[ratio] is not None}
+    speeds = {
+        name: figures["speedup"]
+        for name, figures in report["decoders"].items()
+        if figures["speedup"] is not None
+    }
     if len(speeds) < 2:
         return "No speed-up is given: there are no two decoders with the same output."
     best = max(speeds, key=speeds.__getitem__)
-    if best == baseline:
-        return f"{baseline} is fastest: nothing else was worth its cost here."
-    lowest = min(entry["decoders"][best][ratio] for entry in report["categories"].values())
+    if best == PLAIN:
+        return f"{PLAIN} is fastest: nothing else was worth its cost here."
+    lowest = min(of["decoders"][best]["speedup"] for of in report["categories"].values())
+    mlx_lm = report["decoders"][best]["vs_mlx_lm"]
     return (
-        f"{best} is fastest: {speeds[best]:.2f} times the speed of {baseline}, "
-        f"{lowest:.2f} times in its worst category."
+        f"{best} is fastest: {speeds[best]:.2f} times the speed of {PLAIN}"
+        + (f" and {mlx_lm:.2f} times that of {MLX_LM}" if mlx_lm and best != MLX_LM else "")
+        + f", {lowest:.2f} times {PLAIN}'s in its worst category."
     )
 
 
 def what_differs(report: Report) -> Iterator[str]:
     """A line for each output that is wrong."""
-    for difference in report["differences"]:
-        if difference["near_tie"]:
-            continue
-        margin = difference["margin"]
-        how = (
-            "one output ended before the other"
-            if margin is None
-            else f"the tokens are {margin:.2g} apart, rounding explains {difference['bound']:.2g}"
-        )
-        place = f"prompt {difference['prompt']} ({difference['category']})"
-        yield (
-            f"{difference['decoder']} differs from {PLAIN} decoding on {place} "
-            f"at token {difference['token']}: {how}"
-        )
+    for of in report["differences"]:
+        if not of["near_tie"]:
+            how = "one output ended before the other"
+            if of["margin"] is not None:
+                how = f"the tokens are {of['margin']:.2g} apart, rounding explains "
+                how += f"{of['bound']:.2g}"
+            yield (
+                f"{of['decoder']} differs from {PLAIN} decoding on prompt {of['prompt']} "
+                f"({of['category']}) at token {of['token']}: {how}"
+            )

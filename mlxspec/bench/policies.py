@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from heapq import heappop, heappush
 
 from ..corpus.memory import MAX_TOKENS, Memory
 from ..drafting.costs import CostCurve, FixedCosts
-from ..drafting.drafter import Drafter, DraftTree, Limits, TreeBuilder, VerifiedStep, accept
+from ..drafting.drafter import Drafter, DraftTree, Limits, VerifiedStep, accept
 from ..drafting.kept import Experience
 from ..drafting.planner import Planner
 from ..drafting.policy import trees_pay
@@ -90,57 +87,16 @@ def ngram_simple(size_n: int = 12, size_m: int = 48) -> Rule:
     return draft
 
 
-def tensorrt_pool(n_draft: int = 10, ngram_max: int = 2) -> Rule:
-    """A pool from n-grams to the oldest draft that followed them.
-
-    The rules of ``NGramPoolManager`` and of ``PLDPool`` in TensorRT-LLM's
-    examples/prompt_lookup: every n-gram with what followed it is put in the pool, the newest
-    part of the context again at each step, since more follows there now; a draft that is
-    shorter than allowed is replaced. (Of the drafts that is_keep_all keeps, is_use_oldest
-    proposes the first, so only that one is kept here.)
-
-    Args:
-        n_draft: how many tokens to draft at most.
-        ngram_max: the longest n-gram.
-    """
-    text: list[int] = []
-    pool: dict[tuple[int, ...], list[int]] = {}
-    start = 0
-
-    def draft(tokens: Sequence[int]) -> DraftTree:
-        nonlocal start
-        text.extend(tokens)
-        for size in range(ngram_max, 0, -1):
-            for end in range(start + size, len(text)):
-                key = tuple(text[end - size : end])
-                if len(pool.get(key, ())) < n_draft:
-                    pool[key] = text[end : end + n_draft]
-        start = max(0, len(text) - (n_draft + ngram_max - 1))
-        sizes = range(min(ngram_max, len(text) - 1), 0, -1)
-        found = (pool.get(tuple(text[-size:])) for size in sizes)
-        return DraftTree.chain(text[-1], next(filter(None, found), ()))
-
-    return draft
-
-
-def suffix_decoding(
-    branching: bool = False,
-    max_spec_factor: float = 1.0,
-    min_token_prob: float = 0.1,
-    max_depth: int = 64,
-) -> Rule:
+def suffix_path(min_token_prob: float = 0.1, max_depth: int = 64) -> Rule:
     """The most frequent continuation of some suffix of the text, over prompt and output.
 
-    Each match length gives a draft of at most ``max_spec_factor`` times as many tokens; a
-    token's probability is the share of the match's occurrences that it continues; the draft
-    with the greatest sum of probabilities is taken. (Oliaro et al. 2024, arXiv 2411.04975,
-    with the rules and defaults of Snowflake's ArcticInference: ``SuffixTree::speculate``. The
-    text's own end counts as an occurrence there, and so it does here. Its global tree of
-    earlier requests is left out.)
+    Each match gives a draft of at most as many tokens; a token's probability is the share of the
+    match's occurrences that it continues; the draft with the greatest sum of probabilities is
+    taken. (Oliaro et al. 2024, arXiv 2411.04975, with the rules and defaults of Snowflake's
+    ArcticInference: ``SuffixTree::speculate``. The text's own end counts as an occurrence there,
+    and so it does here. Its global tree of earlier requests is left out.)
 
     Args:
-        branching: draft the most probable nodes of the tree rather than one path.
-        max_spec_factor: draft tokens per matched token.
         min_token_prob: the least probable token that is drafted.
         max_depth: matched and drafted tokens together.
     """
@@ -151,18 +107,18 @@ def suffix_decoding(
         for token in tokens:
             text.append(token)
             ends.setdefault(token, []).append(len(text))
-        best, tree = 0.0, DraftTree.chain(text[-1])
-        for positions, most in _matches(text, ends[text[-1]], max_spec_factor, max_depth):
-            score, grown = _grown(text, positions, most, branching, min_token_prob)
+        best, path = 0.0, list[int]()
+        for positions, most in _matches(text, ends[text[-1]], max_depth):
+            score, found = _most_frequent(text, positions, most, min_token_prob)
             if score >= best:
-                best, tree = score, grown
-        return tree
+                best, path = score, found
+        return DraftTree.chain(text[-1], path)
 
     return draft
 
 
 def _matches(
-    text: Sequence[int], positions: list[int], factor: float, max_depth: int
+    text: Sequence[int], positions: list[int], max_depth: int
 ) -> list[tuple[list[int], int]]:
     """The distinct sets of places where a suffix of the text occurs, shortest suffix first.
 
@@ -176,7 +132,7 @@ def _matches(
         longer = [p for p in positions if p >= length and text[p - length] == token]
         if len(longer) < 2:  # the text's end alone
             break
-        most = min(int(length * factor + 1e-6), max_depth - length)
+        most = min(length, max_depth - length)
         if matches and len(longer) == len(positions):
             most = max(most, matches.pop()[1])
         matches.append((longer, most))
@@ -184,32 +140,26 @@ def _matches(
     return matches
 
 
-def _grown(
-    text: Sequence[int], positions: list[int], most: int, branching: bool, least: float
-) -> tuple[float, DraftTree]:
-    """The most probable nodes of a match, and the sum of their probabilities."""
-    builder = TreeBuilder(text[-1])
-    frontier: list[tuple[float, int, int, int, int, list[int]]] = []
-    serial = itertools.count()  # among equals the older one comes first
-    score, node, depth, probability = 0.0, 0, 0, 1.0
-    while True:
+def _most_frequent(
+    text: Sequence[int], positions: list[int], most: int, least: float
+) -> tuple[float, list[int]]:
+    """The most frequent continuation of a match, and the sum of its probabilities."""
+    path: list[int] = []
+    score, probability = 0.0, 1.0
+    while len(path) < most:
         groups: dict[int, list[int]] = {}  # occurrences by the token that follows
         for position in positions:
-            if position + depth < len(text):
-                groups.setdefault(text[position + depth], []).append(position)
-        children = list(groups.items())
-        if children and not branching:
-            children = [max(children, key=lambda item: len(item[1]))]
-        for token, group in children:
-            share = probability * len(group) / len(positions)
-            if share >= least:
-                heappush(frontier, (-share, next(serial), node, depth + 1, token, group))
-        if not frontier or len(builder) > most:
-            return score, builder.tree()
-        negative, _, parent, depth, token, positions = heappop(frontier)
-        probability = -negative
-        node = builder.child(parent, token)
-        score += probability
+            if position + len(path) < len(text):
+                groups.setdefault(text[position + len(path)], []).append(position)
+        if not groups:
+            break
+        token, group = max(groups.items(), key=lambda item: len(item[1]))
+        probability *= len(group) / len(positions)
+        if probability < least:
+            break
+        path.append(token)
+        score, positions = score + probability, group
+    return score, path
 
 
 # --- hindsight ---
@@ -287,8 +237,6 @@ class ReplayPolicy:
     """What can be replayed.
 
     Attributes:
-        label: its name in tables; where the rule is another program's, with that one's name.
-        description: what it is, for users.
         drafters: gives the drafters of a replay from its cost curve, T(rows) / T(1), and the
             classes of its tokens (see :func:`mlxspec.drafting.acceptance.token_classes`). They
             share what earlier outputs have taught.
@@ -296,23 +244,18 @@ class ReplayPolicy:
         memory_tokens: how many tokens of completions it remembers; None for all.
     """
 
-    label: str
-    description: str
     drafters: Callable[[CostCurve, bytes], NewDrafter]
-    follows_costs: bool = False
+    follows_costs: bool = True
     memory_tokens: int | None = 0
 
 
-def _ruled(label: str, description: str, new: Callable[[], Drafter]) -> ReplayPolicy:
+def _from_text(new: Callable[[], Drafter]) -> ReplayPolicy:
     """A policy that drafts from the text alone."""
-    return ReplayPolicy(label, description, lambda curve, classes: lambda output: new())
+    return ReplayPolicy(lambda curve, classes: lambda output: new(), follows_costs=False)
 
 
 def planned(
-    label: str,
-    description: str,
-    memory_tokens: int | None = 0,
-    other: Callable[[], Drafter] | None = None,
+    memory_tokens: int | None = 0, other: Callable[[], Drafter] | None = None
 ) -> ReplayPolicy:
     """The default decoder with a memory of this size, and with another drafter if given."""
 
@@ -324,7 +267,7 @@ def planned(
 
         def new(output: Sequence[int]) -> Drafter:
             if memory:
-                memory.settle(tidy=True)  # it finds all outputs so far, however fast this goes
+                memory.settle()  # it finds all outputs so far, however fast this goes
             sources: list[Drafter] = [SuffixSource(classes, experience, memory=memory)]
             if other is not None:
                 sources.append(other())
@@ -333,7 +276,7 @@ def planned(
 
         return new
 
-    return ReplayPolicy(label, description, drafters, True, memory_tokens)
+    return ReplayPolicy(drafters, memory_tokens=memory_tokens)
 
 
 def _hindsight(curve: CostCurve, classes: bytes) -> NewDrafter:
@@ -345,74 +288,24 @@ HINDSIGHT = "hindsight"
 """Not a decoder, since it knows the output; it shows how much is left to gain."""
 
 POLICIES: dict[str, ReplayPolicy] = {
-    AUTO: planned(
-        AUTO, "mlxspec's default decoder without a memory; earlier outputs teach what is likely"
-    ),
-    "auto-memory": planned(
-        "auto-memory",
-        "the default decoder as it is: it remembers the process's earlier outputs",
-        MAX_TOKENS,
-    ),
-    "prompt-lookup": _ruled(
-        "prompt-lookup",
-        "as in 'mlxspec generate': n-grams of 3 to 1, 10 tokens",
-        PromptLookupDrafter,
-    ),
+    AUTO: planned(),
+    "auto-memory": planned(MAX_TOKENS),
+    "prompt-lookup": _from_text(PromptLookupDrafter),
     # Its PLD, the yardstick of published figures.
-    "spec-bench": _ruled(
-        "prompt lookup (Spec-Bench)",
-        "its PLD: n-grams of 3 to 1, 10 tokens, full drafts only",
-        lambda: RuleDrafter(full_draft_lookup),
-    ),
-    # transformers: generate(prompt_lookup_num_tokens=10), max_matching_ngram_size 2.
-    "transformers": _ruled(
-        "prompt lookup (transformers)",
-        "its prompt_lookup_num_tokens=10, n-grams of 2 and 1",
-        lambda: PromptLookupDrafter(n_draft=10, ngram_max=2),
-    ),
-    # vLLM: method "ngram", prompt_lookup_min = prompt_lookup_max = 5; the number of tokens
-    # has no default there, 5 is that of its documentation.
-    "vllm": _ruled(
-        "n-grams (vLLM)",
-        "its n-gram speculator: n-grams of 5, 5 tokens",
-        lambda: PromptLookupDrafter(n_draft=5, ngram_max=5, ngram_min=5),
-    ),
-    # TensorRT-LLM: prompt_lookup_config [10,2], is_keep_all and is_use_oldest.
-    "tensorrt-llm": _ruled(
-        "prompt lookup (TensorRT-LLM)",
-        "its prompt lookup pool: n-grams of 2 and 1, 10 tokens, keep all, oldest",
-        lambda: RuleDrafter(tensorrt_pool),
-    ),
-    "llama.cpp": _ruled(
-        "ngram-simple (llama.cpp)",
-        "its n-grams of 12, 48 tokens",
-        lambda: RuleDrafter(ngram_simple),
-    ),
-    "suffix-path": _ruled(
-        "suffix path (ArcticInference)",
-        "its SuffixDecoding: the most frequent continuation of what matches, as one chain",
-        lambda: RuleDrafter(suffix_decoding),
-    ),
-    "suffix-tree": _ruled(
-        "suffix tree (ArcticInference)",
-        "the same with a tree of continuations, up to four times the match's length",
-        lambda: RuleDrafter(partial(suffix_decoding, branching=True, max_spec_factor=4.0)),
-    ),
-    HINDSIGHT: ReplayPolicy(
-        f"{HINDSIGHT} (unreachable)",
-        "no decoder: auto's candidates, as many as the known output shows to pay best",
-        _hindsight,
-        follows_costs=True,
-    ),
+    "spec-bench": _from_text(lambda: RuleDrafter(full_draft_lookup)),
+    # generate(prompt_lookup_num_tokens=10), max_matching_ngram_size 2.
+    "transformers": _from_text(lambda: PromptLookupDrafter(n_draft=10, ngram_max=2)),
+    # Method "ngram", prompt_lookup_min = prompt_lookup_max = 5; the number of tokens has no
+    # default there, 5 is that of its documentation.
+    "vllm": _from_text(lambda: PromptLookupDrafter(n_draft=5, ngram_max=5, ngram_min=5)),
+    "llama.cpp": _from_text(lambda: RuleDrafter(ngram_simple)),
+    "suffix-path": _from_text(lambda: RuleDrafter(suffix_path)),
+    HINDSIGHT: ReplayPolicy(_hindsight),
 }
-"""By name; a further one, with a drafter of any kind, is one entry."""
+"""By the names of ``--decoder``; a further one, with a drafter of any kind, is one entry."""
 
 
 def policies_with(drafter: type[Drafter]) -> dict[str, ReplayPolicy]:
     """A custom drafter class, alone and together with the default decoder's look-ups."""
     name = drafter.__name__
-    both = f"auto+{name}"
-    return {
-        name: _ruled(name, "a drafter of your own", drafter),
-        both: planned(both, "the default decoder, which drafts with it too", other=drafter),
-    }
+    return {name: _from_text(drafter), f"{AUTO}+{name}": planned(other=drafter)}

@@ -9,9 +9,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..errors import LoadError, OptionError, PromptError
+from ..errors import LoadError, PromptError
 from ..jsonl import conversation_of, json_lines
-from ..models.tokenizer import load_tokenizer_of, vocabulary_classes
 
 Messages = list[dict[str, str]]
 """Each has "role" and "content"."""
@@ -273,67 +272,26 @@ def render(trace: Trace, encode: Encode, bos_id: int, eos_id: int) -> Iterator[C
             context.append(eos_id)
 
 
-@dataclass(frozen=True)
-class TraceTokenizer:
-    """The parts of a tokenizer that a replay uses.
-
-    Attributes:
-        encode: encodes a text without adding special tokens.
-        bos_id: the first token of a context.
-        eos_id: the last token of an answer.
-        classes: see :func:`mlxspec.drafting.acceptance.token_classes`.
-    """
-
-    encode: Encode
-    bos_id: int
-    eos_id: int
-    classes: bytes
-
-
-def load_trace_tokenizer(source: str | Path) -> TraceTokenizer:
-    """Load a tokenizer for a replay.
-
-    Args:
-        source: as for :func:`mlxspec.models.tokenizer.load_tokenizer_of`.
-
-    Raises:
-        LoadError: there is no tokenizer, or it has no EOS token.
-    """
-    tokenizer = load_tokenizer_of(source)
-    bos_id, eos_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-    if eos_id is None:
-        raise LoadError(f"{source}: the tokenizer has no EOS token, with which answers end")
-    return TraceTokenizer(
-        encode=partial(tokenizer.encode, add_special_tokens=False),
-        # Some models have no BOS. Any other token at the start leads to the same drafts.
-        bos_id=eos_id if bos_id is None else bos_id,
-        eos_id=eos_id,
-        classes=vocabulary_classes(tokenizer),
-    )
-
-
-def read_completions(
-    paths: Iterable[Path], tokenizer: TraceTokenizer, limit: int
-) -> list[Completion]:
+def read_completions(paths: Iterable[Path], tokenizer: Any, limit: int) -> list[Completion]:
     """Read traces and encode their outputs, category by category.
 
     Args:
         paths: files of traces or chat logs.
-        tokenizer: encodes the texts.
-        limit: the most conversations of a category, which are then evenly spaced.
+        tokenizer: as :func:`mlxspec.models.tokenizer.load_tokenizer_of` returns it.
+        limit: the most conversations of a category, at least 1, which are then evenly spaced.
 
     Raises:
-        OptionError: ``limit`` is below 1.
+        LoadError: the tokenizer has no EOS token.
         PromptError: as :func:`read_traces`, or the chosen conversations have no output.
     """
-    if limit < 1:
-        raise OptionError(f"--limit is {limit}: take at least 1 conversation of a category")
+    bos_id, eos_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    if eos_id is None:
+        raise LoadError("the tokenizer has no EOS token, with which answers end: name another one")
+    # Some models have no BOS. Any other token at the start leads to the same drafts.
+    bos_id = eos_id if bos_id is None else bos_id
+    encode = partial(tokenizer.encode, add_special_tokens=False)
     traces = limited((trace for path in paths for trace in read_traces(path)), limit)
-    completions = [
-        completion
-        for trace in traces
-        for completion in render(trace, tokenizer.encode, tokenizer.bos_id, tokenizer.eos_id)
-    ]
+    completions = [one for trace in traces for one in render(trace, encode, bos_id, eos_id)]
     if not completions:
         raise PromptError(
             f"--limit {limit} chooses no conversation with an assistant message: raise it"

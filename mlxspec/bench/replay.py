@@ -27,8 +27,8 @@ from .prompts import Completion
 SLOW = 0.98
 """A speed below this counts as slower than plain decoding, but for a few plain steps."""
 _UNNOTICED = 2.0  # plain steps: what an output may lose, however short it is
-_WORTH_IT = 1.02
-"""How much faster batching and drafting must be than the better of the two, to add up."""
+
+_UNUSABLE = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError, OptionError)
 
 MAX_DEPTH = 4096  # the drafter does not know where the output ends
 _ANY_CURVE = CostCurve([(1, 1)])  # for policies that do not plan by it
@@ -42,32 +42,18 @@ class Replayed:
         tokens: how many the outputs have in all.
         rows: per step, how many rows the target verified for all sequences.
         sequences: per step, how many sequences shared it.
-        spans: per output, in the order in which they ended, its tokens and its steps.
         heads: by step, what trained heads took before it, in plain joint steps.
     """
 
     tokens: int
     rows: tuple[int, ...]
     sequences: tuple[int, ...] = ()
-    spans: tuple[tuple[int, range], ...] = ()
     heads: Mapping[int, float] = field(default_factory=dict)
 
     def cost(self, curve: Callable[[int], float]) -> float:
         """The time of all steps under a cost curve, in plain steps of one sequence."""
         heads = sum(time * curve(self.sequences[step]) for step, time in self.heads.items())
         return sum(map(curve, self.rows)) + heads
-
-    def times(self, curve: Callable[[int], float]) -> list[tuple[int, float]]:
-        """Per output its tokens, and the time of its steps in plain joint steps.
-
-        A sequence waits for the drafts of the others, so it may be slower where all together
-        are faster.
-        """
-        times = [
-            curve(rows) / curve(count) + self.heads.get(step, 0.0)
-            for step, (rows, count) in enumerate(zip(self.rows, self.sequences, strict=True))
-        ]
-        return [(tokens, sum(times[steps.start : steps.stop])) for tokens, steps in self.spans]
 
 
 def replay(prompt: Sequence[int], output: Sequence[int], drafter: Drafter) -> Replayed:
@@ -110,7 +96,6 @@ def replay_jointly(
     sequences: list[int] = []
     rows: list[int] = []
     heads: dict[int, float] = {}
-    spans: list[tuple[int, range]] = []
     ahead = False  # whether the next step was dispatched in the last one
     try:
         while True:
@@ -131,13 +116,12 @@ def replay_jointly(
             ahead = ahead and bool(active)
             for one in ended:
                 one.drafter.end()
-                spans.append((len(one.output), range(len(rows) - one.steps, len(rows))))
                 on_progress()
     finally:
         for one in active:
             one.drafter.end()
     tokens = sum(len(completion.output) for completion in completions)
-    return Replayed(tokens, tuple(rows), tuple(sequences), tuple(spans), heads)
+    return Replayed(tokens, tuple(rows), tuple(sequences), heads)
 
 
 @dataclass(eq=False)
@@ -149,14 +133,12 @@ class _Output:
         drafter: its own.
         last: the token that the next step's draft follows.
         done: how many tokens have been emitted.
-        steps: how many it has taken.
     """
 
     output: Sequence[int]
     drafter: Drafter
     last: int
     done: int = 0
-    steps: int = 0
 
 
 def _step(active: Sequence[_Output], ahead: bool, costs: FixedCosts) -> tuple[int, float, bool]:
@@ -189,7 +171,6 @@ def _step(active: Sequence[_Output], ahead: bool, costs: FixedCosts) -> tuple[in
         step = verify(tree, one.output[one.done : one.done + len(tree)], ahead)
         one.done += len(step.tokens)
         one.last = step.tokens[-1]
-        one.steps += 1
         one.drafter.observe(replace(step, rows=rows, sequences=len(active)))
     return rows, head, ahead
 
@@ -289,7 +270,7 @@ def is_slow(plain: float, cost: float) -> bool:
 
 
 def joint_report(
-    joint: Replayed, plain: Replayed, alone: Iterable[Replayed], curve: CostCurve
+    joint: Replayed, plain: Replayed, alone: Sequence[Replayed], curve: CostCurve
 ) -> Report:
     """Sum up outputs that ran at once. Speeds are against one plain sequence.
 
@@ -302,10 +283,9 @@ def joint_report(
     Returns:
         ``speedup``: tokens of all sequences / time of the joint steps with drafts;
         ``plain_batching``: the same without drafts; ``one_at_a_time``: with drafts, one sequence
-        after the other; ``over_plain_batching``: ``speedup / plain_batching``; ``share_slow``: the
-        share of outputs that lose more than 2 % and more than two steps against plain joint
-        steps; ``tokens`` and ``completions``: how many; ``tokens_per_step``, ``rows_per_step``
-        and ``sequences_per_step``: of all sequences, on average over the joint steps.
+        after the other; ``over_plain_batching``: ``speedup / plain_batching``; ``tokens`` and
+        ``completions``: how many; ``tokens_per_step``, ``rows_per_step`` and
+        ``sequences_per_step``: of all sequences, on average over the joint steps.
     """
     whole = extended(curve)
     speedup, batching = (one.tokens / one.cost(whole) for one in (joint, plain))
@@ -315,9 +295,8 @@ def joint_report(
         "plain_batching": batching,
         "one_at_a_time": joint.tokens / sum(one.cost(whole) for one in alone),
         "over_plain_batching": speedup / batching,
-        "share_slow": fmean(is_slow(tokens, time) for tokens, time in joint.times(whole)),
         "tokens": joint.tokens,
-        "completions": len(joint.spans),
+        "completions": len(alone),
         "tokens_per_step": joint.tokens / steps,
         "rows_per_step": sum(joint.rows) / steps,
         "sequences_per_step": sum(joint.sequences) / steps,
@@ -326,28 +305,14 @@ def joint_report(
 
 # --- what is compared ---
 
-_WIDEST = 1024  # rows; far more than any draft has
-_UNUSABLE = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError)
 
-
-def chosen_policies(names: str, concurrency: int = 1) -> dict[str, ReplayPolicy]:
+def chosen_policies(names: str) -> dict[str, ReplayPolicy]:
     """The policies that a comma-separated list names, in its order; "all" names all.
 
-    Args:
-        names: the list.
-        concurrency: how many outputs run at once; from 2 on "all" leaves out hindsight.
-
     Raises:
-        OptionError: one of them is unknown, or means nothing with several outputs at once.
+        OptionError: one of them is unknown.
     """
-    if names == "all":
-        return {n: one for n, one in POLICIES.items() if n != HINDSIGHT or concurrency == 1}
-    wanted = [name.strip() for name in names.split(",")]
-    if HINDSIGHT in wanted and concurrency > 1:
-        raise OptionError(
-            f"--decoder {HINDSIGHT} with --concurrency {concurrency}: it weighs one sequence "
-            "alone; leave one of them out"
-        )
+    wanted = [*POLICIES] if names == "all" else [name.strip() for name in names.split(",")]
     try:
         return {name: POLICIES[name] for name in wanted}
     except KeyError as error:
@@ -357,34 +322,18 @@ def chosen_policies(names: str, concurrency: int = 1) -> dict[str, ReplayPolicy]
 
 
 def read_curve(path: Path) -> CostCurve:
-    """Read a curve.
-
-    The file holds the JSON of ``mlxspec calibrate``, or ``{"rows": [1, ...], "cost": [1, ...]}``.
+    """Read a curve that ``mlxspec calibrate --json`` has written.
 
     Raises:
-        OptionError: it cannot be read, or holds no curve or several, or one of too many rows.
+        OptionError: the file cannot be read, or holds no curve.
     """
     try:
-        points = _points(load_json(path.read_text(encoding="utf-8-sig")))
+        times = load_json(path.read_bytes())["times"]
+        return CostCurve([(int(time["rows"]), float(time["cost"])) for time in times])
     except _UNUSABLE as error:
         raise OptionError(
             f"{path}: no cost curve; write one with mlxspec calibrate MODEL --json"
         ) from error
-    widest = max((rows for rows, _ in points), default=0)
-    if widest > _WIDEST:
-        raise OptionError(
-            f"{path}: a cost curve up to {widest} rows; leave out what is beyond {_WIDEST}"
-        )
-    return CostCurve(points)
-
-
-def _points(content: Any) -> list[tuple[int, float]]:
-    if "curves" in content:
-        (content,) = content["curves"]
-    if "times" in content:
-        return [(int(time["rows"]), float(time["cost"])) for time in content["times"]]
-    rows, costs = content["rows"], content["cost"]
-    return [(int(row), float(cost)) for row, cost in zip(rows, costs, strict=True)]
 
 
 def compare(
@@ -418,75 +367,51 @@ def compare(
     def count() -> None:
         on_progress(next(done) / total)
 
-    plain = joint = None
-    if several:
-        plain = replay_jointly(
-            completions, lambda output: NoDraft(), _ANY_CURVE, concurrency, count
-        )
+    def together(new: NewDrafter, curve: CostCurve) -> Replayed:
+        return replay_jointly(completions, new, curve, concurrency, count)
+
+    plain = together(lambda output: NoDraft(), _ANY_CURVE) if several else None
     reports: dict[str, dict[str, Report]] = {chip: {} for chip in curves}
     for name, policy in policies.items():
-        alone: list[tuple[str, Replayed]] = []
+        alone: list[Replayed] = []
         for chip, curve in curves.items():
             if policy.follows_costs or not alone:  # without costs all chips have the same steps
                 alone, new = [], policy.drafters(curve, classes)
                 for one in completions:
-                    outcome = replay(one.prompt, one.output, new(one.output))
-                    alone.append((one.category, outcome))
+                    alone.append(replay(one.prompt, one.output, new(one.output)))
                     count()
                 if several:
-                    joint = replay_jointly(
-                        completions, policy.drafters(curve, classes), curve, concurrency, count
-                    )
-            if joint and plain:
-                outcomes = [outcome for _, outcome in alone]
-                reports[chip][name] = joint_report(joint, plain, outcomes, curve)
+                    joint = together(policy.drafters(curve, classes), curve)
+            if plain:
+                reports[chip][name] = joint_report(joint, plain, alone, curve)
             else:
-                reports[chip][name] = replay_report(alone, curve)
+                sets = (one.category for one in completions)
+                reports[chip][name] = replay_report(zip(sets, alone, strict=True), curve)
     return reports
 
 
-# --- verdicts ---
-
-
-def verdict(policies: Mapping[str, ReplayPolicy], comparison: Comparison) -> list[str]:
+def verdict(comparison: Comparison) -> list[str]:
     """Which policy wins where, a line for each winner; plain decoding where nothing gains."""
     won: dict[str, list[str]] = {}
     for chip, reports in comparison.items():
-        faster = [name for name in reports if name != HINDSIGHT and reports[name]["speedup"] > 1]
-        if not faster:
+        # Of several outputs at once, plain decoding is plain batching.
+        gains = {
+            name: report["speedup"] / report.get("plain_batching", 1)
+            for name, report in reports.items()
+            if name != HINDSIGHT
+        }
+        best = max(gains, key=lambda name: gains[name], default=None)
+        if best and gains[best] > 1:
+            won.setdefault(best, []).append(f"{chip} ({gains[best]:.2f}×)")
+        else:
             won.setdefault("plain decoding", []).append(chip)
-            continue
-        best = max(faster, key=lambda name: reports[name]["speedup"])
-        speedup, worst = reports[best]["speedup"], reports[best]["worst"]
-        where = f"{chip} ({speedup:.2f}×, worst set {worst:.2f}×)"
-        won.setdefault(policies[best].label, []).append(where)
     return [f"{winner} wins on {', '.join(chips)}." for winner, chips in won.items()]
-
-
-def joint_verdict(policies: Mapping[str, ReplayPolicy], comparison: Comparison) -> list[str]:
-    """Whether batching and drafting add up, a line for each chip by its fastest decoder."""
-    lines = []
-    for chip, reports in comparison.items():
-        best = max(reports, key=lambda name: reports[name]["speedup"])
-        speedup, batching, alone = (
-            reports[best][name] for name in ("speedup", "plain_batching", "one_at_a_time")
-        )
-        adds_up = speedup > _WORTH_IT * max(batching, alone)
-        finding = "add up" if adds_up else "add less than 2 % to the better of the two"
-        lines.append(
-            f"On {chip} batching and drafting {finding} ({policies[best].label} {speedup:.2f}×, "
-            f"batching alone {batching:.2f}×, one at a time {alone:.2f}×)."
-        )
-    return lines
 
 
 # --- memories of several sizes ---
 
 _LETTERS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 _SIZE = re.compile(r"([0-9]{1,15})([km]?)", re.ASCII | re.IGNORECASE)
-
-ENOUGH = 1.01
-"""A memory is large enough if no larger one is faster by more than this."""
 
 
 def memories(sizes: str) -> dict[str, ReplayPolicy]:
@@ -501,9 +426,9 @@ def memories(sizes: str) -> dict[str, ReplayPolicy]:
         one, whether 0 is in the list or not.
 
     Raises:
-        OptionError: a size has another form, or one is named twice.
+        OptionError: a size has another form.
     """
-    names: dict[int | None, str] = {}
+    names: dict[float, str] = {}
     for text in map(str.strip, sizes.split(",")):
         match = _SIZE.fullmatch(text)
         if match is None and text != "all":
@@ -511,39 +436,7 @@ def memories(sizes: str) -> dict[str, ReplayPolicy]:
                 f"--memory: {text!r} is not a size: give tokens as 4096, 16k or 1M, 0 for none, or "
                 "all"
             )
-        size = int(match[1]) * _LETTERS[match[2].lower()] if match else None
-        if size in names:
-            raise OptionError(f"--memory names {text} twice: name each size once")
+        size = int(match[1]) * _LETTERS[match[2].lower()] if match else math.inf
         names[size] = f"memory {text}"
     names[0] = "no memory"
-    ordered = sorted(names, key=lambda size: math.inf if size is None else size)
-    about = "the default decoder with a memory of this size"
-    return {names[size]: planned(names[size], about, size) for size in ordered}
-
-
-def memory_verdict(policies: Mapping[str, ReplayPolicy], comparison: Comparison) -> list[str]:
-    """What remembering gains: a line for each chip, with the smallest sufficient size.
-
-    A size is sufficient if no larger one is faster by more than 1 %.
-
-    Args:
-        policies: from :func:`memories`.
-        comparison: of these, by chip and name.
-    """
-    lines = []
-    for chip, reports in comparison.items():
-        speeds = [report["speedup"] for report in reports.values()]
-        enough = next(
-            index for index, speed in enumerate(speeds) if max(speeds[index:]) <= ENOUGH * speed
-        )
-        without, with_it = speeds[0], speeds[enough or -1]
-        where = f"on {chip} ({without:.2f}× to {with_it:.2f}×)"
-        if enough == 0:
-            lines.append(f"Remembering gains at most 1 % {where}.")
-        else:
-            name = [*policies][enough]
-            unbounded = policies[name].memory_tokens is None
-            what = "everything" if unbounded else f"{name.removeprefix('memory ')} tokens"
-            gain = 100 * (with_it / without - 1)
-            lines.append(f"Remembering {what} gains {gain:.1f} % {where}.")
-    return lines
+    return {names[size]: planned(None if size == math.inf else int(size)) for size in sorted(names)}

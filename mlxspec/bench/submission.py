@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import quote
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -88,7 +87,6 @@ class Figures(_Part):
     tokens_per_second: _Figure
     speedup: _Figure | None = None
     vs_mlx_lm: _Figure | None = None
-    predicted_speed: _Figure | None = None
     tokens_per_step: _Figure | None = None
     rows_per_step: _Figure | None = None
     acceptance_rate: _Figure | None = None
@@ -131,19 +129,6 @@ class Curve(_Part):
         return self
 
 
-class Gain(_Part):
-    ratio: _Figure
-    error: _Figure | None = None
-
-
-class Tuning(_Part):
-    """What a setting of MLX's variables brings; see :func:`mlxspec.bench.tune.tuning_report`."""
-
-    mlx_settings: _Setting
-    decoders: Annotated[dict[_Name, Gain], _FEW]
-    helps: bool
-
-
 class BenchReport(_Part):
     """A report. Fields that ``mlxspec bench --json`` has too mean the same here."""
 
@@ -160,16 +145,14 @@ class BenchReport(_Part):
     decoders: _ByDecoder
     categories: Annotated[dict[_Name, _ByDecoder], _FEW]
     curves: Annotated[list[Curve], _FEW]
-    tuning: Annotated[list[Tuning], Field(max_length=_MOST_ENTRIES)] = []
 
     @classmethod
-    def of(cls, report: dict[str, Any], tuning: Iterable[dict[str, Any]] = ()) -> BenchReport:
+    def of(cls, report: dict[str, Any]) -> BenchReport:
         """The part of a bench that is sent.
 
         Args:
             report: from :func:`mlxspec.bench.measure.bench_report`, with the ``curves`` of
                 ``mlxspec calibrate``.
-            tuning: the entries of :func:`mlxspec.bench.tune.tuning_report`.
 
         Raises:
             OptionError: something in it may not be in a report.
@@ -198,7 +181,6 @@ class BenchReport(_Part):
             "model": {**report["model"], "name": known},
             "categories": categories,
             "curves": curves,
-            "tuning": [entry for entry in tuning if entry["mlx_settings"]],
         }
         try:
             return cls.model_validate(content)
@@ -271,18 +253,13 @@ def issue_url(report: BenchReport) -> tuple[str, bool]:
 # --- the files ---
 
 
-class FiledReport(NamedTuple):
-    """A report in the repository, from ``CHIP/DATE-ISSUE.json``."""
+def filed_reports(directory: Path) -> list[tuple[date, int, BenchReport]]:
+    """All reports under a directory, newest first; raises as :func:`read`.
 
-    day: date
-    issue: int
-    report: BenchReport
-
-
-def filed_reports(directory: Path) -> list[FiledReport]:
-    """All reports under a directory, newest first; raises as :func:`read`."""
+    A report in ``CHIP/DATE-ISSUE.json`` has its date and the number of its issue before it.
+    """
     found = []
     for path in directory.glob("*/*.json"):
         day, issue = path.stem[:10], path.stem[11:]
-        found.append(FiledReport(date.fromisoformat(day), int(issue), read(path.read_bytes())))
+        found.append((date.fromisoformat(day), int(issue), read(path.read_bytes())))
     return sorted(found, key=lambda one: one[:2], reverse=True)

@@ -12,24 +12,21 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import MlxspecError, OptionError
+from ..errors import MlxspecError
 from ..terminal import visible
 from .common.model_choice import ABOUT, DEFAULT, MODEL, model_argument, needed_model
-from .common.notes import note
 from .common.options import (
     ADAPTERS,
-    ADAPTERS_HELP,
     HEAD,
     NAME,
     NO_HEAD,
-    NO_HEAD_HELP,
     check_least,
     check_one,
     command,
     option,
     options_of,
 )
-from .common.output import ProgressBar, ReportOptions, output_console
+from .common.output import ProgressBar, ReportOptions
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -46,7 +43,7 @@ _measurement = partial(option, group="Measurement")
 
 @command("calibrate", short_help="Measure what steps of MODEL cost by their rows.")
 @model_argument(ABOUT + DEFAULT)
-@_measurement(ADAPTERS, ADAPTERS_HELP, type=NAME)
+@_measurement(*ADAPTERS, type=NAME)
 @_measurement(
     "--context N",
     "Measure behind N tokens of context; may be given several times.  [default: 64, 1000 and "
@@ -55,12 +52,12 @@ _measurement = partial(option, group="Measurement")
     multiple=True,
 )
 @_measurement(
-    HEAD,
+    HEAD[0],
     "Also measure the drafts of this trained head.  [default: the one that comes with MODEL, if it "
     "has one]",
     type=MODEL,
 )
-@_measurement(NO_HEAD, NO_HEAD_HELP)
+@_measurement(*NO_HEAD)
 @_measurement("--sequences N", "Measure steps that N sequences share.", default=1, type=int)
 @_measurement("--show", "Show what is known of MODEL, or else of all, and measure nothing.")
 @options_of(ReportOptions, "shows", "Output")
@@ -98,32 +95,22 @@ def calibrate_command(
 
     shows.check()
     check_least(1, context=min(context, default=1), sequences=sequences)
-    if adapter_path is not None and model is None:
-        raise OptionError("--adapter-path is given without its MODEL: name that, too")
     check_one(head=head, no_head=no_head)
-    if head is not None and (show or sequences > 1):
-        other = "--show" if show else "--sequences"
-        raise OptionError(f"--head is measured anew, for one sequence: leave out {other}")
-    cache, of_head = CostCache(), None
+    check_one(head=head, show=show, sequences=sequences > 1)
+    cache = CostCache()
     if show:
-        curves, plain = _kept(cache, model, adapter_path, context)
+        curves, of_head = _known(cache, model, adapter_path, context), None
+        report: dict[str, Any] = {"curves": curves}
     else:
         wanted = False if no_head or sequences > 1 else head
-        curves, plain, of_head = _measured(
+        curves, of_head = _measured(
             cache, needed_model(model), adapter_path, wanted, context, sequences
         )
-    bars = not output_console().options.ascii_only
-    shows.show_tables(
-        "mlxspec calibrate",
-        {"curves": curves}
-        if show
-        else {**curves[0], "longer_contexts": curves[1:], "head": of_head},
-        lambda: _parts(curves, of_head, plain, model, bars),
-        lambda: _parts(curves, of_head, plain, model, bars=True),
-    )
+        report = {**curves[0], "longer_contexts": curves[1:], "head": of_head}
+    shows.show_tables(report, lambda: _tables(curves, of_head))
 
 
-# --- the curves: measured, or kept from before ---
+# --- the curves: measured, or known from before ---
 
 Curve = dict[str, Any]
 """What ``--json`` reports of a curve: machine, model and times by rows."""
@@ -166,24 +153,21 @@ def _measured(
     head: str | bool | None,
     contexts: Sequence[int],
     sequences: int,
-) -> tuple[list[Curve], bool, dict[str, Any] | None]:
+) -> tuple[list[Curve], dict[str, Any] | None]:
     """Load a model, measure it carefully, and keep that; see :func:`measured_curves`.
 
     Returns:
-        the curves, whether the model verifies no drafts, and the times of a head, if any.
+        the curves, and the times of a head, if any.
     """
-    from ..engine.capability import Capability, chain_capability
     from ..engine.heads import attach_head
     from ..models.heads.loading import load_with_head
     from ..models.model_files import given_name
 
     model, _, its_head = load_with_head(name, head, adapter_path)
     curves = measured_curves(cache, model, given_name(name), contexts, sequences)
-    if chain_capability(model) is Capability.PLAIN:
-        return curves, True, None
     plain_step = curves[0]["times"][0]["seconds"]
     trained = attach_head(its_head, model) if its_head else None
-    return curves, False, _times_of_head(trained, plain_step) if trained else None
+    return curves, _times_of_head(trained, plain_step) if trained else None
 
 
 def measured_curves(
@@ -237,12 +221,6 @@ def measured_curves(
         found[context or short] = known_times(measured, CAREFUL, "careful", name)
     key = cost_key(model).of_sequences(sequences)
     cache.update(key, found)
-    for context, known in cache.read(key).items():
-        if context in found and len(known.times) > len(found[context].times):
-            note(
-                f"the step times of {len(known.times)} numbers of rows that were known are kept, "
-                f"since this measurement has {len(found[context].times)}"
-            )
     return [_curve(key, context, known, name) for context, known in found.items()]
 
 
@@ -254,87 +232,51 @@ def _times_of_head(trained: TrainedHead, plain_step: float) -> dict[str, Any]:
         plain_step: the seconds of a plain step, the unit of the cost.
     """
 
-    head, times = trained.head, trained.times
-    seconds = [times.seconds(tokens) for tokens in range(1, head.most + 1)]
-    rows = [
-        {"tokens": tokens, "seconds": taken, "cost": taken / plain_step}
-        for tokens, taken in enumerate(seconds, start=1)
-    ]
-    return {"kind": head.title, "times": rows}
+    times = []
+    for tokens in range(1, trained.head.most + 1):
+        seconds = trained.times.seconds(tokens)
+        times.append({"tokens": tokens, "seconds": seconds, "cost": seconds / plain_step})
+    return {"kind": trained.head.title, "times": times}
 
 
-def _kept(
+def _known(
     cache: CostCache, name: str | None, adapter_path: str | None, contexts: Sequence[int]
-) -> tuple[list[Curve], bool]:
-    """The curves in the cache: of one model on this machine, or all.
-
-    Returns:
-        the curves, and whether that model is known to verify no drafts.
-    """
-    from ..engine.capability import Capability, chain_capability
+) -> list[Curve]:
+    """The curves in the cache: of one model on this machine, or all."""
     from ..engine.costs import cost_key
     from ..models.model import load
     from ..models.model_files import given_name
 
-    plain, called = False, ""
     if name is None:
         entries = list(cache.entries())
     else:
-        model = load(name, adapter_path=adapter_path, lazy=True)[0]
-        plain = chain_capability(model) is Capability.PLAIN
-        called = given_name(name)  # of times that decoding has measured by itself
-        key = cost_key(model)
+        key = cost_key(load(name, adapter_path=adapter_path, lazy=True)[0])
         keys = [key.of_sequences(count) for count in range(1, _MOST_SEQUENCES + 1)]
         entries = [(key, cache.read(key)) for key in keys]
-    curves = [
-        _curve(key, context, known, called)
+    return [
+        # Times that decoding has measured by itself have no name.
+        _curve(key, context, known, given_name(name) if name else "")
         for key, times in entries
         for context, known in sorted(times.items())
         if not contexts or context in contexts
     ]
-    return curves, plain
 
 
-# --- tables and pictures ---
+# --- tables ---
 
 
-def _parts(
-    curves: list[Curve],
-    of_head: dict[str, Any] | None,
-    plain: bool,
-    asked: str | None,
-    bars: bool,
-) -> Iterator[RenderableType]:
-    """The tables of curves; ``plain`` says that their model is known to verify no drafts."""
+def _tables(curves: list[Curve], of_head: dict[str, Any] | None) -> Iterator[RenderableType]:
     if not curves:
-        of_what = f" of {visible(asked)} on this machine" if asked else ""
-        yield f"No step times{of_what} are known yet: mlxspec calibrate MODEL measures them."
+        yield "No step times are known yet: mlxspec calibrate MODEL measures them."
     for curve in curves:
-        model, machine, times = curve["model"], curve["machine"], curve["times"]
+        model, times = curve["model"], curve["times"]
         yield Text(visible(curve["name"] or str(model.get("type"))), "bold")
-        millions = float(model.get("parameters") or 0) / 1e6
-        size = f"{millions / 1000:.2f} B" if millions >= 1000 else f"{millions:.1f} M"
-        sequences = int(model.get("sequences") or 1)
-        about = [
-            f"{model.get('type')}, {size} parameters, {model.get('bits_per_weight')} bits each in "
-            f"memory, digest {str(model.get('digest'))[:_DIGEST]}"
-        ]
-        if sequences > 1:
-            about.append(f"{sequences} sequences")
-        measured = [machine.get("chip"), machine.get("device")]
-        if machine.get("blas") not in (None, "own"):
-            measured.append(machine["blas"])
-        measured += [f"MLX {machine.get('mlx')}", f"behind {curve['context']:,} tokens"]
-        measured += [curve["source"], curve["updated"][:10]]
-        if curve["split_attention"]:
-            measured.append("attention split")
-        yield from (visible(", ".join(map(str, facts))) for facts in (about, measured))
-        yield _table(times, bars=bars and len(times) > 1)
+        yield from (visible(", ".join(map(str, facts))) for facts in _about(curve))
+        yield _table(times)
         if len(times) == 1:
-            reason = "This model verifies no drafts, so only" if plain else "Only"
-            yield f"{reason} plain steps were measured.\n"
+            yield "Only plain steps were measured; mlxspec inspect says what the model verifies.\n"
             continue
-        if sequences > 1:
+        if (sequences := int(model.get("sequences") or 1)) > 1:
             yield f"T(1) is a plain step of all {sequences} sequences; other rows are of drafts."
         else:
             yield "A draft pays when its step emits more than T(M)/T(1) tokens."
@@ -349,21 +291,39 @@ def _parts(
         yield "A step takes this time before its T(M)/T(1) if the head drafts for it.\n"
 
 
-def _table(points: Sequence[dict[str, float]], bars: bool) -> Table:
+def _about(curve: Curve) -> tuple[list[object], list[object]]:
+    """What is known of the model, and of its measurement."""
+    model, machine = curve["model"], curve["machine"]
+    about = [
+        *(model.get("type"), f"{(model.get('parameters') or 0) / 1e6:,.1f} M parameters"),
+        f"{model.get('bits_per_weight')} bits each in memory",
+        f"digest {str(model.get('digest'))[:_DIGEST]}",
+    ]
+    if model.get("sequences"):
+        about.append(f"{model['sequences']} sequences")
+    measured = [machine.get("chip"), machine.get("device")]
+    if machine.get("blas") not in (None, "own"):
+        measured.append(machine["blas"])
+    measured += [f"MLX {machine.get('mlx')}", f"behind {curve['context']:,} tokens"]
+    measured += [curve["source"], curve["updated"][:10]]
+    if curve["split_attention"]:
+        measured.append("attention split")
+    return about, measured
+
+
+def _table(points: Sequence[dict[str, float]]) -> Table:
     """Rows, milliseconds and costs, the costs as bars, too."""
     table = _empty_table("rows", "ms", "T(M)/T(1)", "ms/row", "±")
-    if bars:
-        table.add_column(max_width=_WIDEST_BAR)
+    table.add_column(max_width=_WIDEST_BAR)
     highest = max(point["cost"] for point in points)
     for point in points:
-        bar = [Bar(highest, 0, point["cost"], color="blue")] if bars else []
         table.add_row(
             str(point["rows"]),
             _milliseconds(point["seconds"]),
             f"{point['cost']:.2f}",
             _milliseconds(point["seconds_per_row"]),
             f"{point['error']:.0%}" if point["rows"] > 1 else "–",
-            *bar,
+            Bar(highest, 0, point["cost"], color="blue"),
         )
     return table
 

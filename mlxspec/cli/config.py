@@ -11,7 +11,7 @@ from click.shell_completion import CompletionItem
 from ..errors import MlxspecError, OptionError
 from ..models.model_files import DEMO, hub_repository, instead_of, is_repository_name, local_path
 from ..terminal import one_line
-from .common.model_choice import default_model, known_names
+from .common.model_choice import known_names, model_or_default
 from .common.notes import reported, say
 from .common.options import argument, group
 from .common.output import print_rows
@@ -69,7 +69,7 @@ def config_command(ctx: click.Context) -> None:
       max-tokens     --max-tokens of generate, explain and chat
       temp           --temp of generate, explain and chat
       system-prompt  --system-prompt of chat
-      mlx-settings   MLX's tuning variables, from 'bench --tune'
+      mlx-settings   MLX's tuning variables, as NAME=1,OTHER=512
       alias.NAME     the model that NAME stands for, wherever a MODEL is named
 
     The default model answers when a command line names none. It is the model in MLXSPEC_MODEL, or
@@ -131,8 +131,7 @@ def _show(config: UserConfig) -> None:
     print_rows(("file", f"{config.path}{there}"), *config.entries().items())
     if not config.entries():
         say("Nothing is set. 'mlxspec config --help' lists the settings.")
-    default = default_model()
-    say(f"The default model is {f'{default[0]}, set by {default[1]}' if default else DEMO}.")
+    say(f"The default model is {model_or_default(None)}.")
 
 
 def _spelled(key: str) -> str:

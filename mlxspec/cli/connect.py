@@ -6,10 +6,12 @@ stay as they are. Each template names the client's documentation or source that 
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
 from difflib import unified_diff
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,13 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from ..errors import OptionError, SettingsError
+from ..errors import FileError, OptionError
 from ..terminal import visible
 from .common.api_client import ApiClient, ModelCard
 from .common.generation import API_KEY
 from .common.model_choice import MODEL
 from .common.notes import say
-from .common.options import argument, check_least, color_option, command, option
+from .common.options import argument, check_least, check_one, color_option, command, option
 from .common.output import confirm, output_console, print_rows
 from .settings import SettingsFile
 
@@ -62,26 +64,25 @@ def _setup(client: str, address: str, models: list[ModelCard]) -> Setup:
     import yaml
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    unknown = [model.name for model in models if not model.context_length]
-    if client == "zed" and unknown:
-        raise OptionError(
-            f"Zed needs the context length of {unknown[0]}, which the server does not know: give "
-            "it with --context-length"
-        )
     known = []
     for model in models:
         context = model.context_length
         output = min(_MOST_OUTPUT, context // 4) if context else None
         known.append({"name": model.name, "context": context, "output": output})
+        if client == "zed" and not context:
+            raise OptionError(
+                f"Zed needs the context length of {model.name}, which the server does not know: "
+                "give it with --context-length"
+            )
     needs_key = bool(os.environ.get(API_KEY))
     environment = Environment(
         loader=PackageLoader(__package__, "clients"),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=_as_yaml,
+        finalize=partial(json.dumps, ensure_ascii=False),  # which YAML reads, too
     )
-    environment.filters |= {"sh": shlex.quote, "in_shell": _in_shell}
+    environment.filters["sh"] = shlex.quote
     text = environment.get_template(f"{client}.yaml").render(
         address=address,
         api=f"{address}/v1",
@@ -101,25 +102,9 @@ def _setup(client: str, address: str, models: list[ModelCard]) -> Setup:
     return setup
 
 
-def _as_yaml(value: object) -> str:
-    """A value as YAML: text is quoted, and characters other than ASCII are escaped."""
-    if isinstance(value, str):
-        escaped = value.encode("unicode_escape").decode().replace('"', r"\"")
-        return f'"{escaped}"'
-    return "null" if value is None else str(value)
-
-
 def _folder(variable: str, default: str) -> str:
     """A path in the home directory, unless an environment variable overrides it."""
     return os.environ.get(variable) or str(Path.home() / default)
-
-
-def _in_shell(name: str) -> str:
-    """A path quoted for a shell, with "~" for the home directory."""
-    path = Path(name)
-    if path.is_relative_to(Path.home()):
-        return f"~/{shlex.quote(str(path.relative_to(Path.home())))}"
-    return shlex.quote(name)
 
 
 # --- the command ---
@@ -143,7 +128,7 @@ def _in_shell(name: str) -> str:
 )
 @option(
     "--context-length N",
-    "Set the model's context in the client to N tokens.  [default: its full length]",
+    "Set the models' context in the client to N tokens.  [default: the full length]",
     type=int,
     group="Server",
 )
@@ -177,31 +162,26 @@ def connect_command(
     neither shown nor written: files and commands name the variable.
     """
     check_least(1, context_length=context_length, port=port)
-    if server is not None and port is not None:
-        raise OptionError("--port and --server are given together: leave out --port")
-    if yes and not write:
-        raise OptionError("--yes needs --write: add it, or leave out --yes")
+    check_one(server=server, port=port)
     console = output_console(color)
     if client is None:
-        if write:
-            raise OptionError("--write needs a client: 'mlxspec connect' lists them")
         print_rows(*((name, f"{title}: {way}") for name, (title, way) in CLIENTS.items()))
         return
     title, _ = CLIENTS[client]
     asked = ApiClient(server or f"{_SERVER}:{port or _PORT}")
-    first, *others = asked.models(model)
-    first = first._replace(context_length=context_length or first.context_length)
-    others = [one._replace(context_length=one.context_length or context_length) for one in others]
-    setup = _setup(client, asked.address, [first, *others])
-    if not write:
+    models = asked.models(model)
+    if context_length:
+        models = [one._replace(context_length=context_length) for one in models]
+    setup = _setup(client, asked.address, models)
+    if not (write or yes):
         _show(console, setup)
-        return
-    if not setup["files"]:
+    elif setup["files"]:
+        _write(console, setup, title, yes)
+        _show_start(console, setup)
+    else:
         raise OptionError(
             f"{title} has no settings file to write: 'mlxspec connect {client}' shows what to enter"
         )
-    _write(console, setup, title, yes)
-    _show_start(console, setup)
 
 
 def _write(console: Console, setup: Setup, title: str, yes: bool) -> None:
@@ -209,11 +189,11 @@ def _write(console: Console, setup: Setup, title: str, yes: bool) -> None:
 
     Raises:
         OptionError: it cannot ask, since there is no terminal.
-        SettingsError: a file cannot be changed; then the settings are shown instead.
+        FileError: a file cannot be changed; then the settings are shown instead.
     """
     try:
         texts = [(file, old := file.read(), file.merged(old)) for file in setup["files"]]
-    except SettingsError:
+    except FileError:
         _show(console, setup)
         raise
     if not write_texts(console, texts, yes, "--write"):
@@ -236,7 +216,7 @@ def write_texts(
 
     Raises:
         OptionError: it cannot ask, since there is no terminal.
-        SettingsError: a file cannot be written, or has just been changed.
+        FileError: a file cannot be written, or has just been changed.
     """
     changes = [(file, old, new) for file, old, new in texts if new != old]
     for file, old, new in changes:
@@ -248,7 +228,7 @@ def write_texts(
         confirm(asking, f"Write {what}?", "Nothing was written.")
     for file, old, new in changes:
         if file.read() != old:
-            raise SettingsError(f"{file.path}: another program has just changed it; try again")
+            raise FileError(f"{file.path}: another program has just changed it; try again")
         file.write(new)
         say(f"Wrote {file.path}.")
     return bool(changes)

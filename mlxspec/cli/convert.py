@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 import click
-from rich.progress import DownloadColumn, TimeRemainingColumn
 
 from ..models.model_files import local_path
 from .common.model_choice import model_argument
@@ -61,13 +60,12 @@ def convert_command(model: str | None, **options: Any) -> None:
         is_original = (directory / "params.json").is_file() or any(directory.glob("consolidated*"))
         options["torch_path" if is_original else "hf_path"] = model
     options["mlx_path"] = options["mlx_path"] or ("mlx_head" if options["head"] else "mlx_model")
-    with ProgressBar("Converting", DownloadColumn(), TimeRemainingColumn()) as on_progress:
-        result = convert(**options, on_progress=on_progress)
-    started_as_script = click.get_current_context().parent is None
-    generate = "python decoder.py" if started_as_script else "mlxspec generate"
+    with ProgressBar("Converting") as bar:
+        bar(0, None)
+        result = convert(**options)
     takes = f"--model{' MODEL --head' * bool(result.head)} {shlex.quote(str(result.path))}"
     head = f"{result.head}. " if result.head else ""
     say(
         f"Wrote {result.path}: {result.nbytes / 1e6:,.1f} MB, {result.bits_per_weight:.2f} bits "
-        f'per weight. {head}Next: {generate} {takes} --prompt "..."'
+        f'per weight. {head}Next: mlxspec generate {takes} --prompt "..."'
     )

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from enum import Enum
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+import click
 from rich.cells import cell_len
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
 from ..errors import OptionError
 from ..terminal import one_line, visible
 from .common.generation import Generation
-from .common.model_choice import model_or_default, note_which_model
+from .common.model_choice import model_or_default, note_if_demo
 from .common.options import check_least, color_option, command, option, options_of
 from .common.output import ProgressBar, ReportOptions, error_console, prefill_bar
 from .common.prompt import PromptOptions, model_option, prompt_argument
@@ -36,13 +34,18 @@ _view = partial(option, group="Steps and output")
 @prompt_argument
 @model_option
 @options_of(PromptOptions, "prompt", "Model and prompt")
-@option("--max-tokens N", "Generate at most N tokens.", default=250, group="Model and prompt")
+@option(
+    "--max-tokens N",
+    "Generate at most N tokens.",
+    default=250,
+    type=click.IntRange(1),
+    group="Model and prompt",
+)
 @options_of(Generation, "generation")
 @_view("--steps K", "Show K successive steps.", default=3)
 @_view(
     "--skip N",
-    "Begin after N steps.  [default: where the most drafts are partly accepted, or else the most "
-    "tokens]",
+    "Begin after N steps.  [default: where the most drafts are partly accepted]",
     type=int,
 )
 @options_of(ReportOptions, "shows", "Steps and output", leave_out=("as_json",))
@@ -59,7 +62,7 @@ def explain_command(
     """Show what steps of speculative decoding do.
 
     Each step is drawn as its draft tree: which tokens were drafted, where they came from, what the
-    model chose, and how much was accepted. Lookahead decoding also shows its window.
+    model chose, and how much was accepted.
 
     Prompt, options and output are the same as with 'mlxspec generate'.
 
@@ -67,7 +70,7 @@ def explain_command(
     Examples:
       mlxspec explain --decoder lookahead -W 7 -N 4 --raw "def add(a, b):"
       mlxspec explain "Say this three times: ..." --steps 5 --skip 0
-      mlxspec explain --decoder combined --prompt-file ask.txt --html steps.html
+      mlxspec explain --decoder lookahead --prompt-file ask.txt --html steps.html
     """
     source = prompt.read()  # this, and all checks that need no model, before a model is loaded
     check_least(1, steps=steps)
@@ -90,7 +93,7 @@ def explain_command(
         if skip is not None and skip >= len(recorded):
             raise OptionError(f"--skip is {skip}: the output has {len(recorded)} steps; skip fewer")
         first, stats = most_instructive(recorded, steps) if skip is None else skip, last.stats
-        pieces, model = Pieces(decoder.tokenizer), given_name(model_or_default(generation.model))
+        text, model = _text_of(decoder.tokenizer), given_name(model_or_default(generation.model))
 
         def parts() -> Iterator[RenderableType]:
             yield Text(
@@ -100,19 +103,10 @@ def explain_command(
             )
             if origins := accepted_by_origin(recorded):
                 yield Text(f"accepted drafts: {origins}")
-            if skip is None and first:
-                yield Text(
-                    f"This begins at step {first + 1}, where drafts are most instructive; "
-                    "--skip 0 begins at the first step.",
-                    "dim",
-                )
-            yield from drawn(recorded, first, steps, tokens, pieces)
+            yield from drawn(recorded, first, steps, tokens, text)
 
-        note_which_model(generation.model)
-        prompt_line = Text(f"Prompt: {pieces.text(tokens)}", "dim")
-        shows.show_tables(
-            "mlxspec explain", {}, parts, lambda: [prompt_line, *parts()], color=color
-        )
+        note_if_demo(generation.model)
+        shows.show_tables({}, parts, color)
         generation.note_if_full(decoder.model, last.finish_reason, last.generation_tokens)
         memories.suggest_once()
 
@@ -120,14 +114,13 @@ def explain_command(
 def most_instructive(steps: Sequence[RecordedStep], count: int) -> int:
     """The first of the ``count`` successive steps with the most partly accepted drafts.
 
-    Ties go to the largest windows, then to the most accepted tokens, then to the first steps.
+    Ties go to the most accepted tokens, then to the first steps.
     """
 
-    def rank(first: int) -> tuple[int, int, int]:
-        run = steps[first : first + count]
-        partly = sum(0 < len(one.verified.accepted) < one.verified.drafted for one in run)
-        accepted = sum(len(one.verified.accepted) for one in run)
-        return partly, sum(len(one.window) for one in run), accepted
+    def rank(first: int) -> tuple[int, int]:
+        run = [one.verified for one in steps[first : first + count]]
+        partly = sum(0 < len(one.accepted) < one.drafted for one in run)
+        return partly, sum(len(one.accepted) for one in run)
 
     return max(range(max(1, len(steps) - count + 1)), key=rank)
 
@@ -135,20 +128,17 @@ def most_instructive(steps: Sequence[RecordedStep], count: int) -> int:
 # --- what became of a draft ---
 
 
-class Fate(Enum):
-    """What became of a node: how the key explains it, its sign and its style."""
-
-    ROOT = ("emitted before", "●", "")
-    ACCEPTED = ("accepted", "✓", "bold color(32)")  # as in the generated text
-    REJECTED = ("rejected", "✗", "color(166)")
-    UNREACHED = ("not reached", "○", "dim")
-    BONUS = ("the target's own", "★", "bold")
-
-    def __init__(self, meaning: str, sign: str, style: str) -> None:
-        self.meaning, self.sign, self.style = meaning, sign, style
+_FATES = {
+    "emitted before": ("●", ""),
+    "accepted": ("✓", "bold color(32)"),  # as in the generated text
+    "the target's own": ("★", "bold"),
+    "rejected": ("✗", "color(166)"),
+    "not reached": ("○", "dim"),
+}
+"""What may become of a node, with its sign and style; children are drawn in this order."""
 
 
-def fates_of(step: RecordedStep) -> list[Fate]:
+def fates_of(step: RecordedStep) -> list[str]:
     """What became of the nodes of a step's tree.
 
     A node is rejected if its parent was accepted and the target chose another token there.
@@ -159,13 +149,13 @@ def fates_of(step: RecordedStep) -> list[Fate]:
     has_bonus = len(verified.tokens) > len(verified.accepted)
     walked = {0, *(verified.accepted if has_bonus else verified.accepted[:-1])}
 
-    def fate(number: int, parent: int) -> Fate:
+    def fate(number: int, parent: int) -> str:
         if number in verified.accepted:
-            return Fate.ACCEPTED
-        return Fate.REJECTED if parent in walked else Fate.UNREACHED
+            return "accepted"
+        return "rejected" if parent in walked else "not reached"
 
     others = [fate(number, parent) for number, parent in enumerate(verified.tree.parents)][1:]
-    return [Fate.ROOT, *others, *[Fate.BONUS] * has_bonus]
+    return ["emitted before", *others, *["the target's own"] * has_bonus]
 
 
 def accepted_by_origin(steps: Sequence[RecordedStep]) -> str:
@@ -177,83 +167,43 @@ def accepted_by_origin(steps: Sequence[RecordedStep]) -> str:
     return ", ".join(f"{origin} {accepted[origin]} of {n}" for origin, n in drafted.most_common())
 
 
-def window_of(step: RecordedStep) -> dict[str, list[tuple[int, bool] | None]]:
-    """The Jacobi iterations in the window of lookahead decoding, oldest first; empty without one.
-
-    An iteration has a name ("t−2", "t−1", "now"). It lists the token in each column and whether the
-    token was accepted, or None if the step had no room for the row. The tokens of a column are an
-    n-gram (Fu et al., "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding",
-    2024, figure 2).
-    """
-    if not step.window:
-        return {}
-    verified = step.verified
-    height = 1 + max(level for level, _ in step.window)
-    width = 1 + max(column for _, column in step.window)
-    result: dict[str, list[tuple[int, bool] | None]] = {}
-    for level in range(height + 1):
-        tokens = verified.argmaxes if level == height else verified.tree.tokens
-        nodes = [step.window.get((min(level, height - 1), column)) for column in range(width)]
-        result[f"t−{height - level}" if level < height else "now"] = [
-            None if node is None else (tokens[node], level < height and node in verified.accepted)
-            for node in nodes
-        ]
-    return result
-
-
 # --- the drawing ---
 
 _SPACE, _NEWLINE, _TAB = "·", "↵", "⇥"
-_SIGNS = str.maketrans(
-    {"\n": _NEWLINE, "\t": _TAB, "\r": "␍", "\u2028": _NEWLINE, "\u2029": _NEWLINE}
-)
+_SIGNS = str.maketrans({"\n": _NEWLINE, "\t": _TAB, "\r": "␍"})
 _PIECE_WIDTH = 24
 
 
-class Pieces:
-    """The text of tokens, with visible white space.
+TextOf = Callable[[Sequence[int]], str]
+"""Makes the text of tokens on one line: spaces stay, other white space becomes signs."""
 
-    Args:
-        tokenizer: the model's tokenizer.
-    """
 
-    def __init__(self, tokenizer: TokenizerWrapper) -> None:
-        self._tokenizer = tokenizer
+def _text_of(tokenizer: TokenizerWrapper) -> TextOf:
+    from ..models.tokenizer import detokenizer_of
 
-    def __getitem__(self, token: int) -> str:
-        """The text of a token with signs for white space; never empty."""
-        text = self._decode([token])
-        if text and unicodedata.combining(text[0]):
-            text = f"◌{text}"  # otherwise it would change the sign before it
-        elif not text.strip("\ufffd") or cell_len(_readable(text)) == 0:
-            # A part of a character, or a token without text.
-            name = self._tokenizer.convert_ids_to_tokens(token)
-            text = name if isinstance(name, str) and name.startswith("<0x") else f"<{token}>"
-        return _readable(text).replace(" ", _SPACE)
-
-    def text(self, tokens: Sequence[int]) -> str:
-        """The text of tokens on one line: spaces stay, other white space becomes signs."""
-        return _readable(self._decode(tokens))
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        from ..models.tokenizer import detokenizer_of
-
-        detokenizer = detokenizer_of(self._tokenizer)
+    def text_of(tokens: Sequence[int]) -> str:
+        detokenizer = detokenizer_of(tokenizer)
         for token in tokens:
             detokenizer.add_token(token)
         detokenizer.finalize()
-        return detokenizer.text
+        return visible(detokenizer.text.translate(_SIGNS))
+
+    return text_of
 
 
-def _readable(text: str) -> str:
-    return visible(text.translate(_SIGNS))
+def _piece(token: int, text_of: TextOf) -> str:
+    """The text of a token with a sign for spaces, or its number if it has no text of its own."""
+    text = text_of([token]).replace(" ", _SPACE)
+    piece = Text(text if text.strip("\ufffd") and cell_len(text) else f"<{token}>")
+    piece.truncate(_PIECE_WIDTH, overflow="ellipsis")
+    return piece.plain
 
 
 _CONTEXT = 30  # tokens shown before a step
 
 
 def drawn(
-    steps: Sequence[RecordedStep], first: int, count: int, prompt: Sequence[int], pieces: Pieces
+    steps: Sequence[RecordedStep], first: int, count: int, prompt: Sequence[int], text_of: TextOf
 ) -> Iterator[RenderableType]:
     """Draw steps, and the key.
 
@@ -261,7 +211,7 @@ def drawn(
         steps: all steps of the generation.
         first, count: the first step to draw, from 0, and how many.
         prompt: the prompt's tokens.
-        pieces: the text of tokens.
+        text_of: makes the text of tokens.
     """
     from ..drafting.heads import HEAD
 
@@ -269,23 +219,17 @@ def drawn(
     for number, step in enumerate(steps[: first + count], start=1):
         if number > first:
             yield Text(f"\nStep {number} of {len(steps)}", "bold")
-            yield from _step(step, before, pieces)
+            yield from _step(step, before, text_of)
         before.extend(step.verified.tokens)
     yield ""
-    yield Text("  ").join(Text(f"{fate.sign} {fate.meaning}", fate.style) for fate in Fate)
+    yield Text("  ").join(Text(f"{sign} {fate}", style) for fate, (sign, style) in _FATES.items())
     signs = f"{_SPACE} space  {_NEWLINE} newline  {_TAB} tab"
     yield Text(f"{signs}  → the target's next choice", "dim")
     if any(HEAD in step.origins for step in shown):
         yield Text(f"({HEAD}) was drafted by the trained head, from the target's states.", "dim")
-    if any(step.window for step in shown):
-        yield Text(
-            "Row i of the window is an n-gram that may follow i tokens after the current one. "
-            "The step adds it to the pool once the window has all levels.",
-            "dim",
-        )
 
 
-def _step(step: RecordedStep, before: list[int], pieces: Pieces) -> Iterator[RenderableType]:
+def _step(step: RecordedStep, before: list[int], text_of: TextOf) -> Iterator[RenderableType]:
     verified = step.verified
     emitted = f"{len(verified.tokens)} emitted"
     accepted = f"{len(verified.accepted)} of {verified.drafted} draft tokens accepted"
@@ -295,39 +239,31 @@ def _step(step: RecordedStep, before: list[int], pieces: Pieces) -> Iterator[Ren
         else f"1 row, {emitted}; nothing drafted: {step.no_draft}"
     )
     cut = "…" if len(before) > _CONTEXT else ""
-    yield Text(f"after {cut}{pieces.text(before[-_CONTEXT:])}", "dim")
-    yield _tree(step, pieces)
-    if window := window_of(step):
-        yield Text("\nWindow: Jacobi iterations", "bold")
-        table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
-        table.add_column("", style="dim", no_wrap=True)
-        for name in window:
-            table.add_column(name, no_wrap=True, style="bold" if name == "now" else "")
-        for column, cells in enumerate(zip(*window.values(), strict=True)):
-            table.add_row(str(column), *(_cell(cell, pieces) for cell in cells))
-        yield table
+    yield Text(f"after {cut}{text_of(before[-_CONTEXT:])}", "dim")
+    yield _tree(step, text_of)
 
 
-def _tree(step: RecordedStep, pieces: Pieces) -> Tree:
+def _tree(step: RecordedStep, text_of: TextOf) -> Tree:
     """The draft tree with the bonus token; successive nodes without branches share a line."""
     verified, fates = step.verified, fates_of(step)
     tokens = *verified.tree.tokens, verified.tokens[-1]
     parents = *verified.tree.parents, (0, *verified.accepted)[-1]
     children: dict[int, list[int]] = defaultdict(list)
-    order = [Fate.ACCEPTED, Fate.BONUS, Fate.REJECTED, Fate.UNREACHED]
+    order = [*_FATES]
     for node in sorted(range(1, len(fates)), key=lambda node: order.index(fates[node])):
         children[parents[node]].append(node)
 
     def line(run: Sequence[int]) -> Text:
         """The tokens, the target's choice after them, and their origin if it is new."""
         first, last = run[0], run[-1]
-        text = Text().append(fates[first].sign, fates[first].style)
+        text = Text().append(*_FATES[fates[first]])
         for node in run:
-            text.append(" ").append(_piece(tokens[node], pieces), fates[node].style)
-        if fates[first] in (Fate.ROOT, Fate.BONUS):
+            _, style = _FATES[fates[node]]
+            text.append(" ").append(_piece(tokens[node], text_of), style)
+        if first in (0, len(verified.tree)):
             return text
-        if fates[last] not in (Fate.ACCEPTED, Fate.BONUS):
-            text.append(f" → {_piece(verified.choices[last], pieces)}", "dim")
+        if fates[last] != "accepted":
+            text.append(f" → {_piece(verified.choices[last], text_of)}", "dim")
         origins = list(dict.fromkeys(step.origins[node] for node in run))
         if origins != [step.origins[parents[first]]]:
             text.append(f" ({', '.join(origins)})", "italic dim")
@@ -335,9 +271,9 @@ def _tree(step: RecordedStep, pieces: Pieces) -> Tree:
 
     def grow(tree: Tree, start: int) -> None:
         for child in children[start]:
-            run, accepted = [child], fates[child] is Fate.ACCEPTED
+            run, accepted = [child], fates[child] == "accepted"
             while len(below := children[run[-1]]) == 1:
-                if (fates[below[0]] is Fate.ACCEPTED) != accepted:
+                if (fates[below[0]] == "accepted") != accepted:
                     break
                 run.append(below[0])
             grow(tree.add(line(run)), run[-1])
@@ -345,18 +281,3 @@ def _tree(step: RecordedStep, pieces: Pieces) -> Tree:
     tree = Tree(line([0]), guide_style="dim")
     grow(tree, 0)
     return tree
-
-
-def _cell(cell: tuple[int, bool] | None, pieces: Pieces) -> Text:
-    """A token of the window; accepted ones have their sign."""
-    if cell is None:
-        return Text()
-    token, accepted = cell
-    mark, piece = Fate.ACCEPTED, _piece(token, pieces)
-    return Text(mark.sign + piece, mark.style) if accepted else Text(piece)
-
-
-def _piece(token: int, pieces: Pieces) -> str:
-    piece = Text(pieces[token])
-    piece.truncate(_PIECE_WIDTH, overflow="ellipsis")
-    return piece.plain

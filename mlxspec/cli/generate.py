@@ -7,6 +7,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import click
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
@@ -18,13 +19,13 @@ from ..errors import OptionError, PromptError
 from ..process import INTERRUPTED
 from ..terminal import TokenPrinter, colored
 from .common.generation import Generation
-from .common.model_choice import DEMO_CAN, model_or_default, note_which_model
-from .common.notes import dispensable, silence_notes
-from .common.options import NAME, check_least, check_one, color_option, command, option, options_of
+from .common.model_choice import model_or_default, note_if_demo
+from .common.notes import silence_notes
+from .common.options import NAME, color_option, command, option, options_of
 from .common.output import (
     Figures,
-    FoldingTable,
     error_console,
+    folding_table,
     prefill_bar,
     result_report,
     write_json,
@@ -56,8 +57,8 @@ _output = partial(option, group="Output")
     "Answer each line of FILE, several at a time: see below; - reads standard input.",
     type=NAME,
 )
-@_model("--concurrency N", "With --prompts: answer N at once.  [default: 8]", type=int)
-@_model("--max-tokens N", "Generate at most N tokens.", default=250)
+@_model("--concurrency N", "With --prompts: answer N at once.", default=8, type=click.IntRange(1))
+@_model("--max-tokens N", "Generate at most N tokens.", default=250, type=click.IntRange(1))
 @options_of(Generation, "generation")
 @_output("-q --quiet", "Show only the text: no figures, progress or notes.")
 @color_option("Output")
@@ -67,9 +68,9 @@ _output = partial(option, group="Output")
     "--logprobs K",
     "With --json or --prompts: log-probabilities of each token, and of the K likeliest tokens in "
     "its place.",
-    type=int,
+    type=click.IntRange(0),
 )
-def generate_command(*, prompts: str | None, concurrency: int | None, **options: Any) -> None:
+def generate_command(*, prompts: str | None, concurrency: int, **options: Any) -> None:
     """Generate text with speculative decoding.
 
     PROMPT is what to ask the model. Pipe an input text, or name its file with --prompt-file. The
@@ -110,26 +111,17 @@ def generate_command(*, prompts: str | None, concurrency: int | None, **options:
     """
     if options["quiet"]:
         silence_notes()
-    check_one(quiet=options["quiet"], stats=options["stats"])
+    sources = *vars(options["prompt"]).values(), prompts
+    if launched_rank() is not None and "-" in sources:
+        raise PromptError("-: mlx.launch does not pass on the end of standard input; name a file")
     if prompts is not None:
         from .prompt_files import answer_prompts
 
-        _check_input(prompts == "-", "--prompts FILE")
         with leading() as leader:
             answer_prompts(prompts, concurrency, leader=leader, **options)
-    elif concurrency is not None:
-        raise OptionError("--concurrency needs a file of prompts: name it with --prompts FILE")
     else:
-        _check_input(options["prompt"].reads_standard_input, "--prompt-file FILE")
         with leading() as leader:
             answer(leader=leader, **options)
-
-
-def _check_input(reads_standard_input: bool, instead: str) -> None:
-    if reads_standard_input and launched_rank() is not None:
-        raise PromptError(
-            f"-: mlx.launch does not pass on the end of standard input; use {instead}"
-        )
 
 
 def answer(
@@ -151,10 +143,13 @@ def answer(
     Raises:
         MlxspecError: an option, the prompt or the model is at fault.
     """
+    # Check all that needs no model before a model is loaded, or even downloaded.
+    source = prompt.read(piped=leader is None)
+    cached = _cached_prompt(prompt_cache_file, prompt)
+    generation = cached.completed(generation) if cached else generation
+
     from ..generation.response import GenerationResult
 
-    source, cached = _checked(prompt, prompt_cache_file, logprobs, shows["as_json"], leader)
-    generation = cached.completed(generation) if cached else generation
     printer = None if shows["as_json"] else TokenPrinter(shows["color"])
     console = Console(quiet=True) if shows["quiet"] else error_console(shows["color"])
     with Memories(not generation.drafting.no_memory) as memories:
@@ -166,56 +161,40 @@ def answer(
         else:
             tokens, templated = prompt.encoded(source, decoder.tokenizer)
         more = {"templated": templated, "begun": prompt.prefill_response, **where}
-        is_asked = templated and not generation.constraint
-        question = source if is_asked and isinstance(source, str) else DEMO_CAN
         result = GenerationResult(logprobs=None if logprobs is None else [])
         with suppress(KeyboardInterrupt), prefill_bar(console) as progress:
             for response in generation.stream(decoder, tokens, on_progress=progress, **more):
                 if response.generation_tokens == 1:
-                    note_which_model(generation.model, question)
+                    note_if_demo(generation.model)
                 result.add(response, logprobs or 0)
                 if printer:
                     printer.write(response.text, response.from_draft)
         result.step_times, result.prompt_tokens = decoder.step_times.table(), len(tokens)
         if printer:
             printer.finish()
-            with dispensable():
-                panel = figures_panel(result, printer.color, decoder.predicted_cost)
-                console.print("", panel, sep="\n")
+            panel = figures_panel(result, printer.color, decoder.predicted_cost)
+            console.print("", panel, sep="\n")
         else:
             write_json(result_report(result, model_or_default(generation.model)))
         generation.note_if_full(decoder.model, result.finish_reason, len(result.tokens))
         if shows["stats"]:
             console.print(step_times_table(result.step_times))
-            if decoder.plans:
-                console.print(machine_line(decoder.costs.slowdown))
         if printer:
             memories.suggest_once()
     if result.finish_reason == "interrupted":
         sys.exit(INTERRUPTED)
 
 
-def _checked(
-    prompt: PromptOptions,
-    prompt_cache_file: str | None,
-    logprobs: int | None,
-    as_json: bool,
-    leader: Leader | None,
-) -> tuple[str | list[int], CachedPrompt | None]:
-    """Read the prompt, and check all that needs no model before one is loaded or downloaded."""
-    if prompt_cache_file is not None and prompt.system_prompt is not None:
+def _cached_prompt(file: str | None, prompt: PromptOptions) -> CachedPrompt | None:
+    if file is None:
+        return None
+    if prompt.system_prompt is not None:
         raise OptionError(
             "--system-prompt comes before the cached prompt: give it to 'mlxspec cache-prompt'"
         )
-    source = prompt.read(piped=leader is None)
-    if logprobs is not None and not as_json:
-        raise OptionError("--logprobs needs JSON output: add --json")
-    check_least(0, logprobs=logprobs)
-    if prompt_cache_file is None:
-        return source, None
     from .cache_prompt import CachedPrompt
 
-    return source, CachedPrompt(prompt_cache_file)
+    return CachedPrompt(file)
 
 
 def figures_panel(result: GenerationResult, legend: bool, predicted_cost: float = 0.0) -> Panel:
@@ -237,22 +216,9 @@ def figures_panel(result: GenerationResult, legend: bool, predicted_cost: float 
 
 def step_times_table(step_times: list[StepTime]) -> Table:
     """The median time of steps by their rows, and the verify cost."""
-    table = FoldingTable("rows", "steps", "ms", "cost")
+    table = folding_table("rows", "steps", "ms", "cost")
     for time in step_times:
         cost = "–" if time.cost is None else f"{time.cost:.2f}"
         rows = f"{time.rows} pipelined" if time.pipelined else str(time.rows)
         table.add_row(rows, str(time.steps), f"{time.seconds * 1000:.2f}", cost)
     return table
-
-
-_NOTICEABLY_SLOW = 1.3
-
-
-def machine_line(slowdown: float) -> str:
-    """How fast the machine is now, compared with when it was measured.
-
-    Args:
-        slowdown: the time of a plain step now, divided by the measured time.
-    """
-    cause = ": it is hot or busy" if slowdown > _NOTICEABLY_SLOW else ""
-    return f"A plain step takes {slowdown:.2f} times as long as when it was measured{cause}."

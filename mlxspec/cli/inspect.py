@@ -7,21 +7,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-from rich.text import Text
-
 from ..errors import OptionError
-from ..terminal import one_line, visible
 from .common.model_choice import ABOUT, DEFAULT, model_argument, needed_model
-from .common.options import ADAPTERS, ADAPTERS_HELP, NAME, command, option
-from .common.output import output_console, size_in_words, write_json
+from .common.notes import say
+from .common.options import ADAPTERS, NAME, command, option
+from .common.output import print_rows, size_in_words, write_json
 
 if TYPE_CHECKING:
     import mlx.nn as nn
 
     from ..models.heads.loading import HeadFiles
-
-Row = tuple[str, str | Text]
 
 _DRAFTS = {
     "tree": "trees: several continuations are verified in one forward",
@@ -34,7 +29,7 @@ _SIZES = {"hidden_size": "features", "vocab_size": "tokens", "num_hidden_layers"
 
 @command("inspect", short_help="Show what MODEL is, and which drafts it verifies.")
 @model_argument(ABOUT + DEFAULT)
-@option(ADAPTERS, ADAPTERS_HELP, type=NAME, group="Model")
+@option(*ADAPTERS, type=NAME, group="Model")
 @option("--json", "Write one JSON object.", "as_json", group="Output")
 def inspect_command(model: str | None, adapter_path: str | None, as_json: bool) -> None:
     """Show what MODEL is, and which drafts it verifies: trees, chains, or none.
@@ -73,13 +68,8 @@ def inspect_command(model: str | None, adapter_path: str | None, as_json: bool) 
     if as_json:
         write_json(report, indent=2)
         return
-    console = output_console()
-    console.print(Text(one_line(model), style="bold"))
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+    say(model)
+    print_rows(*rows)
 
 
 def _where(found: HeadFiles, directory: Path) -> dict[str, Any]:
@@ -157,42 +147,39 @@ def _quantisation(report: dict[str, Any]) -> str:
     return ", ".join(quantised) or "none"
 
 
-def _rows(report: dict[str, Any]) -> list[Row]:
+def _rows(report: dict[str, Any]) -> list[tuple[str, object]]:
     context, head = report["context"], report["head"]
     size = f"{report['parameters'] / 1e6:,.1f} M, {report['bits_per_weight']} bits each in memory"
     plain = report["tier"] == "plain"
-    rows: list[Row] = [
-        ("architecture", f"{visible(report['type'])}, {report['layers']} layers"),
+    rows: list[tuple[str, object]] = [
+        ("architecture", f"{report['type']}, {report['layers']} layers"),
         ("parameters", size),
         ("quantisation", _quantisation(report)),
         ("vocabulary", f"{report['vocabulary']:,} tokens"),
         ("context", f"{context:,} tokens" if context else "no limit in config.json"),
         *(("" if row else "cache", _holds(kind)) for row, kind in enumerate(report["caches"])),
-        ("drafts", Text(_DRAFTS[report["tier"]], style="bold")),
+        ("drafts", _DRAFTS[report["tier"]]),
         ("why", report["reason"]),
         ("sequences", f"{report['joint']}: {report['joint_reason']}"),
         ("prompts", "in mlx-lm's chunks and never shared" if plain else "in chunks of any size"),
         ("head", f"{head['kind']}, {size_in_words(head['bytes'])}" if head else "none"),
     ]
     if report["blas"]:  # on Linux's CPU back end it decides what rows cost
-        own = "from MLX's wheel, with which each row costs a plain step"
-        rows.append(("BLAS", own if report["blas"] == "own" else report["blas"]))
+        rows.append(("BLAS", report["blas"]))
     return rows
 
 
-def _head_rows(report: dict[str, Any]) -> list[Row]:
+def _head_rows(report: dict[str, Any]) -> list[tuple[str, object]]:
     head, target, reads = report["head"], report["target"], report["reads"]
     size = f"{report['parameters'] / 1e6:,.1f} M, {report['bits_per_weight']} bits each"
-    needs = [
-        " or ".join(target["families"]) or "any architecture",
-        *(f"{target[name]:,} {words}" for name, words in _SIZES.items() if name in target),
-    ]
+    families = " or ".join(target["families"]) or "any architecture"
+    needs = [f"{target[name]:,} {words}" for name, words in _SIZES.items() if name in target]
     return [
-        ("head", Text(f"{head['kind']}, drafts up to {report['most']} tokens", style="bold")),
+        ("head", f"{head['kind']}, drafts up to {report['most']} tokens"),
         ("parameters", size),
         ("quantisation", _quantisation(report)),
         ("reads", f"the outputs of {reads} layers" if reads else "the states after the final norm"),
-        ("target", ", ".join(needs)),
+        ("target", ", ".join([families, *needs])),
     ]
 
 

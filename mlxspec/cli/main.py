@@ -5,7 +5,10 @@ from __future__ import annotations
 from importlib import import_module
 
 import click
+from click.exceptions import NoSuchCommand
 from click.shell_completion import get_completion_class
+
+import mlxspec
 
 from .common.options import Group, argument, command, group
 
@@ -28,8 +31,11 @@ class LazyGroup(Group):
         return [name for names in _COMMANDS.values() for name in names]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in self.list_commands(ctx):
-            return None
+        names = self.list_commands(ctx)
+        if cmd_name not in names:
+            if ctx.resilient_parsing:  # a shell completes it
+                return None
+            raise NoSuchCommand(cmd_name, possibilities=names, ctx=ctx)
         if cmd_name in self.commands:
             return self.commands[cmd_name]
         name = cmd_name.replace("-", "_")
@@ -51,6 +57,7 @@ class LazyGroup(Group):
 
 
 @group("mlxspec", cls=LazyGroup)
+@click.version_option(mlxspec.__version__)
 def main() -> None:
     """Lossless speculative decoding for LLMs on Apple MLX, without a second model."""
 
@@ -58,25 +65,8 @@ def main() -> None:
 # --- help and completion ---
 
 
-def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    about = ctx.find_root().command
-    for word in ctx.params.get("words") or ():
-        found = about.get_command(ctx, word) if isinstance(about, click.Group) else None
-        if found is None:
-            return []
-        about = found
-    names = about.list_commands(ctx) if isinstance(about, click.Group) else []
-    return [name for name in names if name.startswith(incomplete)]
-
-
 @command("help", short_help="Show the help of a command.")
-@argument(
-    "words",
-    "The command, and a subcommand of it.",
-    nargs=-1,
-    metavar="[COMMAND]...",
-    shell_complete=_complete,
-)
+@argument("words", "The command, and a subcommand of it.", nargs=-1, metavar="[COMMAND]...")
 @click.pass_context
 def help_command(ctx: click.Context, words: tuple[str, ...]) -> None:
     """Show the help of a command, as its --help does, or without a command the help of mlxspec.
@@ -92,18 +82,10 @@ def help_command(ctx: click.Context, words: tuple[str, ...]) -> None:
 
 _NAME = "mlxspec"
 _VARIABLE = "_MLXSPEC_COMPLETE"  # in which the shell's script passes its request to click
-_INSTALLED = {
-    "bash": """bash 4.4 or newer (macOS has an older one). For every new shell, in ~/.bashrc:
-#   eval "$(mlxspec completion bash)\"""",
-    "zsh": """zsh. For every new shell, in ~/.zshrc, after compinit:
-#   eval "$(mlxspec completion zsh)\"""",
-    "fish": """fish. For every new shell:
-#   mlxspec completion fish > ~/.config/fish/completions/mlxspec.fish""",
-}
 
 
 @command("completion", short_help="Let your shell complete commands and models.")
-@argument("shell", "bash, zsh or fish.", metavar="SHELL", type=click.Choice([*_INSTALLED]))
+@argument("shell", "bash, zsh or fish.", type=click.Choice(["bash", "zsh", "fish"]))
 def completion_command(shell: str) -> None:
     """Print a script for SHELL that completes commands, options, their values, and models.
 
@@ -113,19 +95,16 @@ def completion_command(shell: str) -> None:
       eval "$(mlxspec completion zsh)"
       mlxspec completion fish | source
 
-    The top of the script says how to install it for every new shell. It completes models in the
-    Hugging Face Hub's cache, aliases of 'mlxspec config', and directories.
+    To have it in every new shell, put the line into ~/.bashrc, or after compinit into ~/.zshrc. For
+    fish, write the script to ~/.config/fish/completions/mlxspec.fish. bash must be 4.4 or newer;
+    macOS has an older one.
+
+    It completes models in the Hugging Face Hub's cache, aliases of 'mlxspec config', and
+    directories.
     """
     kind = get_completion_class(shell)
     assert kind is not None
-    script = kind(click.Group(), {}, _NAME, _VARIABLE)
-    # Not source(), which also checks the version of bash and prints complaints.
-    text = script.source_template % script.source_vars()
-    about = f"# mlxspec in {_INSTALLED[shell]}\n"
-    first, _, rest = text.partition("\n")
-    if first.startswith("#compdef"):  # zsh needs it on the first line
-        about, text = f"{first}\n{about}", rest
-    click.echo(about + text, nl=False)
+    click.echo(kind(main, {}, _NAME, _VARIABLE).source(), nl=False)
 
 
 main.add_command(help_command)

@@ -14,23 +14,20 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from operator import itemgetter
 from pathlib import Path
-from threading import Timer
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import LoadError, OptionError, StoreError
+from ..errors import FileError, LoadError, OptionError
 from ..files import check_writable, replaced
 from .common.model_choice import MODEL
 from .common.notes import note, say
 from .common.options import FILE, group, option
 from .common.output import (
-    FoldingTable,
     confirm,
     counted,
     json_text,
     print_rows,
-    print_tables,
     size_in_words,
     write_json,
 )
@@ -40,9 +37,6 @@ if TYPE_CHECKING:
 
     from ..corpus import KeptAnswers, Memory
 
-_DAYS = 7  # days that have a row of their own
-_ALWAYS = ("context", "memory")  # sources to show even if no draft came from them
-_QUIETLY = 1.0  # seconds of sorting before a note says so
 
 _model_option = option(
     "-m --model MODEL",
@@ -75,7 +69,6 @@ class Memories:
         self.keeps = keeps
         self._settings = settings_in_force(note) if keeps else Settings()
         self._undecided = keeps and not os.environ.get(SWITCH)
-        self._asked = False
         self._needs_identity = shared or self._settings.keeps_some
         self._memories: dict[bytes, Memory] = {}
         self._users: Counter[bytes] = Counter()
@@ -89,7 +82,6 @@ class Memories:
         """
         from ..corpus import KeptAnswers, Memory, identify, memory_directory
 
-        self._asked = True
         if not self._needs_identity:
             return None
         identity = identify(tokenizer)
@@ -99,7 +91,7 @@ class Memories:
                 most, name = self._settings.max_tokens, _absolute(model)
                 try:
                     kept = KeptAnswers(memory_directory(), identity, name, most)
-                except StoreError as error:
+                except FileError as error:
                     note(f"{error}; answers are remembered only until this command ends")
             self._memories[identity.fingerprint] = Memory(kept=kept, on_trouble=note)
         self._users[identity.fingerprint] += 1
@@ -121,7 +113,7 @@ class Memories:
         """
         from ..corpus import memory_directory
 
-        if self._asked and self._undecided and sys.stderr.isatty():
+        if self._undecided and sys.stderr.isatty():
             with suppress(OSError):
                 memory_directory().mkdir(mode=0o700, parents=True)
                 note(
@@ -135,17 +127,9 @@ class Memories:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for memory in self._memories.values():
             if memory.kept:
-                timer = Timer(
-                    _QUIETLY, note, ["sorting answers; Ctrl-C leaves this to the next run"]
-                )
                 try:
-                    if kind is None:
-                        timer.start()
-                        memory.close()
+                    memory.close(patience=None if kind is None else 0)
                 except KeyboardInterrupt:
-                    note("the answers are kept, and the next run sorts them")
-                finally:
-                    timer.cancel()
                     memory.close(patience=0)
 
 
@@ -185,8 +169,8 @@ def memory_command() -> None:
 @_model_option
 @option(
     "--max-tokens N",
-    "Tokens to keep per tokenizer; the least recently used answers are dropped.  [default: as "
-    "before, or 50,000,000]",
+    "Tokens to keep per tokenizer; the oldest answers are dropped.  [default: as before, or "
+    "50,000,000]",
     type=click.IntRange(min=2),
 )
 def on_command(model: str | None, max_tokens: int | None) -> None:
@@ -234,68 +218,62 @@ def _switch(model: str | None, keeps: bool, max_tokens: int | None = None) -> No
 def show_command(model: str | None, as_json: bool) -> None:
     """Show what is kept, where, and what it earned.
 
-    The last table shows, for each day, the share of the answers' tokens that were accepted drafts
-    from each source: the context, kept answers, a store, and so on.
+    Of each tokenizer it shows the share of the answers' tokens that were accepted drafts from each
+    source: the context, kept answers, a store, and so on. --json has these figures by day.
     """
     from ..corpus import memory_directory, settings_in_force
     from ..drafting.kept import experience_directory, kept_experience
 
-    taught = len(kept_experience())
-    settings = settings_in_force(note)
-    kept = _kept(_tokenizer_of(model))
+    settings, kept, taught = settings_in_force(note), _kept(_tokenizer_of(model)), kept_experience()
+    report: dict[str, Any] = {
+        "on": settings.everything,
+        "max_tokens": settings.max_tokens,
+        "directory": str(memory_directory()),
+        "experience": {"models": len(taught), "directory": str(experience_directory())},
+        "tokenizers": [
+            {
+                "tokenizer": one.identity.name,
+                "vocab_size": one.identity.vocab_size,
+                "fingerprint": one.identity.fingerprint.hex(),
+                "model": one.model,
+                "on": settings.keeps(one.identity),
+                **one.count(),
+                "earned": one.earned_by_day(),
+            }
+            for one in kept
+        ],
+    }
     if as_json:
-        report = {
-            "on": settings.everything,
-            "max_tokens": settings.max_tokens,
-            "directory": str(memory_directory()),
-            "experience": {"models": taught, "directory": str(experience_directory())},
-            "tokenizers": [
-                {
-                    "tokenizer": one.identity.name,
-                    "vocab_size": one.identity.vocab_size,
-                    "fingerprint": one.identity.fingerprint.hex(),
-                    "model": one.model,
-                    "on": settings.keeps(one.identity),
-                    **one.count(),
-                    "earned": one.earned_by_day(),
-                }
-                for one in kept
-            ],
-        }
         write_json(report, indent=2)
         return
-    state = "on" if settings.everything else "off"
-    if settings.tokenizers:
-        state = "off for some tokenizers" if settings.everything else "on for some tokenizers"
-    rows: list[tuple[str, object]] = [
-        ("memory", state),
+    print_rows(
+        ("memory", _on_or_off(settings.everything, bool(settings.tokenizers))),
         ("keeps", f"{counted(settings.max_tokens, 'token')} at most"),
         ("in", memory_directory()),
-    ]
-    if taught:
-        learned = f"which drafts are right for {counted(taught, 'model')}; no text"
-        rows += [("learned", learned), ("in", experience_directory())]
-    print_rows(*rows)
-    for one in kept:
-        click.echo()
-        held, earned = one.count(), one.earned_by_day()
+        ("learned", f"which drafts are right for {counted(len(taught), 'model')}; no text"),
+        ("in", experience_directory()),
+    )
+    for one, held in zip(kept, report["tokenizers"], strict=True):
         answers, tokens = counted(held["texts"], "answer"), counted(held["tokens"], "token")
-        rows = [
+        click.echo()
+        print_rows(
             ("tokenizer", one.identity),
-            ("memory", "on" if settings.keeps(one.identity) else "off"),
+            ("memory", _on_or_off(held["on"])),
             ("holds", f"{answers}, {tokens}, {size_in_words(held['bytes'])}"),
-        ]
-        rows += [(name, _at(held[name])) for name in ("oldest", "newest") if held[name] is not None]
-        print_rows(*rows)
-        if earned:
-            print_tables([_table(earned)])
+            *((name, _at(held[name])) for name in ("oldest", "newest") if held[name] is not None),
+            ("earned", _earned(held["earned"])),
+        )
+
+
+def _on_or_off(on: bool, exceptions: bool = False) -> str:
+    return ("on" if on else "off") + ", except for some tokenizers" * exceptions
 
 
 @memory_command.command("forget")
 @option("--since WHEN", "Answers that ended since WHEN: 2h, 3d, 2026-11-23, 2026-11-23T14:30.")
 @option("--before WHEN", "Answers that ended before WHEN.")
 @option("--matching TEXT", "Answers that contain TEXT, in upper or lower case.")
-@option("--all", "All answers, damaged files, and what was learned about drafts.", "everything")
+@option("--all", "All answers, and what was learned about drafts.", "everything")
 @_model_option
 @option("-y --yes", "Forget without asking.")
 def forget_command(
@@ -314,18 +292,10 @@ def forget_command(
     if matching is not None and not matching.strip():
         raise OptionError("--matching is empty: give a text, or use --all")
     first, last = _when("--since", since), _when("--before", before)
-    choice = (first, last, matching) != (None, None, None)
-    if everything and choice:
+    if everything == ((first, last, matching) != (None, None, None)):
         raise OptionError(
-            "--all excludes --since, --before and --matching: leave out --all, or the others"
+            "choose what to forget: give --all, or any of --since, --before and --matching"
         )
-    if not everything and not choice:
-        raise OptionError("choose what to forget: give --since, --before, --matching or --all")
-    if first is not None and last is not None and first >= last:
-        raise OptionError(
-            f"--since {since} is not before --before {before}: give an earlier --since"
-        )
-    from ..corpus import memory_directory
     from ..drafting.kept import kept_experience
 
     tokenizer = _tokenizer_of(model)
@@ -333,26 +303,20 @@ def forget_command(
     for kept in _kept(tokenizer):
         chosen = _chosen(kept, tokenizer, matching, first or 0, last or math.inf)
         if chosen:
-            tokens = counted(sum(len(one) for _, one, _ in chosen), "token")
             times = [ended for _, _, ended in chosen]
-            ended = " to ".join(dict.fromkeys((_at(min(times)), _at(max(times)))))
-            say(f"{kept.identity}: {counted(len(chosen), 'answer')}, {tokens}, {ended}")
+            between = f"{_at(min(times))} to {_at(max(times))}"
+            say(f"{kept.identity}: {counted(len(chosen), 'answer')}, {between}")
             found.append((kept, [row for row, _, _ in chosen]))
     if found and not yes:
         confirm("forget", "Forget them?", "Nothing was forgotten.")
     for kept, rows in found:
         kept.forget(rows)
-    for damaged in memory_directory().glob("*.damaged*"):
-        damaged.unlink(missing_ok=True)
-        note(f"removed the damaged file {damaged}, with all answers in it")
     taught = kept_experience() if everything and model is None else []
     for path in taught:
         path.unlink(missing_ok=True)
     if taught:
         say(f"Forgot which drafts were right for {counted(len(taught), 'model')}.")
-    number = sum(len(rows) for _, rows in found)
-    if number or not taught:
-        say(f"Forgot {counted(number, 'answer')}." if number else "There is nothing to forget.")
+    say(f"Forgot {counted(sum(len(rows) for _, rows in found), 'answer')}.")
 
 
 def _chosen(
@@ -377,7 +341,7 @@ def export_command(model: str | None, output: Path | None, force: bool) -> None:
     *.jsonl, 'mlxspec store build' and 'mlxspec replay' can read it.
     """
     if output is not None:
-        check_writable(output, OptionError)
+        check_writable(output)
         if output.exists() and not force:
             raise OptionError(f"--output {output}: exists; name another file, or add --force")
     tokenizer = _tokenizer_of(model)
@@ -386,7 +350,7 @@ def export_command(model: str | None, output: Path | None, force: bool) -> None:
         raise OptionError("no answers are kept: to keep them from now on, run mlxspec memory on")
     decoders = [_decoder(one, tokenizer) for one in kept]  # all, before the first line
     number = 0
-    with replaced(output, StoreError) if output else nullcontext(sys.stdout.buffer) as file:
+    with replaced(output) if output else nullcontext(sys.stdout.buffer) as file:
         for one, decode in zip(kept, decoders, strict=True):
             for _, tokens, ended in sorted(one.read(), key=itemgetter(2)):
                 messages = [{"role": "assistant", "content": decode(tokens)}]
@@ -400,7 +364,7 @@ def _kept(tokenizer: Any) -> list[KeptAnswers]:
     """The kept answers of all tokenizers, or only of this one.
 
     Raises:
-        StoreError: the database cannot be read.
+        FileError: the database cannot be read.
     """
     from ..corpus import identify, kept_answers, memory_directory
 
@@ -447,7 +411,6 @@ def _decoder(kept: KeptAnswers, tokenizer: Any) -> Callable[[np.ndarray], str]:
     return lambda tokens: str(tokenizer.decode(tokens.tolist(), **options))
 
 
-_AGO = re.compile(r"([0-9]+) ?([mhdw])")
 _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 
@@ -460,10 +423,10 @@ def _when(option: str, text: str | None) -> float | None:
     if text is None:
         return None
     try:
-        if ago := _AGO.fullmatch(text.strip()):
+        if ago := re.fullmatch(r"([0-9]+)([mhdw])", text):
             return time.time() - timedelta(**{_UNITS[ago[2]]: int(ago[1])}).total_seconds()
-        return datetime.fromisoformat(text.strip()).timestamp()
-    except (ValueError, OverflowError, OSError):
+        return datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError):
         raise OptionError(
             f"{option} is {text!r}: write it as 30m, 2h, 3d, 2026-11-23 or 2026-11-23T14:30"
         ) from None
@@ -473,23 +436,13 @@ def _at(seconds: float) -> str:
     return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M}"
 
 
-def _table(earned: dict[str, dict[str, int]]) -> FoldingTable:
-    """What the answers earned on each of the last days, and in all."""
-    from ..corpus import EARNED, SOURCES
+def _earned(days: dict[str, dict[str, int]]) -> str:
+    """Tokens per step, and the shares of tokens that were accepted drafts, by source."""
+    from ..corpus import SOURCES
 
-    total = {name: sum(day[name] for day in earned.values()) for name in ("answers", *EARNED)}
-    named = [name for name in SOURCES if total[name] or name in _ALWAYS]
-    table = FoldingTable(
-        *("day", "answers", "tokens", "tokens per step", *named),
-        caption="Shares of the tokens that were accepted drafts, by source.",
-    )
-    for day, figures in [*[*earned.items()][-_DAYS:], ("all days", total)]:
-        steps, tokens = max(1, figures["steps"]), max(1, figures["tokens"])
-        table.add_row(
-            day,
-            f"{figures['answers']:,}",
-            f"{figures['tokens']:,}",
-            f"{figures['tokens'] / steps:.2f}",
-            *(f"{figures[name] / tokens:.0%}" for name in named),
-        )
-    return table
+    total = Counter[str]()
+    for figures in days.values():
+        total.update(figures)
+    tokens = max(1, total["tokens"])
+    shares = [f"{total[name] / tokens:.0%} from {name}" for name in SOURCES if total[name]]
+    return ", ".join([f"{tokens / max(1, total['steps']):.2f} tokens per step", *shares])

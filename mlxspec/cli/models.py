@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
 
-from ..errors import MlxspecError, OptionError
 from ..models.model_files import DEMO, DEMO_DIRECTORY, local_path
 from .common.model_choice import DIRECTORY, SMALL_MODEL, model_or_default
-from .common.notes import note
 from .common.options import command, option
-from .common.output import FoldingTable, print_tables, shown, size_in_words, write_json
+from .common.output import folding_table, print_tables, shown, size_in_words, write_json
 from .settings import load_config
 
 _RESERVE = 1.1  # memory for weights, caches and a forward, relative to the weights
@@ -34,17 +31,12 @@ def models_command(as_json: bool) -> None:
     Your own are the directory mlx_model, if it exists here, and the models that 'mlxspec config'
     names. LM Studio's are named by their directories. A model fits if its weights and a tenth more
     fit into the memory that MLX may use: what the driver recommends on a Mac's GPU, and the
-    system's memory elsewhere. On a CPU half-precision weights take twice their size. The costs of
-    steps are measured at first use, and more carefully by 'mlxspec calibrate'.
+    system's memory elsewhere. On a CPU half-precision weights take twice their size.
     """
     from ..engine.costs import whole_memory
 
     memory = whole_memory()
-    default: str | None = None
-    try:
-        default = model_or_default(None)
-    except OptionError as error:
-        note(error)
+    default = model_or_default(None)
     models = list(_found(memory, default))
     if as_json:
         write_json({"memory_bytes": memory, "models": models}, indent=2)
@@ -52,7 +44,7 @@ def models_command(as_json: bool) -> None:
         print_tables(_tables(models, memory, default))
 
 
-def _found(memory: int, default: str | None) -> Iterator[dict[str, Any]]:
+def _found(memory: int, default: str) -> Iterator[dict[str, Any]]:
     """The entries of ``--json``, the default model first."""
     import mlx.core as mx
 
@@ -60,8 +52,7 @@ def _found(memory: int, default: str | None) -> Iterator[dict[str, Any]]:
 
     widens = mx.default_device().type == mx.cpu
     aliases = load_config().aliases
-    directories = _directories([*([default] if default else []), *aliases.values()])
-    is_measured = _measured()
+    directories = _directories([default, *aliases.values()])
     for name in sorted(directories, key=lambda name: (name != default, name == DEMO)):
         files = model_files(directories[name])
         takes = files.weight_bytes + (files.half_bytes if widens else 0)
@@ -78,7 +69,6 @@ def _found(memory: int, default: str | None) -> Iterator[dict[str, Any]]:
             "bytes": files.nbytes,
             "memory_bytes": takes or None,
             "fits": usable and takes * _RESERVE <= memory,
-            "measured": usable and is_measured(name, files.architecture),
         }
 
 
@@ -101,40 +91,12 @@ def _directories(named: list[str]) -> dict[str, Path]:
     return found
 
 
-def _measured() -> Callable[[str, str], bool]:
-    """Make a function that checks whether step times of a model are known on this machine.
-
-    It takes a model's name and architecture. Step times belong to a model's shapes, so the function
-    loads the model if it knows the architecture.
-    """
-    from ..drafting.kept import CostCache
-    from ..engine.costs import cost_key, machine_identity
-    from ..models.model import load
-
-    cache = CostCache()
-    entries = cache.entries()
-    here = machine_identity() if entries else None
-    architectures = {key.model.get("type") for key, _ in entries if key.machine == here}
-
-    def is_measured(name: str, architecture: str) -> bool:
-        with suppress(MlxspecError):  # a model that cannot be loaded has no step times
-            return architecture in architectures and bool(
-                cache.read(cost_key(load(name, lazy=True)[0]))
-            )
-        return False
-
-    return is_measured
-
-
-def _tables(
-    models: list[dict[str, Any]], memory: int, default: str | None
-) -> Iterator[RenderableType]:
+def _tables(models: list[dict[str, Any]], memory: int, default: str) -> Iterator[RenderableType]:
     usable = [one for one in models if one["usable"]]
     others = [one for one in models if not one["usable"]]
-    named = f"; the default model is {shown(default)}" if default else ""
-    table = FoldingTable(
-        *("model", "weights", "memory", "fits", "costs"),
-        caption=f"MLX may take {_size(memory)} here{named}",
+    table = folding_table(
+        *("model", "weights", "memory", "fits"),
+        caption=f"MLX may take {_size(memory)} here; the default model is {shown(default)}",
     )
     for one in usable:
         table.add_row(
@@ -142,7 +104,6 @@ def _tables(
             shown(one["weights"] or ""),
             _size(one["memory_bytes"] or 0),
             "yes" if one["fits"] else "no",
-            "known" if one["measured"] else "–",
         )
     yield table
     for one in models:

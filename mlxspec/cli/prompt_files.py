@@ -8,26 +8,21 @@ as they are needed, so a file may be larger than memory.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import stat
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
-from itertools import chain
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 from pydantic import BeforeValidator, ConfigDict, Field, Strict, ValidationError, create_model
 from rich.console import Console
 from rich.panel import Panel
 from rich.progress import MofNCompleteColumn, TimeElapsedColumn
-from rich.text import Text
 
 from ..engine.params import SamplingParams
 from ..errors import MlxspecError, OptionError, PromptError, printable
@@ -39,9 +34,7 @@ from ..jsonl import conversation_of, json_lines
 from ..models.chat_template import Messages, apply_template
 from ..process import INTERRUPTED
 from .common.generation import Generation
-from .common.model_choice import model_or_default, note_which_model
-from .common.notes import in_one_line
-from .common.options import check_least
+from .common.model_choice import model_or_default, note_if_demo
 from .common.output import Figures, ProgressBar, error_console, json_text, result_report
 from .common.prompt import PromptOptions
 from .memory import Memories
@@ -49,19 +42,13 @@ from .memory import Memories
 if TYPE_CHECKING:
     from ..distributed.ranks import Leader
 
-_CONCURRENCY = 8
 _MOST_HELD = 1000  # results that wait for an earlier one; a few kilobytes each
-_LONGEST_LINE = 100_000_000  # bytes, more than any context holds
-_MARGIN = 50  # levels by which a result may be nested deeper than its line
 _FORM = 'write {"prompt": "..."} or {"messages": [...]}'
-
-Lines = Iterator[tuple[int, Any]]
-"""The number of each line, from 1, and its value, which is None if it is not JSON."""
 
 
 def answer_prompts(
     file: str,
-    concurrency: int | None,
+    concurrency: int,
     *,
     generation: Generation,
     prompt: PromptOptions,
@@ -83,32 +70,30 @@ def answer_prompts(
         shows: ``quiet``, ``color`` and ``as_json``; the results are always JSON.
 
     Raises:
-        MlxspecError: an option, the file as a whole or the model is at fault.
+        MlxspecError, OSError: an option, the file or the model is at fault.
     """
     # Check all that needs no model before a model is loaded, or even downloaded.
     others = prompt.named()
     others += ["--prompt-cache-file"] * (prompt_cache_file is not None) + ["--stats"] * stats
     if others:
         raise OptionError(f"--prompts and {others[0]} are given together: choose one")
-    check_least(1, concurrency=concurrency)
-    check_least(0, logprobs=logprobs)
-    with open_prompts(file) as (lines, count), Memories(not generation.drafting.no_memory) as kept:
+    keeps = not generation.drafting.no_memory
+    with click.open_file(file, "rb") as opened, Memories(keeps) as kept:
         console = error_console(shows["color"])
         quiet = Console(quiet=True) if shows["quiet"] else console
         decoder = generation.load(quiet, kept, leader)
         # Options with which no prompt could be answered are an error of the command.
         prompt.uses_template("", decoder.tokenizer)
         decoder.new_request([0], generation.max_tokens, generation.options(decoder))
-        note_which_model(generation.model)
-        at_once = concurrency or _CONCURRENCY
-        answers = PromptAnswers(generation, decoder, prompt, at_once, logprobs, console)
+        note_if_demo(generation.model)
+        answers = PromptAnswers(generation, decoder, prompt, concurrency, logprobs)
         # No bar is needed if results appear on the terminal, perhaps through a pipe.
         hidden = console.is_interactive and (
             sys.stdout.isatty() or stat.S_ISFIFO(os.fstat(sys.stdout.fileno()).st_mode)
         )
-        figures = MofNCompleteColumn(), TimeElapsedColumn()
-        bar = ProgressBar("answers", *figures, console=Console(quiet=True) if hidden else quiet)
-        interrupted = answers.run(lines, count, bar)
+        columns = MofNCompleteColumn(), TimeElapsedColumn()
+        bar = ProgressBar("answers", *columns, console=Console(quiet=True) if hidden else quiet)
+        interrupted = answers.run(json_lines(opened), bar)
         quiet.print("", answers.panel(interrupted), sep="\n")
         if not shows["as_json"]:
             kept.suggest_once()
@@ -116,50 +101,6 @@ def answer_prompts(
         sys.exit(INTERRUPTED)
     if answers.failed:
         sys.exit(1)
-
-
-# --- the file ---
-
-
-@contextmanager
-def open_prompts(name: str) -> Iterator[tuple[Lines, int | None]]:
-    """Open a file of prompts: yield its lines that are not blank, and their number.
-
-    Args:
-        name: the file; - is standard input. The number of lines in a pipe is None.
-
-    Raises:
-        PromptError: it cannot be read, or has only blank lines.
-    """
-    if name == "-" and sys.stdin is None:
-        raise PromptError("standard input is closed: give --prompts FILE")
-    try:
-        opened = click.open_file(name, "rb")
-    except OSError as error:
-        raise PromptError(
-            f"--prompts {name} cannot be read ({error.strerror}): name a readable file"
-        ) from error
-    with opened as file:
-        count = None
-        if file.seekable():
-            start = file.tell()
-            count = sum(bool(line.strip()) for line in _lines(file))
-            file.seek(start)
-        values = json_lines(_lines(file))
-        first = next(values, None)
-        if first is None:
-            source = "standard input" if name == "-" else name
-            raise PromptError(f"{source} holds no prompt: {_FORM}, one per line")
-        yield chain([first], values), count
-
-
-def _lines(file: IO[bytes]) -> Iterator[bytes]:
-    """The lines of a file; a line that is too long is cut to one byte, which is not a prompt."""
-    while line := file.readline(_LONGEST_LINE):
-        part = line
-        while not part.endswith(b"\n") and (part := file.readline(_LONGEST_LINE)):
-            line = line[:1]
-        yield line
 
 
 # --- a line ---
@@ -194,13 +135,6 @@ _Line = create_model(
     **_ENDS,
     **_SAMPLING,
 )
-_REMEDIES = {
-    "prompt": "give a text, or a list of token ids",
-    "messages": 'write [{"role": "user", "content": "..."}]',
-    "stop": "give a text, or a list of texts",
-    "stop_tokens": "give ids, or texts of one token, in a list",
-    "logit_bias": 'write token ids and numbers, {"42": -5}',
-}
 
 
 def read_line(value: Any) -> dict[str, Any]:
@@ -213,53 +147,15 @@ def read_line(value: Any) -> dict[str, Any]:
     record = {"prompt": value} if isinstance(value, str) else value
     if not isinstance(record, dict):
         raise PromptError(f"not JSON with a prompt: {_FORM}")
-    if not _is_json(record.get("id")):
-        raise PromptError('"id" contains NaN or infinity, or is nested too deeply: write a text')
-    given = {key: one for key, one in record.items() if one is not None and key != "id"}
+    given = {key: one for key, one in record.items() if one is not None}
     try:
-        line = _Line.model_validate(given)
+        line = _Line.model_validate(given).model_dump(exclude_unset=True)
     except ValidationError as error:
-        raise PromptError(_complaint(given, error)) from error
-    kinds = [key for key in ("prompt", "messages") if key in record]
-    if len(kinds) != 1:
-        found = "both" if kinds else "neither"
-        raise PromptError(f'it has {found} of "prompt" and "messages": {_FORM}')
-    if not given.get(kinds[0]):
-        what = "null" if record[kinds[0]] is None else "empty"
-        raise PromptError(f'"{kinds[0]}" is {what}: {_FORM}')
-    return {key: getattr(line, key) for key in given}
-
-
-def _complaint(given: dict[str, Any], error: ValidationError) -> str:
-    """The message for a line that is wrong, with the remedy."""
-    fault = error.errors(include_url=False)[0]
-    key = str(fault["loc"][0])
-    if fault["type"] == "extra_forbidden":
-        similar = get_close_matches(key, _Line.model_fields, 1, cutoff=0.5)
-        remedy = f'did you mean "{similar[0]}"' if similar else 'leave it out, or keep it in "id"'
-        return f'"{printable(key)}" is not a key of a prompt: {remedy}'
-    if key == "messages":
-        return f'"{key}" cannot be read ({fault["ctx"]["error"]}): {_REMEDIES[key]}'
-    value = given[key]
-    shown = printable(json.dumps(value) if _is_json(value) else type(value).__name__)
-    return f'"{key}" is {shown}: {_REMEDIES.get(key) or fault["msg"].replace("Input", "it")}'
-
-
-def id_of(value: Any) -> Any:
-    """The "id" of a line, even of a wrong one; None without an "id"."""
-    given = value.get("id") if isinstance(value, dict) else None
-    return given if _is_json(given) else None
-
-
-def _is_json(value: Any) -> bool:
-    """Whether a value can be written as JSON; Python also reads NaN and infinities."""
-    for _ in range(_MARGIN):
-        value = [value]
-    try:
-        json.dumps(value, allow_nan=False)
-    except (ValueError, RecursionError):
-        return False
-    return True
+        fault = error.errors(include_url=False)[0]
+        raise PromptError(f'"{printable(fault["loc"][0])}": {fault["msg"]}') from error
+    if bool(line.get("prompt")) == bool(line.get("messages")):
+        raise PromptError(f'it needs either a "prompt" or "messages": {_FORM}')
+    return line
 
 
 # --- the answers ---
@@ -300,9 +196,8 @@ class PromptAnswers:
         concurrency: how many prompts to answer at once, at most.
         logprobs: how many of the likeliest tokens get log-probabilities in the results, besides the
             chosen token; None for no log-probabilities.
-        console: gets a line for each prompt that cannot be answered.
-        failed, unfinished: numbers of prompts; unfinished ones were interrupted.
-        figures: the figures of the answered and the unfinished prompts.
+        failed: how many prompts could not be answered.
+        figures: the figures of the others.
     """
 
     generation: Generation
@@ -310,68 +205,55 @@ class PromptAnswers:
     prompt: PromptOptions
     concurrency: int
     logprobs: int | None
-    console: Console
 
     def __post_init__(self) -> None:
-        self.failed = self.unfinished = 0
+        self.failed = self._begun = 0
         self.figures = Figures()
         # Nobody reads the answers as they grow, so they may wait for the prompts of others.
         self._engine = Engine(self.decoder, max_active=self.concurrency, stall=math.inf)
-        self._begun = 0
         self._held: deque[_PromptAnswer] = deque()  # not yet written, in the file's order
 
     def panel(self, interrupted: bool) -> Panel:
         """The figures of all answers."""
-        answered = self.figures.answers - self.unfinished
-        counts = {"failed": self.failed, "unfinished": self.unfinished}
-        rows = [(name, f"{number:,}") for name, number in counts.items() if number]
-        rows.insert(0, ("prompts answered", f"{answered:,}"))
+        rows = [("prompts answered", f"{self.figures.answers:,}")]
+        if self.failed:
+            rows.append(("prompts failed", f"{self.failed:,}"))
         return self.figures.panel(*rows, subtitle="interrupted" if interrupted else None)
 
-    def run(self, lines: Lines, count: int | None, bar: ProgressBar) -> bool:
+    def run(self, lines: Iterator[tuple[int, Any]], bar: ProgressBar) -> bool:
         """Answer lines until all are done or Ctrl-C is pressed.
 
         Args:
-            lines: from :func:`open_prompts`.
-            count: the number of lines; None if unknown.
+            lines: the number of each line, from 1, and its value, which is None if it is not JSON.
             bar: shows how many are done.
 
         Returns:
             whether it was interrupted. Even then it has written all finished answers, and the
             others as far as they were generated.
         """
-        started = time.perf_counter()
-        interrupted = False
+        started, interrupted = time.perf_counter(), False
         try:
             with bar, self._engine.running():
-                bar(0, count)
                 while self._begin_more(lines):
+                    bar(self.figures.answers + self.failed, None)
                     self._engine.turn()
-                    for answer in self._held:
-                        if answer.request and answer.request.done:
-                            self._finish(answer)
-                    self._write_finished()
-                    bar(self.figures.answers + self.failed, count)
+                    self._write(lambda answer: bool(answer.request and answer.request.done))
         except KeyboardInterrupt:
             interrupted = True
-            for answer in self._held:
-                if answer.line is None:
-                    self._finish(answer)
-            self._write_finished()
+            self._write(lambda answer: answer.line is None)
         self.figures.seconds = time.perf_counter() - started
         self.figures.prefill_seconds = self._engine.prefill_seconds
         return interrupted
 
-    def _begin_more(self, lines: Lines) -> bool:
+    def _begin_more(self, lines: Iterator[tuple[int, Any]]) -> bool:
         """Begin as many answers as may run; return whether any work is left."""
         while self._engine.room > 0 and len(self._held) < _MOST_HELD:
-            line = next(lines, None)
-            if line is None:
+            number, value = next(lines, (0, None))
+            if not number:
                 break
-            number, value = line
-            place = {"index": self._begun, "id": id_of(value)}
+            given_id = value.get("id") if isinstance(value, dict) else None
             result = GenerationResult(logprobs=None if self.logprobs is None else [])
-            answer = _PromptAnswer(number, place, result)
+            answer = _PromptAnswer(number, {"index": self._begun, "id": given_id}, result)
             self._held.append(answer)
             self._begun += 1
             try:
@@ -390,9 +272,8 @@ class PromptAnswers:
         asked, default = read_line(value), self.generation
         generation = replace(
             default,
-            max_tokens=asked.get("max_tokens", default.max_tokens),
-            ends=replace(default.ends, **_those(_ENDS, asked)),
             sampling=replace(default.sampling, **_those(_SAMPLING, asked)),
+            **_those(("max_tokens", *_ENDS), asked),
         )
         tokens, templated = self._tokens(asked)
         request, as_shown = generation.request(
@@ -410,26 +291,23 @@ class PromptAnswers:
         """
         options, tokenizer = self.prompt, self.decoder.tokenizer
         if "messages" not in asked:
-            prompt = asked["prompt"]
-            if not isinstance(prompt, str) and (given := options.for_template()):
-                raise PromptError(
-                    f"token ids need no chat template: leave out {given[0]}, or give a text"
-                )
-            return options.encoded(prompt, tokenizer)
-        if options.chat is False:
+            return options.encoded(asked["prompt"], tokenizer)
+        if options.chat is False or not tokenizer.has_chat_template:
             raise PromptError(
-                '"messages" need the chat template: leave out --raw, or give a "prompt"'
-            )
-        if not tokenizer.has_chat_template:
-            raise PromptError(
-                '"messages" need a chat template, and this model has none: give a "prompt"'
+                '"messages" need a chat template: leave out --raw and name a chat model, or give a '
+                '"prompt"'
             )
         messages, how = options.turns(asked["messages"])
-        try:
-            tokens: list[int] = apply_template(tokenizer, messages, **how)
-        except PromptError as error:
-            raise PromptError(f'{error}: change the "messages"') from error
+        tokens: list[int] = apply_template(tokenizer, messages, **how)
         return tokens, True
+
+    def _write(self, has_ended: Callable[[_PromptAnswer], bool]) -> None:
+        """Finish the answers that have ended, and write the results that are next in order."""
+        for answer in filter(has_ended, self._held):
+            self._finish(answer)
+        while self._held and self._held[0].line is not None:
+            # In this order an interrupt cannot cause a result to be written twice.
+            click.echo(self._held.popleft().line)
 
     def _finish(self, answer: _PromptAnswer) -> None:
         """Make the result from what was generated, or from the error that ended it."""
@@ -445,23 +323,13 @@ class PromptAnswers:
         del report["step_times"]  # they include all answers
         answer.end(report)  # first, or an interrupt could count the answer twice
         self.figures.add(result, len(result.tokens))
-        self.unfinished += result.finish_reason == "interrupted"
 
     def _fail(self, answer: _PromptAnswer, error: Exception) -> None:
-        """Make the result from an error, and print the error."""
-        # A custom drafter may raise anything.
+        """Make the result from an error; a custom drafter may raise anything."""
         kind = "" if isinstance(error, MlxspecError) else f"{type(error).__name__}: "
-        message = f"line {answer.number}: {kind}{error}"
         self.failed += 1
-        self.console.print(Text(f"Error: {in_one_line(message)}"), soft_wrap=True)
-        answer.end({"error": message})
-
-    def _write_finished(self) -> None:
-        """Write the results that are next in order."""
-        while self._held and self._held[0].line is not None:
-            # In this order an interrupt cannot cause a result to be written twice.
-            click.echo(self._held.popleft().line)
+        answer.end({"error": f"line {answer.number}: {kind}{error}"})
 
 
-def _those(names: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
+def _those(names: Iterable[str], asked: dict[str, Any]) -> dict[str, Any]:
     return {name: asked[name] for name in names if name in asked}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
-from rich.text import Text
 
 from ..errors import OptionError
 from .common.model_choice import MODEL
@@ -16,19 +15,13 @@ from .common.options import (
     DRAFTER,
     FILE,
     argument,
+    check_least,
     command,
     names_completed,
     option_field,
     options_of,
 )
-from .common.output import (
-    FoldingTable,
-    ProgressBar,
-    ReportOptions,
-    ratio,
-    shown,
-    speed_bars,
-)
+from .common.output import ProgressBar, ReportOptions, folding_table, ratio, shown
 
 if TYPE_CHECKING:
     from ..bench.policies import ReplayPolicy
@@ -57,11 +50,11 @@ class ReplayOptions:
     )
     chips: tuple[str, ...] = option_field(
         "--chip NAME",
-        "A chip with a known cost curve, such as 'M3 Max', or 'all'; repeatable.  [default: M4 "
-        "Pro; with --html all]",
+        "A chip with a known cost curve, such as 'M3 Max', or 'all'; repeatable.",
+        default=("M4 Pro",),
     )
     curve: Path | None = option_field(  # noqa: RUF009
-        "--curve FILE", "A cost curve written by 'mlxspec calibrate --json'."
+        "--curve FILE", "Instead of a chip's, a cost curve written by 'mlxspec calibrate --json'."
     )
     limit: int = option_field(
         "--limit N", "At most N conversations per category, evenly spaced.", default=240
@@ -75,10 +68,11 @@ class ReplayOptions:
         "… tokens it drafts are all right, and the time of each token in plain steps, as in "
         ".76,.60,.50,.41@0.08.",
     )
-    decoders: str | None = option_field(
+    decoders: str = option_field(
         "--decoder A,B",
         "The decoders to replay: auto, prompt-lookup, the name of another program for its method, "
-        "'hindsight' for the most that is possible, or 'all'.  [default: auto; with --html all]",
+        "'hindsight' for the most that is possible, or 'all'.",
+        default="auto",
         shell_complete=names_completed(_decoder_names),
     )
     concurrency: int = option_field(
@@ -126,69 +120,53 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
     A line of TRACES is an object with "messages", as in OpenAI-style chat logs. It may have
     "category", "model" and "completions", the indices of the messages to replay.
     """
-    from ..bench.prompts import load_trace_tokenizer, read_completions
-    from ..bench.replay import compare
+    from ..bench.prompts import read_completions
+    from ..bench.replay import compare, verdict
+    from ..models.tokenizer import load_tokenizer_of, vocabulary_classes
 
-    policies = _policies(asked, shows)
-    default = _ALL if shows.html else "M4 Pro"
-    if asked.chips and asked.curve:
-        raise OptionError("--chip and --curve are given together: choose one")
-    chips = _chips(asked.chips or (default,), asked.curve)
+    check_least(1, concurrency=asked.concurrency, limit=asked.limit)
+    policies = _policies(asked)
+    chips = _chips(asked.chips, asked.curve)
     shows.check()
-    tokenizer = load_trace_tokenizer(asked.tokenizer)
+    tokenizer = load_tokenizer_of(asked.tokenizer)
     completions = read_completions(traces, tokenizer, asked.limit)
     curves = {name: chip.curve for name, chip in chips.items()}
-    work = completions, tokenizer.classes, policies, curves, asked.concurrency
+    work = completions, vocabulary_classes(tokenizer), policies, curves, asked.concurrency
     with ProgressBar("Replaying") as on_progress:
         comparison = compare(*work, on_progress)
-    verdict = [*map(shown, _verdict(asked, policies, comparison))]
     shows.show_tables(
-        "mlxspec replay",
         _report(asked, policies, comparison, chips),
-        lambda: [*_tables(comparison, policies, chips, asked.concurrency), *verdict],
-        lambda: [*verdict, *_page(comparison, policies, chips)],
-        verdict,
+        lambda: [
+            *_tables(comparison, chips, asked.concurrency),
+            *map(shown, verdict(comparison)),
+        ],
     )
 
 
-def _policies(asked: ReplayOptions, shows: ReportOptions) -> dict[str, ReplayPolicy]:
+def _policies(asked: ReplayOptions) -> dict[str, ReplayPolicy]:
     """The requested decoders, drafter and head, or the default decoder with the memories.
 
     Raises:
         OptionError: a decoder, size or curve is unknown, or options contradict each other.
     """
-    from ..bench.heads import HeadCurve, policies_with_head
+    from ..bench.heads import parse_head_curve, policies_with_head
     from ..bench.policies import AUTO, policies_with
     from ..bench.replay import chosen_policies, memories
     from ..drafting.drafter import load_drafter
 
-    several = asked.concurrency
-    if several < 1:
-        raise OptionError(f"--concurrency is {several}: run at least 1 output at a time")
-    if several > 1 and shows.html:
-        raise OptionError(
-            f"--html with --concurrency {several}: the page shows one output at a time; "
-            "leave out one of the two"
-        )
-    if asked.memory is None:
-        names = asked.decoders if asked.decoders is not None else _ALL if shows.html else AUTO
-        policies = chosen_policies(names, several)
-        if asked.drafter is not None:
-            policies |= policies_with(load_drafter(asked.drafter))
-        if asked.head_curve is not None:
-            policies |= policies_with_head(HeadCurve.parse(asked.head_curve))
-        return policies
-    for option, given in (
-        ("--decoder", asked.decoders),
-        ("--drafter", asked.drafter),
-        ("--head-curve", asked.head_curve),
-    ):
-        if given not in (None, AUTO):
+    if asked.memory is not None:
+        if asked.drafter or asked.head_curve or asked.decoders != AUTO:
             raise OptionError(
-                f"{option} {given} with --memory: the default decoder is compared with itself; "
-                "leave out one of the two"
+                "--memory compares the default decoder with itself: leave out --decoder, "
+                "--drafter and --head-curve"
             )
-    return memories(asked.memory)
+        return memories(asked.memory)
+    policies = chosen_policies(asked.decoders)
+    if asked.drafter is not None:
+        policies |= policies_with(load_drafter(asked.drafter))
+    if asked.head_curve is not None:
+        policies |= policies_with_head(*parse_head_curve(asked.head_curve))
+    return policies
 
 
 def _chips(names: tuple[str, ...], file: Path | None) -> dict[str, Chip]:
@@ -198,19 +176,8 @@ def _chips(names: tuple[str, ...], file: Path | None) -> dict[str, Chip]:
 
     if file:
         return {_OWN: Chip(_OWN, read_curve(file), "measured on the user's machine")}
-    chips = [known_chip(name) for name in (chip_names() if _ALL in names else names)]
+    chips = map(known_chip, chip_names() if _ALL in names else names)
     return {chip.name: chip for chip in chips}
-
-
-def _verdict(
-    asked: ReplayOptions, policies: Mapping[str, ReplayPolicy], comparison: Comparison
-) -> list[str]:
-    """The result of the comparison, as lines."""
-    from ..bench.replay import joint_verdict, memory_verdict, verdict
-
-    if asked.memory is not None:
-        return memory_verdict(policies, comparison)
-    return (joint_verdict if asked.concurrency > 1 else verdict)(policies, comparison)
 
 
 def _report(
@@ -226,7 +193,7 @@ def _report(
     for chip, reports in comparison.items():
         for name, report in reports.items():
             entry: Report = {"chip": chip, "estimated_rows": [*chips[chip].estimated]}
-            entry |= {"decoder": name, "label": policies[name].label}
+            entry |= {"decoder": name}
             if asked.memory is not None:
                 entry |= {"decoder": AUTO, "memory_tokens": policies[name].memory_tokens}
             if asked.concurrency > 1:
@@ -238,79 +205,34 @@ def _report(
 
 
 def _tables(
-    comparison: Comparison,
-    policies: Mapping[str, ReplayPolicy],
-    chips: Mapping[str, Chip],
-    several: int,
+    comparison: Comparison, chips: Mapping[str, Chip], several: int
 ) -> Iterator[RenderableType]:
     for chip, reports in comparison.items():
         at_once = f", {several} outputs at once" if several > 1 else ""
         estimates = f" ({chips[chip].about})" if chips[chip].about else ""
         yield shown(f"Modelled on: {chip}{at_once}{estimates}")
-        labels = [policies[name].label for name in reports]
-        if several == 1:
+        first = next(iter(reports.values()))
+        if "sets" in first:
             caption = "speed against plain decoding"
-            sets = FoldingTable("set", "outputs", "tokens", *labels, caption=caption)
-            for name, first in next(iter(reports.values()))["sets"].items():
+            sets = folding_table("set", "outputs", "tokens", *reports, caption=caption)
+            for name, figures in first["sets"].items():
                 speeds = [ratio(report["sets"][name]["speedup"]) for report in reports.values()]
-                counts = str(first["completions"]), f"{first['tokens']:,}"
+                counts = str(figures["completions"]), f"{figures['tokens']:,}"
                 sets.add_row(shown(name), *counts, *speeds)
             yield sets
-        columns, caption = (_TOGETHER, _BATCHED) if several > 1 else (_ALONE, _DECODERS)
-        table = FoldingTable("decoder", *columns, caption=caption)
-        for label, report in zip(labels, reports.values(), strict=True):
-            table.add_row(label, *(cell(report) for cell in columns.values()))
+        names = [name for name, value in first.items() if isinstance(value, float)]
+        columns = (name.replace("_", " ") for name in names)
+        table = folding_table("decoder", *columns, caption=_TOGETHER if several > 1 else _ALONE)
+        for decoder, report in reports.items():
+            table.add_row(decoder, *(f"{report[name]:.3g}" for name in names))
         yield table
 
 
-_DECODERS = (
-    "speed: geometric mean over the sets; slow outputs: mean share over the sets of outputs that "
-    "lose more than 2 % and two plain steps"
+_ALONE = (
+    "speedup: geometric mean over the sets; worst: of the worst set; share slow: mean share over "
+    "the sets of outputs that lose more than 2 % and two plain steps"
 )
-_BATCHED = (
-    "speed of all outputs against one plain output; the cost of attending to several contexts is "
-    "not modelled; slow: more than 2 % and two steps behind plain batching"
+_TOGETHER = (
+    "speeds are of all outputs against one plain output; the cost of attending to several contexts "
+    "is not modelled"
 )
-
-
-def _worst(report: Report) -> str:
-    sets = report["sets"]
-    return f"{shown(min(sets, key=lambda name: sets[name]['speedup']))} {ratio(report['worst'])}"
-
-
-_STEPS: dict[str, Callable[[Report], str]] = {
-    "tokens per step": lambda report: f"{report['tokens_per_step']:.2f}",
-    "rows per step": lambda report: f"{report['rows_per_step']:.2f}",
-}
-_ALONE: dict[str, Callable[[Report], str]] = {
-    "speed": lambda report: ratio(report["speedup"]),
-    "worst set": _worst,
-    "slow outputs": lambda report: f"{report['share_slow']:.1%}",
-    **_STEPS,
-}
-_TOGETHER: dict[str, Callable[[Report], str]] = {
-    "plain batching": lambda report: ratio(report["plain_batching"]),
-    "drafts, one at a time": lambda report: ratio(report["one_at_a_time"]),
-    "both": lambda report: ratio(report["speedup"]),
-    "both against batching": lambda report: ratio(report["over_plain_batching"]),
-    "slow outputs": lambda report: f"{report['share_slow']:.1%}",
-    "outputs per step": lambda report: f"{report['sequences_per_step']:.2f}",
-    **_STEPS,
-}
-
-
-def _page(
-    comparison: Comparison, policies: Mapping[str, ReplayPolicy], chips: Mapping[str, Chip]
-) -> Iterator[RenderableType]:
-    """Bars and tables for each chip, and a description of each decoder."""
-    from ..bench.policies import HINDSIGHT
-    from ..bench.replay import SLOW
-
-    hindsight = policies[HINDSIGHT].label if HINDSIGHT in policies else ""
-    for chip, reports in comparison.items():
-        speeds = {policies[name].label: report["speedup"] for name, report in reports.items()}
-        yield Text(f"\n{chips[chip].label}: speed against plain decoding\n", "bold")
-        yield speed_bars(speeds, SLOW, without=hindsight)
-    yield from _tables(comparison, policies, chips, 1)
-    for name, policy in policies.items():
-        yield shown(f"{policy.label}: {policy.description} (--decoder {name})")

@@ -22,10 +22,8 @@ from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote
 
 import click
-from rich.console import Console, Group
-from rich.panel import Panel
+from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from ..distributed import leading
 from ..engine.params import CacheOptions, SamplingParams
@@ -33,26 +31,24 @@ from ..errors import OptionError, printable
 from ..files import is_ours_alone
 from ..models.model_files import local_path
 from ..process import give_back_large_blocks
-from .common.generation import API_KEY, DraftingOptions, Ends, Generation, measure
+from .common.generation import API_KEY, DraftingOptions, Generation, measure
 from .common.model_choice import (
     DIRECTORY,
     default_model,
     model_argument,
     model_or_default,
-    note_which_model,
+    note_if_demo,
 )
 from .common.notes import note
 from .common.options import (
     ADAPTERS,
-    ADAPTERS_HELP,
     NAME,
-    check_least,
     color_option,
     command,
     option_field,
     options_of,
 )
-from .common.output import counted, error_console, shown, size_in_words
+from .common.output import counted, error_console, shown
 from .common.prompt import template_option
 from .memory import Memories
 from .settings import load_config
@@ -62,36 +58,33 @@ if TYPE_CHECKING:
     from ..generation.decoder import Decoder
     from ..generation.options import GenerationOptions
     from ..models.model import OnRead
-    from ..models.on_machine import ModelFiles
     from ..server.body import ApiError
     from ..server.catalog import Catalog, Entry
     from ..server.memory import ServerMemory
     from ..server.served_model import ServedModel
     from ..server.worker import ServedRequest, Worker
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
-_DURATION = re.compile(r"(-?\d+(?:\.\d+)?)\s*([smhd]?)", re.IGNORECASE)
-_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
-_MOST_PORT = 65535
 ALL = "all"
 """The value of ``--models`` for the models that 'mlxspec models' lists."""
+
+_MOST_GRACE = 3600
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def _size(text: str) -> int:
     """Parse a number of bytes: 8G, 512M, 1.5 GiB."""
-    found = _SIZE.fullmatch(text.strip())
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
     if not found:
         raise click.BadParameter(f"{text!r} is not a size: write it as 512M or 8G")
-    number, unit = found.groups()
-    return int(float(number) * 1024 ** " KMGT".index(unit.upper() or " "))
+    return int(float(found[1]) * 1024 ** " kmgt".index(found[2] or " "))
 
 
 def _duration(text: str) -> float:
     """Parse a number of seconds: 30s, 10m, 2h; a negative number is for ever."""
-    found = _DURATION.fullmatch(text.strip())
+    found = re.fullmatch(r"(-?\d+(?:\.\d+)?)\s*([smhd]?)", text.strip().lower())
     if not found:
         raise click.BadParameter(f"{text!r} is not a time: write it as 30s, 10m or 2h, or -1")
-    seconds = float(found[1]) * _SECONDS[found[2].lower()]
+    seconds = float(found[1]) * _SECONDS[found[2]]
     return seconds if seconds >= 0 else math.inf
 
 
@@ -116,9 +109,11 @@ class ServeOptions:
         "[default: 10m; a MODEL named here stays]",
         type=_duration,
     )
-    adapter_path: str | None = _address_option(ADAPTERS, ADAPTERS_HELP, type=NAME)
+    adapter_path: str | None = _address_option(*ADAPTERS, type=NAME)
     host: str = _address_option("--host HOST", "The address to listen on.", default="127.0.0.1")
-    port: int = _address_option("--port N", "The port; 0 takes a free one.", default=8080)
+    port: int = _address_option(
+        "--port N", "The port; 0 takes a free one.", default=8080, type=click.IntRange(0, 65535)
+    )
     allowed_hosts: tuple[str, ...] = _address_option(
         "--allowed-host NAME",
         "Also answer requests to this host name; repeatable.",
@@ -134,23 +129,34 @@ class ServeOptions:
         default=False,
     )
     concurrency: int = _request_option(
-        "--concurrency N", "Generate for N requests per model at once.", default=8
+        "--concurrency N",
+        "Generate for N requests per model at once.",
+        default=8,
+        type=click.IntRange(1),
     )
     queue: int = _request_option(
-        "--queue N", "Let N more requests wait; others get status 429.", default=128
+        "--queue N",
+        "Let N more requests wait; others get status 429.",
+        default=128,
+        type=click.IntRange(0),
     )
     max_tokens: int = _request_option(
-        "--max-tokens N", "Generate at most N tokens if a request sets no limit.", default=8192
+        "--max-tokens N",
+        "Generate at most N tokens if a request sets no limit.",
+        default=8192,
+        type=click.IntRange(1),
     )
     stall: float = _request_option(
         "--stall SECONDS",
         "The longest wait between two tokens of an answer while other prompts run.",
         default=0.15,
+        type=click.FloatRange(0, min_open=True),
     )
     grace: float = _request_option(
         "--grace SECONDS",
         "The time for running requests to end after Ctrl-C or SIGTERM.",
         default=10.0,
+        type=click.FloatRange(0, _MOST_GRACE),
     )
     memory: int | None = option_field(
         "--memory SIZE",
@@ -180,35 +186,11 @@ class ServeOptions:
         group="Output",
     )
 
-    def check(self, models: int) -> None:
-        """Check the options, given the number of models to load at the start.
-
-        Raises:
-            OptionError: one has a wrong value.
-        """
-        check_least(1, concurrency=self.concurrency, max_tokens=self.max_tokens)
-        check_least(0, queue=self.queue, port=self.port)
-        if not self.stall > 0:
-            raise OptionError(f"--stall is {self.stall:g}: give a number of seconds above 0")
-        if not 0 <= self.grace < math.inf:
-            raise OptionError(
-                f"--grace is {self.grace:g}: give a finite number of seconds, 0 or more"
-            )
-        if self.port > _MOST_PORT:
-            raise OptionError(f"--port is {self.port}: give at most {_MOST_PORT}")
-        if self.adapter_path is not None and models != 1:
-            raise OptionError("--adapter-path needs exactly one --model")
-        for one in self.available:
-            if one != ALL and not local_path(one).is_dir():
-                raise OptionError(
-                    f"--models {shown(one)}: no such directory; name one with models, or all"
-                )
-
 
 def serve_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the argument and the options of ``serve`` to a command."""
     for add in (
-        color_option("Output", "Colour the panel and the lines."),
+        color_option("Output", "Colour the lines."),
         options_of(CacheOptions, "caches", "Memory"),
         options_of(DraftingOptions, "drafting", "Drafting"),
         template_option("Requests"),
@@ -235,13 +217,19 @@ def checked(
         OptionError: a value is wrong, or the server would be open to other machines.
     """
     count = len(models) or int(not options.available)  # without any, the default one is loaded
-    options.check(count)
-    if drafting.head is not None and count != 1:
-        raise OptionError("--head needs exactly one --model")
-    for name in ("draft_model", "store"):
-        if getattr(drafting, name) is not None and not count:
-            option = f"--{name.replace('_', '-')}"
-            raise OptionError(f"{option} is for the models that are loaded at the start: name one")
+    for option, value, most in (
+        ("--adapter-path", options.adapter_path, 1),
+        ("--head", drafting.head, 1),
+        ("--draft-model", drafting.draft_model, count),
+        ("--store", drafting.store, count),
+    ):
+        if value is not None and not 1 <= count <= most:
+            raise OptionError(f"{option} needs {'exactly one' if most == 1 else 'a'} --model")
+    for one in options.available:
+        if one != ALL and not local_path(one).is_dir():
+            raise OptionError(
+                f"--models {shown(one)}: no such directory; name one with models, or all"
+            )
     keys = _keys(options.api_key_file, key)
     return keys, _hosts(options.host, options.allowed_hosts, keys)
 
@@ -277,27 +265,22 @@ def serve_command(
     names = models or (() if options.available else (None,))
     asked = [
         Generation(
-            *(name, options.max_tokens, drafting, Ends(), SamplingParams(), caches),
+            *(name, options.max_tokens, drafting, SamplingParams(), caches),
             adapter_path=options.adapter_path,
         )
         for name in names
     ]
     with leading() as leader:
-        if leader and (options.available or options.keep_alive is not None):
+        if leader and (options.available or options.keep_alive is not None or options.cache_dir):
             raise OptionError(
-                "--models and --keep-alive: the models of several machines are loaded at the start "
-                "and stay; leave these options out, or run without mlx.launch"
-            )
-        if leader and options.cache_dir:
-            raise OptionError(
-                "--cache-dir: the caches of a split model are on several machines; leave it out, "
-                "or run without mlx.launch"
+                "--models, --keep-alive and --cache-dir are for models on one machine: leave them "
+                "out, or run without mlx.launch"
             )
         keys, hosts = checked(models, options, drafting, os.environ.get(API_KEY, ""))
         console = error_console(color)
         # A head, a draft model and a store belong to the models that were named with them.
-        apart = replace(drafting, head=None, draft_model=None, num_draft_tokens=None, store=None)
-        base = Generation(None, options.max_tokens, apart, Ends(), SamplingParams(), caches)
+        apart = replace(drafting, head=None, draft_model=None, store=None)
+        base = Generation(None, options.max_tokens, apart, SamplingParams(), caches)
         _run(asked, base, options, hosts, keys, chat_template_config or {}, console, leader)
 
 
@@ -321,37 +304,40 @@ def _run(
         listening = serving.enter_context(_listening(options.host, options.port))
         from ..server.app import create_app
         from ..server.memory import ServerMemory
-        from ..server.worker import Worker, WorkerLimits
+        from ..server.worker import Worker
 
-        keeps = _keeps_answers(base.drafting, keys)
+        # With several keys, kept answers would show others what has been written.
+        keeps = not base.drafting.no_memory and len(keys) < 2
         several = len(asked) > 1 or bool(options.available)
         memories = serving.enter_context(Memories(keeps, several))
         memory = ServerMemory(options.memory, options.cache_bytes)
         loader = _Loader(asked, base, options, memories, memory, template, keys)
-        if options.cache_dir and serving.enter_context(_ours_alone(options.cache_dir)):
-            loader.prefixes = options.cache_dir
+        if options.cache_dir:
+            serving.callback(os.close, _locked(options.cache_dir))
         log = serving.enter_context(
             request_log(options.log_json, options.quiet, not console.no_color)
         )
-        limits = WorkerLimits(options.concurrency, options.queue, options.stall)
-        served = loader.start(console, leader)
-        worker = Worker(served, limits, lambda requests: log(end_record(requests)), memory)
-        _check_memory(memory, served)
-        del served  # or it would hold the memory of models that leave
+        worker = Worker(
+            _checked(loader.start(console, leader), memory),
+            active=options.concurrency,
+            queued=options.queue,
+            stall=options.stall,
+            on_end=lambda requests: log(end_record(requests)),
+            memory=memory,
+        )
         # SIGTERM acts like Ctrl-C.
         usual = signal.signal(signal.SIGTERM, signal.default_int_handler)
         serving.callback(signal.signal, signal.SIGTERM, usual)
-        serving.enter_context(_saved(loader, worker))
+        serving.push(partial(_save, loader, worker))
         worker.start()
         serving.callback(worker.stop)
-        worker.wait_until_ready()
         catalog = loader.catalog(worker, log)
         serving.callback(catalog.close)
         if asked:
-            note_which_model(asked[0].model)
+            note_if_demo(asked[0].model)
         if not options.quiet:
             address = f"http://{bracketed(options.host)}:{listening.getsockname()[1]}"
-            console.print(_panel(address, worker, catalog, bool(keys)))
+            console.print(_about(address, worker, catalog, bool(keys)))
             if not options.log_json:
                 memories.suggest_once()
         app = create_app(
@@ -383,20 +369,6 @@ def _keys(file: Path | None, other: str) -> list[str]:
     if any(not key.isascii() or not key.isprintable() or " " in key for key in keys):
         raise OptionError("a key has spaces or characters outside ASCII: choose another key")
     return keys
-
-
-def _keeps_answers(drafting: DraftingOptions, keys: list[str]) -> bool:
-    """Whether to keep answers between runs; with several keys, others could read them."""
-    if drafting.no_memory or len(keys) < 2:
-        return not drafting.no_memory
-    from ..corpus import settings_in_force
-
-    if settings_in_force(note).keeps_some:
-        note(
-            "kept answers are not used with several keys: each key drafts from its own answers, "
-            "which are forgotten when the server ends"
-        )
-    return False
 
 
 def _hosts(host: str, allowed: tuple[str, ...], keys: list[str]) -> set[str] | None:
@@ -455,9 +427,6 @@ class _Loader:
         template: default arguments of the chat template.
         keys: the valid API keys; an only one's requests use the decoder's own memory.
 
-    Attributes:
-        prefixes: the directory in which prefixes are kept; None for none.
-
     Raises:
         OptionError: a model is named twice.
     """
@@ -475,24 +444,20 @@ class _Loader:
         from ..models.model_files import given_name
 
         paths = [model_or_default(one.model) for one in asked]
-        for path in paths:
+        names = [given_name(path) for path in paths]
+        self._asked: dict[str, tuple[str, Generation]] = {}
+        for name, path, one in zip(names, paths, asked, strict=True):
             if paths.count(path) > 1:
                 raise OptionError(f"{path} is named twice: name it once")
-        names = [given_name(path) for path in paths]
-        # The last part of a directory's path, unless another one has the same.
-        names = [
-            name if name and names.count(name) == 1 else path
-            for name, path in zip(names, paths, strict=True)
-        ]
-        self._asked = dict(zip(names, zip(paths, asked, strict=True), strict=True))
+            # The last part of a directory's path, unless another one has the same.
+            self._asked[name if name and names.count(name) == 1 else path] = path, one
         self._base = base
         self._options = options
         self._memories = memories
         self._memory = memory
         self._template = template
         self._owner = keys[0] if len(keys) == 1 else ""
-        self.prefixes: Path | None = None
-        self._known: dict[Path, ModelFiles] = {}
+        self._left_out: set[Path] = set()
 
     def start(self, console: Console, leader: Leader | None) -> list[ServedModel]:
         """Load the models that were asked for."""
@@ -513,10 +478,12 @@ class _Loader:
             warn=note,
             chunks_matter=decoder.chunks_matter,
         )
-        if self.prefixes:
-            prefixes.load(_place(self.prefixes, path))
+        memory = CacheMemory(model, caches, draft_model)
+        if self._options.cache_dir:
+            most = max(0, self._memory.most_idle - memory.weights) // max(1, len(self._asked))
+            prefixes.load(_place(self._options.cache_dir, path), most)
         return ServedModel(
-            *(name, decoder, prefixes, CacheMemory(model, caches, draft_model)),
+            *(name, decoder, prefixes, memory),
             cast("GenerationOptions", vars(caches)),
             self._template,
             owner=self._owner,
@@ -537,11 +504,10 @@ class _Loader:
             if seconds is not None:
                 entry.keep_alive, entry.stays = seconds, False
         loads = self._options.available or seconds is not None
-        default = default_model() if not entries else None
         return Catalog(
             *(worker, self if loads else None),
             entries=entries,
-            default=default and default[0],
+            default=None if entries else default_model(),
             log=log,
         )
 
@@ -560,10 +526,10 @@ class _Loader:
         for name, directory in _found(self._options.available):
             if name in entries or name in self._asked or directory.resolve() in ours:
                 continue
-            files = self._known.get(directory) or model_files(directory)
+            files = model_files(directory)
             if files.trouble:
+                self._leave_out(directory, files.trouble)
                 continue
-            self._known[directory] = files
             widened = files.half_bytes if mx.default_device().type == mx.cpu else 0
             entries[name] = Entry(
                 # Absolute, or it could mean a repository of the Hub once it has left the disk.
@@ -574,19 +540,28 @@ class _Loader:
             )
         return [*entries.values()]
 
+    def _leave_out(self, directory: Path, trouble: str) -> None:
+        """Say once that a model of ``--models DIR`` cannot run; 'mlxspec models' says it of all."""
+        folders = [local_path(one) for one in self._options.available if one != ALL]
+        if directory not in self._left_out and any(map(directory.is_relative_to, folders)):
+            self._left_out.add(directory)
+            note(f"{shown(str(directory))} is left out: {trouble}")
+
     def load(self, entry: Entry, on_read: OnRead) -> Callable[[], ServedModel]:
         """As :meth:`.server.catalog.Loader.load`."""
         path, one = self._asked.get(entry.name) or (
             entry.path,
             replace(self._base, model=entry.path),
         )
-        decoder = one.load_unmeasured(self._memories, on_read=on_read)
+        decoder = one.load(None, self._memories, on_read=on_read)
         # With many forwards, which may run beside those of other models.
         _ = decoder.capability, decoder.joint_mode
 
+        served = self._served(entry.name, path, decoder)
+
         def measured() -> ServedModel:
             measure(decoder)
-            return self._served(entry.name, path, decoder)
+            return served
 
         return measured
 
@@ -597,8 +572,8 @@ class _Loader:
 
     def save(self, served: ServedModel) -> None:
         """Keep a model's prefixes, if they are kept."""
-        if self.prefixes:
-            served.cache.save(_place(self.prefixes, served.path or served.name))
+        if self._options.cache_dir:
+            served.cache.save(_place(self._options.cache_dir, served.path or served.name))
 
 
 def _found(available: Sequence[str]) -> Iterator[tuple[str, Path]]:
@@ -631,8 +606,8 @@ def _other_names(name: str, path: str) -> frozenset[str]:
     return frozenset({name.rpartition("/")[2], *own, *same})
 
 
-def _check_memory(memory: ServerMemory, served: Sequence[ServedModel]) -> None:
-    """Raise OptionError if a model could not answer even the shortest request."""
+def _checked(served: list[ServedModel], memory: ServerMemory) -> list[ServedModel]:
+    """The models; raises OptionError if one could not answer even the shortest request."""
     from ..server.memory import in_words
 
     for one in served:
@@ -643,56 +618,47 @@ def _check_memory(memory: ServerMemory, served: Sequence[ServedModel]) -> None:
                 f"at least {in_words(memory.bound_for(need) + (1 << 20))} with --memory, where "
                 "the machine has them, or serve a smaller or more quantised model"
             )
+    return served
 
 
-@contextmanager
-def _ours_alone(directory: Path) -> Iterator[bool]:
-    """Lock a directory of prefixes against other servers; yield whether it can be used."""
-    trouble, held = "", None
+def _locked(directory: Path) -> int:
+    """Lock a directory of prefixes against other servers, until the descriptor is closed.
+
+    Raises:
+        OptionError: another server uses it, or others may write to it.
+        OSError: it cannot be made or opened.
+    """
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not is_ours_alone(directory):
+        raise OptionError(
+            f"--cache-dir {directory}: others may write to it; make it yours alone (chown, chmod "
+            "go-w), or name another one"
+        )
+    held = os.open(directory, os.O_RDONLY)
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        held = os.open(directory, os.O_RDONLY)
-        if is_ours_alone(directory):
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        else:
-            trouble = (
-                "others may write to it; make it yours alone (chown, chmod go-w), or name another "
-                "one"
-            )
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        trouble = "another server uses it"
-    except OSError as error:
-        trouble = str(error.strerror)
-    if trouble:
-        note(f"--cache-dir {directory}: {trouble}; no caches are kept there")
-    try:
-        yield not trouble
-    finally:
-        if held is not None:
-            os.close(held)
+        raise OptionError(
+            f"--cache-dir {directory}: another server uses it; name another one"
+        ) from None
+    return held
 
 
-@contextmanager
-def _saved(loader: _Loader, worker: Worker) -> Iterator[None]:
+def _save(loader: _Loader, worker: Worker, error: type[BaseException] | None, *_: object) -> None:
     """Keep the prefixes of the loaded models at the end.
 
     After an interrupt nothing is saved, since the worker may still be using the prefixes.
     """
-    yield
-    for served in worker.models.values():
+    for served in worker.models.values() if error is None else ():
         loader.save(served)
 
 
 def _place(directory: Path, path: str) -> Path:
-    """The subdirectory of a model's prefixes, even for a model named "."."""
-    name = quote(path, safe="")
-    return directory / (name if name.strip(".") else name.replace(".", "%2E"))
+    """The subdirectory of a model's prefixes."""
+    return directory / f"{quote(path, safe='')}.prefixes"  # a suffix, since a path may be ".."
 
 
-_LISTED = 10  # available models that the panel names
-
-
-def _panel(address: str, worker: Worker, catalog: Catalog, with_key: bool) -> Panel:
+def _about(address: str, worker: Worker, catalog: Catalog, with_key: bool) -> Table:
     """The server's address and models, and how to use it."""
     from ..server.memory import in_words
     from ..server.prompts import why_no_tools
@@ -707,22 +673,14 @@ def _panel(address: str, worker: Worker, catalog: Catalog, with_key: bool) -> Pa
             rows.add_row("head", trained.head.title)
         if reason := why_no_tools(served.decoder.tokenizer):
             rows.add_row("tools", f"not supported, since {reason}")
-    others = [entry for entry in catalog.entries if not entry.served]
-    for entry in others[:_LISTED]:
-        rows.add_row("on demand", f"{shown(entry.name)}, {size_in_words(entry.nbytes)}")
-    if len(others) > _LISTED:
-        rows.add_row("", f"and {len(others) - _LISTED} more, which /v1/models lists")
+    if others := sum(not entry.served for entry in catalog.entries):
+        rows.add_row("on demand", f"{counted(others, 'model')}, which /v1/models lists")
     limit, weights = worker.memory.limit, worker.memory.parts["weights"]
     rows.add_row("memory", f"at most {in_words(limit)}, with {in_words(weights)} of weights")
     key = "KEY" if with_key else "none"
-    client = Text(f"export OPENAI_BASE_URL={address}/v1 OPENAI_API_KEY={key}", style="bold")
-    return Panel(
-        Group(rows, "", "Configure a client like this, or with mlxspec connect:", client),
-        title="mlxspec serve",
-        expand=False,
-        border_style="dim",
-        subtitle="Ctrl-C ends it",
-    )
+    rows.add_row("clients", f"export OPENAI_BASE_URL={address}/v1 OPENAI_API_KEY={key}")
+    rows.add_row("", "or mlxspec connect; Ctrl-C ends the server")
+    return rows
 
 
 _LAST_ERRORS = 2.0  # seconds for clients to take the error if a rank is gone
@@ -748,9 +706,8 @@ def _serve(
     def on_exit() -> None:
         running = len({request.stream for request in worker.requests.copy()})
         if running := running + sum(entry.waiting for entry in catalog.entries):
-            have = f"{counted(running, 'running request')} {'has' if running == 1 else 'have'}"
-            seconds = "1 second" if grace == 1 else f"{grace:g} seconds"
-            note(f"{have} {seconds} to end; press Ctrl-C again to stop at once")
+            requests = counted(running, "running request")
+            note(f"{grace:g} s for {requests} to end; press Ctrl-C again to stop at once")
 
     server = HttpServer(app, grace=grace, on_start=catalog.watch, on_exit=on_exit)
 
@@ -767,14 +724,6 @@ def _serve(
 
 
 # --- a log line for each request ---
-
-_COMINGS = {
-    "loading": "loading {model}: {bytes}",
-    "loaded": "loaded {model} in {seconds} s",
-    "unloaded": "unloaded {model}: {reason}",
-    "not loaded": "{model} was not loaded: {error}",
-}
-"""The lines of models that come and go, by outcome."""
 
 _LAST_LINES = 1.0  # seconds for a terminal to take the remaining lines at the end
 
@@ -856,26 +805,12 @@ def end_record(requests: Sequence[ServedRequest]) -> dict[str, Any]:
 
 
 def _line(record: dict[str, Any]) -> str:
-    """The line of a request, red if it was refused or failed, or of a model."""
-    line = f"{record['time'][11:19]}  "
-    if about := _COMINGS.get(record["outcome"]):
-        words = {name: shown(str(value)) for name, value in record.items()}
-        sizes = {name: size_in_words(record[name]) for name in ("bytes", "read") if name in record}
-        line += about.format_map(words | sizes)
-        line += f", {sizes['read']} so far" if "read" in sizes else ""
-        return click.style(line, fg="red") if "error" in record else line
-    if record["outcome"] == "refused":
-        what = " ".join(shown(record[name]) for name in ("code", "param") if record[name])
-        line += f"{record['status']} {shown(record['path'])}  {what}".rstrip()
-        return click.style(line, fg="red")
-    line += f"{record['prompt_tokens']:>6} + {record['tokens']:<5} tokens"
-    line += f"  {record['seconds']:6.2f} s"
-    if record["tokens_per_step"]:
-        line += f"  {record['tokens_per_step']:5.2f} tokens/step"
-    if record["gain"]:
-        line += f"  {record['gain']:.2f}x"
-    if record["choices"] > 1:
-        line += f"  {record['choices']} choices"
-    if record["cached_tokens"]:
-        line += f"  {record['cached_tokens']} cached"
-    return click.style(f"{line}  {shown(record['error'])}", fg="red") if record["error"] else line
+    """A record in logfmt, red if it has an error."""
+    fields = (
+        f"{name}={shown(str(value))}"
+        for name, value in record.items()
+        if value is not None and name not in ("time", "outcome")
+    )
+    line = "  ".join([record["time"][11:19], record["outcome"], *fields])
+    is_error = record["outcome"] == "refused" or record.get("error")
+    return click.style(line, fg="red") if is_error else line

@@ -72,11 +72,7 @@ def install_command(words: list[str], *, yes: bool, color: bool | None, **given:
     system.check()
     command = [_stable_path(), "serve", *words]
     about = f"{_ABOUT}http://{bracketed(options.host)}:{options.port}"
-    try:
-        text = system.text(command, _variables(), about, int(options.grace) + _KILL)
-        text.encode()
-    except ValueError as error:
-        raise OptionError(f"the command cannot be written ({error}); rename the file") from error
+    text = system.text(command, _variables(), about, int(options.grace) + _KILL)
     for model in given["models"]:  # the service would end, again and again, where nobody looks
         find_directory(model, None, weights=())
     file = SettingsFile(system.path, {})
@@ -109,7 +105,7 @@ def _stable_path() -> str:
 
 @service_command.command("status")
 def status_command() -> None:
-    """Show whether the service runs, since when, its address, and whether it answers.
+    """Show whether the service runs, its address, and whether it answers.
 
     The exit status is 1 if it does not answer.
     """
@@ -140,7 +136,7 @@ def _answers(address: str) -> str:
 def logs_command(follow: bool) -> None:
     """Show the last 100 lines that the service printed."""
     system, _ = _installed()
-    run(*system.reader, *["-f"] * follow, shown=True, remedy="see 'mlxspec service status'")
+    subprocess.run([*system.reader, *["-f"] * follow])
 
 
 @service_command.command("uninstall")
@@ -150,8 +146,6 @@ def uninstall_command() -> None:
     system.stop()
     system.path.unlink()
     say(f"Stopped the service, and removed {system.path}.")
-    if system.log:
-        say(f"Its log stays: {system.log}.")
 
 
 def _installed() -> tuple[Launchd | Systemd, str]:
@@ -199,12 +193,10 @@ class Systemd:
 
     Attributes:
         path: the file that describes the service.
-        log: the file to which the service prints; None if the manager keeps that.
         reader: the command that shows its last 100 lines, or follows with -f.
     """
 
     name = "mlxspec.service"
-    log = None
     reader = ("journalctl", "--no-pager", "-n100", f"--user-unit={name}")
 
     def __init__(self) -> None:
@@ -225,8 +217,8 @@ class Systemd:
             about: a description of one line.
             stop: seconds that it may take to end.
         """
-        path, *words = map(self._quoted, command)
-        variables = (self._quoted(f"{name}={value}") for name, value in env.items())
+        path, *words = map(_quoted, command)
+        variables = (_quoted(f"{name}={value}") for name, value in env.items())
         return _UNIT.format(
             about=about.replace("%", "%%"),
             directory=os.getcwd().replace("%", "%%"),
@@ -234,10 +226,6 @@ class Systemd:
             command=" ".join([path, *(word.replace("$", "$$") for word in words)]),
             stop=stop,
         )
-
-    def _quoted(self, word: str) -> str:
-        """A quoted word; systemd knows the escapes that JSON has."""
-        return json.dumps(word, ensure_ascii=False).replace("%", "%%")
 
     def start(self) -> None:
         """Start the service as its file says now, and at each login."""
@@ -252,12 +240,8 @@ class Systemd:
         run("systemctl", "--user", "disable", "--now", self.name)
 
     def state(self) -> str:
-        """Whether the service runs, and since when, in the manager's words."""
-        names = ("ActiveState", "SubState", "StateChangeTimestamp")
-        shown = run("systemctl", "--user", "show", self.name, f"--property={','.join(names)}")
-        found = dict(line.partition("=")[::2] for line in shown.splitlines())
-        active, detail, since = (found.get(name, "") for name in names)
-        return f"{active} ({detail})" + f" since {since}" * bool(since)
+        """Whether the service runs, in the manager's word."""
+        return run("systemctl", "--user", "show", "--value", "-p", "ActiveState", self.name).strip()
 
 
 class Launchd:
@@ -306,45 +290,45 @@ class Launchd:
     def stop(self) -> None:
         run("launchctl", "bootout", self._target, check=False)  # fails if it is not loaded
         for _ in range(600):  # bootout may return before the process has ended
-            if not run("launchctl", "print", self._target, check=False):
+            if not self._shown():
                 return
             time.sleep(0.1)
         raise MlxspecError("launchctl: the service has not ended yet; try again in a minute")
 
     def state(self) -> str:
-        shown = run("launchctl", "print", self._target, check=False)
-        found = dict(re.findall(r"^\t([a-z ]+) = (.*)$", shown, re.MULTILINE))
-        state = found.get("state", "not loaded")
-        if "pid" not in found:
-            return f"{state} (last exit code: {found.get('last exit code', 'unknown')})"
-        since = run("ps", "-o", "lstart=", "-p", found["pid"], check=False).strip()
-        return f"{state} (process {found['pid']}) since {since}"
+        found = re.search(r"^\tstate = (.*)$", self._shown(), re.MULTILINE)
+        return found[1] if found else "not loaded"
+
+    def _shown(self) -> str:
+        return run("launchctl", "print", self._target, check=False)
 
 
-def run(*words: str, remedy: str = "", shown: bool = False, check: bool = True) -> str:
+def run(*words: str, remedy: str = "see 'mlxspec service logs'", check: bool = True) -> str:
     """Run a program of the system, and return its output; "" if it fails and need not succeed.
 
     Args:
         words: the program and its arguments.
         remedy: what to do if it fails, for the error.
-        shown: let it print to standard output and standard error instead.
         check: raise an error if it fails.
 
     Raises:
         MlxspecError: it is missing, or fails.
     """
     try:
-        done = subprocess.run(
-            words, stdin=subprocess.DEVNULL, capture_output=not shown, text=True, errors="replace"
-        )
+        done = subprocess.run(words, capture_output=True, text=True, errors="replace")
     except FileNotFoundError:
-        reason = "there is no such program here; run 'mlxspec serve' instead"
-        raise MlxspecError(f"{words[0]}: {reason}") from None
+        raise MlxspecError(
+            f"{words[0]}: there is no such program here; run 'mlxspec serve' instead"
+        ) from None
     if check and done.returncode:
-        said = (done.stderr or done.stdout or f"status {done.returncode}").strip().partition("\n")
-        remedy = remedy or "see 'mlxspec service logs'"
-        raise MlxspecError(f"{' '.join(words)}: {said[0]}; {remedy}")
-    return "" if done.returncode else done.stdout or ""
+        said = (done.stderr or done.stdout).strip().partition("\n")[0]
+        raise MlxspecError(f"{' '.join(words)}: {said}; {remedy}")
+    return "" if done.returncode else done.stdout
+
+
+def _quoted(word: str) -> str:
+    """A quoted word of a unit; systemd knows the escapes that JSON has."""
+    return json.dumps(word, ensure_ascii=False).replace("%", "%%")
 
 
 def _manager() -> Launchd | Systemd:

@@ -12,7 +12,7 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import platformdirs
 
-from ..errors import MlxspecError, OptionError, SettingsError
-from ..files import SHARED, check_writable, directory_in, replaced
+from ..errors import FileError, MlxspecError, OptionError
+from ..files import SHARED, directory_in, replaced
 from ..models.model_files import DEMO
 from ..process import MLX_VARIABLES, variables_in
 
@@ -42,38 +42,46 @@ class Setting(NamedTuple):
     """A setting.
 
     Attributes:
-        kind: ``str`` (not blank), ``int`` (at least 1) or ``float`` (at least 0).
+        kind: its type.
         must_be: its valid values, in words.
+        takes: whether a value is valid.
         commands: the commands whose option of this name has it as the default.
-        pattern: the regular expression that a ``str`` must match.
     """
 
     kind: type
     must_be: str
+    takes: Callable[[Any], bool]
     commands: tuple[str, ...] = ()
-    pattern: str = r"[^\0]*[^\s\0][^\0]*"
 
-    def takes(self, value: Any) -> bool:
-        """Whether a value is valid."""
-        if self.kind is str:
-            return isinstance(value, str) and bool(re.fullmatch(self.pattern, value))
-        if self.kind is int:
-            return type(value) is int and value >= 1
-        return type(value) in (int, float) and 0 <= value < math.inf
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < math.inf
+
+
+def _sets_variables(value: Any) -> bool:
+    variable = rf"({'|'.join(MLX_VARIABLES)})=[1-9][0-9]{{0,5}}"
+    return isinstance(value, str) and bool(re.fullmatch(f"{variable}(,{variable})*", value))
 
 
 _GENERATING = ("generate", "explain", "chat")
-_VARIABLE = rf"({'|'.join(MLX_VARIABLES)})=[1-9][0-9]{{0,5}}"
 
 KEYS = {
-    MODEL: Setting(str, "a model"),
-    "max-tokens": Setting(int, "a whole number, 1 or more", _GENERATING),
-    "temp": Setting(float, "a number, 0 or more", _GENERATING),
-    "system-prompt": Setting(str, "a text", ("chat",)),
+    MODEL: Setting(str, "a model", _is_text),
+    "max-tokens": Setting(int, "a whole number, 1 or more", _is_count, _GENERATING),
+    "temp": Setting(float, "a number, 0 or more", _is_number, _GENERATING),
+    "system-prompt": Setting(str, "a text", _is_text, ("chat",)),
     MLX_SETTINGS: Setting(
         str,
         f"whole numbers, 1 or more for {', '.join(MLX_VARIABLES)}, in the form NAME=1,OTHER=512",
-        pattern=f"{_VARIABLE}(,{_VARIABLE})*",
+        _sets_variables,
     ),
 }
 """All settings except aliases."""
@@ -114,11 +122,7 @@ class UserConfig:
 
 
 def config_path() -> Path:
-    """The path of the settings file.
-
-    Raises:
-        OptionError: the environment variable names the home directory of an unknown user.
-    """
+    """The path of the settings file."""
     directory = directory_in(ENVIRONMENT_VARIABLE) or platformdirs.user_config_path("mlxspec")
     return directory / "config.toml"
 
@@ -127,27 +131,20 @@ def load_config() -> UserConfig:
     """Read the user's settings; without a file they are empty.
 
     Raises:
-        OptionError: as for :func:`config_path`.
-        SettingsError: the file cannot be read, or has a wrong setting.
+        FileError: the file cannot be read, or has a wrong setting.
     """
     path = config_path()
     try:
-        if path.exists() and not path.is_file():
-            raise SettingsError(f"{path}: not a regular file; remove it")
         document = tomllib.loads(path.read_bytes().decode())
         check_settings(document)
     except FileNotFoundError:
         return UserConfig(path)
     except OptionError as error:
-        raise SettingsError(f"{path}: {error}; correct the file") from error
+        raise FileError(f"{path}: {error}; correct the file") from error
     except OSError as error:
-        raise SettingsError(
-            f"{path}: cannot be read ({error.strerror}); make it readable"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise SettingsError(
-            f"{path}: is not valid TOML ({error}); correct it, or remove it"
-        ) from error
+        raise FileError(f"{path}: cannot be read ({error.strerror}); make it readable") from error
+    except ValueError as error:
+        raise FileError(f"{path}: is not valid TOML ({error}); correct it, or remove it") from error
     aliases = document.pop(ALIAS, {})
     return UserConfig(path, document, aliases)
 
@@ -183,7 +180,7 @@ def check_settings(document: Mapping[str, Any]) -> None:
                 f"{DEMO!r}"
             )
     for name, model in aliases.items():
-        if not KEYS[MODEL].takes(model):
+        if not _is_text(model):
             raise OptionError(f"{ALIAS_PREFIX}{name} is {model!r}: give a model")
         if model in aliases:
             raise OptionError(f"{ALIAS_PREFIX}{name} is {model!r}, another alias: give its model")
@@ -216,26 +213,21 @@ class SettingsFile:
         """The file's text; empty if the file does not exist.
 
         Raises:
-            SettingsError: it cannot be read or written, or is not UTF-8.
+            OSError: it cannot be read.
+            FileError: it is not UTF-8.
         """
         try:
-            place = self.path.resolve()
-            if place.parent.is_dir():
-                check_writable(place, SettingsError)
-            return place.read_bytes().decode()
+            return self.path.read_bytes().decode()
         except FileNotFoundError:
             return ""
         except UnicodeDecodeError as error:
-            raise SettingsError(f"{self.path}: is not UTF-8 text; convert it") from error
-        except (OSError, RuntimeError) as error:
-            reason = getattr(error, "strerror", None) or "the link leads nowhere"
-            raise SettingsError(f"{self.path}: {reason}; make it readable") from error
+            raise FileError(f"{self.path}: is not UTF-8 text; convert it") from error
 
     def merged(self, text: str) -> str:
         """Merge the settings into a text of the file; the text of a new file is empty.
 
         Raises:
-            SettingsError: something in the text would be lost.
+            FileError: something in the text would be lost.
         """
         kind = _KINDS[self.path.suffix]
         try:
@@ -249,12 +241,10 @@ class SettingsFile:
                 return text
             new = _render(kind, document, text)
             if _plain(_parse(kind, new)) != expected:
-                raise SettingsError("the edit would change other parts of it")
-        except SettingsError as error:
-            raise SettingsError(f"{self.path}: {error}; change it by hand") from error
-        except (ValueError, RecursionError) as error:
+                raise ValueError("the edit would change other parts of it")
+        except ValueError as error:
             reason = " ".join(str(error).split())
-            raise SettingsError(
+            raise FileError(
                 f"{self.path}: cannot be edited as {kind} ({reason}); change it by hand"
             ) from error
         return new
@@ -263,18 +253,12 @@ class SettingsFile:
         """Replace the file in one step; create its directory if it is missing.
 
         Raises:
-            SettingsError: it cannot be written.
+            OSError, FileError: it cannot be written.
         """
-        try:
-            place = self.path.resolve()
-            place.parent.mkdir(parents=True, exist_ok=True)
-            mode = stat.S_IMODE(place.stat().st_mode) if place.exists() else SHARED
-        except OSError as error:
-            reason = error.strerror
-            raise SettingsError(
-                f"{self.path}: cannot be written ({reason}); create its directory"
-            ) from error
-        with replaced(place, SettingsError, mode) as file:
+        place = self.path.resolve()
+        place.parent.mkdir(parents=True, exist_ok=True)
+        mode = stat.S_IMODE(place.stat().st_mode) if place.exists() else SHARED
+        with replaced(place, mode) as file:
             file.write(text.encode())
 
 
@@ -282,7 +266,7 @@ def _merge(document: MutableMapping[str, Any], settings: Settings) -> None:
     """Put settings into a document, which is changed in place.
 
     Raises:
-        SettingsError: nested settings meet a value of another type.
+        ValueError: nested settings meet a value of another type.
     """
     for name, value in settings.items():
         there = document.get(name)
@@ -292,11 +276,11 @@ def _merge(document: MutableMapping[str, Any], settings: Settings) -> None:
             document[name] = _given(value)
         elif isinstance(value, dict):
             if not isinstance(there, MutableMapping):
-                raise SettingsError(f"{name} must be an object")
+                raise ValueError(f"{name} must be an object")
             _merge(there, value)
         elif isinstance(value, list) and any(isinstance(one, dict) for one in value):
             if not isinstance(there, list):
-                raise SettingsError(f"{name} must be a list")
+                raise ValueError(f"{name} must be a list")
             for entry in value:
                 named = (one for one in there if isinstance(one, MutableMapping))
                 same = next((one for one in named if one.get("name") == entry["name"]), None)
@@ -322,7 +306,8 @@ def _plain(value: Any) -> Any:
     return [_plain(one) for one in value] if isinstance(value, list) else value
 
 
-_KINDS = {".json": "JSON without comments", ".toml": "TOML", ".yaml": "YAML", ".yml": "YAML"}
+JSON, TOML, YAML = "JSON without comments", "TOML", "YAML"
+_KINDS = {".json": JSON, ".toml": TOML, ".yaml": YAML, ".yml": YAML}
 
 
 def _parse(kind: str, text: str) -> Any:
@@ -331,64 +316,35 @@ def _parse(kind: str, text: str) -> Any:
     Raises:
         ValueError: it is not a document of this kind, or its comments would be lost.
     """
-    if kind == "TOML":
-        import tomlkit
-        from tomlkit.exceptions import TOMLKitError
+    import tomlkit
+    import yaml
+    from tomlkit.exceptions import TOMLKitError
 
-        try:
+    try:
+        if kind == TOML:
             return tomlkit.parse(text)
-        except TOMLKitError as error:
-            raise ValueError(error) from error
-    if kind == "YAML":
-        document = _plain(_parse_yaml(text))  # this also copies shared parts
-    else:
-        document = json.loads(text or "{}", object_pairs_hook=_without_repetition)
+        if kind == YAML and "#" in text:
+            raise ValueError("comments would be lost")
+        read = yaml.safe_load if kind == YAML else json.loads
+        document = _plain(read(text.strip() or "{}"))  # a copy without shared parts
+    except (TOMLKitError, yaml.YAMLError) as error:
+        raise ValueError(error) from error
     if not isinstance(document, dict):
         raise ValueError("it must be an object")
     return document
 
 
-def _parse_yaml(text: str) -> Any:
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            found = super().construct_mapping(node, deep)
-            if len(found) < len(node.value):
-                raise ValueError("a name occurs twice, or is merged with <<")
-            return found
-
-    try:
-        tokens = yaml.scan(text, Loader)
-        end = 0
-        for token in tokens:  # between tokens are white space and comments
-            if "#" in text[end : token.start_mark.index]:
-                raise ValueError(f"line {token.start_mark.line}: a comment would be lost")
-            end = token.end_mark.index
-        return yaml.load(text, Loader) or {}
-    except yaml.YAMLError as error:
-        raise ValueError(error) from error
-
-
-def _without_repetition(pairs: list[tuple[str, Any]]) -> Settings:
-    settings = dict(pairs)
-    if len(settings) < len(pairs):
-        raise ValueError("a name occurs twice")
-    return settings
-
-
 def _render(kind: str, document: Any, text: str) -> str:
     """Write a document as text; JSON is indented and escaped as in the earlier ``text``."""
-    if kind == "TOML":
+    if kind == TOML:
         import tomlkit
 
         return tomlkit.dumps(document)
-    if kind == "YAML":
+    if kind == YAML:
         import yaml
 
         return str(yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=1 << 20))
     found = _INDENT.search(text)
     indent = found[1] if found else 2
-    written = json.dumps(document, indent=indent, ensure_ascii=text.isascii(), allow_nan=False)
-    written.encode()  # raises an error for a lone surrogate, which UTF-8 cannot encode
-    return written + "\n"
+    ascii_alone = text.isascii()
+    return json.dumps(document, indent=indent, ensure_ascii=ascii_alone, allow_nan=False) + "\n"

@@ -70,10 +70,7 @@ def build_command(
     """Make a store from files and directories: text, code, chat logs."""
     from ..corpus.store import build_store
 
-    build = partial(build_store, output, force=force)
-    store, source, took = _write(paths, model, max_tokens, build)
-    tokens, size = counted(store.n_tokens, "token"), size_in_words(store.nbytes)
-    say(f"Wrote {output}: {tokens} from {source}, {size}, {took}.")
+    _write(output, paths, model, max_tokens, partial(build_store, output, force=force))
 
 
 @store_command.command("add")
@@ -83,14 +80,9 @@ def build_command(
 @_max_tokens_option
 def add_command(file: str, paths: tuple[str, ...], model: str, max_tokens: int | None) -> None:
     """Add files and directories to the store in FILE."""
-    from ..corpus.store import add_to_store, open_store
+    from ..corpus.store import add_to_store
 
-    held = open_store(file).n_tokens
-    store, source, took = _write(paths, model, max_tokens, partial(add_to_store, file))
-    new = store.n_tokens - held
-    added = f"Added {counted(new, 'token')} from" if new else "Found nothing new in"
-    size = size_in_words(store.nbytes)
-    say(f"{added} {source}, {took}. {file} holds {_in_texts(store)}, {size}.")
+    _write(file, paths, model, max_tokens, partial(add_to_store, file))
 
 
 @store_command.command("info")
@@ -105,13 +97,13 @@ def info_command(file: str) -> None:
 
 
 def _write(
-    paths: tuple[str, ...], model: str, max_tokens: int | None, write: Callable[..., Store]
-) -> tuple[Store, str, str]:
-    """Read the texts in files and have ``write`` put their tokens into a store.
-
-    Returns:
-        the store, and as texts the number of files and the time it took.
-    """
+    file: str,
+    paths: tuple[str, ...],
+    model: str,
+    max_tokens: int | None,
+    write: Callable[..., Store],
+) -> None:
+    """Read the texts in files, and have ``write`` put their tokens into the store in ``file``."""
     from ..corpus.store import MAX_TOKENS, find_files, read_texts
     from ..models.tokenizer import load_tokenizer_of
 
@@ -123,7 +115,7 @@ def _write(
     done = count(1)
     figures = MofNCompleteColumn(), TimeElapsedColumn()
     try:
-        with ProgressBar("Reading", *figures, then="Sorting") as bar:
+        with ProgressBar("Reading", *figures) as bar:
             sequences = (
                 tokenizer.encode(text, add_special_tokens=False)
                 for text in read_texts(files, counts, lambda _: bar(next(done), len(files)))
@@ -139,7 +131,10 @@ def _write(
                 note(f"{counted(number, thing)} skipped: {reason}")
     if store.n_tokens >= limit - 1:
         note(f"the store has reached --max-tokens {limit}; the remaining texts were left out")
-    return store, counted(counts["files"], "file"), f"in {time.perf_counter() - started:.1f} s"
+    took = f"in {time.perf_counter() - started:.1f} s"
+    size = size_in_words(store.nbytes)
+    read = counted(counts["files"], "file")
+    say(f"Read {read} {took}. {file} holds {_in_texts(store)}, {size}.")
 
 
 def _in_texts(store: Store) -> str:

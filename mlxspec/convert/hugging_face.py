@@ -1,18 +1,14 @@
-"""Loads Hugging Face checkpoints with mlx-lm's classes, or only the trained heads in them."""
+"""What only Hugging Face checkpoints have: tokenizers in several files, and trained heads."""
 
 import shutil
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
-from ..errors import ConversionError
-from ..models.heads import Head, named_kind
+from ..models.heads import Head
 from ..models.heads import loading as heads
 from ..models.heads.chains import QwenMTP, norms_centred_at_zero
-from ..models.model import load_lazily
-from ..models.model_files import find_directory, local_path, read_config
 
 # Never *.py, since a repository's code is not trusted.
 _COPIED = (
@@ -21,56 +17,22 @@ _COPIED = (
 )
 
 
-def open_hugging_face(
-    path_or_repo: str | Path, revision: str | None = None, head: bool = False
-) -> Path:
-    """The directory of a checkpoint, downloaded from the Hub unless it is local.
-
-    Args:
-        path_or_repo: a directory or a repository on the Hub.
-        revision: branch, tag or commit of the repository.
-        head: download only the files with a trained head.
-
-    Raises:
-        ConversionError: ``revision`` is given for a directory.
-        LoadError: no directory or repository has this name, or the download fails.
-    """
-    if revision is not None and local_path(path_or_repo).is_dir():
-        raise ConversionError(
-            f"--revision cannot be used with a directory ({path_or_repo}): leave it out"
-        )
-    find = heads.head_directory if head else find_directory
-    return find(path_or_repo, revision)
-
-
-def load_hugging_face(directory: Path) -> tuple[nn.Module, dict[str, Any]]:
-    """Load mlx-lm's model with a checkpoint's unevaluated weights, and its configuration.
-
-    Raises:
-        ConversionError: the directory has an original checkpoint, or a trained head.
-        LoadError: a file is missing or damaged, or mlx-lm cannot load the checkpoint.
-    """
-    if not (directory / "config.json").is_file() and (directory / "params.json").is_file():
-        raise ConversionError(f"{directory}: is an original checkpoint; use --torch-path for it")
-    config = read_config(directory)
-    if named_kind(config):
-        raise ConversionError(f"{directory}: a trained head, not a model; convert it with --head")
-    return load_lazily(directory, config)
-
-
 def copy_tokenizer(source: Path, target: Path) -> None:
     """Copy the tokenizer's files unchanged, or make ``tokenizer.json`` from SentencePiece's model.
 
     mlx-lm's ``save`` would write transformers' version of them, and copy Python files.
+
+    Raises:
+        LoadError: there is no tokenizer, or SentencePiece's model is of another kind.
     """
-    from ..models.tokenizer import load_tokenizer
+    from ..models.tokenizer import HUGGING_FACE_FILES, write_tokenizer
 
     for pattern in _COPIED:
-        for path in sorted(source.glob(pattern)):
+        for path in source.glob(pattern):
             if path.is_file() and path.suffix != ".py":
                 shutil.copyfile(path, target / path.name)
-    if (source / "tokenizer.model").is_file() and not (source / "tokenizer.json").is_file():
-        load_tokenizer(source, None).save_pretrained(target)
+    if not any((source / name).is_file() for name in HUGGING_FACE_FILES):
+        write_tokenizer(source, target)
 
 
 # --- trained heads ---

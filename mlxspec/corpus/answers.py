@@ -9,7 +9,7 @@ import re
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import platformdirs
 
-from ..errors import OptionError, StoreError
+from ..errors import FileError, OptionError
 from ..files import PRIVATE, directory_in, replaced
 from ..jsonl import load_json
-from .suffix_array import TOKEN_BITS, read_arrays
+from .suffix_array import TOKEN_BITS
 
 # --- tokenizers ---
 
@@ -61,12 +61,12 @@ def identify(tokenizer: Any) -> TokenizerIdentity:
         tokenizer: one of mlx-lm, transformers or tokenizers, or any with ``get_vocab``.
 
     Raises:
-        StoreError: the tokenizer has no tokens, or ids that no store can hold.
+        FileError: the tokenizer has no tokens, or ids that no store can hold.
     """
     vocabulary = sorted((index, token) for token, index in tokenizer.get_vocab().items())
     name = _short_name(getattr(tokenizer, "name_or_path", None) or "unnamed")
     if not vocabulary or not 0 <= vocabulary[0][0] <= vocabulary[-1][0] < _MAX_VOCABULARY:
-        raise StoreError(
+        raise FileError(
             f"the tokenizer {name} has ids that no store can hold: use one with ids from 0 to "
             f"{_MAX_VOCABULARY - 1:,}"
         )
@@ -95,35 +95,29 @@ EARNED = ("steps", "tokens", *SOURCES)
 """The figures of a generation: its steps, its tokens, and accepted draft tokens by source."""
 
 DATABASE = "answers.sqlite"
-DAMAGED = ".damaged"
 INDEX = ".index"
-INDEX_FORMAT = "mlxspec answers index", ("rows", "ends", "tokens", "order")
+INDEX_FORMAT = "mlxspec answers index", ("tokens", "order")
 
 OnTrouble = Callable[[str], None]
 """Called with a line that describes a failure."""
 
-_VERSION = 2
+_VERSION = 3
 _BUSY_SECONDS = 30.0
 _PAGE = 500  # rows read at a time
-_DAY = 24 * 60 * 60
 
-# Columns with figures have the prefix `earned_`. `used` is a day, counted from 1970. An index file
-# is valid while `database`, a random number, and the number of deletions are unchanged.
+# Columns with figures have the prefix `earned_`. `stamp` is a random number, another one after
+# each deletion of the tokenizer's answers: with the same stamp, an index is of the same rows.
 _TABLES = f"""
 BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS tokenizers (
     id INTEGER PRIMARY KEY, fingerprint BLOB UNIQUE NOT NULL, name TEXT NOT NULL,
-    vocab_size INTEGER NOT NULL, model TEXT NOT NULL);
+    vocab_size INTEGER NOT NULL, model TEXT NOT NULL, stamp INTEGER DEFAULT (random()));
 CREATE TABLE IF NOT EXISTS answers (
     id INTEGER PRIMARY KEY AUTOINCREMENT, tokenizer INTEGER NOT NULL, hash BLOB NOT NULL,
-    ended INTEGER NOT NULL, used INTEGER NOT NULL,
-    {", ".join(f"earned_{name} INTEGER NOT NULL" for name in EARNED)},
+    ended INTEGER NOT NULL, {", ".join(f"earned_{name} INTEGER NOT NULL" for name in EARNED)},
     tokens BLOB NOT NULL, UNIQUE (tokenizer, hash));
-CREATE TABLE IF NOT EXISTS state (
-    id INTEGER PRIMARY KEY CHECK (id = 1), database INTEGER NOT NULL, deletions INTEGER NOT NULL);
-INSERT OR IGNORE INTO state VALUES (1, abs(random()) % 2147483648, 0);
 CREATE TRIGGER IF NOT EXISTS deleted AFTER DELETE ON answers BEGIN
-    UPDATE state SET deletions = deletions + 1;
+    UPDATE tokenizers SET stamp = random() WHERE id = OLD.tokenizer;
 END;
 PRAGMA user_version = {_VERSION};
 COMMIT;
@@ -133,7 +127,7 @@ SELECT CAST(name AS TEXT), CAST(vocab_size AS INTEGER), CAST(fingerprint AS BLOB
     CAST(model AS TEXT)
 FROM tokenizers ORDER BY name
 """
-_STATE = "SELECT max(CAST(database AS INTEGER)), max(CAST(deletions AS INTEGER)) FROM state"
+_STAMP = "SELECT CAST(stamp AS INTEGER) FROM tokenizers WHERE id = ?"
 # "+" keeps SQLite from using the index by hash and sorting the rows again for each page.
 _READ = f"""
 SELECT id, tokens, CAST(ended AS INTEGER) FROM answers
@@ -141,10 +135,10 @@ WHERE +tokenizer = ? AND id > ? AND typeof(tokens) = 'blob' AND length(tokens) %
 ORDER BY id LIMIT {_PAGE}
 """
 _ADD = f"""
-INSERT INTO answers (tokenizer, hash, tokens, ended, used,
+INSERT INTO answers (tokenizer, hash, tokens, ended,
     {", ".join(f"earned_{name}" for name in EARNED)})
-VALUES ({", ".join("?" * (5 + len(EARNED)))})
-ON CONFLICT (tokenizer, hash) DO UPDATE SET ended = excluded.ended, used = excluded.used,
+VALUES ({", ".join("?" * (4 + len(EARNED)))})
+ON CONFLICT (tokenizer, hash) DO UPDATE SET ended = excluded.ended,
     {", ".join(f"earned_{name} = earned_{name} + excluded.earned_{name}" for name in EARNED)}
 RETURNING id
 """
@@ -153,11 +147,12 @@ SELECT date(ended, 'unixepoch', 'localtime') AS day, count(*),
     {", ".join(f"sum(earned_{name})" for name in EARNED)}
 FROM answers WHERE tokenizer = ? GROUP BY day ORDER BY day
 """
-# Keeps the answers used last, up to a number of tokens, and deletes the others.
+# Keeps the newest answers, up to a number of tokens, and deletes the others.
 _EVICT = """
 DELETE FROM answers WHERE id IN (SELECT id FROM (
-    SELECT id, sum(length(tokens) / 4 + 1) OVER (ORDER BY used DESC, ended DESC, id DESC) AS total
+    SELECT id, sum(length(tokens) / 4 + 1) OVER (ORDER BY ended DESC, id DESC) AS total
     FROM answers WHERE tokenizer = ?) WHERE total > ?)
+RETURNING id
 """
 
 
@@ -174,7 +169,7 @@ class KeptAnswers:
         max_tokens: how many tokens to keep.
 
     Raises:
-        StoreError: the database cannot be made or opened.
+        FileError: the database cannot be made or opened.
     """
 
     def __init__(
@@ -188,18 +183,14 @@ class KeptAnswers:
         self.identity = identity
         self.model = model
         self.max_tokens = max_tokens
-        self._open()
-
-    def _open(self) -> None:
-        self._db = connect(self.directory)
-        identity = self.identity
+        self._db = connect(directory)
         which = "FROM tokenizers WHERE fingerprint = ?", identity.fingerprint
         known = self._run(f"SELECT model {which[0]}", which[1])
-        if not known or self.model not in ("", known[0][0]):
+        if not known or model not in ("", known[0][0]):
             self._run(
                 "INSERT INTO tokenizers (fingerprint, name, vocab_size, model)"
                 " VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET model = excluded.model",
-                *(identity.fingerprint, identity.name, identity.vocab_size, self.model),
+                *(identity.fingerprint, identity.name, identity.vocab_size, model),
             )
         ((self._tokenizer,),) = self._run(f"SELECT id {which[0]}", which[1])
 
@@ -213,32 +204,15 @@ class KeptAnswers:
         Returns:
             the answer's row.
         """
-        now = int(time.time())
         figures = [max(0, int(earned.get(name, 0))) for name in EARNED]
         hashed = hashlib.blake2b(text, digest_size=16).digest()
-        ((row,),) = self._run(_ADD, self._tokenizer, hashed, text, now, now // _DAY, *figures)
+        ((row,),) = self._run(_ADD, self._tokenizer, hashed, text, int(time.time()), *figures)
         return int(row)
 
-    def use(self, rows: Iterable[int]) -> None:
-        """Record that drafts from these answers were accepted today."""
-        today = int(time.time()) // _DAY
-        with self._transaction():
-            self._db.executemany(
-                "UPDATE answers SET used = ? WHERE id = ?", [(today, row) for row in rows]
-            )
-
-    def state(self) -> tuple[int, int]:
-        """The database's random number, and how many answers have been deleted from it."""
-        ((database, deletions),) = self._run(_STATE)
-        return database, deletions
-
-    def rows(self) -> np.ndarray:
-        """The rows of all answers, (answers,) of int64, ascending."""
-        with self._errors():
-            found = self._db.execute(
-                "SELECT id FROM answers WHERE tokenizer = ?", (self._tokenizer,)
-            )
-            return np.sort(np.fromiter((row for (row,) in found), np.int64))
+    def stamp(self) -> int:
+        """A number that changes when answers are deleted."""
+        ((stamp,),) = self._run(_STAMP, self._tokenizer)
+        return int(stamp)
 
     def read(self, after: int = 0) -> Iterator[tuple[int, np.ndarray, int]]:
         """Read the answers in rows after ``after``, in order.
@@ -255,28 +229,28 @@ class KeptAnswers:
                 if len(tokens) > 1 and 0 <= tokens.min() <= tokens.max() < self.identity.vocab_size:
                     yield after, tokens, ended
 
-    def evict(self, most: int) -> None:
-        """Delete the least recently used answers until at most ``most`` tokens remain."""
-        self._run(_EVICT, self._tokenizer, most)
+    def evict(self, most: int) -> bool:
+        """Delete the oldest answers until at most ``most`` tokens remain; returns whether any."""
+        return bool(self._run(_EVICT, self._tokenizer, most))
 
     def forget(self, rows: Iterable[int]) -> None:
-        """Delete answers and the index files that contain them, so that no file keeps their text.
+        """Delete answers and the index files, so that no file keeps their text.
 
         Another process drops them when it next adds an answer.
 
         Raises:
-            StoreError: they cannot be deleted, or another process keeps the database busy.
+            FileError: they cannot be deleted, or another process keeps the database busy.
         """
-        gone = [(row,) for row in rows]
-        if not gone:
-            return
         with self._transaction():
-            self._db.executemany("DELETE FROM answers WHERE id = ?", gone)
-        self.remove_index_files([row for (row,) in gone])
+            self._db.executemany("DELETE FROM answers WHERE id = ?", [(row,) for row in rows])
+        for file in (
+            self.directory.glob(f"*{self.identity.key}-*{INDEX}*") if self.directory else ()
+        ):
+            file.unlink(missing_ok=True)
         self._run("VACUUM")
         ((busy, *_),) = self._run("PRAGMA wal_checkpoint(TRUNCATE)")
         if busy:
-            raise StoreError("another process is reading the kept answers; forget them again")
+            raise FileError("another process is reading the kept answers; forget them again")
 
     def count(self) -> dict[str, Any]:
         """Count the "texts", their "tokens", and their "bytes", index files included.
@@ -305,8 +279,6 @@ class KeptAnswers:
         """Close the database."""
         self._db.close()
 
-    # Index files are derived from the rows; see the module `memory`.
-
     def index_files(self) -> list[Path]:
         """The index files of this tokenizer's answers."""
         if self.directory is None:
@@ -318,58 +290,33 @@ class KeptAnswers:
         assert self.directory is not None
         return self.directory / f"{self.identity.key}-{secrets.token_hex(8)}{INDEX}"
 
-    def remove_index_files(self, rows: Sequence[int]) -> None:
-        """Remove index files that contain any of these rows, and damaged or unfinished ones."""
-        if self.directory is None:
-            return
-        for file in self.directory.glob(f"*{self.identity.key}-*{INDEX}*"):
-            with suppress(OSError, ValueError):
-                _, _, (held, *_) = read_arrays(file, *INDEX_FORMAT)
-                if not np.isin(held, rows).any():
-                    continue
-            file.unlink(missing_ok=True)
-
     @contextmanager
-    def locked(self) -> Iterator[tuple[int, int]]:
-        """Keep other processes from deleting answers while the body runs; yields the state."""
+    def locked(self) -> Iterator[int]:
+        """Keep other processes from deleting answers while the body runs; yields the stamp."""
         with self._transaction():
-            yield self.state()
+            yield self.stamp()
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        with self._errors(), self._db:
+        with _errors_of(self.directory), self._db:
             self._db.execute("BEGIN IMMEDIATE")
             yield
 
     def _run(self, statement: str, *values: Any) -> list[Any]:
-        with self._errors():
+        with _errors_of(self.directory):
             return self._db.execute(statement, values).fetchall()
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        """Raise SQLite's errors as StoreError, and replace a damaged database by a new one."""
-        try:
-            yield
-        except sqlite3.Error as error:
-            failure = store_error(self.directory, error)
-            if is_damage(error):
-                self._open()
-            raise failure from error
 
 
 def kept_answers(directory: Path) -> list[KeptAnswers]:
     """The answers of all tokenizers in a directory, sorted by the tokenizers' names.
 
     Raises:
-        StoreError: the database cannot be read.
+        FileError: the database cannot be read.
     """
     if not (directory / DATABASE).exists():
         return []
-    with closing(connect(directory)) as database:
-        try:
-            found = database.execute(_TOKENIZERS).fetchall()
-        except sqlite3.Error as error:
-            raise store_error(directory, error) from error
+    with closing(connect(directory)) as database, _errors_of(directory):
+        found = database.execute(_TOKENIZERS).fetchall()
     return [
         KeptAnswers(directory, TokenizerIdentity(*identity), model) for *identity, model in found
     ]
@@ -378,85 +325,54 @@ def kept_answers(directory: Path) -> list[KeptAnswers]:
 def connect(directory: Path | None) -> sqlite3.Connection:
     """Open the database in a directory, which is made if missing; None makes one in memory.
 
-    A damaged database is set aside, and a new one made.
-
     Raises:
-        StoreError: the database cannot be made or opened, or a later version made it.
+        FileError: the database cannot be made or opened, or another version made it.
     """
-    if directory is None:
-        return _prepared(sqlite3.connect(":memory:", **_OPTIONS))
-    path = directory / DATABASE
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for tries_left in (1, 0):
+    with _errors_of(directory):
+        if directory:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             # SQLite gives its own files next to it the same mode.
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-            os.close(os.open(path, flags, PRIVATE))
-            try:
-                return _prepared(sqlite3.connect(path, **_OPTIONS))
-            except sqlite3.DatabaseError as error:
-                if not (tries_left and is_damage(error)):
-                    raise
-                set_aside(directory)
-    except (OSError, sqlite3.Error) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise StoreError(
-            f"{path}: cannot be opened ({reason}); set MLXSPEC_MEMORY to another directory"
-        ) from error
-    raise AssertionError("unreachable")
+            os.close(os.open(directory / DATABASE, flags, PRIVATE))
+        database = sqlite3.connect(
+            directory / DATABASE if directory else ":memory:",
+            timeout=_BUSY_SECONDS,
+            isolation_level=None,
+            check_same_thread=False,
+        )
+        try:
+            for option in (
+                "secure_delete = ON",
+                "synchronous = NORMAL",
+                "temp_store = MEMORY",
+                "trusted_schema = OFF",
+            ):
+                database.execute(f"PRAGMA {option}")
+            ((version,),) = database.execute("PRAGMA user_version").fetchall()
+            if version not in (0, _VERSION):
+                raise sqlite3.DatabaseError(f"another version of mlxspec made it, {version}")
+            if version == 0:
+                database.execute("PRAGMA journal_mode = WAL")
+                database.executescript(_TABLES)
+        except BaseException:
+            database.close()
+            raise
+        return database
 
 
-_OPTIONS: dict[str, Any] = {
-    "timeout": _BUSY_SECONDS,
-    "isolation_level": None,
-    "check_same_thread": False,
-}
-
-
-def _prepared(database: sqlite3.Connection) -> sqlite3.Connection:
-    """Create the tables of a new database, and set the options of the connection."""
+@contextmanager
+def _errors_of(directory: Path | None) -> Iterator[None]:
+    """Raise SQLite's and the system's errors as FileError."""
     try:
-        for option in ("secure_delete = ON", "synchronous = NORMAL", "temp_store = MEMORY"):
-            database.execute(f"PRAGMA {option}")
-        database.execute("PRAGMA trusted_schema = OFF")
-        ((version,),) = database.execute("PRAGMA user_version").fetchall()
-        if version > _VERSION:
-            raise sqlite3.OperationalError(f"version {version} is later than this mlxspec's")
-        if version < _VERSION:
-            database.execute("PRAGMA journal_mode = WAL")
-            database.executescript(_TABLES)
-    except UnicodeDecodeError as error:  # SQLite's message quotes the damaged bytes
-        database.close()
-        damaged = sqlite3.DatabaseError("its schema is damaged")
-        damaged.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
-        raise damaged from error
-    except BaseException:
-        database.close()
-        raise
-    return database
-
-
-def store_error(directory: Path | None, error: sqlite3.Error) -> StoreError:
-    """The error to raise for SQLite's; also sets a damaged database aside."""
-    path = directory / DATABASE if directory else "memory"
-    if directory and is_damage(error):
-        set_aside(directory)
-        return StoreError(f"{path}: is damaged; it is set aside as {DATABASE}{DAMAGED}")
-    return StoreError(f"{path}: {error}")
-
-
-def is_damage(error: sqlite3.Error) -> bool:
-    """Whether an error says that the file is damaged or not a database."""
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-    return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-
-
-def set_aside(directory: Path) -> None:
-    """Rename a damaged database, and SQLite's own files next to it."""
-    for suffix in ("", "-wal", "-shm"):
-        with suppress(OSError):
-            path = directory / f"{DATABASE}{suffix}"
-            path.rename(directory / f"{DATABASE}{DAMAGED}{suffix}")
+        yield
+    except (OSError, sqlite3.Error, UnicodeDecodeError) as error:  # the last quotes damaged bytes
+        path = directory / DATABASE if directory else "memory"
+        reason = "is damaged" if isinstance(error, UnicodeDecodeError) else error
+        reason = getattr(error, "strerror", None) or reason
+        raise FileError(
+            f"{path}: cannot be used ({reason}); set MLXSPEC_MEMORY to another directory, or "
+            "remove a damaged file"
+        ) from error
 
 
 # --- settings ---
@@ -518,11 +434,7 @@ def memory_directory() -> Path:
 
 
 def data_directory() -> Path:
-    """The directory of all data kept between runs, by default the user's data directory.
-
-    Raises:
-        OptionError: :data:`ENVIRONMENT_VARIABLE` begins with ``~`` and an unknown user name.
-    """
+    """The directory of all data kept between runs, by default the user's data directory."""
     return directory_in(ENVIRONMENT_VARIABLE) or platformdirs.user_data_path("mlxspec")
 
 
@@ -566,7 +478,7 @@ def save_settings(settings: Settings) -> None:
     """Write the user's settings, whole or not at all.
 
     Raises:
-        StoreError: they cannot be written.
+        FileError: they cannot be written.
     """
     value = {
         "version": 1,
@@ -578,8 +490,8 @@ def save_settings(settings: Settings) -> None:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise StoreError(f"{directory}: cannot be made ({error.strerror})") from error
-    with replaced(directory / "settings.json", StoreError) as file:
+        raise FileError(f"{directory}: cannot be made ({error.strerror})") from error
+    with replaced(directory / "settings.json") as file:
         file.write(json.dumps(value, indent=1).encode() + b"\n")
 
 

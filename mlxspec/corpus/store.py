@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from ..errors import OptionError, StoreError
-from ..files import check_writable, replaced, sole_writer
+from ..errors import FileError, OptionError
+from ..files import check_writable, replaced
 from ..jsonl import conversation_of, json_lines
 from .answers import TokenizerIdentity, identify
 from .suffix_array import (
@@ -43,28 +42,15 @@ def find_files(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
     to directories are not followed, so loops cannot occur. Each file is found once.
 
     Raises:
-        StoreError: a named path does not exist, or is neither a file nor a directory.
+        FileError: a named path does not exist, or is neither a file nor a directory.
     """
-    found: dict[tuple[int, int], Path] = {}
-    for name in paths:
-        path = Path(name)
-        try:
-            mode = path.stat().st_mode
-            if stat.S_ISREG(mode):
-                path.open("rb").close()
-        except OSError as error:
-            raise StoreError(
-                f"{path}: cannot be read ({error.strerror}); name a readable file or directory"
-            ) from error
-        if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
-            raise StoreError(f"{path}: neither a regular file nor a directory; name one of these")
-        for file in _files_below(path) if stat.S_ISDIR(mode) else [path]:
-            try:
-                status = file.stat()
-            except OSError:  # a broken link, or a file removed meanwhile
-                continue
-            if stat.S_ISREG(status.st_mode):
-                found.setdefault((status.st_dev, status.st_ino), file)
+    found: dict[Path, Path] = {}  # by what links lead to
+    for path in map(Path, paths):
+        if not (os.path.isfile(path) or os.path.isdir(path)) or not os.access(path, os.R_OK):
+            raise FileError(f"{path}: cannot be read; name a readable file or directory")
+        for file in _files_below(path) if path.is_dir() else [path]:
+            if os.path.isfile(file):
+                found.setdefault(file.resolve(), file)
     return list(found.values())
 
 
@@ -143,9 +129,7 @@ def _pieces(path: Path) -> Iterator[str]:
 
 _FORMAT = "mlxspec store"
 _ARRAYS = "tokens", "order"
-_VERSION = 1
 _MAX_WORDS = 2**31 - 1  # positions are int32
-_LONGEST_NAME = 96
 _REMEDY = "build it again with `mlxspec store build`"
 
 
@@ -168,29 +152,24 @@ class Store:
         nbytes: size of the file.
 
     Raises:
-        StoreError: as :func:`open_store`.
+        FileError: as :func:`open_store`.
     """
 
     def __init__(self, path: Path, identity: TokenizerIdentity | None = None) -> None:
         try:
             header, self._whole, arrays = read_arrays(path, _FORMAT, _ARRAYS)
-            if header.get("version") != _VERSION:
-                raise ValueError(f"has version {header.get('version')!r} of the format")
             self.identity = _identity(header)
         except FileNotFoundError as error:
-            raise StoreError(
+            raise FileError(
                 f"{path}: no such file; make a store with `mlxspec store build`"
             ) from error
         except OSError as error:
-            raise StoreError(f"{path}: cannot be read ({error.strerror})") from error
+            raise FileError(f"{path}: cannot be read ({error.strerror})") from error
         except ValueError as error:
-            raise StoreError(f"{path}: {error}; {_REMEDY}") from error
+            raise FileError(f"{path}: {error}; {_REMEDY}") from error
         held = self.identity
-        if identity and (identity.fingerprint, identity.vocab_size) != (
-            held.fingerprint,
-            held.vocab_size,
-        ):
-            raise StoreError(
+        if identity and identity.fingerprint != held.fingerprint:
+            raise FileError(
                 f"{path}: holds tokens of {held}, but the model's tokenizer is {identity}; build "
                 "a store with this tokenizer with `mlxspec store build`"
             )
@@ -213,21 +192,10 @@ class Store:
             the store itself.
 
         Raises:
-            StoreError: the file is damaged.
+            FileError: the file is damaged.
         """
         if not is_intact(self._whole):
-            raise StoreError(f"{self.path}: is damaged (its checksum is wrong); {_REMEDY}")
-        tokens, order = self.index.tokens, self.index.order
-        # Every id must be in the vocabulary, and every place between two tokens.
-        if not (
-            (len(tokens) > len(order) if len(tokens) else not len(order))
-            and (tokens[-1:] == SEPARATOR).all()
-            and tokens.min(initial=0) >= SEPARATOR
-            and tokens.max(initial=0) < self.identity.vocab_size
-            and order.min(initial=1) > 0
-            and order.max(initial=0) < max(1, len(tokens))
-        ):
-            raise StoreError(f"{self.path}: holds tokens or places out of bounds; {_REMEDY}")
+            raise FileError(f"{self.path}: is damaged (its checksum is wrong); {_REMEDY}")
         return self
 
     def look_up(self, tail: Sequence[int], limit: int = 8, depth: int = EXCERPT_TOKENS) -> Excerpts:
@@ -254,8 +222,7 @@ def open_store(path: str | os.PathLike[str], tokenizer: Any = None) -> Store:
         tokenizer: the model's tokenizer; None opens a store of any tokenizer.
 
     Raises:
-        StoreError: the file is not a store, is cut short, has another version, or is of another
-            tokenizer.
+        FileError: the file is not a store, is cut short, or is of another tokenizer.
     """
     return Store(Path(path), None if tokenizer is None else identify(tokenizer))
 
@@ -279,17 +246,17 @@ def build_store(
 
     Raises:
         OptionError: ``max_tokens`` is below 2.
-        StoreError: ``path`` is in use or cannot be written, or no text has two tokens.
+        FileError: ``path`` is in use or cannot be written, or no text has two tokens.
     """
     target = Path(path)
     _check_target(target, force)
     identity = identify(tokenizer)
     built = SuffixArray.of(_first(sequences, identity, max_tokens, []))
     if not len(built.tokens):
-        raise StoreError(f"{target}: nothing to write; add a text of at least two tokens")
-    with sole_writer(target, StoreError, create=True):
+        raise FileError(f"{target}: nothing to write; add a text of at least two tokens")
+    with replaced(target) as file:
         _check_target(target, force)
-        write_store(target, identity, built)
+        write_store(file, target, identity, built)
     return Store(target)
 
 
@@ -310,50 +277,49 @@ def add_to_store(
 
     Raises:
         OptionError: ``max_tokens`` is below 2.
-        StoreError: ``path`` is not a store, is of another tokenizer, or cannot be written.
+        FileError: ``path`` is not a store, is of another tokenizer, or cannot be written.
     """
     target = Path(path)
     identity = identify(tokenizer)
     Store(target, identity).verify()
     sequences = [*sequences]  # tokenizing takes long: do it before taking the lock
-    with sole_writer(target, StoreError, create=False):
+    with replaced(target) as file:
         store = Store(target, identity).verify()
         held = split_texts(store.index.tokens)
         new = [*_first(sequences, identity, max_tokens, held)]
-        write_store(target, store.identity, SuffixArray.of([*held, *new]))
+        write_store(file, target, store.identity, SuffixArray.of([*held, *new]))
     return Store(target)
 
 
-def write_store(path: Path, identity: TokenizerIdentity, index: SuffixArray) -> None:
-    """Write a store to ``path``, replacing any file there, whole or not at all.
+def write_store(
+    file: BinaryIO, path: Path, identity: TokenizerIdentity, index: SuffixArray
+) -> None:
+    """Write a store's content to a new file.
 
     Raises:
-        StoreError: the store cannot be written, or is too large.
+        FileError: the store is too large.
     """
     if len(index.tokens) > _MAX_WORDS:
-        raise StoreError(f"{path}: more than {_MAX_WORDS:,} tokens; build several stores")
+        raise FileError(f"{path}: more than {_MAX_WORDS:,} tokens; build several stores")
     header = {
         "format": _FORMAT,
-        "version": _VERSION,
-        "tokenizer": identity.name[:_LONGEST_NAME],
+        "tokenizer": identity.name,
         "vocab_size": identity.vocab_size,
         "fingerprint": identity.fingerprint.hex(),
     }
     arrays = zip(_ARRAYS, (index.tokens, index.order), strict=True)
-    with replaced(path, StoreError) as file:
-        write_arrays(file, header, {name: (len(one), [one]) for name, one in arrays})
+    write_arrays(file, header, {name: (len(one), [one]) for name, one in arrays})
 
 
 def _identity(header: dict[str, Any]) -> TokenizerIdentity:
     """The tokenizer in a store's header; raises ValueError if the header is damaged."""
-    name, vocab_size, digits = (header.get(k) for k in ("tokenizer", "vocab_size", "fingerprint"))
-    if not isinstance(name, str) or not isinstance(digits, str) or type(vocab_size) is not int:
-        raise ValueError("has a damaged header")
-    if not 0 < vocab_size < 1 << TOKEN_BITS:
-        raise ValueError(f"has a vocabulary of {vocab_size:,} tokens")
-    # The name may be printed to a terminal, on one line.
-    printable = "".join(one if one.isprintable() else "?" for one in name[:_LONGEST_NAME])
-    return TokenizerIdentity(printable, vocab_size, bytes.fromhex(digits))
+    match header:
+        case {"tokenizer": str(name), "vocab_size": int(vocab_size), "fingerprint": str(digits)}:
+            # The name may be printed to a terminal, on one line.
+            printable = "".join(one if one.isprintable() else "?" for one in name)
+            if 0 < vocab_size < 1 << TOKEN_BITS:
+                return TokenizerIdentity(printable, vocab_size, bytes.fromhex(digits))
+    raise ValueError("has a damaged header")
 
 
 def _first(
@@ -378,14 +344,14 @@ def _first(
 
 
 def _check_target(target: Path, force: bool) -> None:
-    check_writable(target, StoreError)
+    check_writable(target)
     if not target.exists() or target.stat().st_size == 0:
         return
     if not force:
-        raise StoreError(
+        raise FileError(
             f"{target}: exists; name another file, extend it with `mlxspec store add`, or "
             "replace it with --force"
         )
     with target.open("rb") as file:
         if not file.read(_PROBED_BYTES).startswith(f'{{"format": "{_FORMAT}"'.encode()):
-            raise StoreError(f"{target}: is not a store, and --force replaces only stores")
+            raise FileError(f"{target}: is not a store, and --force replaces only stores")

@@ -7,7 +7,6 @@ import mmap
 import os
 import stat
 import zlib
-from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -38,7 +37,7 @@ class SuffixArray:
     Args:
         tokens: (n,) of int32, with a SEPARATOR after each text.
         order: (places,) of int32, from 1 to n - 1, sorted by :func:`sorted_places`. A wrong order
-            loses matches but never gives a false one, since the tokens of every match are compared.
+            loses matches, or gives places that do not match.
     """
 
     def __init__(self, tokens: np.ndarray, order: np.ndarray) -> None:
@@ -85,21 +84,18 @@ class SuffixArray:
         recent = list(tail[-MAX_LENGTH:])[::-1]
         if SEPARATOR in recent:
             del recent[recent.index(SEPARATOR) :]
-        ranges = self._ranges(recent, limit)
-        if limit < 1 or not ranges:
-            return []
-        low, high = ranges.pop()  # the slots that have been taken
-        if high - low <= limit:
-            found = self._measured(self._order[low:high].tolist(), recent)
-        else:
-            ranges.append((low, high))
-            found, high = [], low
-        while ranges and len(found) < limit:
-            left, right = ranges.pop()
-            equal = right - left - (high - low)
-            if equal:
-                match = array("i", recent[len(ranges) :: -1]).tobytes()
-                found += self._sample(left, low, high, equal, limit - len(found), match)
+        ranges, found = self._ranges(recent, limit), list[tuple[int, int]]()
+        low = high = 0  # the slots that were sampled before
+        for length in range(len(ranges), 0, -1):
+            left, right = ranges[length - 1]
+            others = right - left - (high - low)
+            wanted = min(others, limit - len(found))
+            slots = [left + others * number // wanted for number in range(wanted)]
+            places = [self._order[slot if slot < low else slot + high - low] for slot in slots]
+            if found:
+                found += sorted([(length, place) for place in places], reverse=True)
+            else:  # the search ended early, so these may match for longer
+                found = self._measured(places, recent)
             low, high = left, right
         return found
 
@@ -145,21 +141,6 @@ class SuffixArray:
                 found.append((length, place))
         found.sort(reverse=True)
         return found
-
-    def _sample(
-        self, left: int, low: int, high: int, equal: int, limit: int, match: bytes
-    ) -> list[tuple[int, int]]:
-        """Sample the ``equal`` slots after ``left``, except ``low`` … ``high``; check the match."""
-        tokens, order = self._tokens, self._order
-        wanted, length = min(equal, limit), len(match) // TOKEN_BYTES
-        slots = [left + equal * number // wanted for number in range(wanted)]
-        places = [order[slot if slot < low else slot + high - low] for slot in slots]
-        places.sort(reverse=True)
-        return [
-            (length, place)
-            for place in places
-            if place >= length and tokens[place - length : place].tobytes() == match
-        ]
 
 
 def merged_order(
@@ -217,7 +198,7 @@ def _slots_among(
                 break
         high[open_[before]] = middle[before]
         low[open_[~before]] = middle[~before] + 1
-    return low
+    return np.maximum.accumulate(low)  # ascending even in a damaged order
 
 
 def encode_texts(tokens: Sequence[int], vocab_size: int) -> list[bytes]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -92,49 +93,31 @@ class SuffixIndex:
         self._whole = True
 
     def occurrences(self) -> list[Occurrence]:
-        """Where the text's last tokens occurred before, the longest matches first, then the newest.
-
-        The newest eight places are looked up for each n-gram size, but for single tokens only if
-        longer n-grams have fewer than eight.
-        """
-        text = self.tokens
-        end = len(text)
-        lengths: dict[int, int] = {}
-        for size, _, _, links in self._tables:
-            if size > end or (size == 1 and len(lengths) >= _MAX_OCCURRENCES):
-                continue
-            position, found = links[end], 0
-            for _ in range(_MAX_LINKS):
-                if position == 0 or found == _MAX_OCCURRENCES:
-                    break
-                length = lengths.get(position) or _match_length(text, position, end)
-                if length >= size:
-                    lengths[position] = length
-                    found += 1
-                position = links[position]
-        occurrences = [Occurrence(length, position) for position, length in lengths.items()]
-        occurrences.sort(reverse=True)
-        return occurrences
+        """Where the text's last tokens occurred before, as :meth:`matches` of another text."""
+        return self.matches(self.tokens[-MAX_LENGTH:], sys.maxsize)
 
     def matches(self, tail: Sequence[int], limit: int) -> list[Occurrence]:
-        """Find where another text's last tokens occur, as :meth:`occurrences` does for this text.
+        """Find where the last tokens of this text or another occur.
 
-        Another thread may extend the index meanwhile. Its additions may or may not be found.
+        The newest eight places are looked up for each n-gram size, but for single tokens only if
+        longer n-grams have fewer than eight. Another thread may extend the index meanwhile. Its
+        additions may or may not be found.
 
         Args:
-            tail: the other text's last tokens. At most MAX_LENGTH count, and only those after a
+            tail: the text's last tokens. At most MAX_LENGTH count, and only those after a
                 SEPARATOR.
             limit: the most occurrences to return.
 
         Returns:
             the occurrences that a token follows, the longest matches first, then the newest.
         """
-        text, recent = self.tokens, list(tail[-MAX_LENGTH:])[::-1]
+        text, recent = self.tokens, tail[-MAX_LENGTH:][::-1]
         if SEPARATOR in recent:
-            del recent[recent.index(SEPARATOR) :]
+            recent = recent[: recent.index(SEPARATOR)]
+        end, whole = len(text), len(recent)
         lengths: dict[int, int] = {}
         for size, _, heads, links in self._tables:
-            if size > len(recent) or (size == 1 and len(lengths) >= _MAX_OCCURRENCES):
+            if size > whole or (size == 1 and len(lengths) >= _MAX_OCCURRENCES):
                 continue
             value = 0
             for token in recent[size - 1 :: -1]:
@@ -144,17 +127,17 @@ class SuffixIndex:
             for _ in range(_MAX_LINKS):
                 if position == 0 or found == _MAX_OCCURRENCES:
                     break
-                length = lengths.get(position, 0)
-                if not length:
-                    longest = min(position, len(recent))
-                    while length < longest and text[position - 1 - length] == recent[length]:
-                        length += 1
-                if length >= size:
-                    lengths[position] = length
-                    found += 1
+                if position < end and text[position] != SEPARATOR:
+                    length = lengths.get(position, 0)
+                    if not length:
+                        longest = min(position, whole)
+                        while length < longest and text[position - 1 - length] == recent[length]:
+                            length += 1
+                    if length >= size:
+                        lengths[position] = length
+                        found += 1
                 position = links[position]
-        followed = (p for p in lengths if p < len(text) and text[p] != SEPARATOR)
-        return sorted((Occurrence(lengths[p], p) for p in followed), reverse=True)[:limit]
+        return sorted((Occurrence(lengths[p], p) for p in lengths), reverse=True)[:limit]
 
     def _file_all(self) -> None:
         """File the whole text at once, in tables with room for twice as much."""
@@ -169,15 +152,6 @@ class SuffixIndex:
             self._tables.append((size, pow(_BASE, size + 1, 1 << _HASH_BITS), heads, links))
             self._hashes[size] = int(hashes[-1]) if len(hashes) else 0
         self._whole = True
-
-
-def _match_length(text: array[int], position: int, end: int) -> int:
-    """How many tokens before ``position`` equal those before ``end``, at most MAX_LENGTH."""
-    length = 0
-    longest = min(position, MAX_LENGTH)
-    while length < longest and text[position - 1 - length] == text[end - 1 - length]:
-        length += 1
-    return length
 
 
 def _ngram_hashes(tokens: np.ndarray, size: int) -> np.ndarray:
@@ -220,23 +194,16 @@ class Excerpts(NamedTuple):
         tokens: the excerpts, with a SEPARATOR after each.
         occurrences: the longest match first; ``position`` is where its excerpt begins in
             ``tokens``.
-        sources: the index that each occurrence is from, and its position there.
     """
 
     tokens: list[int]
     occurrences: list[Occurrence]
-    sources: Sequence[Any]
 
 
 def excerpts(
-    indexes: Iterable[Any],
-    tail: Sequence[int],
-    limit: int,
-    depth: int,
-    vocab_size: int,
-    on_damage: Callable[[Any], object] = lambda index: None,
+    indexes: Iterable[Any], tail: Sequence[int], limit: int, depth: int, vocab_size: int
 ) -> Excerpts:
-    """Look up a context in several indexes.
+    """Look up a context in several indexes; positions and tokens out of range are skipped.
 
     Args:
         indexes: suffix indexes and suffix arrays, the newest first.
@@ -244,30 +211,23 @@ def excerpts(
         limit: the most excerpts to return.
         depth: the most tokens of an excerpt.
         vocab_size: all ids must be below it.
-        on_damage: called with an index that has positions or tokens out of range.
     """
     tail = tail[-MAX_LENGTH:]
     found: list[tuple[int, int, Any]] = []
     for one in indexes:
-        try:
+        with suppress(IndexError):  # a damaged file
             found += [(length, position, one) for length, position in one.matches(tail, limit)]
-        except IndexError:
-            on_damage(one)
     found.sort(key=_LENGTH, reverse=True)  # stable: newer ones come before equal older ones
     tokens: list[int] = []
-    occurrences, sources = [], []
+    occurrences: list[Occurrence] = []
     for length, position, one in found[:limit]:
         piece = one.tokens[position : position + depth].tolist()
         if SEPARATOR in piece:
             del piece[piece.index(SEPARATOR) :]
-        if piece and not 0 <= min(piece) <= max(piece) < vocab_size:
-            on_damage(one)
-            continue
-        occurrences.append(Occurrence(length, len(tokens)))
-        sources.append((one, position))
-        tokens += piece
-        tokens.append(SEPARATOR)
-    return Excerpts(tokens, occurrences, sources)
+        if not piece or 0 <= min(piece) <= max(piece) < vocab_size:
+            occurrences.append(Occurrence(length, len(tokens)))
+            tokens += [*piece, SEPARATOR]
+    return Excerpts(tokens, occurrences)
 
 
 _LENGTH = itemgetter(0)
@@ -337,73 +297,6 @@ def _rank(continuation: Continuation) -> tuple[int, int, int]:
     return continuation.length, len(continuation.occurrences), continuation.newest
 
 
-# An index with this many times the text of a new one holds too many abandoned turns.
-_MOST_TEXT = 4
-
-
-class ContextIndex:
-    """The index of a context; a thread builds it during the prefill.
-
-    If the next prompt begins with most of the last context, only the rest is added. If the two
-    differ, the abandoned turn stays in the index as another text to draft from. The new turn
-    follows a separator and a copy of the tokens before it, enough for matches of any length.
-    """
-
-    def __init__(self) -> None:
-        self._building: Future[SuffixIndex] | None = None
-        self.prompt: array[int] = array("i")
-        """The tokens with which the context began."""
-        self.output_start = 0
-        """Where the output begins in the index's text."""
-
-    @property
-    def index(self) -> SuffixIndex:
-        """The index of the context; waits until it is built."""
-        assert self._building is not None
-        return self._building.result()
-
-    @property
-    def nbytes(self) -> int:
-        """The memory of the index; 0 before it is built."""
-        built = self._building is not None and self._building.done()
-        return self.index.nbytes if built else 0
-
-    @property
-    def output(self) -> Sequence[int]:
-        """The tokens added since the prompt."""
-        return self.index.tokens[self.output_start :]
-
-    def begin(self, prompt: Sequence[int]) -> None:
-        """Start the index of a context that begins with ``prompt``."""
-        tokens = array("i", prompt)
-        kept = self._continued(tokens) if self._building else None
-        self.prompt = tokens
-        if kept is not None:
-            index, added = kept
-            self.output_start = len(index) + len(added)
-            self._run(lambda: _extended(index, added))
-        else:
-            self.output_start = len(tokens)
-            self._run(lambda: SuffixIndex(tokens))
-
-    def _continued(self, prompt: array[int]) -> tuple[SuffixIndex, array[int]] | None:
-        """The index so far and what to add to it; None if a new index is better."""
-        context = self.prompt + array("i", self.output)
-        common = common_length(context, prompt)
-        added = prompt[common:]
-        if common < len(context):
-            added = array("i", [SEPARATOR]) + prompt[max(0, common - MAX_LENGTH) :]
-        needed = max(len(context), len(prompt))
-        if len(added) >= common or len(self.index) + len(added) > _MOST_TEXT * needed:
-            return None
-        return self.index, added
-
-    def _run(self, build: Callable[[], SuffixIndex]) -> None:
-        executor = ThreadPoolExecutor(max_workers=1)
-        self._building = executor.submit(build)
-        executor.shutdown(wait=False)
-
-
 def common_length(first: Sequence[int], second: Sequence[int]) -> int:
     """The length of the common prefix of two sequences of one type."""
     low, high = 0, min(len(first), len(second))
@@ -414,8 +307,3 @@ def common_length(first: Sequence[int], second: Sequence[int]) -> int:
         else:
             high = middle - 1
     return low
-
-
-def _extended(index: SuffixIndex, tokens: Sequence[int]) -> SuffixIndex:
-    index.extend(tokens)
-    return index

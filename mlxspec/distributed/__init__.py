@@ -14,8 +14,7 @@ is waiting for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from .launch import launched_rank
@@ -24,20 +23,15 @@ if TYPE_CHECKING:
     from .ranks import Leader
 
 
-@contextmanager
-def leading() -> Iterator[Leader | None]:
+def leading() -> AbstractContextManager[Leader | None]:
     """Take part in the ranks that ``mlx.launch`` has started; only rank 0 runs the block.
 
-    Yields:
-        the leader; None in a process that ``mlx.launch`` has not started.
-
-    Raises:
-        DistributedError: the ranks cannot be connected.
+    Returns:
+        a context with the leader; with None in a process that ``mlx.launch`` has not started.
+        Entering it raises MlxspecError if the ranks cannot be connected.
     """
     if launched_rank() is None:
-        yield None
-        return
+        return nullcontext()
     from .ranks import taking_part
 
-    with taking_part() as leader:
-        yield leader
+    return taking_part()

@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-import hmac
 import json
 import os
 import secrets
 import socket
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import Any, NoReturn, cast
+from typing import NoReturn, cast
 
 import mlx.core as mx
 
-from ..errors import DistributedError
+from ..errors import MlxspecError
 from .launch import end_with
 
-Message = list[Any]
-"""A name and its arguments, which are JSON values."""
-
-_END = "end"
-_BEAT = "beat"
+_END, _BEAT = b"end", b"beat"
 _SECONDS_BETWEEN_BEATS = 2.0
 _SECONDS_SILENT = 20.0  # a process that is stopped, swaps, or has lost power or network
 
-_SECONDS_TO_MEET = 60.0
-_SECONDS_TO_GREET = 5.0
+_SECONDS_TO_CONNECT = 5.0
 _MAX_INVITATION = 1024  # bytes
 _LOOPBACK = "127.0.0.1"
-_FIREWALLS = "allow connections between the hosts in their firewalls"
 
 
 def meet(group: mx.distributed.Group) -> Channel:
@@ -41,19 +34,19 @@ def meet(group: mx.distributed.Group) -> Channel:
     by an all-reduce. Connections without the secret are refused.
 
     Raises:
-        DistributedError: a rank cannot be reached.
+        MlxspecError: rank 0 cannot be reached; ``mlx.launch`` then ends all ranks.
     """
     rank, size = group.rank(), group.size()
     if rank == 0:
         addresses = _own_addresses()
-        only_here = addresses == [_LOOPBACK]
-        with socket.create_server((_LOOPBACK if only_here else "", 0), backlog=size) as listener:
+        host = _LOOPBACK if addresses == [_LOOPBACK] else ""
+        with socket.create_server((host, 0), backlog=size) as listener:
             secret = secrets.token_hex(16)
             _broadcast(json.dumps([addresses, listener.getsockname()[1], secret]))
             return Channel(rank, _accept(listener, secret, size - 1))
     addresses, port, secret = json.loads(_broadcast(""))
     connection = _connect(addresses, port)
-    connection.sendall(json.dumps([secret, rank]).encode() + b"\n")
+    connection.sendall(_greeting(secret, rank))
     return Channel(rank, {0: connection})
 
 
@@ -83,52 +76,39 @@ def _broadcast(text: str) -> str:
     return bytes(cast(list[int], summed.tolist())).decode()
 
 
+def _greeting(secret: str, rank: int) -> bytes:
+    return f"{secret} {rank}\n".encode()
+
+
 def _accept(listener: socket.socket, secret: str, count: int) -> dict[int, socket.socket]:
     """Wait until ``count`` ranks have connected."""
+    ranks = {_greeting(secret, rank): rank for rank in range(1, count + 1)}
     peers: dict[int, socket.socket] = {}
-    until = time.monotonic() + _SECONDS_TO_MEET
     while len(peers) < count:
-        listener.settimeout(max(0.01, until - time.monotonic()))
-        try:
-            connection = listener.accept()[0]
-        except TimeoutError:
-            missing = ", ".join(str(r) for r in range(1, count + 1) if r not in peers)
-            raise DistributedError(
-                f"rank {missing} has not connected to rank 0: {_FIREWALLS}"
-            ) from None
-        rank = _greeted(connection, secret)
-        if rank is None:
-            connection.close()
-        else:
+        connection, _ = listener.accept()
+        connection.settimeout(_SECONDS_TO_CONNECT)
+        greeting = b""
+        with suppress(OSError), connection.makefile("rb") as stream:
+            greeting = stream.readline(_MAX_INVITATION)
+        if rank := ranks.get(greeting):
             peers[rank] = connection
+        else:
+            connection.close()
     return peers
-
-
-def _greeted(connection: socket.socket, secret: str) -> int | None:
-    """The rank that a new connection's first line states; None if its secret is wrong."""
-    connection.settimeout(_SECONDS_TO_GREET)
-    try:
-        with connection.makefile("rb") as stream:
-            greeting, rank = json.loads(stream.readline(_MAX_INVITATION))
-        known = hmac.compare_digest(str(greeting).encode(), secret.encode())
-        return int(rank) if known else None
-    except (OSError, ValueError, TypeError, RecursionError):
-        return None
 
 
 def _connect(addresses: Sequence[str], port: int) -> socket.socket:
     for address in addresses:
-        try:
-            return socket.create_connection((address, port), timeout=_SECONDS_TO_GREET)
-        except OSError:
-            continue
-    raise DistributedError(
-        f"rank 0 cannot be reached at {' or '.join(addresses)}, port {port}: {_FIREWALLS}"
+        with suppress(OSError):
+            return socket.create_connection((address, port), timeout=_SECONDS_TO_CONNECT)
+    raise MlxspecError(
+        f"rank 0 cannot be reached at {' or '.join(addresses)}, port {port}: allow connections "
+        "between the hosts in their firewalls"
     )
 
 
 class Channel:
-    """Connections to other ranks, with one JSON line per message.
+    """Connections to other ranks.
 
     A thread listens to each rank. If the rank is gone without a farewell, or not even its beats
     come, the thread writes an error line and ends the process.
@@ -144,75 +124,68 @@ class Channel:
 
     def __init__(self, rank: int, peers: Mapping[int, socket.socket]) -> None:
         self._rank = rank
-        self._peers = dict(peers)
-        self._messages: SimpleQueue[Message] = SimpleQueue()
+        self._peers: list[Connection] = []
+        self._messages: SimpleQueue[bytes] = SimpleQueue()
+        # A generation that was never closed ends when it is garbage-collected: in another thread,
+        # or in the one that sends.
         self._sending = threading.RLock()
-        self._losing = threading.Lock()
         self._closing = threading.Event()
         self._may_end = False
         self.on_loss: Callable[[str], object] = lambda line: None
-        for peer, connection in self._peers.items():
-            connection.settimeout(_SECONDS_SILENT)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for peer, connected in peers.items():
+            connected.settimeout(None)
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection = Connection(connected.detach())
+            self._peers.append(connection)
             threading.Thread(target=self._listen, args=(peer, connection), daemon=True).start()
         threading.Thread(target=self._beat, daemon=True).start()
 
-    def send(self, *message: Any) -> None:
+    def send(self, message: str) -> None:
         """Send a message to all peers; nothing is sent after the farewell."""
-        if self._closing.is_set():
-            return
-        line = json.dumps(message, default=list).encode() + b"\n"  # JSON has no ranges
-        # A generation that was never closed ends when it is garbage-collected. That may be in the
-        # middle of another message, or in another thread.
-        with self._sending:
-            for connection in self._peers.values():
-                with suppress(OSError):  # the thread that listens to it acts
-                    connection.sendall(line)
+        self._send(message.encode())
 
-    def receive(self) -> Message:
+    def _send(self, message: bytes) -> None:
+        if not self._closing.is_set():
+            with self._sending:
+                for connection in self._peers:
+                    with suppress(OSError):  # the thread that listens to it acts
+                        connection.send_bytes(message)
+
+    def receive(self) -> str:
         """Wait for the next message."""
-        return self._messages.get()
+        return self._messages.get().decode()
 
     def close(self) -> None:
         """Send the farewell: once this process has ended, the peers end with status 0.
 
         Until then they take part in running forwards.
         """
-        self.send(_END)
+        self._send(_END)
         self._closing.set()
 
     def _beat(self) -> None:
         while not self._closing.wait(_SECONDS_BETWEEN_BEATS):
-            self.send(_BEAT)
+            self._send(_BEAT)
 
-    def _listen(self, rank: int, connection: socket.socket) -> None:
+    def _listen(self, rank: int, connection: Connection) -> None:
         """Receive a rank's messages until it is gone."""
         what = "is gone"
-        try:
-            with connection.makefile("rb") as lines:
-                for line in lines:
-                    message = json.loads(line)
-                    if message[0] == _END:
-                        self._may_end = True
-                    elif message[0] != _BEAT:
-                        self._messages.put(message)
-        except TimeoutError:
+        with suppress(OSError, EOFError):
+            while connection.poll(_SECONDS_SILENT):
+                message = connection.recv_bytes()
+                if message == _END:
+                    self._may_end = True
+                elif message != _BEAT:
+                    self._messages.put(message)
             what = f"has been silent for {_SECONDS_SILENT:g} seconds"
-        except OSError:
-            pass
-        self._lose(f"rank {rank} {what}")
-
-    def _lose(self, what: str) -> None:
-        """End this process because of what has happened to a rank."""
         if self._may_end:
             os._exit(0)  # wherever the main thread is: it has nothing to finish
         if not self._closing.is_set():
-            self.end(f"Error: {what}, so rank {self._rank} ends, too")
+            self.end(f"Error: rank {rank} {what}, so rank {self._rank} ends, too")
 
     def end(self, line: str) -> NoReturn:
         """End this process with an error line. If it is rank 0, the others then end without one."""
-        self._losing.acquire()  # for good: only one rank is named
         self.on_loss(line)
         if self._rank == 0:
-            self.send(_END)
+            self._send(_END)
         end_with(line)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -31,9 +32,9 @@ from ..engine.costs import forward_memory, least_free_memory
 from ..engine.joint import Joint, JointMode, JointRows
 from ..engine.params import CacheOptions
 from ..engine.target import Capability, Target, vocabulary_size
-from ..errors import DistributedError, LoadError, MlxspecError, OptionError
+from ..errors import LoadError, MlxspecError, OptionError
 from ..models.model import load
-from .channel import Channel, Message, meet
+from .channel import Channel, meet
 from .launch import end_with, uninterrupted
 
 if TYPE_CHECKING:
@@ -150,8 +151,9 @@ Result = TypeVar("Result")
 class Leader:
     """Rank 0's end of the channel. Models that it loads have it as their ``leader``.
 
-    All that rank 0 changes in the memory of MLX, the followers change, too: models, targets and
-    joints have numbers, by which the leader names them when it sends what is done with them.
+    All that rank 0 changes in the memory of MLX, the followers change, too. Models, targets and
+    joints have numbers, which stand for them in messages. A message is the name of one of the
+    functions in :data:`REPEATED`, its arguments, and the number of its result, if that is kept.
 
     Threads take turns, since MLX runs the operations of each thread by themselves, and the
     followers have one thread only.
@@ -166,6 +168,8 @@ class Leader:
         self.channel = channel
         self._numbers = count()
         self._dropped: list[int] = []
+        self._busy: set[int] = set()
+        """The numbers of what takes part in the call that is being repeated."""
         self._turn = threading.RLock()
         self._thread = threading.get_ident()
         self._dispatched = mx.array(0)
@@ -177,9 +181,7 @@ class Leader:
             LoadError: as :func:`.ranks.load_shard`.
         """
         number = next(self._numbers)
-        with self._turn:
-            mx.eval(self._dispatched)
-            self.send("load", number, str(path_or_repo))
+        with self.repeating(_load, str(path_or_repo), result=number):
             model, tokenizer = load_shard(path_or_repo, self.group)
             wait_for_all()
         model.leader, model.number = self, number
@@ -193,7 +195,7 @@ class Leader:
         vocab_size: int,
         options: CacheOptions | None = None,
         cache: Sequence[Any] | None = None,
-        *kept: int,
+        marks: int = 0,
     ) -> LeadingTarget:
         """Make a target at every rank, with the arguments of :class:`Target`.
 
@@ -206,39 +208,41 @@ class Leader:
                 "or run without mlx.launch"
             )
         options = options or CacheOptions()
-        target = LeadingTarget(self, model, capability, vocab_size, options, None, *kept)
-        own = capability.value, vocab_size, asdict(options), *kept
-        self.open(target, "target", model.number, *own)
+        target = LeadingTarget(model, capability, vocab_size, options, None, marks)
+        own = capability.value, vocab_size, asdict(options), marks
+        self.share_result(target, _new_target, model, *own)
         return target
 
     def joint(self, model: nn.Module, mode: JointMode, spare: int | None = None) -> LeadingJoint:
         """Make a joint at every rank, with the arguments of :class:`Joint`."""
-        joint = LeadingJoint(self, model, mode, spare)
-        self.open(joint, "joint", model.number, mode.value, spare)
+        joint = LeadingJoint(model, mode, spare)
+        self.share_result(joint, _new_joint, model, mode.value, spare)
         return joint
 
-    def open(self, led: LeadingTarget | LeadingJoint, *how: Any) -> None:
-        """Let the followers make what has been made here, and do with it what is done here."""
-        led.number = next(self._numbers)
-        self.send(*how, led.number)
-        weakref.finalize(led, self._dropped.append, led.number)
-        led.leads = True
+    def share_result(
+        self, made: LeadingTarget | LeadingJoint, function: Callable[..., Any], *args: Any
+    ) -> None:
+        """Let the followers make what this rank has made, and repeat what is done with it."""
+        number = next(self._numbers)
+        self.send(function, *args, result=number)
+        weakref.finalize(made, self._dropped.append, number)
+        made.number = number
 
     def run(self, function: Callable[..., Result], model: nn.Module, *args: Any) -> Result:
-        """Call a function of :data:`.ranks.TOGETHER` with the model, at every rank."""
-        with self.sending("run", function.__name__, model.number, *args):
+        """Call a function of :data:`REPEATED` with the model, at every rank."""
+        with self.repeating(function, model, *args):
             return function(model, *args)
 
-    def expect_loss(self) -> None:
-        """After an error in MLX: wait for the channel to notice that a rank is gone, if one is."""
-        time.sleep(_SECONDS_TO_NOTICE)
+    def leads(self, made: LeadingTarget | LeadingJoint) -> bool:
+        """Whether calls are repeated: not while it is made, nor inside a repeated call."""
+        return made.number >= 0 and made.number not in self._busy
 
     def fail(self, error: Exception) -> NoReturn:
         """End all ranks after an error in what they do together.
 
         The followers wait for values that will not come, and whatever is sent waits behind them.
         """
-        self.expect_loss()
+        time.sleep(_SECONDS_TO_NOTICE)
         _log.error("rank 0 has failed", exc_info=error)
         self.channel.end(_error_line(0, error))
 
@@ -248,179 +252,194 @@ class Leader:
         self._dispatched = logits
 
     @contextmanager
-    def sending(self, *message: Any) -> Iterator[None]:
-        """Send a command; in the block it is done here, to its end even if interrupted.
+    def repeating(
+        self, function: Callable[..., Any], *args: Any, result: int | None = None
+    ) -> Iterator[None]:
+        """Send a call; in the block it is done here, to its end even if interrupted.
 
-        A ValueError, such as that of a window that cannot be cut, is the same at every rank. After
-        other errors all end.
+        A ValueError, such as that of a window that cannot be cut, is the same at every rank, and a
+        model that cannot be loaded ends the command. After other errors all end.
         """
         with uninterrupted(), self._turn, mx.stream(generation_stream):
             if self._thread != threading.get_ident():
                 mx.eval(self._dispatched)
                 self._thread = threading.get_ident()
-            self.send(*message)
+            began = self.send(function, *args, result=result) - self._busy
+            self._busy |= began
             try:
                 yield
-            except ValueError:
+            except (ValueError, LoadError):
                 raise
             except Exception as error:
                 self.fail(error)
+            finally:
+                self._busy -= began
 
-    def send(self, *message: Any) -> None:
-        """Send the followers a command that computes nothing."""
+    def send(self, function: Callable[..., Any], *args: Any, result: int | None = None) -> set[int]:
+        """Let the followers call a function.
+
+        Args:
+            function: one of :data:`REPEATED`.
+            args: its arguments: JSON values, ranges, and what has a number.
+            result: the number of its result; None if it is not kept.
+
+        Returns:
+            the numbers among the arguments.
+        """
+        numbers = set()
+
+        def as_json(value: Any) -> Any:
+            if isinstance(value, range):
+                return [*value]
+            numbers.add(value.number)
+            return {"number": value.number}
+
+        given = [as_json(one) if isinstance(one, nn.Module) else one for one in args]  # a dict, too
+        message = json.dumps([function.__qualname__, given, result], default=as_json)
         with self._turn:
             while self._dropped:
-                self.channel.send("drop", self._dropped.pop())
-            self.channel.send(*message)
+                self.channel.send(json.dumps(self._dropped.pop()))
+            self.channel.send(message)
+        return numbers
 
 
-class _Led:
-    """What the followers have, too.
+def _repeated(method: Callable[..., None], at_followers: Callable[..., None] | None = None) -> Any:
+    """A method that the followers repeat; its arguments are as for :meth:`Leader.send`."""
+
+    def repeated(self: LeadingTarget | LeadingJoint, *args: Any) -> None:
+        leader, call = self.model.leader, (at_followers or method, self, *args)
+        with leader.repeating(*call) if leader.leads(self) else nullcontext():
+            method(self, *args)
+
+    return repeated
+
+
+class LeadingTarget(Target):
+    """A target whose forwards and cache changes the followers repeat.
 
     Attributes:
-        number: its number, once the followers have it.
-        leads: whether calls are sent: not while it is made, nor inside a call that was sent.
+        number: stands for it in messages, once the followers have it.
     """
 
     number = -1
-    leads = False
-    _leader: Leader
-
-    @contextmanager
-    def _sending(self, others: Sequence[_Led], *message: Any) -> Iterator[None]:
-        """Send a call, unless it is part of one that was sent.
-
-        Args:
-            others: what the call uses besides this.
-            message: the command.
-        """
-        if not self.leads:
-            yield
-            return
-        with self._leader.sending(*message):
-            try:
-                for one in (self, *others):
-                    one.leads = False
-                yield
-            finally:
-                for one in (self, *others):
-                    one.leads = True
-
-
-def _repeated(name: str, at_followers: str = "") -> Any:
-    """A method of :class:`Target` that the followers repeat; its arguments are JSON values."""
-
-    def method(self: LeadingTarget, *args: Any) -> None:
-        with self._sending((), at_followers or name, self.number, *args):
-            getattr(Target, name)(self, *args)
-
-    return method
-
-
-class LeadingTarget(_Led, Target):
-    """A target whose forwards and cache changes the followers repeat."""
-
-    def __init__(self, leader: Leader, *args: Any) -> None:
-        super().__init__(*args)
-        self._leader = leader
 
     def forward(self, tokens: mx.array, tree: DraftTree) -> mx.array:
         """As :meth:`Target.forward`, but dispatched."""
-        with self._sending((), "forward", None, _rows([(self, tree)])):
-            (tokens,) = share([tree], [tokens])
-            logits = super().forward(tokens, tree)
-            self._leader.dispatch(logits)
+        leader = self.model.leader
+        if not leader.leads(self):
+            return super().forward(tokens, tree)
+        with leader.repeating(_forward, self, [(self, tree.tokens, tree.parents)]):
+            (shared,) = share([tree], [tokens])
+            logits = super().forward(shared, tree)
+            leader.dispatch(logits)
         return logits
 
     def fork(self, length: int, room: int) -> Target:
         forked = super().fork(length, room)
         assert isinstance(forked, LeadingTarget)
-        self._leader.open(forked, "fork", self.number, length, room)
+        self.model.leader.share_result(forked, Target.fork, self, length, room)
         return forked
 
     def _beside(self, cache: Sequence[Any]) -> Target:
-        return LeadingTarget(self._leader, *self._as_this(cache))
-
-    _prefill_chunk = _repeated("_prefill_chunk")
-    _change_for_steps = _repeated("_change_for_steps")
-    _quantize_if_due = _repeated("_quantize_if_due")
-    mark = _repeated("mark")
-    commit_moved = _repeated("commit_moved", "commit")  # the leader has moved its rows already
-    truncate = _repeated("truncate")
-    rewind = _repeated("rewind")
+        return LeadingTarget(*self._as_this(cache))
 
 
-class LeadingJoint(_Led, Joint):
+class LeadingJoint(Joint):
     """A joint whose forwards the followers repeat; its targets are leading ones."""
 
-    def __init__(self, leader: Leader, *args: Any) -> None:
-        super().__init__(*args)
-        self._leader = leader
+    number = -1
 
     def forward(self, members: Sequence[JointRows]) -> tuple[mx.array, list[slice]]:
         """As :meth:`Joint.forward`, but dispatched."""
+        leader = self.model.leader
         targets, tokens, trees = zip(*members, strict=True)
-        named = _rows(zip(targets, trees, strict=True))
-        with self._sending(targets, "forward", self.number, named):
-            rows = map(JointRows, targets, share(trees, tokens), trees)
-            logits, spans = super().forward([*rows])
-            self._leader.dispatch(logits)
+        rows = [(target, tree.tokens, tree.parents) for target, _, tree in members]
+        with leader.repeating(_forward, self, rows):
+            shared = [*map(JointRows, targets, share(trees, tokens), trees)]
+            logits, spans = super().forward(shared)
+            leader.dispatch(logits)
         return logits, spans
 
-    def join(self, target: Any) -> None:
-        with self._sending([target], "join", self.number, target.number):
-            super().join(target)
 
-    def leave(self, target: Any, keep: bool = True) -> None:
-        with self._sending([target], "leave", self.number, target.number, keep):
-            super().leave(target, keep)
+_OF_TARGETS: Sequence[Callable[..., Any]] = (
+    *(Target._prefill_chunk, Target._change_for_steps, Target._quantize_if_due, Target.mark),
+    *(Target.truncate, Target.rewind),
+)
+_OF_JOINTS: Sequence[Callable[..., Any]] = (Joint.join, Joint.leave)
+for kind, methods in ((LeadingTarget, _OF_TARGETS), (LeadingJoint, _OF_JOINTS)):
+    for method in methods:
+        setattr(kind, method.__name__, _repeated(method))
+# The leader has moved its rows already.
+LeadingTarget.commit_moved = _repeated(Target.commit_moved, Target.commit)  # type: ignore[method-assign]
 
 
-def _rows(members: Iterable[tuple[Any, DraftTree]]) -> list[tuple[Any, ...]]:
-    """The rows of targets, for the followers' forward."""
-    return [(target.number, tree.tokens, tree.parents) for target, tree in members]
+# --- the followers ---
 
 
-TOGETHER: dict[str, Callable[..., Any]] = {
-    function.__name__: function
-    for function in (
-        *(joint_agrees, rounding_noise, rows_agree, tree_agrees),
-        *(forward_memory, least_free_memory),
-    )
-}
-"""The functions that :meth:`.ranks.Leader.run` may call."""
+def _load(name: str) -> nn.Module:
+    model, _ = load_shard(name, mx.distributed.init())
+    wait_for_all()
+    return model
 
-_FORWARDS_BETWEEN_CLEARING = 256  # as in the decoding loop: outgrown buffers go to the system
+
+def _new_target(
+    model: nn.Module, capability: str, vocab_size: int, options: dict[str, Any], marks: int
+) -> Target:
+    return Target(model, Capability(capability), vocab_size, CacheOptions(**options), None, marks)
+
+
+def _new_joint(model: nn.Module, mode: str, spare: int | None) -> Joint:
+    return Joint(model, JointMode(mode), spare)
+
+
+def _forward(
+    runs: Target | Joint, members: Sequence[tuple[Target, Sequence[int], Sequence[int]]]
+) -> None:
+    """Run a follower's part of a forward of a target, or of a joint."""
+    targets = [target for target, *_ in members]
+    trees = [DraftTree(tuple(tokens), tuple(parents)) for _, tokens, parents in members]
+    tokens = share(trees)
+    if isinstance(runs, Joint):
+        logits, _ = runs.forward([*map(JointRows, targets, tokens, trees)])
+    else:
+        logits = runs.forward(tokens[0], trees[0])
+    mx.async_eval(logits)  # the other ranks need its values; this rank does not read the logits
+
+
+_FUNCTIONS: Sequence[Callable[..., Any]] = (
+    *(joint_agrees, rounding_noise, rows_agree, tree_agrees),
+    *(forward_memory, least_free_memory, _load, _new_target, _new_joint, _forward),
+    *_OF_TARGETS,
+    *_OF_JOINTS,
+    *(Target.fork, Target.commit),
+)
+REPEATED = {function.__qualname__: function for function in _FUNCTIONS}
+"""What the leader may let the followers call, by name."""
+
+_CALLS_BETWEEN_CLEARING = 512  # outgrown buffers then go to the system, as in the decoding loop
 _SECONDS_TO_NOTICE = 3.0  # for the channel to notice that a rank is gone, after an error in MLX
 
 
 @contextmanager
-def taking_part() -> Iterator[Leader | None]:
+def taking_part() -> Iterator[Leader]:
     """Form the group of the ranks that ``mlx.launch`` has started.
 
     Only rank 0 runs the block. The other ranks follow it, and end when it ends.
 
-    Yields:
-        the leader, or None in a group of one.
-
     Raises:
-        DistributedError: the ranks cannot be connected.
+        MlxspecError: the ranks cannot be connected.
     """
     try:
         group = mx.distributed.init()
     except (RuntimeError, ValueError) as error:
-        raise DistributedError(f"the ranks cannot be connected: {error}") from error
-    if group.size() == 1:
-        yield None
-        return
+        raise MlxspecError(f"the ranks cannot be connected: {error}") from error
     if group.rank() > 0:
         _follow_to_the_end(group)
     channel = meet(group)
-    leader = Leader(group, channel)
     try:
-        yield leader
+        yield Leader(group, channel)
     except RuntimeError:
-        leader.expect_loss()
+        time.sleep(_SECONDS_TO_NOTICE)  # if a rank is gone, the channel says so and ends
         raise
     finally:
         # The followers may still take part in a running forward.
@@ -428,14 +447,14 @@ def taking_part() -> Iterator[Leader | None]:
         channel.close()
 
 
-def _follow_to_the_end(group: mx.distributed.Group) -> None:
+def _follow_to_the_end(group: mx.distributed.Group) -> NoReturn:
     """Follow rank 0 until the process ends, with its farewell or with an error line."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 gets it too, and acts on it
     channel = None
     try:
         channel = meet(group)
-        follower = Follower(group)
-        with mx.stream(generation_stream):
+        follower = Follower()
+        with mx.stream(generation_stream), wired_limit(nn.Module(), [generation_stream]):
             while True:
                 follower.obey(channel.receive())
     except Exception as error:
@@ -453,60 +472,36 @@ def _error_line(rank: int, error: Exception) -> str:
 class Follower:
     """Does on this rank's part of the models what the leader sends.
 
-    Args:
-        group: the ranks.
+    Attributes:
+        known: models, targets and joints, by their numbers.
     """
 
-    def __init__(self, group: mx.distributed.Group) -> None:
-        self._group = group
+    def __init__(self) -> None:
         self.known: dict[int, Any] = {}
-        """Models, targets and joints, by their numbers."""
-        self._wired = ExitStack()
-        self._forwards = count(1)
+        self._calls = count(1)
 
-    def obey(self, message: Message) -> None:
-        """Do what one message says.
+    def obey(self, message: str) -> None:
+        """Do what one message says: forget what has a number, or call a function.
 
         Raises:
             LoadError: this rank cannot load its part of a model.
         """
-        known = self.known
-        match message:
-            case ["load", number, name]:
-                model, _ = load_shard(name, self._group)
-                self._wired.enter_context(wired_limit(model, [generation_stream]))
-                known[number] = model
-                wait_for_all()
-            case ["run", name, model, *args]:
-                TOGETHER[name](known[model], *args)
-            case ["target", model, capability, vocab_size, options, *kept, number]:
-                how = Capability(capability), vocab_size, CacheOptions(**options), None
-                known[number] = Target(known[model], *how, *kept)
-            case ["joint", model, mode, spare, number]:
-                known[number] = Joint(known[model], JointMode(mode), spare)
-            case ["fork", target, length, room, number]:
-                known[number] = known[target].fork(length, room)
-            case ["drop", number]:
-                del known[number]
-            case ["forward", joint, members]:
-                # The other ranks need its values; this rank does not read the logits.
-                mx.async_eval(self._forward(joint, members))
-                if next(self._forwards) % _FORWARDS_BETWEEN_CLEARING == 0:
-                    mx.clear_cache()
-            case ["join" | "leave" as method, joint, target, *args]:
-                getattr(known[joint], method)(known[target], *args)
-            # A generation that was never closed may truncate a target that was dropped when it is
-            # garbage-collected.
-            case [method, number, *args] if number in known:
-                with suppress(ValueError):  # the leader has the same, and knows what to do
-                    getattr(known[number], method)(*args)
+        said = json.loads(message, object_hook=self._meant)
+        if isinstance(said, int):
+            del self.known[said]
+            return
+        name, args, result = said
+        # When a generation that was never closed is garbage-collected, it may still truncate its
+        # target, which the followers have dropped.
+        if args[0] is None:
+            return
+        with suppress(ValueError):  # the leader has the same, and knows what to do
+            made = REPEATED[name](*args)
+            if result is not None:
+                self.known[result] = made
+        if next(self._calls) % _CALLS_BETWEEN_CLEARING == 0:
+            mx.clear_cache()
 
-    def _forward(self, joint: int | None, members: Sequence[Any]) -> mx.array:
-        """The logits of a forward."""
-        targets = [self.known[number] for number, *_ in members]
-        trees = [DraftTree(tuple(tokens), tuple(parents)) for _, tokens, parents in members]
-        tokens = share(trees)
-        if joint is None:
-            return cast(mx.array, targets[0].forward(tokens[0], trees[0]))
-        logits, _ = self.known[joint].forward([*map(JointRows, targets, tokens, trees)])
-        return cast(mx.array, logits)
+    def _meant(self, value: dict[str, Any]) -> Any:
+        """What a number stands for; None if it was dropped. Other objects stay as they are."""
+        return self.known.get(value["number"]) if "number" in value else value

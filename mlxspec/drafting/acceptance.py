@@ -6,7 +6,6 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from enum import IntEnum
 from functools import cache
 from importlib.resources import files
 from itertools import repeat
@@ -78,17 +77,10 @@ def probability(logit: float) -> float:
 _NOTHING = repeat(0.0)  # the weights of features that were never seen
 
 
-class TokenClass(IntEnum):
-    """The kinds of tokens; some are easier to predict than others."""
-
-    WORD_START = 0
-    CONTINUATION = 1
-    PUNCTUATION = 2
-    DIGIT = 3
-    BYTE_OR_NEWLINE = 4
-    SPECIAL = 5
-    SPACED_PUNCTUATION = 6
-    UNKNOWN = 7
+# The kinds of tokens; some are easier to predict than others.
+WORD_START, CONTINUATION, PUNCTUATION, DIGIT, BYTE_OR_NEWLINE, SPECIAL = range(6)
+SPACED_PUNCTUATION, UNKNOWN = 6, 7
+_N_CLASSES = 8
 
 
 def token_classes(pieces: Iterable[str], special: Container[int]) -> bytes:
@@ -100,28 +92,27 @@ def token_classes(pieces: Iterable[str], special: Container[int]) -> bytes:
         special: the ids of control tokens.
 
     Returns:
-        a :class:`TokenClass` per token id.
+        the kind of each token id.
     """
     return bytes(
-        TokenClass.SPECIAL if token in special else _class_of(piece)
-        for token, piece in enumerate(pieces)
+        SPECIAL if token in special else _class_of(piece) for token, piece in enumerate(pieces)
     )
 
 
-def _class_of(piece: str) -> TokenClass:
+def _class_of(piece: str) -> int:
     if piece.startswith("<0x") and piece.endswith(">"):
-        return TokenClass.BYTE_OR_NEWLINE
+        return BYTE_OR_NEWLINE
     text = piece.replace("▁", " ").replace("Ġ", " ").replace("Ċ", "\n").replace("ĉ", "\t")
     word = text.lstrip(" ")
     if "\n" in text or "\t" in text:
-        return TokenClass.BYTE_OR_NEWLINE
+        return BYTE_OR_NEWLINE
     if not word:
-        return TokenClass.WORD_START
+        return WORD_START
     if word != text:
-        return TokenClass.WORD_START if word[0].isalnum() else TokenClass.SPACED_PUNCTUATION
+        return WORD_START if word[0].isalnum() else SPACED_PUNCTUATION
     if word.isdigit():
-        return TokenClass.DIGIT
-    return TokenClass.CONTINUATION if word[0].isalpha() else TokenClass.PUNCTUATION
+        return DIGIT
+    return CONTINUATION if word[0].isalpha() else PUNCTUATION
 
 
 # Where these come from: notes/planner.md, "Constants".
@@ -135,7 +126,6 @@ _FIRST_HIT_RATE, _CHANGE = 0.3, 0.1  # of the best continuations
 
 # The features that experience corrects are numbered. Each kind of feature starts after the values
 # of the previous kind. Tokens, whose number is unlimited, come last.
-_N_CLASSES, _UNKNOWN = len(TokenClass), int(TokenClass.UNKNOWN)
 # Forms of a continuation: without a competitor, the best of several, one of the others.
 _FORMS, _LOWER_RANKED = 3, 2
 _LONGEST_RUN = 10  # as a power of two
@@ -165,7 +155,7 @@ class AcceptanceModel:
     for the others. They were fitted on replayed outputs and are in ``p_accept_prior.json``.
 
     Args:
-        classes: per token id, its :class:`TokenClass`; tokens beyond the end are UNKNOWN.
+        classes: the kind of each token id; tokens beyond the end are UNKNOWN.
         earlier: whether the texts are earlier ones instead of the context.
     """
 
@@ -261,8 +251,8 @@ class AcceptanceModel:
 
         def estimate(token: int, depth: int, before: int) -> Estimate:
             length = min(matched + depth, _MAX_LENGTH)
-            token_class = classes[token] if token < n_classes else _UNKNOWN
-            class_before = classes[before] if before < n_classes else _UNKNOWN
+            token_class = classes[token] if token < n_classes else UNKNOWN
+            class_before = classes[before] if before < n_classes else UNKNOWN
             logit = z + by_length[length] + by_class[token_class] + by_class_before[class_before]
             if depth == 0:
                 logit += of_first

@@ -121,12 +121,10 @@ _MACHINE_VARIANCE = 0.3**2  # a machine's speed may change between measurements
 _DRAFTED_VARIANCE = 0.14**2  # real drafts have to be proposed, and have other tokens than measured
 _OWN_SHARE = 0.5  # of the variance of a measured time; drafted steps have the rest in common
 _UNSEEN_VARIANCE = 0.11**2  # of a number of rows between two that were measured
-_GROWTH_VARIANCE = 0.3**2  # of what a longer context adds to a step's time
 # Of a change from step to step:
 _MACHINE_CHANGE = 0.008**2
 _DRAFTED_CHANGE = 0.002**2
 _ROWS_CHANGE = 0.002**2
-_GROWTH_CHANGE = 0.002**2
 # Of the noise of one step:
 _LEAST_NOISE, _FIRST_NOISE, _MOST_NOISE = 0.02**2, 0.07**2, 0.4**2
 
@@ -221,13 +219,13 @@ class LiveTimes:
     of it. The line goes through the times that were measured at the two nearest lengths. If only
     one length was measured, the context is taken to make no difference.
 
-    The logarithm of a step's time is modelled as a sum: the measured time, the machine's speed
-    now, what drafted steps have in common, what this number of rows adds, and what the part that
-    grows with the context adds. A Kalman filter (Kalman 1960) corrects all of them by each step's
-    time, the uncertain ones most. It keeps the covariances of what steps share: where a drafted
-    step takes longer than predicted, the next plain steps show whether the machine or the costs
-    have changed. So a hot or busy machine changes the first and not the costs, which are ratios.
-    What a number of rows adds has a variance of its own, and its first step settles most of it.
+    The logarithm of a step's time is modelled as a sum: the measured time, the machine's speed now,
+    what drafted steps have in common, and what this number of rows adds. A Kalman filter (Kalman
+    1960) corrects all of them by each step's time, the uncertain ones most. It keeps the
+    covariances of what steps share: where a drafted step takes longer than predicted, the next
+    plain steps show whether the machine or the costs have changed. So a hot or busy machine changes
+    the first and not the costs, which are ratios. What a number of rows adds has a variance of its
+    own, and its first step settles most of it.
 
     Where wide steps were never measured, rows begin with what they usually cost: a power of
     their number whose exponent is shared, too, so one real step corrects them all.
@@ -243,7 +241,7 @@ class LiveTimes:
             However noisy they are, all that the curves say is finite.
 
     Attributes:
-        overhead: the sync overhead and its variance; see :func:`next_overhead`.
+        overhead: the sync overhead, a running average.
         unsaved: steps since they were last saved.
     """
 
@@ -259,13 +257,10 @@ class LiveTimes:
         plain = errors.pop(1)
         seconds = _completed([{r: t.seconds for r, t in times.items()} for times in measured])
         # What steps share, and its covariances: logarithms of the machine's speed now, and of
-        # what drafted steps have in common; the usual exponent; the logarithm of what the growth
-        # with the context is multiplied by.
-        self._shared = np.array([0.0, 0.0, _USUAL_EXPONENT, 0.0])
+        # what drafted steps have in common; the usual exponent.
+        self._shared = np.array([0.0, 0.0, _USUAL_EXPONENT])
         drafted = _DRAFTED_VARIANCE + plain**2
-        self._covariance = np.diag(
-            [_MACHINE_VARIANCE, drafted, _EXPONENT_VARIANCE, _GROWTH_VARIANCE]
-        )
+        self._covariance = np.diag([_MACHINE_VARIANCE, drafted, _EXPONENT_VARIANCE])
         self._plain = _Rows([times[1] for times in seconds], 0.0)
         self._rows = {
             rows: _Rows([times[rows] for times in seconds], _OWN_SHARE * error**2)
@@ -281,7 +276,7 @@ class LiveTimes:
         # Where plain steps scattered so much that T(1) is hardly known, others will scatter, too.
         self._noise = min(max(_FIRST_NOISE, plain**2), _MOST_NOISE)
         self._off = 0  # how many of the latest steps in a row were far off
-        self.overhead = FIRST_OVERHEAD
+        self.overhead = USUAL_SYNC_OVERHEAD
         self.unsaved = 0
         self._curves: dict[int, tuple[CostCurve, CostCurve]] = {}
         self._forget_curves()
@@ -310,14 +305,9 @@ class LiveTimes:
         """
         return math.sqrt(max(self._covariance[1, 1], 0.0))
 
-    @property
-    def noise(self) -> float:
-        """Relative standard deviation of a step's time."""
-        return math.sqrt(self._noise)
-
     def seconds(self, rows: int, context: int) -> float:
         """The wall time that a step would take now."""
-        return self.slowdown * self._time(self._plain, context)[0] * self.curve(context)(rows)
+        return self.slowdown * self._time(self._plain, context) * self.curve(context)(rows)
 
     def record(self, rows: int, context: int, seconds: float) -> None:
         """Learn from a step over ``rows`` rows, 1 being a pipelined plain step."""
@@ -327,13 +317,12 @@ class LiveTimes:
         if own is None:
             own = self._rows[rows] = self._unseen(rows)
             own.in_curve = self._correction(own)
-        time, growth = self._time(own, context)
         if rows == 1:
-            parts, change = np.array([1.0, 0.0, 0.0, growth]), _PLAIN_STEP_CHANGE
+            parts, change = _MACHINE, _PLAIN_STEP_CHANGE
         else:
-            parts, change = np.array([1.0, 1.0, own.power, growth]), _DRAFTED_STEP_CHANGE
+            parts, change = np.array([1.0, 1.0, own.power]), _DRAFTED_STEP_CHANGE
             own.variance += _ROWS_CHANGE
-        expected = math.log(time) + float(parts[:3] @ self._shared[:3]) + own.value
+        expected = math.log(self._time(own, context)) + float(parts @ self._shared) + own.value
         error = math.log(seconds) - expected
         covariance = self._covariance + change
         doubt = self._doubt if rows > self._beyond else 0.0
@@ -370,13 +359,12 @@ class LiveTimes:
                 if other_rows > self._beyond:
                     other.value += doubt * gain
             self._doubt -= doubt * settled
-        _, drafted, exponent, of_growth = (self._shared - self._in_curves).tolist()
+        _, drafted, exponent = (self._shared - self._in_curves).tolist()
         if (
             doubt > 0
             or abs(self._correction(own) - own.in_curve) > _NOTICEABLE
             or abs(drafted) > _NOTICEABLE
             or abs(exponent) * _LOG_WIDEST > _NOTICEABLE
-            or abs(of_growth) > _NOTICEABLE
         ):
             self._forget_curves()
 
@@ -403,11 +391,11 @@ class LiveTimes:
         exponent = max(self._covariance[2, 2], 0.0)
         found = {}
         for context in self._contexts:
-            plain = self._time(self._plain, context)[0]
+            plain = self._time(self._plain, context)
             times = [KnownTime(1, plain, math.hypot(self.stddev, stddev))]
             for rows, own in sorted(self._rows.items()):
                 if assumed or not own.assumed:
-                    seconds = self._time(own, context)[0] * math.exp(self._correction(own))
+                    seconds = self._time(own, context) * math.exp(self._correction(own))
                     # With its doubt, or short processes would believe wrong times for ever.
                     doubt = self._doubt / _OWN_SHARE if rows > self._beyond else 0.0
                     variance = own.variance + doubt + exponent * own.power**2 + stddev**2
@@ -415,17 +403,14 @@ class LiveTimes:
             found[context] = times
         return found
 
-    def _time(self, own: _Rows, context: int) -> tuple[float, float]:
-        """The time at a context length, its growth corrected, and the growth's share of it."""
-        first = own.times[0]
+    def _time(self, own: _Rows, context: int) -> float:
+        """The measured time, at a context length."""
         if len(own.times) == 1 or context <= self._contexts[0]:
-            return first, 0.0
+            return own.times[0]
         end = min(bisect(self._contexts, context), len(self._contexts) - 1)
         start, stop = self._contexts[end - 1], self._contexts[end]
         low, high = own.times[end - 1], own.times[end]
-        grown = low + (high - low) * (context - start) / (stop - start) - first
-        grown *= math.exp(self._shared[3])
-        return first + grown, grown / (first + grown)
+        return low + (high - low) * (context - start) / (stop - start)
 
     def _correction(self, own: _Rows) -> float:
         """The logarithm of the factor by which drafted steps of these rows exceed the measured."""
@@ -440,23 +425,22 @@ class LiveTimes:
     def _both(self, context: int) -> tuple[CostCurve, CostCurve]:
         """The curve of a context length, and the hopeful one."""
         if context not in self._curves:
-            plain, of_plain = self._time(self._plain, context)
+            plain = self._time(self._plain, context)
             points, hopeful = [(1, 1.0)], [(1, 1.0)]
             for rows, own in sorted(self._rows.items()):
-                time, growth = self._time(own, context)
-                cost = time / plain * math.exp(own.in_curve)
+                cost = self._time(own, context) / plain * math.exp(own.in_curve)
                 points.append((rows, cost))
-                hope = self._hope(rows, own, growth - of_plain)
+                hope = self._hope(rows, own)
                 hopeful.append((rows, cost * math.exp(-hope)))
             curve = _extended(points)
             self._curves[context] = curve, curve if hopeful == points else _extended(hopeful)
         return self._curves[context]
 
-    def _hope(self, rows: int, own: _Rows, growth: float) -> float:
+    def _hope(self, rows: int, own: _Rows) -> float:
         """By how much the logarithm of a cost may plausibly be too high."""
         if rows > self._reach:
             return 0.0
-        parts = np.array([0.0, 1.0, own.power, growth])
+        parts = np.array([0.0, 1.0, own.power])
         variance = own.variance + (self._doubt if rows > self._beyond else 0.0)
         variance += float(parts @ self._covariance @ parts)
         return _HOPE * max(math.sqrt(max(variance, 0.0)) - _USUAL_ERROR, 0.0)
@@ -468,12 +452,11 @@ class LiveTimes:
             variance, power = last.variance + _UNSEEN_VARIANCE, math.log(rows / self._measured)
             return _Rows(last.times, variance, last.value, power, assumed=True)
         # The curves' times, without the corrections that all rows share.
-        times = []
-        for context in self._contexts:
-            plain, _ = self._time(self._plain, context)
-            times.append(plain * self.curve(context)(rows) / math.exp(self._shared[1]))
-        grown = math.exp(self._shared[3])
-        times = [times[0] + max(0.0, time - times[0]) / grown for time in times]
+        common = math.exp(self._shared[1])
+        times = [
+            self._time(self._plain, context) * self.curve(context)(rows) / common
+            for context in self._contexts
+        ]
         variance = max((own.variance for own in self._rows.values()), default=0.0)
         return _Rows(times, variance + _UNSEEN_VARIANCE)
 
@@ -485,9 +468,9 @@ class LiveTimes:
 
 
 # What the logarithm of a plain step's time is made of, and what changes where it changes alone.
-_MACHINE, _PLAIN_ALONE = np.array([1.0, 0.0, 0.0, 0.0]), np.array([1.0, -1.0, 0.0, 0.0])
-_PLAIN_STEP_CHANGE = np.diag([_MACHINE_CHANGE, 0.0, 0.0, 0.0])
-_DRAFTED_STEP_CHANGE = np.diag([_MACHINE_CHANGE, _DRAFTED_CHANGE, 0.0, _GROWTH_CHANGE])
+_MACHINE, _PLAIN_ALONE = np.array([1.0, 0.0, 0.0]), np.array([1.0, -1.0, 0.0])
+_PLAIN_STEP_CHANGE = np.diag([_MACHINE_CHANGE, 0.0, 0.0])
+_DRAFTED_STEP_CHANGE = np.diag([_MACHINE_CHANGE, _DRAFTED_CHANGE, 0.0])
 
 
 def _completed(measured: list[dict[int, float]]) -> list[dict[int, float]]:
@@ -524,33 +507,8 @@ def _extended(points: list[tuple[int, float]]) -> CostCurve:
     return CostCurve(points)
 
 
-FIRST_OVERHEAD = USUAL_SYNC_OVERHEAD, 0.1**2
-"""The sync overhead and its variance before anything was learned."""
-_OVERHEAD_CHANGE = 0.005**2  # variance of its change from one run of plain steps to the next
-_STEPS_NOISE = 6  # of a run's surplus: a step of about 2 T(1), a short one, and twice T(1) itself
-_CLIP, _MOST_OVERHEAD = 3.0, 0.5  # standard deviations; share of a plain step
-
-
-def next_overhead(now: tuple[float, float], surplus: float, noise: float) -> tuple[float, float]:
-    """The sync overhead and its variance after a run of plain steps.
-
-    The first step of a run waits for its token and for a part of the second's forward; the last
-    one finds its own forward nearly done. What the two take beyond 2 T(1) is a small difference
-    of large times, so each run counts as much as its noise allows.
-
-    Args:
-        now: overhead and variance before it.
-        surplus: by how many T(1) its first and last step together took longer than two
-            pipelined ones.
-        noise: relative standard deviation of a step's time.
-    """
-    mean, variance = now[0], now[1] + _OVERHEAD_CHANGE
-    of_surplus = variance + _STEPS_NOISE * noise * noise
-    limit = _CLIP * math.sqrt(of_surplus)
-    error, gain = min(max(-limit, surplus - mean), limit), variance / of_surplus
-    return mean + gain * error, variance * (1 - gain)
-
-
+_MOST_OVERHEAD = 0.5  # share of a plain step
+_OVERHEAD_RATE = 0.1  # weight of the newest run of plain steps
 _PLAIN_STEPS_PER_LESSON = 8  # in a row; learning from each would slow them down
 _LEAST_CONTEXT_STEP = 64  # positions
 _MOST_STDDEV = 0.04  # that drafted steps' costs have in common, before plain steps are wanted
@@ -650,7 +608,7 @@ class LiveCosts:
     @property
     def sync_overhead(self) -> float:
         """The time that waiting for its token adds to a plain step, as a share of that step's."""
-        return min(max(self._live.overhead[0], 0.0), _MOST_OVERHEAD)
+        return max(self._live.overhead, 0.0)
 
     @property
     def wants_plain_steps(self) -> bool:
@@ -664,8 +622,9 @@ class LiveCosts:
     def record(self, rows: int, seconds: float, pipelined: bool, head: float = 0.0) -> None:
         """Learn from a step.
 
-        Plain steps show T(1) only in the middle of a pipeline. The first and the last one show
-        the sync overhead; see :func:`next_overhead`.
+        Plain steps show T(1) only in the middle of a pipeline. The first one waits for its token
+        and for a part of the second's forward, and the last one finds its own forward nearly done:
+        what the two take beyond 2 T(1) is the sync overhead.
 
         Args:
             rows: its rows.
@@ -686,8 +645,8 @@ class LiveCosts:
                 # A run of plain steps is over: the one that waited, and the last pipelined one.
                 run = self._last_waiting, *([] if before is None else [before])
                 surplus = sum(run) / self.seconds(1) - len(run)
-                live = self._live
-                live.overhead = next_overhead(live.overhead, surplus, live.noise)
+                surplus = min(max(surplus, -_MOST_OVERHEAD), _MOST_OVERHEAD)
+                self._live.overhead += _OVERHEAD_RATE * (surplus - self._live.overhead)
             self._last_waiting = seconds if rows == 1 else None
         if rows == 1:
             if not pipelined or before is None:

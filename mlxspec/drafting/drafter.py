@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import DrafterError, OptionError
+from ..errors import MlxspecError, OptionError
 
 
 @dataclass(frozen=True)
@@ -166,11 +166,12 @@ class DraftTree:
 
         Of equal siblings in the other tree, the first counts.
         """
-        builder = TreeBuilder.of(other)
+        keys = zip(other.parents, other.tokens, strict=True)
+        places = {key: node for node, key in reversed([*enumerate(keys)])}
         nodes: list[int | None] = [0]
         for token, parent in zip(self.tokens[1:], self.parents[1:], strict=True):
             above = nodes[parent]
-            nodes.append(None if above is None else builder.find(above, token))
+            nodes.append(None if above is None else places.get((above, token)))
         return nodes
 
     def p_by_depth(self, n_draft: int) -> list[float]:
@@ -416,16 +417,6 @@ class TreeBuilder:
         self.origins: list[str] = []
         self._children: dict[tuple[int, int], int] = {}
 
-    @classmethod
-    def of(cls, tree: DraftTree) -> TreeBuilder:
-        """A builder with a tree's nodes, without their probabilities."""
-        builder = cls(tree.tokens[0])
-        builder.tokens, builder.parents = list(tree.tokens), list(tree.parents)
-        builder.origins = list(tree.origins)
-        for node in range(len(tree) - 1, 0, -1):  # backwards: the first of equal siblings counts
-            builder._children[tree.parents[node], tree.tokens[node]] = node
-        return builder
-
     def __len__(self) -> int:
         """The number of nodes, including the root."""
         return len(self.tokens)
@@ -495,26 +486,6 @@ def united(trees: Sequence[DraftTree], limits: Limits) -> DraftTree:
     return (tree if limits.branching else tree.first_chain()).first(limits.nodes)
 
 
-def likelier_first(text: DraftTree, head: DraftTree) -> tuple[DraftTree, DraftTree]:
-    """Two drafts for one token, so that :func:`merge` scales the one that is less sure."""
-    surer = max(head.p_reached, default=0.0) > max(text.p_reached, default=0.0)
-    return (head, text) if surer else (text, head)
-
-
-def united_apart(first: DraftTree, second: DraftTree, limits: Limits) -> DraftTree:
-    """As :func:`united`, but faster, for drafts without a token in common, the likelier first."""
-    if not limits.branching:
-        return first.first(limits.nodes)
-    below, left = len(first) - 1, max(0.0, 1 - first.p_next)
-    tree = DraftTree._of(
-        [*first.tokens, *second.tokens[1:]],
-        [*first.parents, *(parent and parent + below for parent in second.parents[1:])],
-        [*first.p_reached, *(left * p for p in second.p_reached)],
-        (),
-    )
-    return tree.best_first(limits.nodes)
-
-
 def merge(trees: Sequence[DraftTree]) -> DraftTree:
     """Merge drafts for one token; common prefixes share their nodes.
 
@@ -563,11 +534,11 @@ def checked_drafter(drafter: object) -> Drafter:
     """Return ``drafter`` if it is a :class:`Drafter`.
 
     Raises:
-        DrafterError: it is not an instance of a derived class.
+        MlxspecError: it is not an instance of a derived class.
     """
     if not isinstance(drafter, Drafter):
         name = repr(drafter) if isinstance(drafter, type) else f"a {type(drafter).__name__}"
-        raise DrafterError(
+        raise MlxspecError(
             f"drafter is {name}, not an instance of a class derived from mlxspec.Drafter"
         )
     return drafter
@@ -577,16 +548,16 @@ def checked_draft(proposed: object, drafter: Drafter, last: int) -> DraftTree:
     """Return a drafter's proposal if it is a tree with the root ``last``.
 
     Raises:
-        DrafterError: it is not a draft tree, or its root is another token.
+        MlxspecError: it is not a draft tree, or its root is another token.
     """
     name = type(drafter).__name__
     if not isinstance(proposed, DraftTree):
-        raise DrafterError(
+        raise MlxspecError(
             f"{name}.propose returned {type(proposed).__name__}: return a DraftTree, such as "
             "DraftTree.chain(last token, drafted tokens)"
         )
     if proposed.tokens[0] != last:
-        raise DrafterError(
+        raise MlxspecError(
             f"{name}.propose returned a tree with the root {proposed.tokens[0]}, but the context "
             f"ends with {last}: keep the last token of the prompt, and then of step.tokens"
         )
@@ -601,23 +572,21 @@ def load_drafter(name: str) -> type[Drafter]:
             method, or requires arguments.
     """
     module, _, class_name = name.partition(":")
-    if not (class_name and all(map(str.isidentifier, module.split(".")))) or module[-3:] == ".py":
-        raise OptionError(f"drafter is {name!r}: write it as module:Class, such as mine:MyDrafter")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found = getattr(importlib.import_module(module), class_name, None)
-    except Exception as error:  # whatever a user's module raises
-        reason = f"importing {module} failed: {type(error).__name__}: {error}"
-        raise OptionError(f"drafter {name}: {reason}") from error
-    if not (isinstance(found, type) and issubclass(found, Drafter)):
-        reason = f"{module} has no class {class_name} derived from mlxspec.Drafter"
-        raise OptionError(f"drafter {name}: {reason}")
-    if found.propose is Drafter.propose or found.observe is Drafter.observe:
-        raise OptionError(f"drafter {name}: every drafter needs the methods propose and observe")
-    try:
+        found = getattr(importlib.import_module(module), class_name)
         inspect.signature(found).bind()
-    except TypeError as error:
-        reason = f"it is created without arguments: give them defaults ({error})"
-        raise OptionError(f"drafter {name}: {reason}") from None
-    return found
+        if issubclass(found, Drafter) and not {found.propose, found.observe} & _UNDEFINED:
+            return found
+        reason = "it is not derived from mlxspec.Drafter, or lacks one of the methods"
+    except Exception as error:  # whatever a user's module raises
+        reason = f"{type(error).__name__}: {error}"
+    raise OptionError(
+        f"drafter {name}: {reason}; write it as module:Class, such as mine:MyDrafter, a class "
+        "derived from mlxspec.Drafter with the methods propose and observe, which is created "
+        "without arguments"
+    )
+
+
+_UNDEFINED = {Drafter.propose, Drafter.observe}

@@ -5,10 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import time
-from array import array
-from collections import OrderedDict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +21,7 @@ from pydantic import AfterValidator, Field, TypeAdapter
 from ..errors import MlxspecError
 from ..files import directory_in, replaced
 from .acceptance import MOST_SEEN, TOKEN_FEATURES, Corrections
-from .costs import MOST_UNCERTAINTY, STEP_SECONDS, WIDEST, KnownTime
+from .costs import KnownTime
 from .heads import HeadExperience
 from .measurement import COST_PER_ROW, is_whole
 
@@ -32,7 +30,7 @@ _log = logging.getLogger(__name__)
 ENVIRONMENT_VARIABLE = "MLXSPEC_CACHE_DIR"
 
 _STEP_TIMES = {"format": "mlxspec step times", "version": 2}
-_EXPERIENCE = {"format": "mlxspec experience", "version": 1}
+_EXPERIENCE = {"format": "mlxspec experience", "version": 2}
 _MAX_BYTES = 1 << 20
 _UNUSABLE = (OSError, ValueError, RecursionError)
 
@@ -40,11 +38,7 @@ _Read = TypeVar("_Read")
 
 
 def cache_directory() -> Path:
-    """Where mlxspec keeps what it can find out again, by default the user's cache directory.
-
-    Raises:
-        OptionError: ``MLXSPEC_CACHE_DIR`` begins with ``~`` and an unknown user name.
-    """
+    """Where mlxspec keeps what it can find out again, by default the user's cache directory."""
     return directory_in(ENVIRONMENT_VARIABLE) or platformdirs.user_cache_path("mlxspec")
 
 
@@ -85,7 +79,7 @@ def _write_json(what: str, path: Path, content: Mapping[str, object]) -> bool:
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with replaced(path, MlxspecError) as file:
+        with replaced(path) as file:
             file.write(json.dumps(content, separators=(",", ":")).encode())
     except (OSError, MlxspecError) as error:
         if path.parent.parent not in _warned_of:
@@ -98,14 +92,19 @@ def _write_json(what: str, path: Path, content: Mapping[str, object]) -> bool:
     return True
 
 
-_MOST = 1e18  # of any number that describes a machine or model
 Source = Literal["steps", "quick", "careful"]  # the best one last
 Identity = dict[str, str | int | float | None]
 
 
-def _iso(time: str) -> str:
-    datetime.fromisoformat(time)
-    return time
+def _plausible(times: tuple[KnownTime, ...]) -> tuple[KnownTime, ...]:
+    rows = [known.rows for known in times]
+    if rows[:1] != [1] or rows != sorted(set(rows)):
+        raise ValueError("times must be sorted by their rows, from 1 on")
+    low, high = COST_PER_ROW
+    for known in times:
+        if not low <= known.seconds / times[0].seconds <= high * known.rows:
+            raise ValueError(f"an implausible time of {known.rows} rows")
+    return times
 
 
 @dataclass(frozen=True)
@@ -143,9 +142,9 @@ class KnownTimes:
             :func:`mlxspec.engine.patches.split_attention`. None if that was not measured.
     """
 
-    times: tuple[KnownTime, ...]
+    times: Annotated[tuple[KnownTime, ...], AfterValidator(_plausible)]
     source: Source
-    updated: Annotated[str, AfterValidator(_iso)]
+    updated: str
     name: str = ""
     split: bool | None = None
 
@@ -177,9 +176,6 @@ class CostCache:
 
     Args:
         directory: where the files are; by default ``step_times`` in :func:`cache_directory`.
-
-    Raises:
-        OptionError: as :func:`cache_directory`.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
@@ -210,7 +206,7 @@ class CostCache:
             kept = _times_of(path, key)
         for context, known in found.items():
             with suppress(ValueError):
-                _check(known.times)
+                _KNOWN.validate_python(asdict(known))
                 before = kept.get(context, known)
                 if before.rank <= known.rank:
                     split = before.split if known.split is None else known.split
@@ -230,39 +226,17 @@ def _times_of(path: Path, key: CostKey) -> TimesByContext:
 def _read_times(path: Path) -> tuple[CostKey, TimesByContext]:
     """The content of a file; all that decoding relies on is checked. Raises as `_read_json`."""
     content = _read_json(path, _STEP_TIMES)
-    machine, model = (_IDENTITY.validate_python(content.get(of)) for of in ("machine", "model"))
-    if isinstance(model.get("parameters"), str):
-        raise ValueError("the number of parameters is a string")
-    times = _CONTEXTS.validate_python(content.get("contexts"))
-    for known in times.values():
-        _check(known.times)
-    return CostKey(machine, model), times
+    key = CostKey(*(_IDENTITY.validate_python(content.get(of)) for of in ("machine", "model")))
+    return key, _CONTEXTS.validate_python(content.get("contexts"))
 
 
-_IDENTITY = TypeAdapter[Identity](
-    dict[str, Annotated[int | float, Field(ge=0, le=_MOST)] | str | None]
-)
-_CONTEXTS = TypeAdapter(dict[Annotated[int, Field(ge=0, le=_MOST)], KnownTimes])
+_IDENTITY = TypeAdapter(Identity)
+_KNOWN = TypeAdapter(KnownTimes)
+_CONTEXTS = TypeAdapter(dict[Annotated[int, Field(ge=0, lt=1 << 60)], KnownTimes])
 
 
-def _check(times: tuple[KnownTime, ...]) -> None:
-    """Raise ValueError unless these are plausible. (All comparisons with NaN are false.)"""
-    rows = [known.rows for known in times]
-    if rows[:1] != [1] or rows != sorted(set(rows)) or rows[-1] > WIDEST:
-        raise ValueError("times must be sorted by their rows, from 1 on")
-    low, high = COST_PER_ROW
-    for known in times:
-        if not (
-            STEP_SECONDS[0] <= known.seconds <= STEP_SECONDS[1]
-            and low <= known.seconds / times[0].seconds <= high * known.rows
-            and 0 <= known.uncertainty <= MOST_UNCERTAINTY
-        ):
-            raise ValueError(f"an implausible time of {known.rows} rows")
-
-
-_KIND_TOKENS = (8, 32)
+_KIND_TOKENS = 32
 _MOST_KINDS = 16
-_SALT_BYTES = 16
 _MOST_FILES = 64
 _MOST_WEIGHT = 30.0
 _SECONDS_BETWEEN_SAVES = 30.0
@@ -289,12 +263,11 @@ def experience_path(model: Identity) -> Path:
 
 
 class Experience:
-    """What a decoder has learned from its generations: corrections by kind of request.
+    """What a decoder has learned from its generations.
 
-    Requests whose prompts begin alike, with one system prompt or one template, are of one kind.
-    Salted hashes of the first tokens distinguish kinds, so that no text is kept. A kind has
-    corrections of its own from its second request on. They begin as a copy of those that its
-    requests followed until then. A request of no known kind follows those of all generations.
+    Requests whose prompts begin alike, with one system prompt or one template, are of one kind,
+    which has corrections of its own from its second request on. They begin as a copy of those of
+    all requests, and last until the process ends.
 
     With a path, it outlives the process. It is saved after a generation, at most every 30 seconds;
     if several processes save it, the last one wins. Weights of single tokens are not saved, since
@@ -306,9 +279,7 @@ class Experience:
         clock: returns the time in seconds.
 
     Attributes:
-        salt: of the hashes.
-        everything: the corrections that all requests follow or teach.
-        kinds: by hash, the last used last; None after a kind's first request.
+        corrections: those of all requests, of the probabilities of drafts from the context.
         probe_step: where in its round of probes the next generation continues; see
             :class:`mlxspec.drafting.policy.Policy`.
     """
@@ -317,43 +288,28 @@ class Experience:
         self, path: Path | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.probe_step = 0
-        self._of_texts: dict[object, Experience] = {}
+        self._kinds: dict[tuple[int, ...], Corrections | None] = {}  # the last used last
+        self._of_texts: defaultdict[str, Corrections] = defaultdict(Corrections)
         self._of_head: HeadExperience | None = None
         self._path, self._clock = path, clock
         self._next_save = clock()
         kept = _usable("experience", path, _read_experience) if path else None
         self._has_file = kept is not None
-        self.salt, self.everything, self.kinds = kept or _nothing()
+        self.corrections = kept or Corrections()
 
     def of_kind(self, prompt: Sequence[int]) -> list[Corrections]:
-        """The corrections that a request follows, and the others that learn from it.
+        """The corrections that a request follows, then others that learn from it."""
+        kind = tuple(prompt[:_KIND_TOKENS])
+        known = kind in self._kinds
+        own = self._kinds.pop(kind, None)
+        self._kinds[kind] = own = (own or self.corrections.copy()) if known else None
+        if len(self._kinds) > _MOST_KINDS:
+            del self._kinds[next(iter(self._kinds))]
+        return [own, self.corrections] if own else [self.corrections]
 
-        Args:
-            prompt: token ids.
-
-        Returns:
-            the corrections of the request's own kind first, then those of the wider kinds that
-            include it, and last those of all requests.
-        """
-        found = [self.everything]
-        for length in _KIND_TOKENS:
-            if len(prompt) < length:
-                break
-            tokens = array("q", prompt[:length]).tobytes()
-            kind = hashlib.blake2b(tokens, digest_size=8, key=self.salt).hexdigest()
-            known = kind in self.kinds
-            own = self.kinds.pop(kind, None)
-            if known:
-                own = own or found[-1].copy()
-                found.append(own)
-            self.kinds[kind] = own
-        while len(self.kinds) > _MOST_KINDS:
-            self.kinds.popitem(last=False)
-        return found[::-1]
-
-    def of_texts(self, texts: object) -> Experience:
-        """What was learned about earlier texts, such as a memory; it is not saved."""
-        return self._of_texts.setdefault(texts, Experience())
+    def of_texts(self, name: str) -> Corrections:
+        """What was learned about other texts, such as a memory; it is not saved."""
+        return self._of_texts[name]
 
     def of_head(self, most: int) -> HeadExperience:
         """What was learned about drafts of a trained head; it is not saved.
@@ -370,58 +326,36 @@ class Experience:
         if not self._path or self._clock() < self._next_save:
             return
         self._next_save = self._clock() + _SECONDS_BETWEEN_SAVES
-        there = None
-        with suppress(*_UNUSABLE):
-            there = _read_experience(self._path)
-        if self._has_file and (there is None or there[0] != self.salt):  # the user removed it
-            self.salt, self.everything, self.kinds = there or _nothing()
-        kinds = {kind: own and _figures(own) for kind, own in [*self.kinds.items()]}
-        content = {"salt": self.salt.hex(), "everything": _figures(self.everything), "kinds": kinds}
-        self._has_file = _write_json("corrections", self._path, _EXPERIENCE | content)
+        if self._has_file and not self._path.exists():  # the user has removed it
+            self.corrections, self._kinds = Corrections(), {}
+        weights = [
+            [feature, round(min(max(weight, -_MOST_WEIGHT), _MOST_WEIGHT), 4), times]
+            for feature, weight, times in self.corrections
+            if feature < TOKEN_FEATURES
+        ]
+        content = _EXPERIENCE | {"weights": weights}
+        self._has_file = _write_json("corrections", self._path, content)
         for path in kept_experience()[:-_MOST_FILES] if self._has_file else ():
             path.unlink(missing_ok=True)
 
 
-_Taught = tuple[bytes, Corrections, OrderedDict[str, Corrections | None]]
-"""The salt, the corrections of everything, and those of kinds."""
-
-
-def _nothing() -> _Taught:
-    return os.urandom(_SALT_BYTES), Corrections(), OrderedDict()
-
-
-def _figures(corrections: Corrections) -> list[list[float]]:
-    return [
-        [feature, round(min(max(weight, -_MOST_WEIGHT), _MOST_WEIGHT), 4), times]
-        for feature, weight, times in corrections
-        if feature < TOKEN_FEATURES
-    ]
-
-
-def _read_experience(path: Path) -> _Taught:
+def _read_experience(path: Path) -> Corrections:
     """The content of a file; raises as :func:`_read_json`."""
-    content = _read_json(path, _EXPERIENCE)
-    salt = bytes.fromhex(str(content.get("salt")))
-    if len(salt) != _SALT_BYTES:
-        raise ValueError("its salt has the wrong length")
-    everything = _EVERYTHING.validate_python(content.get("everything"))
-    return salt, everything, OrderedDict(_KINDS.validate_python(content.get("kinds")))
+    weights = _WEIGHTS.validate_python(_read_json(path, _EXPERIENCE).get("weights"))
+    return Corrections(
+        {feature: weight for feature, weight, _ in weights},
+        {feature: times for feature, _, times in weights},
+    )
 
 
-def _corrections(figures: list[tuple[int, float, int]]) -> Corrections:
-    weights = {feature: weight for feature, weight, _ in figures}
-    return Corrections(weights, {feature: times for feature, _, times in figures})
-
-
-_Figure = tuple[
-    Annotated[int, Field(strict=True, ge=0, lt=TOKEN_FEATURES)],
-    Annotated[float, Field(strict=True, ge=-_MOST_WEIGHT, le=_MOST_WEIGHT)],
-    Annotated[int, Field(strict=True, ge=0, le=MOST_SEEN)],
-]
-_Figures = Annotated[list[_Figure], AfterValidator(_corrections)]
-_EVERYTHING: TypeAdapter[Any] = TypeAdapter(_Figures)
-_KINDS: TypeAdapter[Any] = TypeAdapter(
-    Annotated[dict[str, _Figures | None], Field(max_length=_MOST_KINDS)]
+_WEIGHTS = TypeAdapter(
+    list[
+        tuple[
+            Annotated[int, Field(strict=True, ge=0, lt=TOKEN_FEATURES)],
+            Annotated[float, Field(strict=True, ge=-_MOST_WEIGHT, le=_MOST_WEIGHT)],
+            Annotated[int, Field(strict=True, ge=0, le=MOST_SEEN)],
+        ]
+    ]
 )
 
 

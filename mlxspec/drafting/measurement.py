@@ -20,8 +20,7 @@ class MeasurementPlan:
     Attributes:
         rows: the numbers of rows, the most informative first: if time runs out, the last are
             left out.
-        rounds: the most measurements of each.
-        steady_rounds: the same, if the times are steady.
+        rounds: the measurements of each.
         plain_tokens: plain steps in a row per round.
         seconds: the time limit, prefill included. A step that would not end within it does not
             start.
@@ -31,7 +30,6 @@ class MeasurementPlan:
 
     rows: tuple[int, ...]
     rounds: int
-    steady_rounds: int
     plain_tokens: int
     seconds: float
     context: int
@@ -67,19 +65,17 @@ class MeasurementPlan:
 # before the next wider ones; others change behind 13.
 QUICK = MeasurementPlan(
     rows=(2, 4, 8, 16, 5, 6, 10, 12, 32),
-    rounds=24,
-    steady_rounds=5,
+    rounds=20,
     plain_tokens=5,
     seconds=1.8,
     context=64,
     least_uncertainty=0.1,
 )
 # Behind a long context, in the rest of three seconds; other rows are derived from these.
-QUICK_LONG = replace(QUICK, rows=(4, 8, 16), rounds=8, steady_rounds=3, plain_tokens=3, seconds=1.1)
+QUICK_LONG = replace(QUICK, rows=(4, 8, 16), rounds=8, plain_tokens=3, seconds=1.1)
 CAREFUL = MeasurementPlan(
     rows=(2, 4, 8, 16, 32, 5, 6, 10, 12, 3, 24, 64, 13, 7, 9, 14, 20, 28, 33, 40, 48),
-    rounds=24,
-    steady_rounds=12,
+    rounds=20,
     plain_tokens=6,
     seconds=30.0,
     context=64,
@@ -90,7 +86,6 @@ CAREFUL = MeasurementPlan(
 # Where these come from: notes/planner.md, "Constants".
 _FEW = 3  # steps: the quartiles of fewer mean nothing
 _ERROR_OF_ONE = 0.4  # or more, where plain steps scatter more
-_STEADY = 0.05  # relative standard error of a quartile
 
 _CONFIDENCE = 1.96  # standard errors: half the width of a 95 % confidence interval
 _MOST_ERROR = 0.25  # of a cost by which drafts are chosen
@@ -165,7 +160,7 @@ def measure(
     """Measure T(rows) in rounds over all numbers of rows, so that a slow moment hits all alike.
 
     The first step of each number of rows warms up and does not count. Plain steps are measured
-    even if the time is up. On a busy machine there are more rounds.
+    even if the time is up.
 
     Args:
         plain: runs the given number of pipelined plain steps; returns the seconds of each.
@@ -183,8 +178,6 @@ def measure(
     samples = {1: plain(1 if clock() > started + plan.seconds else plan.plain_tokens)}
     for done in range(plan.rounds * len(widths)):
         round_number, index = divmod(done, len(widths))
-        if index == 0 and round_number >= plan.steady_rounds and _steady(samples):
-            break
         # There and back again, so that warming up or cooling down affects wide and narrow alike.
         rows = widths[index] if round_number % 2 == 0 else widths[-1 - index]
         left = started + plan.seconds - clock()
@@ -198,25 +191,8 @@ def measure(
         if on_progress:
             by_count = (done + 1) / (plan.rounds * len(widths))
             on_progress(min(1.0, max(by_count, (clock() - started) / plan.seconds)))
-    if on_progress:
-        on_progress(1.0)
     spread = max(samples[1]) / max(min(samples[1]), STEP_SECONDS[0]) - 1
     return [_summary(rows, samples[rows], spread) for rows in sorted(samples)]
-
-
-def _steady(samples: dict[int, list[float]]) -> bool:
-    """Whether more rounds would add little.
-
-    The quartiles' distance shows a busy machine even where their errors are small.
-    """
-    for times in samples.values():
-        if len(times) < _FEW:
-            return False
-        low, _, high = quantiles(times, n=4, method="inclusive")
-        # Of a normal distribution: half that distance is 0.67 σ, a quartile's error 1.36 σ / √n.
-        if 1.36 * (high - low) / 2 / 0.67 / math.sqrt(len(times)) > _STEADY * low:
-            return False
-    return True
 
 
 def _predicted(samples: dict[int, list[float]], rows: int) -> float:

@@ -17,20 +17,18 @@ from .drafter import (
     DraftTree,
     Limits,
     VerifiedStep,
-    likelier_first,
     united,
-    united_apart,
 )
 from .heads import HeadSource
 from .kept import Experience
 from .policy import (
+    SHARE_OF_NOW,
     Policy,
     allowed_shortfall,
     best_allowed,
     expected_shortfall,
     expected_tokens,
     gains_of,
-    price_of_time,
 )
 from .sources import DrafterSource, Guide, guided
 from .suffix_source import SuffixSource
@@ -41,7 +39,6 @@ _log = logging.getLogger(__name__)
 # (notes/planner.md, "Constants").
 _FIRST_DRAFT = [0.6**depth for depth in range(1, 9)]
 
-_STEPS_PER_OUTLOOK = 16  # plain steps; what a head would gain changes slowly while it does not run
 _FEW_ROWS = 8  # as after a step
 _UNSURE = 0.5  # a head is tried only if nothing else is as likely as this
 _WITHOUT_HEAD = "steps run without the trained head"
@@ -134,8 +131,6 @@ class Planner(Drafter):
         self.failed = False
         self._begun: list[Drafter] = []
         self._plan = NO_PLAN
-        self._steps = 0
-        self._gain_of_head = 0.0
         self.policy = Policy()
         try:
             self.costs.move_to(len(prompt))
@@ -176,8 +171,9 @@ class Planner(Drafter):
         return self._united([source.search(limits) for source in self._sources], limits)
 
     def with_head(self, text: DraftTree | None, head: DraftTree, limits: Limits) -> DraftTree:
-        """The candidates of a search, and those of the trained head."""
-        trees = likelier_first(text or DraftTree.chain(self._last), head)
+        """The candidates of a search, and those of the trained head, the likelier first."""
+        trees = [text or DraftTree.chain(self._last), head]
+        trees.sort(key=lambda tree: -max(tree.p_reached, default=0.0))
         return self._united(trees, limits)
 
     def _united(self, trees: Sequence[DraftTree], limits: Limits) -> DraftTree:
@@ -244,15 +240,13 @@ class Planner(Drafter):
         return max(gain, branch[0] * self._gain_of_chain(then, costs))
 
     def _outlook(self, costs: Sequence[float]) -> float:
-        """The allowed gain of a draft by the head alone, computed every few steps."""
+        """The allowed gain of a draft by the head alone."""
         assert self.head
-        if self._steps % _STEPS_PER_OUTLOOK == 0 or self._plan.head:
-            times, plain = self.head.times, self.costs.seconds(1)
-            later = enumerate(costs[2:], start=1)
-            with_head = [*costs[:2], *(cost + times.seconds(n) / plain for n, cost in later)]
-            p_reached = self.head.outlook(len(with_head)).p_reached
-            self._gain_of_head = self._gain_of_chain(p_reached, with_head)
-        return self._gain_of_head
+        times, plain = self.head.times, self.costs.seconds(1)
+        p_reached = self.head.outlook(len(costs)).p_reached
+        later = enumerate(costs[2 : 2 + len(p_reached)], start=1)
+        with_head = [*costs[:2], *(cost + times.seconds(n) / plain for n, cost in later)]
+        return self._gain_of_chain(p_reached, with_head)
 
     def _gain_of_chain(self, p_reached: Sequence[float], costs: Sequence[float]) -> float:
         """The allowed gain of a chain whose first 1, 2, … tokens have these probabilities."""
@@ -266,7 +260,6 @@ class Planner(Drafter):
 
     def observe(self, step: VerifiedStep) -> None:
         self._last = step.tokens[-1]
-        self._steps += 1
         if not self.failed:
             try:
                 self._learn(step)
@@ -328,7 +321,7 @@ class Planner(Drafter):
         if len(candidates) == 1:
             return (
                 "nothing that repeats here is likely enough for rows that cost "
-                f"{costs.hopeful.cheapest_rows[0]:.2f} plain steps each{self._of_no_head()}"
+                f"{costs.hopeful.cheapest_rows[0]:.2f} plain steps each"
             )
         if policy.probes:
             return "a plain step, to measure its time"
@@ -337,23 +330,11 @@ class Planner(Drafter):
         _, n_draft = max(gains, default=(0.0, 1))
         reason = (
             f"{n_draft + 1} rows cost {table[n_draft + 1]:.2f} plain steps, expected "
-            f"{expected[n_draft]:.2f} tokens{self._of_no_head()}"
+            f"{expected[n_draft]:.2f} tokens"
         )
         if not gains:
             return reason
         return f"the guard, with {policy.bank:.2f} plain steps in its bank, forbids it: {reason}"
-
-    def _of_no_head(self) -> str:
-        """Why the trained head does not draft, as the end of a clause; empty without one."""
-        if self.head is None or self.policy.ahead or not self.head.ready:
-            return ""
-        if self._plan.head:
-            return f", after the head has taken {self._plan.head:.2f}"
-        each = self.head.times.seconds(1) / self.costs.seconds(1)
-        return (
-            f"; the head, which takes {each:.2f} for a token that is right in "
-            f"{self.head.p_accept[0]:.0%}, would gain too little"
-        )
 
 
 def plan_drafts(
@@ -524,55 +505,33 @@ class _Step:
         return seconds / self._costs.seconds(1)
 
     def _depth_of_heads(self, plans: Sequence[Plan], heads: Mapping[int, HeadSource]) -> int:
-        """How deep heads should draft, by what they have shown; 0 if they should not run."""
-        members, texts = [*heads.values()], [plan.candidates for plan in plans]
-        deepest = max(self._limits[index].max_depth for index in heads)
-        most = min(deepest, self._max_nodes, len(members[0].p_accept))
-        merged, hope, trial = dict[int, DraftTree](), 0.0, False
-        for index, head in heads.items():
-            outlook, text = head.outlook(most), texts[index] or DraftTree.chain(head.last)
-            left = 1 - text.p_next
-            trial = trial or (head.trials and left > _UNSURE)
-            tree = united_apart(*likelier_first(text, outlook), self._limits[index])
-            if tree is not text:
-                merged[index] = tree
-                hope += left * sum(outlook.p_reached)
-        # Where text is sure, nothing more is computed.
-        if hope <= self._time_of_heads(1, members):
-            return int(trial)
+        """How deep heads should draft, by what they have shown; 0 if they should not run.
 
-        (_, n_text), options = self.choose(), [(self._expected, self._table)]
-        # The best first; each with the depth that the heads need for it, 0 for text: the tokens of
-        # an outlook are -2, -3, …
-        nodes = sorted(
-            (-p * self._weights[index], max(0, -1 - token))
-            for index, tree in (self._drafting | merged).items()
-            for token, p in zip(tree.tokens[1:], tree.p_reached, strict=True)
-        )
-        for depth in range(1, most + 1):
-            p_reached = [-p for p, needed in nodes if needed <= depth][: self._max_nodes]
-            expected = expected_tokens(p_reached, self._sequences)
+        A head is taken to draft instead of text whose next token is less likely right.
+        """
+        texts, members = [plan.candidates for plan in plans], [*heads.values()]
+        options = [(*self._outcome(self.choose()[1]), 0)]
+        most = min(max(self._limits[index].max_depth for index in heads), self._max_nodes)
+        for depth in range(1, min(most, len(members[0].p_accept)) + 1):
+            outlooks = {index: head.outlook(depth) for index, head in heads.items()}
+            surer = {i: tree for i, tree in outlooks.items() if tree.p_next > plans[i].p_next}
+            if not surer:
+                break
+            self._arrange([surer.get(index, text) for index, text in enumerate(texts)])
             taken = self._time_of_heads(depth, members)
-            options.append((expected, [0.0, *(cost + taken for cost in self._table[1:])]))
-
-        def allows(gain: float, depth: int) -> bool:
-            drafted = list(texts)
-            for index, tree in merged.items():
-                drafted[index] = tree.kept([token >= -1 - depth for token in tree.tokens])
-            self._arrange(drafted)
-            return self.choose(self._time_of_heads(depth, members))[1] > 0
-
-        # All at one price, so that they can be compared.
-        price = max(price_of_time(*option, self._rate) for option in options)
-        worth = [
-            [tokens - price * cost for tokens, cost in zip(expected, costs[1:], strict=False)]
-            for expected, costs in options
-        ]
-        gains = [(max(one) - worth[0][n_text], depth) for depth, one in enumerate(worth) if depth]
-        gains = [gain for gain in gains if gain[0] > 0]
-        _, found = best_allowed(gains, allows)
+            if n_draft := self.choose(taken)[1]:
+                tokens, cost = self._outcome(n_draft)
+                options.append((tokens, cost + taken, depth))
         self._arrange(texts)
+        best = max(tokens / cost for tokens, cost, _ in options)
+        price = best**SHARE_OF_NOW * self._rate ** (1 - SHARE_OF_NOW)
+        _, _, found = max(options, key=lambda option: option[0] - price * option[1])
+        trial = any(head.trials and plans[index].p_next < _UNSURE for index, head in heads.items())
         return found or int(trial)
+
+    def _outcome(self, n_draft: int) -> tuple[float, float]:
+        """The expected tokens of the first ``n_draft`` nodes, and what the step costs."""
+        return self._expected[n_draft], self._table[n_draft + 1]
 
     def shares(self, n_draft: int) -> Counter[int]:
         """How many of the first ``n_draft`` nodes each planner owns."""

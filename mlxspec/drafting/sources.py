@@ -1,11 +1,10 @@
-"""Small drafters: prompt lookup, predicted outputs, forced tokens; wrappers around any drafter."""
+"""Small drafters: prompt lookup, forced tokens; wrappers around any drafter."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
-from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -107,74 +106,17 @@ def parse_lookup_config(config: str | Sequence[object]) -> tuple[int, int, str |
         OptionError: the configuration has another form.
     """
     try:
-        values = json.loads(config) if isinstance(config, str) else list(config)
-    except (TypeError, ValueError, RecursionError):
-        values = None
-    match values:
-        case [int(n_draft), int(ngram_max), *devices] if (
-            {type(n_draft), type(ngram_max)} == {int}
-            and min(n_draft, ngram_max) >= 0
-            and len(devices) <= 1
-        ):
-            note = None
-            if devices:
-                note = f"prompt_lookup_config: the device list {devices[0]} is ignored"
-            return n_draft, ngram_max, note
-    raise OptionError(
-        f"prompt_lookup_config is {config!r}: write it as [draft tokens, longest n-gram], "
-        "for example [10,2]"
-    )
-
-
-_LONGEST, _SHORTEST = 4, 2  # tokens that must agree where the output returns to the text
-
-
-class PredictionDrafter(Drafter):
-    """Drafts the rest of a predicted output, such as a file that an editor sends.
-
-    The output is expected to begin like the prediction. When it departs, its last tokens are looked
-    up in the prediction: first after the place that it left, then from the beginning.
-
-    Args:
-        prediction: token ids.
-    """
-
-    branching = False
-
-    def __init__(self, prediction: Sequence[int]) -> None:
-        self._text = tuple(prediction)
-        self._places: dict[tuple[int, ...], list[int]] = {}  # the ends of each n-gram, ascending
-        for size in range(_SHORTEST, _LONGEST + 1):
-            for end in range(size, len(self._text) + 1):
-                self._places.setdefault(self._text[end - size : end], []).append(end)
-
-    def begin(self, prompt: Sequence[int]) -> None:
-        self._last = prompt[-1]
-        self._output: tuple[int, ...] = ()  # the last tokens
-        self._place = 0  # where the output continues in the text, or where it left it
-        self._follows = True
-
-    def propose(self, max_depth: int) -> DraftTree:
-        draft = self._text[self._place : self._place + max_depth] if self._follows else ()
-        return DraftTree.chain(self._last, draft)
-
-    def observe(self, step: VerifiedStep) -> None:
-        for token in step.tokens:
-            self._last = token
-            self._output = (*self._output, token)[-_LONGEST:]
-            if self._follows and self._text[self._place : self._place + 1] == (token,):
-                self._place += 1
-            else:
-                self._find()
-
-    def _find(self) -> None:
-        """Look for the output's last tokens, the longest match first."""
-        suffixes = (self._output[-size:] for size in range(_LONGEST, _SHORTEST - 1, -1))
-        places = next((self._places[one] for one in suffixes if one in self._places), [])
-        self._follows = bool(places)
-        if places:
-            after = bisect_left(places, self._place)
-            self._place = places[after if after < len(places) else 0]
+        values: list[Any] = json.loads(config) if isinstance(config, str) else [*config]
+        n_draft, ngram_max, *devices = values
+        if min(n_draft, ngram_max) < 0 or type(n_draft + ngram_max) is not int or devices[1:]:
+            raise ValueError
+    except (TypeError, ValueError) as error:
+        raise OptionError(
+            f"prompt_lookup_config is {config!r}: write it as [draft tokens, longest n-gram], "
+            "for example [10,2]"
+        ) from error
+    note = f"prompt_lookup_config: the device list {devices[0]} is ignored" if devices else None
+    return n_draft, ngram_max, note
 
 
 # Where these come from: notes/planner.md, "Constants".

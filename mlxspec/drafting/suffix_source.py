@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from heapq import heappop, heappush
 from operator import itemgetter
 
-from ..corpus.memory import Memory
+from ..corpus.memory import LEADING_TOKENS, Memory
 from ..corpus.store import Store
 from ..corpus.suffix_index import (
     EXCERPT_TOKENS,
     MAX_LENGTH,
     SEPARATOR,
-    ContextIndex,
     Continuation,
     Excerpts,
     Occurrence,
     SuffixIndex,
     continuations,
+    excerpts,
 )
 from .acceptance import AcceptanceModel, Estimate
 from .drafter import Drafter, DraftTree, Limits, TreeBuilder, VerifiedStep, united
@@ -27,8 +30,8 @@ from .policy import SHARE_OF_NOW
 
 CONTEXT = "context"
 """The origin of drafts from the context itself."""
-MEMORY, STORE = "memory", "store"
-"""The origins of drafts from earlier texts."""
+MEMORY, STORE, PREDICTION = "memory", "store", "prediction"
+"""The origins of drafts from other texts."""
 OTHERS = "other"
 """The origin, in the counts, of drafts that do not come from a :class:`SuffixSource`."""
 
@@ -42,21 +45,21 @@ _LEAST_P_REACHED = 0.01  # less likely nodes gain nothing on any machine
 class SuffixSource(Drafter):
     """Drafts the continuations of earlier occurrences of the text's end.
 
-    It looks them up in the context and in earlier texts: a memory of outputs, and a store. The
-    probabilities are learned from every emitted token, drafted or not.
+    It looks them up in the context and in other texts: a memory of outputs, a store, and the text
+    that the output is expected to follow. The probabilities are learned from every emitted token,
+    drafted or not.
 
     Args:
         token_classes: see :func:`mlxspec.drafting.acceptance.token_classes`.
         experience: the experience of earlier generations, which this one adds to.
         memory: earlier outputs.
         store: texts.
+        prediction: the text that the output is expected to follow.
         remembers: whether to add the output to the memory at its end.
-        context: the index of the conversation so far, which is extended; by default each
-            generation has a new one.
 
     Attributes:
-        earned: the generation's counts: "steps", "tokens", and the accepted drafts from the
-            context, from the memory, from the store and from other drafters.
+        earned: the generation's counts: "steps", "tokens", and the accepted drafts from each of
+            these texts and from other drafters.
     """
 
     spent = 0.0
@@ -69,41 +72,46 @@ class SuffixSource(Drafter):
         *,
         memory: Memory | None = None,
         store: Store | None = None,
+        prediction: Sequence[int] = (),
         remembers: bool = True,
-        context: ContextIndex | None = None,
     ) -> None:
         self._experience = experience or Experience()
-        self._memory, self._remembers = memory, remembers
-        self._kept_context = context
+        self._memory, self._remembers, self._prediction = memory, remembers, prediction
         self._acceptance = AcceptanceModel(token_classes)
-        self._earlier: dict[str, tuple[Memory | Store, AcceptanceModel]] = {
-            name: (texts, AcceptanceModel(token_classes, earlier=True))
+        self._others: dict[str, tuple[Callable[..., Excerpts], AcceptanceModel]] = {
+            name: (texts.look_up, AcceptanceModel(token_classes, earlier=True))
             for name, texts in ((MEMORY, memory), (STORE, store))
             if texts is not None
         }
+        self._of_prediction = AcceptanceModel(token_classes, earlier=True)
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a generation; a thread builds the index during the prefill."""
-        self._context = self._kept_context or ContextIndex()
-        self._context.begin(prompt)
-        self._index: SuffixIndex | None = None
+        executor = ThreadPoolExecutor(max_workers=1)
+        self._building = executor.submit(SuffixIndex, prompt)
+        executor.shutdown(wait=False)
+        self._prompt = prompt
         self._trees: list[SuffixTree] = []
-        self._excerpts: dict[str, Excerpts] = {}
-        self._acceptance.begin(self._experience.of_kind(prompt), self._context.output_start)
-        for texts, acceptance in self._earlier.values():
-            acceptance.begin(self._experience.of_texts(texts).of_kind(prompt))
+        self._acceptance.begin(self._experience.of_kind(prompt), len(prompt))
+        for name, (_, acceptance) in self._others.items():
+            acceptance.begin([self._experience.of_texts(name)])
+        if self._prediction:
+            # It is expected to follow the prompt, whose end is looked up.
+            text = SuffixIndex([*prompt[-LEADING_TOKENS:], *self._prediction])
+            look_up = partial(excerpts, [text], vocab_size=sys.maxsize)
+            self._others[PREDICTION] = look_up, self._of_prediction
+            self._of_prediction.begin()
         self.earned: Counter[str] = Counter()
 
     def search(self, limits: Limits) -> DraftTree:
         """The tokens that may follow the current one, the likeliest first, with ``p_reached``."""
-        index = self._text()
-        last, tail = index.tokens[-1], index.tokens[-MAX_LENGTH:] if self._earlier else ()
+        index = self._building.result()
+        last, tail = index.tokens[-1], index.tokens[-MAX_LENGTH:] if self._others else ()
         depth = min(limits.max_depth, limits.nodes, EXCERPT_TOKENS)
         own = CONTEXT, index.tokens, index.occurrences(), self._acceptance
         self._trees = [SuffixTree(last, *own, limits)]
-        for name, (texts, acceptance) in self._earlier.items():
-            found = texts.look_up(tail, _EARLIER_OCCURRENCES, depth)
-            self._excerpts[name] = found
+        for name, (look_up, acceptance) in self._others.items():
+            found = look_up(tail, _EARLIER_OCCURRENCES, depth)
             if found.occurrences:
                 tree = SuffixTree(last, name, found.tokens, found.occurrences, acceptance, limits)
                 self._trees.append(tree)
@@ -114,17 +122,13 @@ class SuffixSource(Drafter):
         for tree in self._trees:
             tree.learn(step.tokens)
         self._trees = []
-        self._text().extend(step.tokens)
+        self._building.result().extend(step.tokens)
 
     def end(self) -> None:
         if self._memory and self._remembers:
-            self._memory.add(self._context.output, self.earned, self._context.prompt)
-        self._index = None
-
-    def _text(self) -> SuffixIndex:
-        if self._index is None:
-            self._index = self._context.index
-        return self._index
+            output = self._building.result().tokens[len(self._prompt) :]
+            self._memory.add(output, self.earned, self._prompt)
+        del self._building
 
     def _count(self, step: VerifiedStep) -> None:
         """Count the step, and its accepted drafts by the first text that contains them."""
@@ -137,10 +141,6 @@ class SuffixSource(Drafter):
             reached = [(tree, node) for tree, node in below if node]
             name = reached[0][0].name if reached else OTHERS
             self.earned[name] += 1
-            if name == MEMORY and self._memory:
-                (tree, node), excerpts = reached[0], self._excerpts[MEMORY]
-                first = excerpts.occurrences.index(tree.firsts[node - 1])
-                self._memory.used(excerpts.sources[first])
 
 
 # Negative p_reached, serial number, parent, occurrences, path.
@@ -185,7 +185,6 @@ class SuffixTree(TreeBuilder):
         self._most_children = _CHILDREN if limits.branching else 1
         self._expected = self._best_rate = self._price = 1.0
         self._proposals: list[_Proposal | None] = []  # per node, its proposed children
-        self.firsts: list[Occurrence] = []  # per node but the root, the best occurrence
         self._frontier: list[_Frontier] = []
         self._serial = 0  # breaks ties: the older entry comes first
         self._grow(occurrences)
@@ -209,7 +208,7 @@ class SuffixTree(TreeBuilder):
             negative_p, _, parent, occurrences, path = heappop(self._frontier)
             if not self._is_wanted(-negative_p):
                 break
-            node = self._append(path[-1], parent, -negative_p, occurrences[0])
+            node = self._append(path[-1], parent, -negative_p)
             self._follow(node, -negative_p, occurrences, path)
 
     def _push(
@@ -226,10 +225,9 @@ class SuffixTree(TreeBuilder):
         """The probability below which no further node is wanted."""
         return max(_LEAST_P_REACHED, self._least_p[len(self.p_reached)] * self._price)
 
-    def _append(self, token: int, parent: int, p_reached: float, occurrence: Occurrence) -> int:
+    def _append(self, token: int, parent: int, p_reached: float) -> int:
         """Add a node that the text proposes."""
         node = self.child(parent, token, p_reached, self.name)
-        self.firsts.append(occurrence)
         self._expected += p_reached
         rows = node + 1
         if rows < len(self._costs) and self._expected > self._best_rate * self._costs[rows]:
@@ -268,7 +266,7 @@ class SuffixTree(TreeBuilder):
             if p_reached <= likeliest_other or not self._is_wanted(p_reached):
                 self._push(p_reached, node, occurrences, path)
                 return
-            node = self._append(token, node, p_reached, occurrences[0])
+            node = self._append(token, node, p_reached)
         self._proposals.append(None)  # nothing follows
 
     def _expand(

@@ -1,15 +1,13 @@
 """Compiles constraints; none of them can crash this process or keep it busy for long.
 
-A constraint that would slow generation down is refused by its text. The others are first compiled
-in another process, which may crash and has limits of time and memory. Constraints that it survives
-are compiled here, on a stack twice as large.
+They are first compiled in another process, which may crash and has limits of time and memory.
+Constraints that it survives are compiled here, on a stack twice as large.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -39,12 +37,6 @@ _SECONDS = 2.0  # of CPU time
 _MEMORY = 512 << 20  # bytes; on Linux of address space, where the process starts with 100 MB
 _STACK = 8 << 20  # bytes: enough for a chain of a thousand references
 
-_MOST_REPETITIONS = 50_000  # each takes a state of the automaton: max_lexer_states
-_LONGEST_TEXT = 20_000  # fixed characters: with this many, each mask before them takes 12 ms
-_LEAST = re.compile(r'"(?:min(?:Length|Items|Properties))"\s*:\s*(\d+)')
-_IN_REGEX = re.compile(r"\\.|\[(?:[^]\\]|\\.)*\]?|\{(\d+)", re.DOTALL)
-_IN_GRAMMAR = re.compile(r'"(?:[^"\\\n]|\\.)*"?|(?:#|//)[^\n]*|\\.|[{~]\s*(\d+)')
-
 _CAUSES: dict[int, str] = {
     signal.SIGPROF: f"it takes more than {_SECONDS:.0f} seconds to compile; make it simpler",
     signal.SIGABRT: "it takes too much memory to compile; make it simpler",
@@ -70,7 +62,6 @@ def compiled(
         OptionError: the constraint is invalid or unsatisfiable, or costs too much to compile or
             follow.
     """
-    check_bounds(constraint)
     definition = tried(constraint, outline)
 
     def compile() -> llguidance.LLMatcher:
@@ -96,57 +87,6 @@ def compiled(
 
 
 _changing_stack_size = threading.Lock()
-
-
-def check_bounds(constraint: Constraint) -> None:
-    """Refuse a constraint that compiles quickly but is slow to follow; takes linear time.
-
-    Raises:
-        OptionError: it contains a fixed text that is too long, or requires too many repetitions.
-    """
-    text = constraint.text
-    if constraint.kind == "regex":
-        longest = max(map(len, text.split("|")))
-        numbers = _IN_REGEX.findall(text)
-    elif constraint.kind == "json_schema":
-        try:
-            longest, patterns = _texts_of(text)
-        except (ValueError, RecursionError) as error:
-            raise _refusal(constraint, error) from error
-        numbers = [number for pattern in patterns for number in _IN_REGEX.findall(pattern)]
-    else:  # a grammar; schemas in it may use escapes
-        text = re.sub(r"\\u00([2-7][0-9a-fA-F])", lambda code: chr(int(code[1], 16)), text)
-        longest = max(map(len, re.split(r"[|\n]", text)))
-        numbers = _IN_GRAMMAR.findall(text)
-    if longest > _LONGEST_TEXT:
-        raise OptionError(
-            f"the {constraint.noun} cannot be used: it contains a fixed text, or a part without "
-            f"alternatives, of {longest:,} characters; use {_LONGEST_TEXT:,} at most"
-        )
-    for number in numbers + _LEAST.findall(text):
-        if len(number) > 18 or int(number or 0) > _MOST_REPETITIONS:
-            raise OptionError(
-                f"the {constraint.noun} cannot be used: it requires at least {number[:18]} "
-                f"repetitions; require {_MOST_REPETITIONS:,} at most"
-            )
-
-
-def _texts_of(schema: str) -> tuple[int, list[str]]:
-    """The length of a schema's longest fixed text, and its regular expressions."""
-    objects: list[dict[str, Any]] = []
-    json.loads(schema, object_hook=lambda one: objects.append(one) or one)  # type: ignore[func-returns-value]
-
-    def members(key: str, kind: type) -> list[Any]:
-        found = [one[key] for one in objects if isinstance(one.get(key), kind)]
-        return [member for value in found for member in value]
-
-    patterns = [one["pattern"] for one in objects if isinstance(one.get("pattern"), str)]
-    patterns += members("patternProperties", dict)
-    texts = [*map(json.dumps, members("enum", list)), *members("properties", dict)]
-    texts += [branch for pattern in patterns for branch in pattern.split("|")]
-    # Constants may follow one another, with only fixed text between them.
-    constants = sum(len(json.dumps(one["const"])) for one in objects if "const" in one)
-    return max(constants, max(map(len, texts), default=0)), patterns
 
 
 def tried(constraint: Constraint, outline: Outline) -> str:

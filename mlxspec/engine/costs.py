@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import logging
@@ -100,30 +99,12 @@ def model_identity(model: nn.Module) -> dict[str, str | int | float | None]:
 def global_blas() -> str:
     """The library whose BLAS takes precedence over that of MLX's CPU wheel; "own" without one.
 
-    MLX's symbols resolve to the first library that was loaded globally. Its T(M)/T(1) is quite
-    another curve (see :mod:`mlxspec.process`).
+    Its T(M)/T(1) is quite another curve (see :func:`mlxspec.process.prefer_openblas`).
     """
-    if sys.platform != "linux":
-        return "own"
-    everything = ctypes.CDLL(None)
-    try:
-        address = ctypes.cast(everything.cblas_sgemm, ctypes.c_void_p)
-    except AttributeError:
-        return "own"
-    found = _SymbolInfo()
-    everything.dladdr(address, ctypes.byref(found))
-    return os.path.basename(found.file_name or b"unknown").decode(errors="replace")
-
-
-class _SymbolInfo(ctypes.Structure):
-    """``Dl_info`` of dladdr(3)."""
-
-    _fields_ = (
-        ("file_name", ctypes.c_char_p),
-        ("base", ctypes.c_void_p),
-        ("symbol_name", ctypes.c_char_p),
-        ("address", ctypes.c_void_p),
-    )
+    maps = Path("/proc/self/maps")  # Linux lists the files in memory here
+    loaded = maps.read_text().split() if maps.exists() else []
+    names = {name for path in loaded if (name := os.path.basename(path)).startswith("libopenblas")}
+    return min(names, default="own")
 
 
 def _usable_cores() -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,7 +13,6 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..drafting.drafter import Drafter, DraftTree, VerifiedStep
 from ..errors import OptionError
 from .capability import capability_with
-from .prompt_cache import Loan, lent_caches
 from .sampling import Perturb, draft_values
 from .target import Capability, Target, vocabulary_size
 
@@ -34,22 +33,15 @@ class DraftModelDrafter(Drafter):
     Args:
         model: an mlx-lm model with the target's tokenizer.
         num_draft_tokens: the most tokens to draft; the default is mlx-lm's.
-        prompt_cache: caches of the draft model to continue; see ``loan``.
 
     Raises:
-        OptionError: ``num_draft_tokens`` is below 1, or the cache has too few layers.
-        PromptCacheError: another model made the cache.
+        OptionError: ``num_draft_tokens`` is below 1.
     """
 
     branching = False
     is_fallback = True
 
-    def __init__(
-        self,
-        model: nn.Module,
-        num_draft_tokens: int = 2,
-        prompt_cache: list[Any] | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, num_draft_tokens: int = 2) -> None:
         if num_draft_tokens < 1:
             raise OptionError(f"num_draft_tokens is {num_draft_tokens}: draft at least 1 token")
         self.model = model
@@ -58,21 +50,14 @@ class DraftModelDrafter(Drafter):
         self._capability = capability_with(make_prompt_cache(model), Capability.CHAIN)
         self._vocab_size = vocabulary_size(model)
         self._attached: tuple[Target, Perturb] | None = None
-        self.begun = False
-        """Whether a generation has begun."""
-        self.loan: Loan | None = None
-        """The loan of ``prompt_cache``, which holds prompt and output after the generation."""
-        if prompt_cache is not None:
-            self.loan = Loan(lent_caches(prompt_cache, model), model)
 
     def attach(self, target: Target, perturb: Perturb) -> None:
         self._attached = target, perturb
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a generation: prefill the draft model."""
-        self.begun = True
-        self._target = self.loan.take(self._new_target) if self.loan else self._new_target()
-        self._start = self._target.length
+        undoable = self.num_draft_tokens + 1
+        self._target = Target(self.model, self._capability, self._vocab_size, undoable=undoable)
         self._context = list(prompt)
         with mx.stream(generation_stream):
             self._target.prefill(self._readable(self._context[:-1]))
@@ -99,23 +84,14 @@ class DraftModelDrafter(Drafter):
         self._context += step.tokens
         kept = min(right, len(self._context) - 1)  # the last token runs in the next step
         with mx.stream(generation_stream):
-            self._target.truncate(min(self._target.length, self._start + kept))
+            self._target.truncate(min(self._target.length, kept))
 
     def end(self) -> None:
         self._attached = None  # frees the target's caches
-        if self.loan:
-            self.loan.pause(self._context)
-
-    def _new_target(self, caches: Sequence[Any] | None = None) -> Target:
-        capability = self._capability
-        if caches is not None:
-            capability = capability_with(caches, capability)
-        undoable = self.num_draft_tokens + 1
-        return Target(self.model, capability, self._vocab_size, cache=caches, undoable=undoable)
 
     def _unseen(self) -> list[int]:
         """The context's tokens that the draft model has not seen, at least the last one."""
-        return self._readable(self._context[self._target.length - self._start :])
+        return self._readable(self._context[self._target.length :])
 
     def _readable(self, tokens: Sequence[int]) -> list[int]:
         """The tokens, with 0 for ids in the target's padding that the draft model lacks."""

@@ -203,7 +203,7 @@ class _Place(NamedTuple):
         matcher: the matcher of the phase's constraint; None in free text.
         fresh: whether the phase's first token is still to come.
         ended: whether the output has ended.
-        moves_back: whether the matcher can take tokens back; otherwise a copy of it moves on.
+        moves_back: whether the matcher can take tokens back; otherwise nothing is drafted.
     """
 
     phase: Phase
@@ -239,14 +239,12 @@ class GrammarState:
     def forced(self) -> tuple[int, ...]:
         """The tokens that must come next, whatever the model predicts; empty if it has a choice."""
         phase, matcher, fresh, ended, moves_back = self._place
-        if matcher is None or ended or (fresh and phase.exits):
+        if matcher is None or ended or not moves_back or (fresh and phase.exits):
             return ()
-        if not moves_back:
-            matcher = matcher.deep_copy()
         tokens = matcher.compute_ff_tokens()[:_MOST_FORCED]
         taken = matcher.try_consume_tokens(tokens) if tokens else 0
         complete = matcher.is_stopped() and matcher.is_accepting()
-        if taken and moves_back:
+        if taken:
             matcher.rollback(taken)
         return (*tokens[:taken], *(self._ends[:1] if complete else ()))
 
@@ -319,13 +317,13 @@ class GrammarState:
             self._place = place._replace(ended=True)
         elif matcher is not None:
             if not (moves_back or for_good):
-                matcher = matcher.deep_copy()  # takes long after a long output
+                return False
             if matcher.try_consume_tokens([token]) != 1:
                 _check(matcher)
                 return False
             consumed = moves_back
-            if fresh or not moves_back:
-                self._place = place._replace(matcher=matcher, fresh=False)
+            if fresh:
+                self._place = place._replace(fresh=False)
         self._path.append((place, consumed))
         return True
 

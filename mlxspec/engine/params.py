@@ -101,13 +101,13 @@ class SamplingParams:
             order, so nothing is drafted. Mark it with :func:`mlxspec.pure` if it depends on its
             arguments alone: then it is also called for draft tokens, each with its own context.
             mlx-lm's own processors need no mark.
-        sampler: picks the token instead of temperature and filters; called and marked like
-            processors. Its draws from MLX's random state depend on seed and position alone, and
-            the state is restored afterwards. So ``mx.random.seed`` makes samples repeatable, but
-            mlx-lm draws different ones from that seed.
+        sampler: picks the token; temperature and filters are then ignored. It is called and marked
+            like processors. Its draws from MLX's random state depend on seed and position alone,
+            and the state is restored afterwards. So ``mx.random.seed`` makes samples repeatable,
+            but mlx-lm draws different ones from that seed.
 
     Raises:
-        OptionError: a value is out of range, or a sampler comes with options that it replaces.
+        OptionError: a value is out of range.
     """
 
     temp: float = _option(0.0, "T", "Temperature; 0 is greedy.")
@@ -157,32 +157,12 @@ class SamplingParams:
         for token, bias in (self.logit_bias or {}).items():
             if not isinstance(bias, SupportsFloat) or not float(bias) < math.inf:
                 raise OptionError(f"logit_bias of token {token} is {bias}: choose a number")
-        if self.sampler is None:
-            return
-        for own in fields(self):
-            value = getattr(self, own.name)
-            if own.name in _REPLACED_BY_SAMPLER and value != own.default:
-                raise OptionError(
-                    f"{own.name} is {value}, but a sampler replaces it: pass one or the other"
-                )
 
     @property
     def allows_drafts(self) -> bool:
         """Whether processors and sampler may be called for tokens that turn out to be wrong."""
         own = [*(self.logits_processors or ()), *filter(None, [self.sampler])]
         return all(map(_is_pure, own))
-
-
-_REPLACED_BY_SAMPLER = {
-    "temp",
-    "top_p",
-    "top_k",
-    "min_p",
-    "min_tokens_to_keep",
-    "xtc_probability",
-    "xtc_threshold",
-    "xtc_special_tokens",
-}
 
 
 _LONGEST_TEXT = 1_000_000  # characters in a schema, regex or grammar
@@ -234,22 +214,14 @@ class Constraint:
         Raises:
             OptionError: the schema is not an object, or too long.
         """
-        if isinstance(schema, str):
-            cls("json_schema", schema)  # refuses a long text before it is parsed
-            try:
-                schema = json.loads(schema)
-            except (ValueError, RecursionError) as error:
-                raise OptionError(
-                    f"the JSON schema is not valid JSON ({error}): correct it"
-                ) from error
-        if schema is True:
-            schema = {}
-        if not isinstance(schema, Mapping):
-            raise OptionError("the JSON schema must be an object, such as {}")
         try:
-            return cls("json_schema", json.dumps(schema, allow_nan=False))
+            parsed = json.loads(schema) if isinstance(schema, str) else schema
+            text = json.dumps({} if parsed is True else parsed, allow_nan=False)
         except (ValueError, TypeError, RecursionError) as error:
-            raise OptionError(f"the JSON schema cannot be written as JSON ({error})") from error
+            raise OptionError(f"the JSON schema is not valid JSON ({error}): correct it") from error
+        if not text.startswith("{"):
+            raise OptionError("the JSON schema must be an object, such as {}")
+        return cls("json_schema", text)
 
     @classmethod
     def json_object(cls) -> Constraint:

@@ -1,16 +1,25 @@
-"""mlx-lm's prompt caches: borrowed from a caller, continued by a generation, and returned."""
+"""mlx-lm's prompt caches: borrowed from a caller by a generation, and kept in files.
+
+A file is a safetensors file in mlx-lm's format, with the states of a list of caches, and metadata
+for the reader. Those of mlxspec name the tokens that the caches hold, so that later generations can
+draft from them. mlxspec and mlx-lm read each other's.
+"""
 
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, cast, overload
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.generate import generation_stream
+from mlx_lm.models import cache as mlx_lm_caches
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -19,10 +28,11 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
     make_prompt_cache,
 )
+from safetensors import SafetensorError, safe_open
 
-from ..errors import OptionError, PromptCacheError
-from .caches import TreeKVCache, TreeQuantizedKVCache, WindowKVCache, parts
-from .prompt_cache_file import check_fits, check_lengths
+from ..errors import FileError, OptionError
+from ..files import check_writable, replaced
+from .caches import TreeKVCache, TreeQuantizedKVCache, WindowKVCache, cached_length, parts
 from .target import Target
 
 _MLX_LM_CLASSES: dict[type, Any] = {
@@ -32,10 +42,6 @@ _MLX_LM_CLASSES: dict[type, Any] = {
 }
 _JUDGED = {*_MLX_LM_CLASSES.values(), ArraysCache}
 """Classes whose shapes after one token are known for any number of tokens."""
-
-_lock = threading.RLock()
-"""Held while caches are borrowed or returned. There is one for all caches, and it is reentrant: a
-garbage-collected generation returns its caches wherever the collector runs, here too."""
 
 
 def lent_caches(prompt_cache: Sequence[Any], model: nn.Module) -> list[Any]:
@@ -47,7 +53,7 @@ def lent_caches(prompt_cache: Sequence[Any], model: nn.Module) -> list[Any]:
 
     Raises:
         OptionError: the cache was made for a model with fewer layers.
-        PromptCacheError: the cache holds another model's keys and values.
+        FileError: the cache holds another model's keys and values.
     """
     needed = len(make_prompt_cache(model))
     if len(prompt_cache) < needed:
@@ -56,18 +62,9 @@ def lent_caches(prompt_cache: Sequence[Any], model: nn.Module) -> list[Any]:
             "with make_prompt_cache(model)"
         )
     lent = list(prompt_cache[:needed])
-    with _lock:
-        # An unfinished generation's caches are checked when this generation takes them over.
-        if any(type(cache) is _LentCache for cache in lent):
-            return lent
-        held = [copy.copy(cache) for cache in lent]
-    _check_shapes(held, model)
+    if all(type(part) in _JUDGED and not part.empty() for part in parts(lent)):
+        check_fits(lent, model, "prompt_cache")
     return lent
-
-
-def _check_shapes(held: Sequence[Any], model: nn.Module) -> None:
-    if all(type(part) in _JUDGED and not part.empty() for part in parts(held)):
-        check_fits(held, model, "prompt_cache")
 
 
 def as_mlx_lms(cache: Any) -> Any:
@@ -81,258 +78,282 @@ def as_mlx_lms(cache: Any) -> Any:
 
 
 class Loan:
-    """A caller's caches, which a generation continues and then returns.
+    """A caller's caches, which a generation continues and returns at its end.
 
-    In mlx-lm a cache follows its generation: after each response it holds the prompt and the
-    output so far. A target's caches are one token behind, or several ahead. So while caches are
-    borrowed, the caller's objects are stand-ins. Any use of one returns the caches first, with the
-    content that mlx-lm's would have at that moment. When the generation resumes, it borrows them
-    again.
+    Until then a target has their arrays, since MLX writes into an array in place only if nothing
+    else refers to it. A target's caches may also be ahead of the output that the caller has read.
 
     Args:
         caches: the caller's, from :func:`lent_caches`; untouched until :meth:`take`.
-        model: the model that will continue them.
-
-    Attributes:
-        end: ends the generation, before its caches go to another one or are returned for good.
     """
 
-    def __init__(self, caches: list[Any], model: nn.Module) -> None:
-        self.end: Callable[[], None] | None = None
-        self._caches, self._model = caches, model
-        self._state: Literal["running", "paused", "returning", "returned"] = "returned"
+    def __init__(self, caches: list[Any]) -> None:
+        self._caches = caches
         self._target: Target | None = None
-        self._context: Sequence[int] = ()
-        self._given: list[Any] = []
 
     def take(self, new_target: Callable[[list[Any]], Target]) -> Target:
         """Borrow the caches; return a target that continues them.
-
-        This ends another generation that has borrowed them: it can no longer advance.
 
         Args:
             new_target: called with caches of the same content.
 
         Raises:
-            PromptCacheError: a generation is using them in another thread, another model made
-                them, or they are damaged.
+            FileError: another generation has borrowed them.
         """
-        with _lock:
-            reclaim(self._caches)
-            held = [copy.copy(cache) for cache in self._caches]
-            _check_shapes(held, self._model)
-            check_lengths(held, "prompt_cache")
-            target = self._target = new_target(held)
-            self._start = target.length
-            self._lend()
+        held = [copy.copy(cache) for cache in self._caches]
+        if any(isinstance(cache, _LentCache) for cache in held):
+            raise FileError(_IN_USE)
+        target = new_target(held)
+        self._start, self._target = target.length, target
+        for cache in self._caches:
+            cache.__class__ = _LentCache
+            vars(cache).clear()
         return target
 
-    def pause(self, context: Sequence[int]) -> None:
-        """Let others use the caches until :meth:`resume`; if returned already, do nothing.
-
-        Args:
-            context: prompt and output so far, without what the caches held before.
-        """
-        if self._state == "running":
-            self._context = context
-            self._state = "paused"
-
-    def resume(self) -> None:
-        """Resume the generation; borrow the caches again if they were used in between.
-
-        Raises:
-            PromptCacheError: they have changed, or another generation has borrowed them.
-        """
-        with _lock:
-            if self._state == "returned":
-                if self._target is None or not self._is_as_given():
-                    raise PromptCacheError(
-                        "prompt_cache has been continued or changed since this generation's last "
-                        "response, so it cannot continue: start another one"
-                    )
-                self._given = []
-                self._lend()
-            self._state = "running"
-
     def give_back(self, context: Sequence[int], complete: bool = True) -> None:
-        """End the generation; return the caches with the context that the consumer has read.
+        """Return the caches, unless they have been returned.
 
         Args:
-            context: as for :meth:`pause`.
+            context: prompt and output that the consumer has read, without what the caches held
+                before.
             complete: run the context's tokens that the target has not seen, instead of omitting
                 them.
         """
-        with _lock:
-            end, self.end = self.end, None
-            try:
-                if end:
-                    end()
-            finally:
-                if self._state in ("running", "paused"):
-                    self._context = context
-                    self._return(complete)
-                if self._state == "returned":
-                    self._target, self._given = None, []
-
-    def reclaim(self, for_good: bool = False) -> None:
-        """Return the caches to the caller while the generation is paused.
-
-        Args:
-            for_good: end the generation.
-
-        Raises:
-            PromptCacheError: the generation is running.
-        """
-        with _lock:
-            if self._state in ("running", "returning"):
-                raise PromptCacheError(
-                    "prompt_cache is in use by a generation that is running: use it between two "
-                    "responses, or after the generation"
-                )
-            if for_good:
-                self.give_back(self._context)
-            elif self._state == "paused":
-                assert self._target is not None
-                with self._target.rolled_back():
-                    self._return(complete=True)
-                self._given = _contents(self._caches)
-
-    def offset(self, place: int) -> int | None:
-        """The offset that mlx-lm's cache would have now; None without one, or if returned."""
         target = self._target
-        if target is None or self._state in ("returning", "returned"):
-            return None
-        own: int | None = getattr(target.cache[place], "offset", None)
-        paused = own is not None and self._state == "paused"
-        return self._start + len(self._context) if paused else own
-
-    def kind(self, place: int) -> type:
-        """The class that mlx-lm's cache would have now."""
-        target = self._target
-        if target is None:  # returned, or borrowed by another loan, which knows
-            return self._caches[place].__class__
-        kind = type(target.cache[place])
-        return _MLX_LM_CLASSES.get(kind, kind)
-
-    def _lend(self) -> None:
-        """Turn the caches into stand-ins, which leaves the target as the only owner of the arrays.
-
-        MLX writes into an array in place only if nothing else refers to it. At every moment the
-        objects have all attributes of a cache or all of a stand-in, as other threads may look.
-        """
-        self._state = "running"  # first, so an interrupt returns them
-        for place, cache in enumerate(self._caches):
-            held = vars(cache)
-            before = list(held)
-            held.update(_loan=self, _place=place)
-            cache.__class__ = _LentCache
-            for name in before:
-                del held[name]
-
-    def _is_as_given(self) -> bool:
-        """Whether the caches are unchanged since they were returned."""
-        if any(type(cache) is _LentCache for cache in self._caches):
-            return False
-        now = _contents(self._caches)
-        return len(now) == len(self._given) and all(
-            new is given if isinstance(new, mx.array) else new == given
-            for new, given in zip(now, self._given, strict=True)
-        )
-
-    def _return(self, complete: bool) -> None:
-        """Turn the stand-ins back into mlx-lm's caches."""
-        target = self._target
-        assert target is not None
-        before, self._state = self._state, "returning"
-        try:
-            with mx.stream(generation_stream):
-                target.truncate(min(target.length, self._start + len(self._context)))
-                if complete:
-                    target.prefill(self._context[target.length - self._start :])
-                returned = [as_mlx_lms(cache) for cache in target.cache]
-                mx.eval([part.state for part in parts(returned)])
-            for stand_in, cache in zip(self._caches, returned, strict=True):
-                if "_loan" in _held(stand_in):  # False only after an interrupt of this loop
-                    _turn_into(stand_in, cache)
-        except BaseException:
-            self._state = before  # the next use of a stand-in tries again
-            raise
-        self._state = "returned"
+        if target is None:
+            return
+        with mx.stream(generation_stream):
+            target.truncate(min(target.length, self._start + len(context)))
+            if complete:
+                target.prefill(context[target.length - self._start :])
+            returned = [as_mlx_lms(cache) for cache in target.cache]
+            mx.eval([part.state for part in parts(returned)])
+        for lent, cache in zip(self._caches, returned, strict=True):
+            lent.__class__ = type(cache)
+            vars(lent).update(vars(cache))
+        self._target = None
 
 
-def reclaim(caches: Iterable[Any]) -> None:
-    """Take caches back from unfinished generations, which this ends.
-
-    Raises:
-        PromptCacheError: one of the generations is running.
-    """
-    for cache in caches:
-        if type(cache) is _LentCache and (loan := _held(cache).get("_loan")):
-            loan.reclaim(for_good=True)
+_IN_USE = (
+    "prompt_cache is in use by another generation: use it once that generation has ended, or close "
+    "the generation"
+)
 
 
 class _LentCache:
-    """The class of a caller's cache while it is lent; any use turns it into mlx-lm's cache again.
+    """The class of a caller's cache while it is lent: any use is an error."""
 
-    Reading its class or its offset, which programs do while they generate, does not.
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python looks for them, to copy an object
+            raise AttributeError(name)
+        raise FileError(_IN_USE)
+
+    def __getitem__(self, index: int) -> Any:
+        raise FileError(_IN_USE)
+
+
+# --- files ---
+
+_ATTENTION = {KVCache, QuantizedKVCache, RotatingKVCache}
+_SUFFIX = ".safetensors"
+_TOKENS = "tokens"  # a key of the metadata that mlx-lm's own files lack
+
+
+def save_prompt_cache(
+    file_name: str | os.PathLike[str],
+    cache: Sequence[Any],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    tokens: Sequence[int] = (),
+) -> None:
+    """Save a prompt cache for :func:`load_prompt_cache` and for mlx-lm.
+
+    An existing file is replaced once the new one is complete.
+
+    Args:
+        file_name: ``.safetensors`` is appended if missing, as by mlx-lm.
+        cache: mlx-lm's caches, as they are after a generation with ``prompt_cache``.
+        metadata: for the reader. ``mlx_lm.generate`` expects "model", the model's
+            directory or repository, and "tokenizer_config", a JSON object.
+        tokens: the tokens that the cache holds, which later generations can draft from.
+
+    Raises:
+        FileError: the file cannot be written; an existing one is unchanged.
     """
-
-    def __getattribute__(self, name: str) -> Any:
-        if name == "offset":
-            with _lock:  # nobody returns or lends it between the two reads
-                offset = _offset(self)
-                return getattr(_reclaimed(self), name) if offset is None else offset
-        if name == "__class__":
-            return _kind(self)
-        return getattr(_reclaimed(self), name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(_reclaimed(self), name, value)
-
-    def __getitem__(self, index: Any) -> Any:
-        return _reclaimed(self)[index]
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        _reclaimed(self)[index] = value
-
-    def __copy__(self) -> Any:
-        return copy.copy(_reclaimed(self))
+    path = prompt_cache_path(file_name)
+    held = {**(metadata or {}), **({_TOKENS: json.dumps(list(tokens))} if tokens else {})}
+    try:
+        with replaced(path) as file:
+            mlx_lm_caches.save_prompt_cache(cast(Any, file), list(cache), held)
+    except RuntimeError as error:  # MLX's
+        reason = " ".join(str(error).split())[:150]
+        raise FileError(f"{path}: cannot be written ({reason}); try again") from error
 
 
-def _held(stand_in: _LentCache) -> dict[str, Any]:
-    held: dict[str, Any] = object.__getattribute__(stand_in, "__dict__")
-    return held
+@overload
+def load_prompt_cache(
+    file_name: str | os.PathLike[str], return_metadata: Literal[False] = False
+) -> list[Any]: ...
+@overload
+def load_prompt_cache(
+    file_name: str | os.PathLike[str], return_metadata: Literal[True]
+) -> tuple[list[Any], dict[str, str]]: ...
+def load_prompt_cache(
+    file_name: str | os.PathLike[str], return_metadata: bool = False
+) -> list[Any] | tuple[list[Any], dict[str, str]]:
+    """Load a prompt cache that :func:`save_prompt_cache` or mlx-lm has saved.
+
+    Args:
+        file_name: the file.
+        return_metadata: return its metadata as well.
+
+    Returns:
+        mlx-lm's caches, to pass as ``prompt_cache``.
+
+    Raises:
+        FileError: the file is missing, damaged, or not a prompt cache.
+    """
+    with _read_errors(Path(file_name)):
+        cache, metadata = mlx_lm_caches.load_prompt_cache(str(file_name), return_metadata=True)
+        mx.eval([part.state for part in cache])
+    metadata = metadata or {}  # "" if the file has none
+    return (cache, metadata) if return_metadata else cache
 
 
-def _offset(stand_in: _LentCache) -> int | None:
-    held = _held(stand_in)
-    loan = held.get("_loan")
-    return None if loan is None else loan.offset(held["_place"])
+def read_prompt_cache_metadata(path: Path) -> dict[str, str]:
+    """The metadata of a prompt cache, without reading the caches.
+
+    Raises:
+        FileError: as for :func:`load_prompt_cache`.
+    """
+    with _read_errors(path):
+        _, flat = cast(Any, mx.load(str(path), return_metadata=True))
+        metadata, classes, _ = tree_unflatten(list(flat.items()))
+        if "Cache" not in classes[0]:
+            raise ValueError("the first class is not a cache's")
+    return metadata or {}
 
 
-def _kind(stand_in: _LentCache) -> type:
-    held = _held(stand_in)
-    loan, place = held.get("_loan"), held.get("_place")
-    if loan is None or place is None:  # another thread has just turned it back
-        return stand_in.__class__
-    return loan.kind(place)
+@contextmanager
+def _read_errors(file: Path) -> Iterator[None]:
+    """Check that a file is whole; turn errors of reading it into one line that names it."""
+    try:
+        if not file.exists():
+            raise FileError(f"{file}: no such file; make it with 'mlxspec cache-prompt'")
+        with safe_open(file, "np"):  # checks the header and the length, as MLX does not
+            yield
+    except OSError as error:
+        raise FileError(
+            f"{file} cannot be read ({error.strerror}): name a file that you can read"
+        ) from error
+    except (RuntimeError, SafetensorError) as error:
+        raise FileError(
+            f"{file} is truncated or damaged: make it again with 'mlxspec cache-prompt'"
+        ) from error
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise FileError(
+            f"{file} holds no prompt cache that this version of mlx-lm reads: make it with "
+            "'mlxspec cache-prompt'"
+        ) from error
 
 
-def _reclaimed(stand_in: _LentCache) -> Any:
-    """Turn a stand-in into mlx-lm's cache again; return it."""
-    if loan := _held(stand_in).get("_loan"):
-        loan.reclaim()
-    return stand_in
+def prompt_cache_path(file_name: str | os.PathLike[str]) -> Path:
+    """The file that :func:`save_prompt_cache` will write; check it before the work begins.
+
+    Raises:
+        FileError: the file cannot be written.
+    """
+    path = Path(file_name)
+    if path.suffix != _SUFFIX:
+        path = path.with_name(path.name + _SUFFIX)
+    check_writable(path)
+    return path
 
 
-def _turn_into(stand_in: _LentCache, cache: Any) -> None:
-    """Give a stand-in a cache's class and content."""
-    held = _held(stand_in)
-    held.update(vars(cache))
-    object.__setattr__(stand_in, "__class__", type(cache))
-    del held["_loan"], held["_place"]
+def check_replaceable(path: Path, force: bool) -> None:
+    """Refuse to overwrite a file that the user may need.
+
+    Args:
+        path: from :func:`prompt_cache_path`.
+        force: whether an existing prompt cache may be replaced.
+
+    Raises:
+        FileError: the file is not a prompt cache, or it is one and ``force`` is off.
+    """
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    try:
+        read_prompt_cache_metadata(path)
+    except FileError as error:
+        raise FileError(f"{path}: exists and is not a prompt cache; name another file") from error
+    if not force:
+        raise FileError(f"{path}: exists; name another file, or replace it with --force")
 
 
-def _contents(caches: Iterable[Any]) -> list[Any]:
-    """The arrays and numbers that caches hold."""
-    return [value for part in parts(caches) for _, value in tree_flatten(vars(part))]
+def tokens_in(metadata: Mapping[str, str], cache: Sequence[Any] | None = None) -> list[int]:
+    """The tokens that a file names; empty if it, like mlx-lm's, names none.
+
+    Args:
+        metadata: the file's.
+        cache: the file's, to make sure that it holds as many tokens, unless it holds only states.
+    """
+    try:
+        tokens = json.loads(metadata.get(_TOKENS, "[]"))
+        known = all(type(token) is int for token in tokens)
+    except (TypeError, ValueError):
+        return []
+    return tokens if known and cached_length(cache or ()) in (0, len(tokens)) else []
+
+
+def check_fits(cache: Sequence[Any], model: nn.Module, source: str) -> None:
+    """Refuse a cache that the model could not have made.
+
+    The graph of a small forward is built and never evaluated.
+
+    Args:
+        cache: from :func:`load_prompt_cache`.
+        model: the model that will continue it.
+        source: names the cache in errors.
+
+    Raises:
+        FileError: the number of layers or the shapes differ.
+    """
+    own = make_prompt_cache(model)
+    if len(own) != len(cache):
+        raise FileError(
+            f"{source} is another model's: it caches {len(cache)} layers, the model has "
+            f"{len(own)}; name the model that made it"
+        )
+    model(mx.array([[0]]), cache=own)
+    try:
+        fits = all(_fits(*pair) for pair in zip(parts(cache), parts(own), strict=True))
+    except (ValueError, NotImplementedError):  # the model's cannot be quantised like that
+        fits = False
+    if not fits:
+        raise FileError(
+            f"{source} is another model's: its keys and values have other shapes; name the "
+            "model that made it"
+        )
+
+
+def _fits(cache: Any, own: Any) -> bool:
+    """Whether a cache can be the model's own after more tokens.
+
+    Options can bound or quantise a plain cache; otherwise its layout is the same.
+    """
+    if isinstance(cache, QuantizedKVCache) and hasattr(own, "to_quantized"):
+        own = own.to_quantized(cache.group_size, cache.bits)
+    alike = type(cache) is type(own) or {type(cache), type(own)} <= _ATTENTION
+    return alike and _layout(cache) == _layout(own)
+
+
+def _layout(cache: Any) -> dict[str, tuple[int, ...]]:
+    """The shape of each array in a cache, without the number of positions.
+
+    Integers in a state are tokens of the context, of any number.
+    """
+    arrays = {name: one for name, one in tree_flatten(cache.state) if isinstance(one, mx.array)}
+    if not isinstance(cache, ArraysCache):
+        return {name: (*one.shape[:2], *one.shape[3:]) for name, one in arrays.items()}
+    is_state = {name: mx.issubdtype(one.dtype, mx.floating) for name, one in arrays.items()}
+    return {name: one.shape if is_state[name] else () for name, one in arrays.items()}

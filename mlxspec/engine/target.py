@@ -9,8 +9,7 @@ from __future__ import annotations
 import enum
 import sys
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -287,22 +286,6 @@ class ContextCache:
             return CacheList(*(self._content_at(length, part) for part in cache.caches))
         marks = [mark for mark in self._marks if mark.length == length]
         return marks[-1].content_of(cache) if marks and not can_be_cut(cache, length) else cache
-
-    @contextmanager
-    def rolled_back(self) -> Iterator[None]:
-        """A context in which the target can be used; at its end the target is as it was before."""
-        attributes = {
-            **vars(self),
-            "_checkpoints": self._checkpoints.copy(),
-            "_marks": self._marks.copy(),
-        }
-        held = Snapshot(parts(self.cache))
-        self.head = None  # its caches stay as they are
-        try:
-            yield
-        finally:
-            vars(self).update(attributes)
-            held.restore()
 
     def _forget_marks_behind(self) -> None:
         """Forget the marks in what was cut off: other tokens will take its place."""
@@ -588,7 +571,7 @@ def together(function: Callable[..., Result], model: nn.Module, *args: Any) -> R
     """Call a function that runs forwards of a model, on all machines over which it is split.
 
     Args:
-        function: one of :data:`mlxspec.distributed.ranks.TOGETHER`.
+        function: one of :data:`mlxspec.distributed.ranks.REPEATED`.
         model: its first argument.
         args: its other arguments, which JSON can hold.
     """

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
-import warnings
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -20,19 +19,19 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..corpus.answers import identify
 from ..corpus.memory import MAX_TOKENS, Memory
 from ..corpus.store import open_store
-from ..drafting.drafter import Drafter, checked_drafter
+from ..drafting.drafter import Drafter
 from ..drafting.kept import Experience
-from ..drafting.sources import parse_lookup_config
 from ..engine.model_sizes import context_length
-from ..errors import OptionError, StoreError
+from ..errors import FileError, OptionError
 from ..models.heads.loading import head_for, load_with_head
 from ..models.model import load
 from ..terminal import TokenPrinter
+from .asynchronous import EngineThread
 from .drafting import Auto, Drafting, Lookahead, PromptLookup, drafter_maker
-from .engine import EngineThread, responses
+from .engine import responses
 from .loaded import LoadedModel
 from .options import GenerationOptions, MakeDrafter, Prompt, prompt_ids
-from .request import RecordTime, Request
+from .request import Request
 from .response import GenerationResponse, GenerationResult
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ class Decoder(LoadedModel):
     Raises:
         LoadError: the model cannot be found or read.
         OptionError: a loaded model is passed without its tokenizer.
-        DrafterError: ``drafter`` is not a drafter.
+        MlxspecError: ``drafter`` is not a drafter.
     """
 
     drafting = Drafting()
@@ -133,7 +132,7 @@ class Decoder(LoadedModel):
                 the event loop.
 
         Raises:
-            PromptError, OptionError, DrafterError: as :meth:`decode`, with the first response.
+            PromptError, OptionError, MlxspecError: as :meth:`decode`, with the first response.
             OptionError: ``prompt_cache`` is given, but the generation runs ahead of its consumer.
         """
         new_request = partial(self.new_request, prompt, max_tokens, make_drafter=make_drafter)
@@ -168,7 +167,6 @@ class Decoder(LoadedModel):
         drafter: Drafter,
         *,
         max_tokens: int = 250,
-        record_time: RecordTime | None = None,
         **options: Unpack[GenerationOptions],
     ) -> Generator[GenerationResponse, None, None]:
         """Generate with your own drafter, or with one of mlxspec's.
@@ -181,8 +179,6 @@ class Decoder(LoadedModel):
                 model verifies no drafts, or if logits processors or a sampler may be impure (see
                 :class:`mlxspec.SamplingParams`).
             max_tokens: the most tokens to generate, at least 1.
-            record_time: called after each step with its rows, its wall time in seconds, and whether
-                it was pipelined.
             options: see below.
 
         Options:
@@ -202,8 +198,9 @@ class Decoder(LoadedModel):
             session: keeps the KV cache for the conversation's next turn. Pass the whole
                 conversation as the prompt: the part that the cache holds is not run again.
             prompt_cache: mlx-lm's caches of the text before the prompt, from its
-                ``make_prompt_cache``. As with mlx-lm, at each response they hold the prompt and
-                the output taken so far. If another generation continues them, this one fails.
+                ``make_prompt_cache``. Once the generation has ended or is closed (leaving a
+                ``for`` loop closes it), they also hold the prompt and the output taken. Until
+                then, any use of them is an error.
             temp, top_p, seed, and all other fields of :class:`mlxspec.SamplingParams`: override
                 those of ``sampling``. A ``sampler`` without ``sampling`` or ``seed`` draws a seed
                 from MLX's random state, so repeated calls differ, as with mlx-lm.
@@ -221,16 +218,14 @@ class Decoder(LoadedModel):
                 is out of range, a token is unknown to the model, the model's cache cannot be
                 quantised as requested, or ``prompt_cache`` has too few layers. With the first
                 response: another generation is using the session.
-            PromptCacheError: ``prompt_cache`` has the shapes of another model. With the first
-                response: the session's initial cache has, or a generation in another thread is
-                using ``prompt_cache``. With a later response: ``prompt_cache`` has been continued
-                or changed since the one before.
-            DrafterError: ``drafter`` is not a drafter. With a response: it proposed an invalid
+            FileError: ``prompt_cache`` has the shapes of another model. With the first
+                response: the session's initial cache has, or another generation is using
+                ``prompt_cache``.
+            MlxspecError: ``drafter`` is not a drafter. With a response: it proposed an invalid
                 draft.
             TypeError: an option is unknown.
         """
-        request = self.new_request(prompt, max_tokens, options, lambda session: drafter)
-        return responses(request, record_time)
+        return responses(self.new_request(prompt, max_tokens, options, lambda session: drafter))
 
     def written(
         self, responses: Iterable[GenerationResponse], color: bool = True
@@ -261,13 +256,7 @@ class Decoder(LoadedModel):
             OptionError: a parameter is out of range.
             TypeError: a parameter is unknown.
         """
-        return partial(replace(self.drafting, **parameters).make, self)
-
-    def _stream(
-        self, prompt: Prompt, max_tokens: int, options: GenerationOptions, **parameters: Any
-    ) -> Generator[GenerationResponse, None, None]:
-        make_drafter = self.drafting_with(**parameters)
-        return responses(self.new_request(prompt, max_tokens, options, make_drafter))
+        return replace(self.drafting, **parameters).bound_to(self)
 
     def apart(self, memory_tokens: int) -> Self:
         """A decoder of the same model that remembers and learns separately from this one.
@@ -299,7 +288,7 @@ class Decoder(LoadedModel):
             receive: an engine calls it with each response.
 
         Raises:
-            PromptError, OptionError, PromptCacheError, TypeError: as :meth:`decode`.
+            PromptError, OptionError, FileError, TypeError: as :meth:`decode`.
         """
         longest, template = context_length(self.model), options.get("chat_template_kwargs")
         tokens = prompt_ids(prompt, self.tokenizer, self.vocab_size, longest, template)
@@ -330,12 +319,12 @@ class AutoDecoder(Decoder):
             model is given loaded; False uses none.
 
     Raises:
-        LoadError, OptionError, DrafterError: as :class:`Decoder`.
+        LoadError, OptionError, MlxspecError: as :class:`Decoder`.
         LoadError: ``head`` cannot draft for the model. One that comes with the model is left out
             then, with a warning.
         OptionError: ``memory`` and ``memory_tokens`` are both given, or ``head`` is True and the
             model is given loaded.
-        StoreError: the store cannot be read, or the store or ``memory`` was made with another
+        FileError: the store cannot be read, or the store or ``memory`` was made with another
             tokenizer.
     """
 
@@ -367,7 +356,7 @@ class AutoDecoder(Decoder):
         elif memory.kept:
             kept, own = memory.kept.identity, identify(self.tokenizer)
             if kept.fingerprint != own.fingerprint:
-                raise StoreError(
+                raise FileError(
                     f"memory keeps tokens of {kept}, but the model's tokenizer is {own}: open a "
                     "memory with this tokenizer"
                 )
@@ -382,14 +371,6 @@ class AutoDecoder(Decoder):
     def memory(self) -> Memory | None:
         """The memory of outputs, if the decoder has one."""
         return self.drafting.memory
-
-
-class PromptLookupOptions(GenerationOptions, total=False):
-    """Further options of :meth:`PromptLookupDecoder.prompt_lookup`."""
-
-    prompt_lookup_num_tokens: int | None
-    max_matching_ngram_size: int | None
-    prompt_lookup_config: str | Sequence[object] | None
 
 
 class PromptLookupDecoder(Decoder):
@@ -408,10 +389,6 @@ class PromptLookupDecoder(Decoder):
         n_draft: int = 10,
         ngram_max: int = 3,
         ngram_min: int = 1,
-        *,
-        prompt_lookup_num_tokens: int | None = None,
-        max_matching_ngram_size: int | None = None,
-        prompt_lookup_config: str | Sequence[object] | None = None,
         **options: Unpack[GenerationOptions],
     ) -> Generator[GenerationResponse, None, None]:
         """Generate one response per token.
@@ -422,26 +399,13 @@ class PromptLookupDecoder(Decoder):
             n_draft: the most draft tokens per step; 0 is plain decoding.
             ngram_max: the longest n-gram to look up.
             ngram_min: the shortest n-gram to look up.
-            prompt_lookup_num_tokens: transformers' and TensorRT-LLM's name for ``n_draft``
-                (TensorRT-LLM's default is 4).
-            max_matching_ngram_size: their name for ``ngram_max`` (TensorRT-LLM's default is 2).
-            prompt_lookup_config: TensorRT-LLM's form for both, ``"[10,2,[0]]"``; a device list
-                is ignored with a warning.
             options: sampling, stop strings and so on, as for :meth:`Decoder.decode`.
 
         Raises:
             PromptError, OptionError: as :meth:`Decoder.decode`.
         """
-        if prompt_lookup_num_tokens is not None:
-            n_draft = prompt_lookup_num_tokens
-        if max_matching_ngram_size is not None:
-            ngram_max = max_matching_ngram_size
-        if prompt_lookup_config is not None:
-            n_draft, ngram_max, note = parse_lookup_config(prompt_lookup_config)
-            if note:
-                warnings.warn(note, stacklevel=2)
-        sizes = {"n_draft": n_draft, "ngram_max": ngram_max, "ngram_min": ngram_min}
-        return self._stream(prompt, max_tokens, options, **sizes)
+        drafting = PromptLookup(n_draft, ngram_max, ngram_min)
+        return responses(self.new_request(prompt, max_tokens, options, drafting.bound_to(self)))
 
     def prompt_lookup(
         self,
@@ -451,7 +415,7 @@ class PromptLookupDecoder(Decoder):
         ngram_max: int = 3,
         ngram_min: int = 1,
         color: bool = True,
-        **options: Unpack[PromptLookupOptions],
+        **options: Unpack[GenerationOptions],
     ) -> GenerationResult:
         """Generate, write the text to standard output meanwhile, and return the result.
 
@@ -514,13 +478,8 @@ class LookaheadDecoder(Decoder):
         Raises:
             PromptError, OptionError: as :meth:`Decoder.decode`.
         """
-        return self._stream(
-            *(prompt, max_tokens, options),
-            window_size=window_size,
-            ngram_size=ngram_size,
-            guess_set_size=guess_set_size,
-            pool_from_prompt=pool_from_prompt,
-        )
+        drafting = Lookahead(window_size, ngram_size, guess_set_size, pool_from_prompt)
+        return responses(self.new_request(prompt, max_tokens, options, drafting.bound_to(self)))
 
     def lookahead(
         self,
@@ -547,55 +506,3 @@ class LookaheadDecoder(Decoder):
         sizes = window_size, ngram_size, guess_set_size, pool_from_prompt
         stream = self.stream(prompt, max_tokens, *sizes, **options)
         return self.written(stream, color)
-
-
-class CombinedDecoder(AutoDecoder):
-    """Speculates on text that repeats and, with the remaining rows, by lookahead.
-
-    Its arguments are those of :class:`AutoDecoder`. With a ``drafter``, generations learn from
-    earlier ones even with ``memory_tokens=0``. To combine other drafters, pass a
-    :class:`mlxspec.CombinedDrafter` to :meth:`Decoder.decode`.
-    """
-
-    drafting = Auto(lookahead=Lookahead())
-
-    def stream(
-        self,
-        prompt: Prompt,
-        max_tokens: int = 250,
-        window_size: int | Literal["auto"] = "auto",
-        ngram_size: int = 5,
-        guess_set_size: int | None = None,
-        pool_from_prompt: bool = True,
-        drafter: Drafter | None = None,
-        **options: Unpack[GenerationOptions],
-    ) -> Generator[GenerationResponse, None, None]:
-        """Generate one response per token.
-
-        Args:
-            prompt: text, token ids, or messages, as for :meth:`Decoder.decode`.
-            max_tokens: the most tokens to generate.
-            window_size, ngram_size, guess_set_size, pool_from_prompt: as for
-                :class:`mlxspec.LookaheadDecoder`.
-            drafter: drafts first, with lookahead as its fallback; by default the drafts that
-                :class:`mlxspec.AutoDecoder` plans.
-            options: sampling, stop strings and so on, as for :meth:`Decoder.decode`.
-
-        Raises:
-            PromptError, OptionError: as :meth:`Decoder.decode`.
-        """
-        return self._stream(
-            *(prompt, max_tokens, options),
-            window_size=window_size,
-            ngram_size=ngram_size,
-            guess_set_size=guess_set_size,
-            pool_from_prompt=pool_from_prompt,
-            drafter=drafter,
-        )
-
-    def drafting_with(
-        self, *, drafter: Drafter | None = None, prediction: Sequence[int] = (), **parameters: Any
-    ) -> MakeDrafter:
-        first = None if drafter is None else partial(checked_drafter, drafter)
-        lookahead = Lookahead(**parameters, first=first)
-        return super().drafting_with(lookahead=lookahead, prediction=prediction)

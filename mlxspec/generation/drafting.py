@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 from ..corpus.memory import Memory
@@ -19,8 +19,6 @@ from ..drafting.planner import Planner
 from ..drafting.policy import trees_pay
 from ..drafting.sources import (
     CombinedDrafter,
-    DrafterSource,
-    PredictionDrafter,
     PromptLookupDrafter,
 )
 from ..drafting.suffix_source import SuffixSource
@@ -34,6 +32,7 @@ if TYPE_CHECKING:
     from ..corpus.store import Store
     from ..models.heads import Head
     from .loaded import LoadedModel
+    from .options import MakeDrafter
     from .session import Session
 
 
@@ -61,6 +60,10 @@ class Drafting:
             session: the generation's session, if it has one.
         """
         return self.new()
+
+    def bound_to(self, decoder: LoadedModel) -> MakeDrafter:
+        """A function that makes the drafter of one generation of a decoder."""
+        return partial(self.make, decoder)
 
     def apart(self, memory_tokens: int) -> Self:
         """The same, with an empty memory of ``memory_tokens`` in place of its memory, if any."""
@@ -99,9 +102,6 @@ class PromptLookup(Drafting):
 class Lookahead(Drafting):
     """The model's own guesses of the tokens ahead; see :class:`mlxspec.LookaheadDecoder`.
 
-    Attributes:
-        first: makes a drafter that drafts first, with lookahead as its fallback.
-
     Raises:
         OptionError: a size is out of range.
     """
@@ -110,7 +110,6 @@ class Lookahead(Drafting):
     ngram_size: int = 5
     guess_set_size: int | None = None
     pool_from_prompt: bool = True
-    first: Callable[[], Drafter] | None = None
 
     def __post_init__(self) -> None:
         self.new()
@@ -127,13 +126,12 @@ class Lookahead(Drafting):
         )
 
     def make(self, decoder: LoadedModel, session: Session | None) -> Drafter:
-        first = [self.first()] if self.first else []
-        if self.plans:
-            # No window pays on a Mac, and look-ups predict better than a pool.
-            experience = decoder.experience if decoder.remembers else Experience()
-            look_ups = SuffixSource(decoder.token_classes, experience)
-            return _planned(decoder, [*first, look_ups], experience)
-        return CombinedDrafter(first[0], self.new()) if first else self.new()
+        if not self.plans:
+            return self.new()
+        # No window pays on a Mac, and look-ups predict better than a pool.
+        experience = decoder.experience if decoder.remembers else Experience()
+        look_ups = SuffixSource(decoder.token_classes, experience)
+        return _planned(decoder, [look_ups], experience)
 
 
 @dataclass(frozen=True)
@@ -144,7 +142,6 @@ class Auto(Drafting):
         memory: the memory of earlier outputs, if outputs are remembered.
         store: a store of texts to draft from.
         extra: makes a further drafter for each generation.
-        lookahead: drafts too. If it has a ``first`` drafter, it replaces all other sources.
         prediction: token ids that the output is expected to follow.
         head: a trained head for the decoder's model, which drafts where no text is likely.
     """
@@ -152,7 +149,6 @@ class Auto(Drafting):
     memory: Memory | None = None
     store: Store | None = None
     extra: Callable[[], Drafter] | None = None
-    lookahead: Lookahead | None = None
     prediction: Sequence[int] = ()
     head: Head | None = None
     plans = True
@@ -176,8 +172,6 @@ class Auto(Drafting):
         return replace(self, memory=Memory(memory_tokens)) if self.memory else self
 
     def make(self, decoder: LoadedModel, session: Session | None) -> Drafter:
-        if self.lookahead and self.lookahead.first:
-            return self.lookahead.make(decoder, session)
         # A generation teaches later ones only if its output is remembered.
         remembers = bool(self.memory) and decoder.remembers
         experience = decoder.experience if remembers else Experience()
@@ -188,20 +182,16 @@ class Auto(Drafting):
             experience,
             memory=self.memory,
             store=self.store,
+            prediction=self.prediction,
             remembers=remembers,
-            context=session.index if session else None,
         )
         sources: list[Drafter] = [look_ups]
-        fallbacks: list[Drafter] = []
         extra = self.extra() if self.extra else None
-        if extra is not None:
-            (fallbacks if _runs_model(extra) else sources).append(extra)
-        if self.prediction:
-            sources.append(DrafterSource(PredictionDrafter(self.prediction), "prediction"))
-        if self.lookahead and not self.lookahead.plans:
-            fallbacks.append(self.lookahead.new())
+        draft_model = extra if _runs_model(extra) else None
+        if extra is not None and draft_model is None:
+            sources.append(extra)
         branching = trees_pay(decoder.costs.curve)
-        return _planned(decoder, sources, experience, fallbacks, branching=branching)
+        return _planned(decoder, sources, experience, draft_model, branching=branching)
 
 
 def drafter_maker(drafter: Drafter | Callable[[], Drafter]) -> Callable[[], Drafter]:
@@ -211,7 +201,7 @@ def drafter_maker(drafter: Drafter | Callable[[], Drafter]) -> Callable[[], Draf
         drafter: a class or function that makes drafters, or one drafter for all generations.
 
     Raises:
-        DrafterError: ``drafter`` is neither.
+        MlxspecError: ``drafter`` is neither.
     """
     if callable(drafter) and not isinstance(drafter, Drafter):
         return drafter
@@ -223,17 +213,17 @@ def _planned(
     decoder: LoadedModel,
     sources: Sequence[Drafter],
     experience: Experience,
-    fallbacks: Sequence[Drafter] = (),
+    draft_model: Drafter | None = None,
     *,
     branching: bool = True,
 ) -> Drafter:
-    """A planner over ``sources``, combined with ``fallbacks``, which draft without a plan."""
+    """A planner over ``sources``, combined with a draft model, which drafts without a plan."""
     from ..engine.heads import HeadDrafts
     from ..engine.target import Capability
 
     costs: Costs = FixedCosts(decoder.costs.curve, decoder.costs.sync_overhead)
     # A draft model's forwards add to the steps' times, which then do not show the cost of rows.
-    if not any(map(_runs_model, [*sources, *fallbacks])):
+    if draft_model is None:
         costs = decoder.costs = decoder.costs.for_generation()
     planner = Planner(
         costs,
@@ -242,12 +232,12 @@ def _planned(
         experience=experience,
     )
     trained = getattr(decoder.model, "trained_head", None)
-    if trained and not isinstance(costs, FixedCosts):
+    if trained and draft_model is None:
         planner.head = HeadDrafts(trained, experience)
-    return reduce(CombinedDrafter, fallbacks, cast(Drafter, planner))
+    return CombinedDrafter(planner, draft_model) if draft_model else planner
 
 
-def _runs_model(drafter: Drafter) -> bool:
+def _runs_model(drafter: Drafter | None) -> bool:
     """Whether a drafter is a draft model."""
     from ..engine.draft_model import DraftModelDrafter
 

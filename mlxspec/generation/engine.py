@@ -1,21 +1,14 @@
-"""The engine that runs requests, one or several at once, and a thread with one for asyncio."""
+"""The engine, which runs requests, one or several at once."""
 
 from __future__ import annotations
 
-import asyncio
-import atexit
-import itertools
 import math
 import sys
-import threading
 import time
-import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
-from functools import cached_property, partial
-from queue import SimpleQueue
-from typing import cast
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from functools import cached_property
 
 from mlx_lm.generate import generation_stream, wired_limit
 
@@ -24,10 +17,8 @@ from ..engine.joint import JointMode
 from ..engine.step import Batch, Sequence
 from ..errors import OptionError
 from .loaded import LoadedModel
-from .options import GenerationOptions
-from .request import PATIENCE, RecordTime, Request, State, hold_at_exit
+from .request import Request, State, hold_at_exit
 from .response import GenerationResponse
-from .session import CacheLease
 
 # Prompt tokens. Smaller chunks barely shorten a stall, and larger ones are no faster.
 _LEAST_CHUNK, _MOST_CHUNK = 16, 2048
@@ -57,7 +48,7 @@ class Engine:
         spare: as for :class:`.engine.joint.Joint`.
 
     Raises:
-        OptionError: ``max_active`` is below 1, or ``stall`` is not positive.
+        OptionError: ``max_active`` is below 1.
 
     Attributes:
         prefill_seconds: the time that prompts have taken so far.
@@ -79,8 +70,6 @@ class Engine:
     ) -> None:
         if max_active < 1:
             raise OptionError(f"max_active is {max_active}: run at least 1 generation at once")
-        if not stall > 0:
-            raise OptionError(f"stall is {stall}: give a number of seconds above 0")
         self._decoder = decoder
         self._max_active = max_active
         self.stall = stall
@@ -101,26 +90,21 @@ class Engine:
         """Queue requests; they start when others leave room."""
         self._waiting += requests
 
+    @property
+    def has_requests(self) -> bool:
+        """Whether any request has not ended."""
+        return bool(self._waiting or self._running)
+
     def cancel(self, request: Request, error: Exception | None = None) -> None:
         """End a request before its next step, unless it has ended already."""
         if not request.done:
             self._end(request, error)
 
-    def pause(self, request: Request) -> None:
-        """Leave a decoding request out of steps, and its place to others."""
-        if request.state is State.DECODE:
-            request.state = State.PAUSED
-
-    def resume(self, request: Request) -> None:
-        """Let a paused request take part in steps again."""
-        if request.state is State.PAUSED:
-            request.state = State.DECODE
-
     def has_read(self, request: Request, count: int) -> None:
         """Count ``count`` responses as read; with few left unread, resume a paused request."""
         request.unread -= count
-        if request.unread <= _LEAST_UNREAD:
-            self.resume(request)
+        if request.unread <= _LEAST_UNREAD and request.state is State.PAUSED:
+            request.state = State.DECODE
 
     @property
     def room(self) -> int:
@@ -282,7 +266,7 @@ class Engine:
             self._end(request, error)
             return
         if self._max_unread and request.unread >= self._max_unread:
-            self.pause(request)
+            request.state = State.PAUSED  # left out of steps, and its place is others'
 
     def _end(
         self,
@@ -325,220 +309,33 @@ class Engine:
         return Batch(self._decoder.model, mode, costs, patient, self._spare)
 
 
-def responses(
-    request: Request, record_time: RecordTime | None = None
-) -> Generator[GenerationResponse, None, None]:
+def responses(request: Request) -> Generator[GenerationResponse, None, None]:
     """Run a request alone.
 
-    Each response is yielded before any work for the next one. Until the consumer asks for the next
-    response, it may use the caches, which hold the prompt and the output so far.
+    Each response is yielded before any work for the next one.
 
     Args:
         request: a request that has not started.
-        record_time: called with the rows and the time of each step.
 
     Raises:
-        DrafterError: as :meth:`Request.prepare`, before the first response.
+        MlxspecError: as :meth:`Request.prepare`, before the first response.
     """
     request.prepare()
-    if record_time:
-        request.record_times.append(record_time)
     return _responses(request)
 
 
 def _responses(request: Request) -> Generator[GenerationResponse, None, None]:
     received: list[GenerationResponse] = []
     request.receive = received.append
-    lease = cast(CacheLease, request.lease)
     engine = Engine(request.decoder, stall=math.inf, alone=True)
     engine.add(request)
     try:
         with engine.running():
             while not request.done:
                 for _ in engine.parts_of_turn():
-                    lease.pause(request.context)
                     yield received.pop()
-                    lease.resume()
     finally:
         if request.error:
             raise request.error
     # Everything is closed by now, so the consumer may begin the session's next turn.
     yield received.pop()
-
-
-_AHEAD = 64  # responses that may wait for their consumer; each may hold a row of logits
-_READ = 16  # the consumer reports this many read responses at once
-
-
-class EngineThread:
-    """Runs a decoder's generations for asyncio tasks, all in one thread.
-
-    They share steps as in an :class:`Engine`, even if their tasks run in different event loops.
-    The thread lives as long as this object, since MLX compiles again in each thread.
-    """
-
-    def __init__(self) -> None:
-        self._commands: SimpleQueue[Command | None] = SimpleQueue()
-        self._streams: set[_Stream] = set()
-        """The streams that the thread serves."""
-        work = self._commands, self._streams
-        self._thread = threading.Thread(
-            target=_serve, args=work, name="mlxspec astream", daemon=True
-        )
-        self._thread.start()
-        weakref.finalize(self, self._commands.put, None).atexit = False
-        _threads.add(self)
-
-    async def stream(
-        self,
-        decoder: LoadedModel,
-        new_request: Callable[..., Request],
-        options: GenerationOptions,
-    ) -> AsyncGenerator[GenerationResponse, None]:
-        """What :meth:`mlxspec.Decoder.astream` returns.
-
-        Args:
-            decoder: runs the generation.
-            new_request: makes the request, given ``options`` and ``receive``.
-            options: the generation's options.
-        """
-        if options.get("prompt_cache") is not None:
-            raise OptionError(
-                "prompt_cache does not work with astream, which runs ahead of its consumer: pass "
-                "a session, or use stream"
-            )
-        stream = _Stream(decoder)
-        if on_progress := options.get("on_progress"):
-            options = {**options, "on_progress": partial(stream.call, on_progress)}
-        receive = partial(stream.call, stream.queue.put_nowait)
-        stream.new_request = partial(new_request, options=options, receive=receive)
-        self._commands.put((stream, _Stream.begin))
-        try:
-            for count in itertools.count(1):
-                response = await stream.queue.get()
-                if response is None:
-                    return
-                if isinstance(response, BaseException):
-                    raise response
-                yield response
-                if count % _READ == 0:
-                    self._commands.put((stream, _Stream.has_read))
-        finally:
-            if not stream.ended.is_set():
-                self._commands.put((stream, _Stream.cancel))
-                await stream.ended.wait()
-
-    def stop(self) -> None:
-        """End all generations and the thread."""
-        self._commands.put(None)
-        self._thread.join(PATIENCE)
-
-
-_threads: weakref.WeakSet[EngineThread] = weakref.WeakSet()
-
-
-@atexit.register
-def _stop_all() -> None:
-    """Stop the threads before the interpreter exits, so that MLX is not interrupted halfway."""
-    for thread in list(_threads):
-        thread.stop()
-
-
-class _Stream:
-    """Passes the responses of one generation from the thread to an asyncio task.
-
-    Attributes:
-        decoder: runs the generation.
-        new_request: makes the request, in the thread.
-        queue: responses, and finally None or the error that ended the generation. The task reads
-            it in the event loop.
-        ended: set in the event loop once the thread has ended the generation and returned its
-            caches.
-        request: the request, once the thread has made it.
-    """
-
-    new_request: Callable[[], Request]
-
-    def __init__(self, decoder: LoadedModel) -> None:
-        self.decoder = decoder
-        self.queue: asyncio.Queue[GenerationResponse | BaseException | None] = asyncio.Queue()
-        self.ended = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-        self.request: Request | None = None
-        self._error: BaseException | None = None
-
-    def call(self, function: Callable[..., object], *args: object) -> None:
-        """Call a function in the task's event loop."""
-        self._loop.call_soon_threadsafe(function, *args)
-
-    def begin(self, engine: Engine) -> None:
-        """Make the request and add it to the engine."""
-        try:
-            self.request = self.new_request()
-            engine.add(self.request)
-        except Exception as error:
-            self._error = error
-
-    def has_read(self, engine: Engine) -> None:
-        """Report to the engine that the task has read ``_READ`` more responses."""
-        if self.request:
-            engine.has_read(self.request, _READ)
-
-    def cancel(self, engine: Engine) -> None:
-        """Cancel the request."""
-        if self.request:
-            engine.cancel(self.request)
-
-    @property
-    def has_finished(self) -> bool:
-        """Whether no more responses will come."""
-        return self._error is not None or (self.request is not None and self.request.done)
-
-    def end(self, error: BaseException | None = None) -> None:
-        """Signal to the task that the stream has ended."""
-        self._error = error or self._error or (self.request.error if self.request else None)
-        with suppress(RuntimeError):  # the event loop is closed: no task waits
-            self.call(self.queue.put_nowait, self._error)
-            self.call(self.ended.set)
-
-
-Command = tuple[_Stream, Callable[[_Stream, Engine], None]]
-"""A stream and a method of it, for the thread to call."""
-
-
-def _serve(commands: SimpleQueue[Command | None], streams: set[_Stream]) -> None:
-    """Run the thread. Between generations it holds no decoder, so that one can be freed."""
-    going_on = True
-    while going_on and (command := commands.get()):
-        if command[1] is _Stream.begin:  # other commands belong to streams that have ended
-            going_on = _serve_streams(command, commands, streams)
-        del command
-
-
-def _serve_streams(
-    command: Command, commands: SimpleQueue[Command | None], streams: set[_Stream]
-) -> bool:
-    """Serve a stream and those that begin meanwhile; returns whether the thread continues."""
-    streams.add(command[0])
-    try:
-        engine = Engine(command[0].decoder, max_unread=_AHEAD)
-        with engine.running():
-            command[0].begin(engine)
-            busy = True
-            while streams:
-                while not busy or not commands.empty():
-                    if (following := commands.get()) is None:
-                        return False
-                    stream, method = following
-                    if method is _Stream.begin:
-                        streams.add(stream)
-                    method(stream, engine)
-                    busy = True
-                busy = engine.turn()
-                for finished in {one for one in streams if one.has_finished}:
-                    streams.remove(finished)
-                    finished.end()
-    except BaseException as error:  # from the model: it ends all streams
-        while streams:
-            streams.pop().end(error)
-    return True

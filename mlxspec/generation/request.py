@@ -8,8 +8,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack
 from enum import StrEnum
-from types import FrameType
+from traceback import walk_stack
 from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
@@ -19,7 +20,6 @@ from ..drafting.planner import Planner
 from ..drafting.sources import with_forced
 from ..engine import step as steps
 from ..engine.capability import capability_with
-from ..engine.draft_model import DraftModelDrafter
 from ..engine.prompt_cache import Loan, lent_caches
 from ..engine.sampling import Chooser
 from ..engine.target import Capability, Target, target_for
@@ -75,7 +75,7 @@ class Request:
         receive: called with each response.
 
     Raises:
-        OptionError, PromptCacheError, TypeError: an option is wrong, as for
+        OptionError, FileError, TypeError: an option is wrong, as for
             :meth:`mlxspec.Decoder.decode`.
 
     Attributes:
@@ -83,8 +83,8 @@ class Request:
             their defaults. ``stop_tokens`` includes the tokenizer's own.
         prompt_cache: the given caches that the model uses, or None.
         report_progress: the option ``on_progress``.
-        draft_model: a drafter whose caches also return to the caller.
         record_times: functions to call with the rows and the time of each step.
+        at_end: called by an engine at the end, after the last response, if any.
         state: the request's stage.
         error: the fault that ended the request, if any.
         finish_reason: the last response's, once it has been made.
@@ -131,8 +131,8 @@ class Request:
         self.constraint = grammar_of(options.get("constraint"), *model)
         self.stop_tokens = stop_token_ids(options.get("stop_tokens", ()), *model)
         self.report_progress = options.get("on_progress")
-        self.draft_model: DraftModelDrafter | None = None
         self.record_times: list[RecordTime] = [decoder.step_times.record]
+        self.at_end: Callable[[], object] = lambda: None
         self.state = State.WAITING
         self.error: Exception | None = None
         self.finish_reason: str | None = None
@@ -161,7 +161,7 @@ class Request:
         """Make the drafter and the cache lease; :meth:`start` calls this if nobody has.
 
         Raises:
-            DrafterError: ``make_drafter`` did not return a drafter.
+            MlxspecError: ``make_drafter`` did not return a drafter.
         """
         self.context = list(self.prompt)
         self.grammar = self.constraint.begin() if self.constraint else None
@@ -194,21 +194,21 @@ class Request:
             able = capability if caches is None else capability_with(caches, capability)
             return target_for(model, able, vocab_size, options, caches)
 
-        loan = None if self.prompt_cache is None else Loan(self.prompt_cache, model)
-        return CacheLease(new_target, prompt, loan, self.draft_model)
+        loan = None if self.prompt_cache is None else Loan(self.prompt_cache)
+        return CacheLease(new_target, prompt, loan)
 
     def start(self) -> steps.Sequence:
         """Take the caches, and make the sequence, whose prompt has not run yet.
 
         Raises:
-            DrafterError: as :meth:`prepare`.
-            OptionError, PromptCacheError: the caches cannot be used.
+            MlxspecError: as :meth:`prepare`.
+            OptionError, FileError: the caches cannot be used.
         """
         if self.lease is None:
             self.prepare()
         decoder = self.decoder
         self.state = State.PREFILL
-        target, self.n_cached = cast(CacheLease, self.lease).take(self._close_sequence)
+        target, self.n_cached = cast(CacheLease, self.lease).take()
         length = target.length + len(self.prompt) - self.n_cached - 1
         self.sequence = steps.Sequence(
             target,
@@ -250,6 +250,7 @@ class Request:
 
     def on_end(self) -> None:
         """Called by an engine at the end, after the last response, if any."""
+        self.at_end()
 
     def responses_of(self, step: VerifiedStep) -> Iterator[GenerationResponse]:
         """One response per token of a step, up to the last one of the output."""
@@ -297,32 +298,29 @@ class Request:
         return tokens / (time.perf_counter() - self._prefill_ended)
 
     def close(self) -> None:
-        """Return the caches and end the sequence; may be called more than once."""
+        """End the sequence and return the caches; may be called more than once."""
         try:
-            if self.lease:
-                self.lease.give_back(self.context)
+            with ExitStack() as ending:  # runs every callback, even if one fails
+                if self.lease:
+                    ending.callback(self.lease.give_back, self.context)
+                if self.sequence:
+                    ending.callback(self.sequence.close)
         finally:
-            self._close_sequence()
-            if self.sequence and _log.isEnabledFor(logging.DEBUG):
+            if self.sequence and self.stats.steps:
                 stats, generated = self.stats, self.generated
                 _log.debug(
                     "generation ended (%s): %d prompt tokens, %d of them cached; %d tokens in %d "
                     "steps, %.1f a second; %d of %d drafted tokens accepted",
                     *(self.output.finish_reason or "left", len(self.prompt), self.n_cached),
-                    *(generated, stats.steps),
-                    self._generation_tps(generated) if stats.steps else 0.0,
+                    *(generated, stats.steps, self._generation_tps(generated)),
                     *(stats.accepted, stats.drafted),
                 )
             # A finished request must not keep caches and index alive.
             self.drafter = self.lease = self.sequence = self.prefill = None
 
-    def _close_sequence(self) -> None:
-        if self.sequence:
-            self.sequence.close()
 
-
-PATIENCE = 10.0  # seconds; a step, or a chunk of a prompt, takes less
-THREADS_END = 0.05  # seconds for a thread to end, or to return from its consumer
+_PATIENCE = 10.0  # seconds; a step, or a chunk of a prompt, takes less
+_THREADS_END = 0.05  # seconds for a thread to end, or to return from its consumer
 
 _other_threads = False
 """Whether a thread other than the main one has generated."""
@@ -339,8 +337,7 @@ def hold_at_exit() -> None:
     exception"). A blocked thread does not ask for the lock.
     """
     global _other_threads
-    if not _other_threads and threading.current_thread() is not threading.main_thread():
-        _other_threads = True
+    _other_threads |= threading.current_thread() is not threading.main_thread()
     if _ending and _ending[0] != threading.get_ident():
         # Not forever: the ending program may join this thread.
         threading.Event().wait(max(0.0, _ending[1] - time.monotonic()))
@@ -349,31 +346,24 @@ def hold_at_exit() -> None:
 @atexit.register
 def _hold_threads() -> None:
     """Wait until no other thread generates."""
-    global _ending, _other_threads
-    until = time.monotonic() + PATIENCE
-    _ending = threading.get_ident(), until
-    while _others_generate() and time.monotonic() < until:
-        _other_threads = True
+    global _ending
+    _ending = threading.get_ident(), time.monotonic() + _PATIENCE
+    while _others_generate() and time.monotonic() < _ending[1]:
         time.sleep(0.001)
     if _other_threads:
-        time.sleep(THREADS_END)  # without the interpreter's lock
+        time.sleep(_THREADS_END)  # without the interpreter's lock
 
 
 _ROOMS = "mlxspec.compat.", "mlxspec.engine.", "mlxspec.generation."
 
 
 def _others_generate() -> bool:
-    frames = sys._current_frames()
-    del frames[threading.get_ident()]
-    return any(map(_generates, frames.values()))
-
-
-def _generates(frame: FrameType | None) -> bool:
-    """Whether the thread of this frame is in code that may run the model, and is not blocked."""
-    while frame:
-        if frame.f_code is hold_at_exit.__code__:
-            return False
-        if frame.f_globals.get("__name__", "").startswith(_ROOMS):
-            return True
-        frame = frame.f_back
-    return False
+    """Whether another thread is in code that may run the model, and is not blocked."""
+    tops = sys._current_frames()
+    del tops[threading.get_ident()]
+    stacks = ([frame for frame, _ in walk_stack(top)] for top in tops.values())
+    return any(
+        any(frame.f_globals.get("__name__", "").startswith(_ROOMS) for frame in stack)
+        and all(frame.f_code is not hold_at_exit.__code__ for frame in stack)
+        for stack in stacks
+    )

@@ -14,92 +14,59 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
-from ..corpus.suffix_index import ContextIndex, common_length
+from ..corpus.suffix_index import common_length
 from ..engine.caches import are_quantized, for_steps
 from ..engine.capability import capability_with
-from ..engine.draft_model import DraftModelDrafter
 from ..engine.params import CacheOptions
-from ..engine.prompt_cache import Loan, as_mlx_lms
-from ..engine.prompt_cache_file import (
+from ..engine.prompt_cache import (
+    Loan,
+    as_mlx_lms,
     check_fits,
-    check_lengths,
     load_prompt_cache,
     save_prompt_cache,
     tokens_in,
 )
 from ..engine.target import Capability, ContextCache, Target, target_for
-from ..errors import OptionError, PromptCacheError
+from ..errors import FileError, OptionError
 
 
 class CacheLease:
     """A request's use of caches: new ones for this request alone, or the caller's.
 
-    Whenever the caller can use its caches, they hold the prompt and the responses it has taken.
-
     Args:
         new_target: makes a target, from the caller's caches if there are any.
         prompt: token ids.
         loan: the loan of the caller's caches, if any.
-        draft_model: a draft model that also borrows caches, if any.
 
     Attributes:
         keeps: whether the caches are needed after the request's end.
     """
 
     keeps = False
-    _loans: Sequence[Loan] = ()
-    _draft_model: DraftModelDrafter | None = None
 
     def __init__(
         self,
         new_target: Callable[..., Target],
         prompt: Sequence[int],
         loan: Loan | None = None,
-        draft_model: DraftModelDrafter | None = None,
     ) -> None:
         self._new_target = new_target
         self._prompt = [*prompt]
-        if loan:
-            self.keeps, self._loans = True, [loan]
-        if draft_model and draft_model.loan:
-            self._draft_model, self._loans = draft_model, [*self._loans, draft_model.loan]
+        self._loan = loan
+        self.keeps = loan is not None
 
-    def take(self, close: Callable[[], None]) -> tuple[Target, int]:
-        """Take the caches; returns the target, and how many prompt tokens its cache holds.
-
-        Args:
-            close: ends the request's use of the target. The owner calls it to lend the caches to
-                another request before this one has ended.
-        """
-        target = self._loans[0].take(self._new_target) if self._loans else self._new_target()
-        for loan in self._loans:
-            loan.end = close
-        return target, 0
-
-    def pause(self, context: Sequence[int]) -> None:
-        """Let the consumer use the caches; ``context`` is the prompt and the output so far."""
-        self._begin_draft_model()
-        for loan in self._loans:
-            loan.pause(context)
-
-    def resume(self) -> None:
-        """Take the caches again, for the next response."""
-        for loan in self._loans:
-            loan.resume()
+    def take(self) -> tuple[Target, int]:
+        """Take the caches; returns the target, and how many prompt tokens its cache holds."""
+        return (self._loan.take(self._new_target) if self._loan else self._new_target()), 0
 
     def give_back(self, context: Sequence[int]) -> None:
-        """Return the caches after the request has ended, for any reason."""
-        complete = len(context) > len(self._prompt)
-        with ExitStack() as ending:  # runs every callback, even if one fails
-            for loan in reversed(self._loans):
-                ending.callback(loan.give_back, context, complete)
-            if complete:
-                self._begin_draft_model()
+        """Return the caches after the request has ended, for any reason.
 
-    def _begin_draft_model(self) -> None:
-        """Make the draft model's caches follow the output even if nothing was drafted."""
-        if self._draft_model and not self._draft_model.begun:
-            self._draft_model.begin(self._prompt)
+        Args:
+            context: the prompt, and the output that the consumer has read.
+        """
+        if self._loan:
+            self._loan.give_back(context, complete=len(context) > len(self._prompt))
 
 
 MARKS = 2
@@ -109,7 +76,7 @@ _TRIMMABLE = {Capability.TREE, Capability.CHAIN}
 
 
 class Session:
-    """A conversation's KV cache and its drafter's index, kept between turns.
+    """A conversation's KV cache, kept between turns.
 
     Pass the whole conversation at every turn. The model runs only what follows the longest common
     prefix with the last turn::
@@ -140,13 +107,7 @@ class Session:
         tokens: the tokens that they hold.
     """
 
-    def __init__(
-        self,
-        cache: Sequence[Any] = (),
-        tokens: Sequence[int] = (),
-    ) -> None:
-        self.index = ContextIndex()
-        """The drafter's index of the conversation."""
+    def __init__(self, cache: Sequence[Any] = (), tokens: Sequence[int] = ()) -> None:
         self.mark_at = 0
         """A length to which the cache can be rewound after the next prompt."""
         self._tokens = list(tokens)
@@ -164,14 +125,14 @@ class Session:
         """Begin a session with the cache in a file.
 
         Raises:
-            PromptCacheError: the file cannot be read, or does not list the cache's tokens, as files
+            FileError: the file cannot be read, or does not list the cache's tokens, as files
                 of mlx-lm do not. For these, pass the result of :func:`mlxspec.load_prompt_cache` as
                 ``prompt_cache``.
         """
         cache, metadata = load_prompt_cache(file_name, return_metadata=True)
-        tokens = tokens_in(cache, metadata)
+        tokens = tokens_in(metadata, cache)
         if not tokens:
-            raise PromptCacheError(
+            raise FileError(
                 f"{file_name} does not list its cache's tokens: load it with load_prompt_cache and "
                 "pass it as prompt_cache"
             )
@@ -231,7 +192,7 @@ class Session:
         Raises:
             OptionError: the session holds nothing yet, a generation is using it, or its model is
                 split over several machines.
-            PromptCacheError: the file cannot be written; an existing one stays unchanged.
+            FileError: the file cannot be written; an existing one stays unchanged.
         """
         with self._used(), mx.stream(generation_stream):
             target = self._target
@@ -270,7 +231,6 @@ class Session:
         if self._target and not isinstance(self._target, Target):
             lent = [as_mlx_lms(layer) for layer in self._target.cache]
             check_fits(lent, model, "the session's cache")
-            check_lengths(lent, "the session's cache")
         new = partial(
             target_for,
             model,
@@ -328,13 +288,13 @@ class SessionTurn(CacheLease):
         self._target: Target | None = None
         self._ending = ExitStack()
 
-    def take(self, close: Callable[[], None]) -> tuple[Target, int]:
+    def take(self) -> tuple[Target, int]:
         """The session's target, and how much of the prompt its cache holds.
 
         Raises:
             OptionError: another generation is using the session, or it begins with a cache from a
                 file, and the model is split over several machines.
-            PromptCacheError: the session's initial cache is another model's.
+            FileError: the session's initial cache is another model's.
         """
         with ExitStack() as ending:
             ending.enter_context(self._session._used())
@@ -342,7 +302,7 @@ class SessionTurn(CacheLease):
                 target = self._session._take(self._prompt, *self._of_target)
             self._ending = ending.pop_all()
         target.mark_at, self._session.mark_at = self._session.mark_at, 0
-        self._close, self._target = close, target
+        self._target = target
         self._session._lent = target, self._prompt
         return target, target.length
 
@@ -351,9 +311,6 @@ class SessionTurn(CacheLease):
         with self._ending:
             if target:
                 self._session._lent = None
-                # Drop the reference to the generation, so that no cycle keeps the caches alive.
-                close, self._close = self._close, lambda: None
-                close()
                 self._session._put_back(target, context)
 
 

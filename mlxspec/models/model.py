@@ -5,23 +5,22 @@ mlx-lm and transformers take a second to import, so they are imported only to lo
 
 from __future__ import annotations
 
+import glob
 import logging
 import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..errors import LoadError
-from ..process import occupy_standard_descriptors
+from ..process import open_standard_streams
 from .heads import NO_MODEL, named_kind
 from .model_files import (
-    check_layers,
-    check_readable,
     check_weights,
     check_weights_file,
     find_directory,
@@ -29,7 +28,6 @@ from .model_files import (
     one_line,
     read_config,
     read_json_object,
-    without_patterns,
 )
 
 if TYPE_CHECKING:
@@ -41,20 +39,6 @@ _log = logging.getLogger(__name__)
 _HALF_PRECISION = (mx.float16, mx.bfloat16)
 
 
-@overload
-def load(
-    path_or_hf_repo: str | Path,
-    tokenizer_config: dict[str, Any] | None = None,
-    model_config: dict[str, Any] | None = None,
-    adapter_path: str | Path | None = None,
-    lazy: bool = False,
-    return_config: Literal[False] = False,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-) -> tuple[nn.Module, TokenizerWrapper]: ...
-
-
-@overload
 def load(
     path_or_hf_repo: str | Path,
     tokenizer_config: dict[str, Any] | None = None,
@@ -62,23 +46,10 @@ def load(
     adapter_path: str | Path | None = None,
     lazy: bool = False,
     *,
-    return_config: Literal[True],
     revision: str | None = None,
     trust_remote_code: bool = False,
-) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]: ...
-
-
-def load(
-    path_or_hf_repo: str | Path,
-    tokenizer_config: dict[str, Any] | None = None,
-    model_config: dict[str, Any] | None = None,
-    adapter_path: str | Path | None = None,
-    lazy: bool = False,
-    return_config: bool = False,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-) -> tuple[nn.Module, TokenizerWrapper] | tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
-    """Load a model with mlx-lm's classes, and its tokenizer; the arguments are mlx-lm's.
+) -> tuple[nn.Module, TokenizerWrapper]:
+    """Load a model with mlx-lm's classes, and its tokenizer; the arguments are as in mlx-lm.
 
     No code of a model's repository is ever run. On the CPU back end, which emulates half
     precision, half-precision weights become float32.
@@ -92,24 +63,21 @@ def load(
         model_config: settings of the model that override those in ``config.json``.
         adapter_path: a directory of LoRA adapters that mlx-lm has trained.
         lazy: leave the weights on disk until they are used.
-        return_config: return the model's settings too.
         revision: branch, tag or commit of the repository.
         trust_remote_code: accepted for compatibility with mlx-lm, here and in ``tokenizer_config``.
             A model that needs such code is refused anyway.
 
     Returns:
-        The model, mlx-lm's tokenizer wrapper, and the settings if requested. With this tokenizer,
-        decoders keep every space of an output. mlx-lm's functions, and those that replace them,
-        drop the first space.
+        The model, and mlx-lm's tokenizer wrapper. With this tokenizer, decoders keep every space of
+        an output. mlx-lm's functions, and those that replace them, drop the first space.
 
     Raises:
         LoadError: a file is missing, damaged or not supported; the message names the remedy.
     """
-    occupy_standard_descriptors()  # also in programs that have closed them
+    open_standard_streams()  # also in programs that have closed them
     started = time.perf_counter()
     adapters = None if adapter_path is None else find_adapters(adapter_path)
     directory = find_directory(path_or_hf_repo, revision)
-    check_readable(directory)
     model, config = load_lazily(directory, read_config(directory), model_config)
     if adapters is not None:
         model = _with_adapters(model, adapters)
@@ -122,7 +90,7 @@ def load(
     tokenizer = load_tokenizer(directory, config.get("eos_token_id"), tokenizer_config)
     seconds = time.perf_counter() - started
     _log.info("loaded %s from %s in %.1f s", path_or_hf_repo, directory, seconds)
-    return (model, tokenizer, config) if return_config else (model, tokenizer)
+    return model, tokenizer
 
 
 def load_lazily(
@@ -140,12 +108,11 @@ def load_lazily(
     """
     from mlx_lm.utils import load_model
 
-    changes = changes or {}
-    tensors = len(check_weights(directory))
+    check_weights(directory)
+    if glob.escape(str(directory)) != str(directory):  # mlx-lm would take the name for a pattern
+        raise LoadError(f"{directory}: its name has one of [, * and ?; rename it")
     try:
-        check_layers(config | changes, tensors)
-        with without_patterns(directory) as place:
-            model, config = load_model(place, lazy=True, model_config=changes)
+        model, config = load_model(directory, lazy=True, model_config=changes or {})
         _try(model)
     except SystemExit as error:  # from mlx-lm's OLMo 1, which prints the package's name
         raise LoadError(f"{directory}: the model needs a package that is not installed") from error
@@ -184,7 +151,6 @@ def find_adapters(path: str | Path) -> Path:
     directory = local_path(path)
     if not directory.is_dir():
         raise LoadError(f"{path}: no directory of adapters; {_ADAPTERS}")
-    check_readable(directory)
     for name in ("adapter_config.json", "adapters.safetensors"):
         if not (directory / name).is_file():
             raise LoadError(f"{directory}: no {name}; {_ADAPTERS}")

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import errno
-import glob
 import json
-import math
 import os
 import re
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
-from ..errors import LoadError, printable
+from ..errors import LoadError
+
+if TYPE_CHECKING:
+    import mlx.core as mx
 
 # The files of a model and its tokenizer, without code and other formats.
 _TOKENIZER_AND_SETTINGS = ["*.json", "*.jsonl", "*.jinja", "*.txt", "tokenizer.model"]
@@ -29,9 +27,6 @@ _HUB_URL = re.compile(
     r"(?P<repository>[\w.-]+/[\w.-]+)"
     r"(?:/(?:tree|blob|resolve)/(?P<revision>[^/?#]+)(?:/[^?#]*)?)?/?(?:[?#].*)?"
 )
-_COUNTS_LAYERS = re.compile(r"(^|_)(n|num)_(\w+_)?layers?$")  # but not vocab_size_per_layer_input
-_MOST_DIMENSIONS, _LARGEST_SIZE = 32, 2**31 - 1  # of an MLX array
-MOST_LAYERS = 1000  # of a model with fewer tensors than layers
 
 
 # --- find the files ---
@@ -69,10 +64,7 @@ def find_directory(
 
 def local_path(name: str | os.PathLike[str]) -> Path:
     """A name as a path, with ``~`` expanded if that user has a home directory."""
-    try:
-        return Path(name).expanduser()
-    except RuntimeError:  # no home directory
-        return Path(name)
+    return Path(os.path.expanduser(name))
 
 
 def given_name(name: str | os.PathLike[str]) -> str:
@@ -195,31 +187,6 @@ def instead_of_files(files: Collection[str]) -> str | None:
 # --- check the files ---
 
 
-def check_name(path: Path) -> None:
-    """Refuse a name that is not UTF-8, since MLX and tokenizers cannot open it.
-
-    Raises:
-        LoadError: the name is not UTF-8.
-    """
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        raise LoadError(f"{path}: its name is not UTF-8 text; rename it") from None
-
-
-def check_readable(directory: Path) -> None:
-    """Refuse a directory that contains pipes, sockets or devices, which could block a reader.
-
-    Raises:
-        LoadError: the directory contains one, or its name is not UTF-8.
-    """
-    check_name(directory)
-    with suppress(OSError):  # a directory that cannot be listed fails when its files are read
-        for path in sorted(directory.iterdir()):
-            if path.exists() and not path.is_file() and not path.is_dir():
-                raise LoadError(f"{path}: not a regular file; remove or replace it")
-
-
 def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file.
 
@@ -260,11 +227,11 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def check_weights(directory: Path) -> list[tuple[str, int]]:
+def check_weights(directory: Path) -> list[mx.array]:
     """Check that all of a model's weight files are present and complete.
 
     Returns:
-        the type and size in bytes of each tensor.
+        the tensors, which are not evaluated.
 
     Raises:
         LoadError: a file is missing, truncated or damaged.
@@ -291,19 +258,18 @@ def read_weight_map(directory: Path) -> dict[str, str]:
     return listed
 
 
-def check_weights_file(path: Path) -> dict[str, tuple[str, int]]:
-    """As :func:`check_weights`, for one safetensors file; returns these by the tensors' names."""
+def check_weights_file(path: Path) -> dict[str, mx.array]:
+    """As :func:`check_weights`, for one safetensors file; returns the tensors by name."""
     import mlx.core as mx
-    from safetensors import SafetensorError
+    from safetensors import SafetensorError, safe_open
 
     try:
-        tensors = check_safetensors(path)
-        mx.load(str(path))  # MLX knows fewer types
+        with safe_open(path, "np"):  # checks the header and the length, as MLX does not
+            return cast("dict[str, mx.array]", mx.load(str(path)))
     except OSError as error:
         raise LoadError(f"{path}: cannot be read ({error.strerror or error})") from error
     except (SafetensorError, RuntimeError, ValueError) as error:
         raise LoadError(f"{path}: truncated or damaged; fetch or convert it again") from error
-    return tensors
 
 
 def _remedy(directory: Path) -> str:
@@ -312,66 +278,6 @@ def _remedy(directory: Path) -> str:
     return problem or "fetch the whole model, or name another directory"
 
 
-def check_safetensors(path: Path) -> dict[str, tuple[str, int]]:
-    """Check a safetensors file's header, which MLX does not check.
-
-    Returns:
-        the type and size in bytes of each tensor.
-
-    Raises:
-        SafetensorError: the file is truncated or damaged, or has a shape too large for MLX.
-        OSError: the file cannot be read.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    if path.exists() and not path.is_file():  # a pipe would wait for a writer
-        raise OSError(errno.EINVAL, "not a regular file")
-    found = {}
-    with safe_open(path, "np") as file:
-        for name in file.keys():  # noqa: SIM118 (it is not a mapping)
-            tensor = file.get_slice(name)
-            shape, dtype = tensor.get_shape(), tensor.get_dtype()
-            if len(shape) > _MOST_DIMENSIONS or max(shape, default=0) > _LARGEST_SIZE:
-                raise SafetensorError(f"{printable(name)} is too large for MLX")
-            bits = int(re.findall(r"\d+", dtype.split("_")[0])[0]) if dtype != "BOOL" else 8
-            found[name] = dtype, math.prod(shape) * bits // 8
-    return found
-
-
-def check_layers(settings: object, tensors: int) -> None:
-    """Refuse settings with more layers than tensors: mlx-lm would build all before it notices.
-
-    Args:
-        settings: the settings of ``config.json``, or a part of them.
-        tensors: the number of tensors in the weights.
-
-    Raises:
-        ValueError: the settings have too many layers.
-    """
-    if not isinstance(settings, dict):
-        return
-    for key, value in settings.items():
-        counts = _COUNTS_LAYERS.search(str(key))
-        if counts and isinstance(value, int) and value > max(MOST_LAYERS, tensors):
-            raise ValueError(f"{key} is {value}, but the weights have {tensors} tensors")
-        check_layers(value, tensors)
-
-
 def one_line(error: Exception) -> str:
     """A library's error message, shortened to one line for use in ours."""
     return " ".join(str(error).split())[:200]
-
-
-@contextmanager
-def without_patterns(directory: Path) -> Iterator[Path]:
-    """The directory, or a link to it if mlx-lm would take its name for a glob pattern.
-
-    Files opened through the link stay open afterwards.
-    """
-    if glob.escape(str(directory)) == str(directory):
-        yield directory
-        return
-    with TemporaryDirectory() as place:
-        link = Path(place) / "model"
-        link.symlink_to(directory.absolute(), target_is_directory=True)
-        yield link

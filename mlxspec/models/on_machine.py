@@ -17,7 +17,7 @@ from ..errors import LoadError
 from .heads import NO_MODEL, named_kind
 from .model_files import BESIDE, check_weights, local_path, read_config, read_json_object
 
-_TYPES = {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}
+_TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
 
 @dataclass(frozen=True)
@@ -117,9 +117,9 @@ def model_files(directory: Path) -> ModelFiles:
         trouble = str(error).removeprefix(str(directory)).lstrip("/: ")
         return ModelFiles(directory, nbytes, trouble)
     types: Counter[str] = Counter()
-    for dtype, size in tensors:
-        types[dtype] += size
-    half = types["F16"] + types["BF16"]
+    for tensor in tensors:
+        types[str(tensor.dtype).removeprefix("mlx.core.")] += tensor.nbytes
+    half = types["float16"] + types["bfloat16"]
     weights = _in_words(config, types)
     beside = sum(path.stat().st_size for pattern in BESIDE for path in directory.glob(pattern))
     return ModelFiles(directory, nbytes, "", architecture, weights, types.total() + beside, half)

@@ -15,15 +15,14 @@ import codecs
 import copy
 import json
 import re
+import shutil
 from collections.abc import Callable, Collection, Mapping
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from mlx_lm.tokenizer_utils import (
-    BPEStreamingDetokenizer,
-    NaiveStreamingDetokenizer,
-    SPMStreamingDetokenizer,
     StreamingDetokenizer,
     TokenizerWrapper,
     _is_bpe_decoder,
@@ -31,14 +30,13 @@ from mlx_lm.tokenizer_utils import (
     _is_spm_decoder_no_space,
 )
 from mlx_lm.utils import load_tokenizer as load_hugging_face_tokenizer
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ..drafting.acceptance import token_classes
 from ..errors import LoadError
 from .model_files import (
-    check_readable,
     find_directory,
     local_path,
     one_line,
@@ -46,10 +44,10 @@ from .model_files import (
 )
 from .sentencepiece_tokenizer import build_tokenizer
 
-# Files from which transformers builds a tokenizer without further code, besides SentencePiece's.
-_HUGGING_FACE_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
+HUGGING_FACE_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
+"""Files from which transformers builds a tokenizer without further code."""
 _OTHER_FILES = ("tekken.json", "*.tiktoken", "tiktoken.model")
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token")
+_KEPT_SETTINGS = {"bos_token", "eos_token", "pad_token", "chat_template"}
 
 
 def load_tokenizer_of(source: str | Path) -> Any:
@@ -70,7 +68,6 @@ def load_tokenizer_of(source: str | Path) -> Any:
     if path.name in ("tokenizer.json", "tokenizer.model") and path.is_file():
         source = path.parent
     directory = find_directory(source, None, weights=())
-    check_readable(directory)
     return load_tokenizer(directory, None)
 
 
@@ -81,9 +78,7 @@ def load_tokenizer(
 ) -> Any:
     """Load a tokenizer in mlx-lm's ``TokenizerWrapper``, with our streaming detokenizer.
 
-    ``tokenizer.json`` comes first. A ``tokenizer.model`` alone gives SentencePiece's ids, which
-    transformers does not. ``tokenizer_config.json`` adds the chat template, the special tokens and
-    the tokens beyond the model's pieces.
+    A ``tokenizer.model`` alone gives SentencePiece's ids, which transformers does not.
 
     Args:
         directory: the directory of the tokenizer's files.
@@ -93,29 +88,13 @@ def load_tokenizer(
     Raises:
         LoadError: the tokenizer is missing, of an unsupported kind, or needs its repository's code.
     """
-    given = {**(settings or {})}
-    given.pop("trust_remote_code", None)
-    ids = [eos_token_ids] if isinstance(eos_token_ids, int) else eos_token_ids
     try:
-        if not all(isinstance(token, int) for token in ids or ()):
-            raise ValueError(f"eos_token_id is {ids!r}")
-        if (
-            not (directory / "tokenizer.json").is_file()
-            and (directory / "tokenizer.model").is_file()
-        ):
-            wrapper = wrap(_sentencepiece(directory, given), eos_token_ids=ids)
-        elif any((directory / name).is_file() for name in _HUGGING_FACE_FILES):
-            wrapper = with_own_detokenizer(
-                load_hugging_face_tokenizer(
-                    directory, given | {"trust_remote_code": False}, eos_token_ids=ids
-                )
-            )
-        else:
-            raise LoadError(_no_tokenizer(directory))
-        template = wrapper.chat_template
-        texts = template.values() if isinstance(template, dict) else [template or ""]
-        if not all(isinstance(text, str) for text in texts):
-            raise ValueError("its chat template must be text")
+        if any((directory / name).is_file() for name in HUGGING_FACE_FILES):
+            return _load(directory, eos_token_ids, settings or {})
+        with TemporaryDirectory() as written:
+            write_tokenizer(directory, Path(written))
+            wrapper = _load(Path(written), eos_token_ids, settings or {})
+        wrapper._tokenizer.name_or_path = str(directory)
     except LoadError:
         raise
     except Exception as error:  # whatever wrong settings make the libraries raise
@@ -126,53 +105,59 @@ def load_tokenizer(
     return wrapper
 
 
+def _load(
+    directory: Path, eos_token_ids: Collection[int] | int | None, settings: Mapping[str, Any]
+) -> TokenizerWrapper:
+    ids = [eos_token_ids] if isinstance(eos_token_ids, int) else eos_token_ids
+    if not all(isinstance(token, int) for token in ids or ()):
+        raise ValueError(f"eos_token_id is {ids!r}")
+    wrapper = load_hugging_face_tokenizer(
+        directory, {**settings, "trust_remote_code": False}, eos_token_ids=ids
+    )
+    wrapper._mlxspec_detokenizer = streaming_detokenizer(wrapper._tokenizer)
+    return wrapper
+
+
+def write_tokenizer(source: Path, target: Path) -> None:
+    """Write ``tokenizer.json`` and its settings from SentencePiece's model.
+
+    ``tokenizer_config.json`` adds the chat template, the special tokens and the tokens beyond the
+    model's pieces.
+
+    Args:
+        source: a directory with ``tokenizer.model`` or, from Mistral, ``tokenizer.model.v3``.
+        target: the directory to write into.
+
+    Raises:
+        LoadError: the model is missing, of another kind, or its ids cannot be reproduced.
+    """
+    paths = sorted(path for path in source.glob("tokenizer.model*") if path.is_file())
+    if not paths:
+        raise LoadError(_no_tokenizer(source))
+    tokenizer, settings = build_tokenizer(paths[0])
+    own_settings = source / "tokenizer_config.json"
+    own = read_json_object(own_settings) if own_settings.is_file() else {}
+    settings |= {key: own[key] for key in _KEPT_SETTINGS & own.keys()}
+    added = own.get("added_tokens_decoder") or {}
+    for index in sorted(map(int, added)):
+        token = added[str(index)]
+        if index >= tokenizer.get_vocab_size():  # others are the model's own pieces
+            tokenizer.add_tokens([AddedToken(token["content"], special=bool(token.get("special")))])
+        if tokenizer.token_to_id(token["content"]) != index:
+            raise LoadError(f"{own_settings}: the id {index} of an added token is not the next one")
+    tokenizer.save(str(target / "tokenizer.json"))
+    text = json.dumps(settings, indent=2, ensure_ascii=False)
+    (target / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+    template = source / "chat_template.jinja"
+    if template.is_file():
+        shutil.copyfile(template, target / template.name)
+
+
 def _no_tokenizer(directory: Path) -> str:
     for path in (path for pattern in _OTHER_FILES for path in directory.glob(pattern)):
         kind = "Tekken" if path.suffix == ".json" else "tiktoken"
         return f"{path}: a {kind} tokenizer; use a version of the model with a tokenizer.json"
     return f"{directory}: no tokenizer.json or tokenizer.model; copy the model's own there"
-
-
-def _sentencepiece(directory: Path, given: dict[str, Any]) -> PreTrainedTokenizerFast:
-    """SentencePiece's model with the settings of ``tokenizer_config.json`` next to it."""
-    path, own_settings = directory / "tokenizer.model", directory / "tokenizer_config.json"
-    tokenizer, settings = build_tokenizer(path)
-    own = (read_json_object(own_settings) if own_settings.is_file() else {}) | given
-    try:
-        _add_tokens(tokenizer, own.get("added_tokens_decoder") or {}, path)
-    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise LoadError(f"{directory}: its added_tokens_decoder is damaged ({error})") from error
-    for key in _SPECIAL_TOKENS:
-        token = own.get(key)
-        name = token.get("content") if isinstance(token, dict) else token
-        if name is not None:
-            if not isinstance(name, str) or tokenizer.token_to_id(name) is None:
-                raise LoadError(f"{own_settings}: its {key} {name!r} is not in the vocabulary")
-            settings[key] = name
-    for key in ("chat_template", "add_bos_token"):
-        if own.get(key) is not None:
-            settings[key] = own[key]
-    template = directory / "chat_template.jinja"
-    if template.is_file() and "chat_template" not in given:
-        settings["chat_template"] = template.read_text(encoding="utf-8")
-    del settings["tokenizer_class"]
-    settings |= {"name_or_path": str(directory)} | given
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings)
-
-
-def _add_tokens(tokenizer: Tokenizer, added: dict[str, Any], path: Path) -> None:
-    """Add the tokens beyond SentencePiece's pieces, whose ids must continue those of the pieces."""
-    for index, token in sorted((int(key), value) for key, value in added.items()):
-        if tokenizer.id_to_token(index) == token["content"]:
-            continue
-        if index != tokenizer.get_vocab_size():
-            raise LoadError(
-                f"{path}: the added token {token['content']!r} cannot have the id {index}; use a "
-                "version of the model that has a tokenizer.json"
-            )
-        tokenizer.add_tokens(
-            [AddedToken(token["content"], special=bool(token.get("special")), normalized=True)]
-        )
 
 
 def vocabulary_classes(tokenizer: Any) -> bytes:
@@ -261,25 +246,6 @@ class WindowDetokenizer(ByteDetokenizer):
 
 _BYTES = {sign: byte for byte, sign in bytes_to_unicode().items()}  # GPT-2's alphabet
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
-def wrap(tokenizer: PreTrainedTokenizerBase, **settings: Any) -> TokenizerWrapper:
-    """Wrap a tokenizer as mlx-lm does, with mlx-lm's choice of detokenizer and with ours."""
-    decoder = _decoder_of(tokenizer)
-    kind: Any = NaiveStreamingDetokenizer
-    if _is_spm_decoder(decoder):
-        kind = SPMStreamingDetokenizer
-    elif _is_spm_decoder_no_space(decoder):
-        kind = partial(SPMStreamingDetokenizer, trim_space=False)
-    elif _is_bpe_decoder(decoder):
-        kind = BPEStreamingDetokenizer
-    return with_own_detokenizer(TokenizerWrapper(tokenizer, kind, **settings))
-
-
-def with_own_detokenizer(wrapper: TokenizerWrapper) -> TokenizerWrapper:
-    """Add our detokenizer to a wrapper of mlx-lm, in addition to its own."""
-    wrapper._mlxspec_detokenizer = streaming_detokenizer(wrapper._tokenizer)
-    return wrapper
 
 
 def detokenizer_of(wrapper: TokenizerWrapper) -> Any:

@@ -8,6 +8,7 @@ parts: text, reasoning and tool calls. Each API renders these parts.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import re
@@ -19,8 +20,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -28,7 +28,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from .body import ApiError, error_response
+from .auth import OnRefusal
+from .body import ApiError, is_messages, new_request_id
 from .worker import Begun, Ended, Event, EventStream, Piece
 
 # --- the format of an output ---
@@ -39,28 +40,18 @@ class OutputFormat:
     """How to parse a model's output.
 
     Attributes:
-        machine: knows the markers, and the state that each marker leads to.
+        tokenizer: the model's tokenizer, which knows the markers.
+        tools: the tools offered to the model. Without any, calls are plain text.
         initial: the state in which the output begins: "normal", "reasoning", "tool", or a state
             of the model's own.
-        call_start: the marker before a call.
-        call_end: the marker after a call; empty if a call extends to the output's end.
-        parse: mlx-lm's parser. It takes the text between the markers and the tools, and returns
-            one call or several. None if no tools were offered.
-        header: matches the text before a call's JSON arguments; its first group is the function's
-            name. None for formats whose arguments are not JSON.
-        tools: the tools as the client sent them.
         call_begun: the part of the first call, after its marker, that is in the prompt.
         several_calls: whether an answer may have more than one call.
         trims_space: whether the output begins with a space that the tokenizer added.
     """
 
-    machine: TextStateMachine
-    initial: str = "normal"
-    call_start: str = ""
-    call_end: str = ""
-    parse: Callable[[str, Any], Any] | None = None
-    header: re.Pattern[str] | None = None
+    tokenizer: TokenizerWrapper
     tools: Sequence[dict[str, Any]] = ()
+    initial: str = "normal"
     call_begun: str = ""
     several_calls: bool = True
     trims_space: bool = False
@@ -73,41 +64,6 @@ _HEADERS = {
     "mistral": re.compile(r"\s*(?:\[TOOL_CALLS\])?\s*([\w-]+)\s*\[ARGS\]\s*(?=\{)"),
 }
 """By the name of mlx-lm's parser: the formats whose arguments are streamed."""
-
-_LONGEST_HEADER = 1000  # characters; a longer header is parsed when the call ends
-
-
-def output_format(
-    tokenizer: TokenizerWrapper, tools: Sequence[dict[str, Any]] = ()
-) -> OutputFormat:
-    """The format of a model's outputs.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        tools: the tools offered to the model. Without any, call markers are plain text.
-    """
-    if tools and tokenizer.has_tool_calling:
-        return OutputFormat(
-            make_text_state_machine(tokenizer),
-            call_start=tokenizer.tool_call_start,
-            call_end=tokenizer.tool_call_end,
-            parse=tokenizer.tool_parser,
-            header=_HEADERS.get(parser_name(tokenizer)),
-            tools=tools,
-        )
-    without_calls: Any = SimpleNamespace(
-        has_thinking=tokenizer.has_thinking,
-        think_start=tokenizer.think_start,
-        think_end=tokenizer.think_end,
-        has_tool_calling=False,
-        structural_markers=tokenizer.structural_markers,
-        response_transitions={
-            state: kept
-            for state, edges in tokenizer.response_transitions.items()
-            if (kept := [edge for edge in edges if edge[1] != "tool"])
-        },
-    )
-    return OutputFormat(make_text_state_machine(without_calls))
 
 
 def parser_name(tokenizer: TokenizerWrapper) -> str:
@@ -153,13 +109,18 @@ class OutputParser:
         self.n_calls = 0
         self.finished = False
         self._format = format
-        self._machine_state = format.machine.make_state(format.initial)
+        self._tokenizer = format.tokenizer
+        self._header = _HEADERS.get(parser_name(format.tokenizer)) if format.tools else None
+        machine = make_text_state_machine(format.tokenizer)
+        self._machine_state = machine.make_state(format.initial)
         self._state = format.initial
         self._gap = ""  # white space that is dropped if a marker follows
         self._after_marker = format.initial == "reasoning"
         self._trims_space = format.trims_space
-        self._call = _CallText(start="", begun=len(format.call_begun))
-        self._ready = self._add(format.call_begun) if format.initial == "tool" else []
+        self._call = format.call_begun  # the text since the last call marker
+        self._written = ""  # what the model wrote of it, with the marker
+        self._sent = 0  # how many of its characters were sent as calls
+        self._object: int | None = None  # where the arguments that are being sent begin
 
     @property
     def reasoning(self) -> bool:
@@ -172,7 +133,7 @@ class OutputParser:
             self._trims_space = False
             text = text.removeprefix(" ")
         self._machine_state, segments = TextStateMachine.split(self._machine_state, text)
-        deltas, self._ready = self._ready, []
+        deltas: list[Part] = []
         for index, (state, segment) in enumerate(segments):
             if index:
                 deltas += self._enter(state)
@@ -187,20 +148,22 @@ class OutputParser:
                 begun is then dropped. It is not text, and the finish reason explains its absence.
         """
         self._machine_state, held, _ = TextStateMachine.flush(self._machine_state)
-        deltas = self._ready + self._add(held)
+        deltas = self._add(held)
         if self._state == "tool":
             deltas += self._end_call("", cut)
         elif self._gap:
-            deltas += [self._said(self._gap)]
-        self._ready, self._gap = [], ""
+            deltas.append(self._said(self._gap))
+        self._gap = ""
         return deltas
 
     def _enter(self, state: str) -> list[Part]:
         """Change to the state that a marker leads to."""
-        deltas = self._end_call(self._format.call_end) if self._state == "tool" else []
+        ends = self._state == "tool"
+        deltas = self._end_call(self._tokenizer.tool_call_end) if ends else []
         self._state, self._gap, self._after_marker = state, "", True
         if state == "tool":
-            self._call = _CallText(self._format.call_start)
+            self._call, self._written = "", self._tokenizer.tool_call_start
+            self._sent, self._object = 0, None
         return deltas
 
     def _add(self, text: str) -> list[Part]:
@@ -226,20 +189,24 @@ class OutputParser:
     # --- calls ---
 
     def _add_to_call(self, text: str) -> list[Part]:
-        call, pattern = self._call, self._format.header
-        call.text += text
+        """Add to a call's text; returns calls and arguments that can be sent before it ends."""
+        self._call += text
+        self._written += text
         deltas: list[Part] = []
-        while pattern and not self.finished:
-            if not call.in_arguments:
-                header = pattern.match(call.text, call.taken, call.taken + _LONGEST_HEADER)
+        while self._header and not self.finished:
+            if self._object is None:
+                header = self._header.match(self._call, self._sent)
                 if not header:
                     break
                 deltas.append(self._begin(header[1]))
-                call.taken, call.in_arguments = header.end(), True
-            if arguments := call.take_arguments():
-                deltas.append(Part("arguments", arguments, self.n_calls - 1))
-            if call.in_arguments:
+                self._object = self._sent = header.end()
+            end = _object_end(self._call, self._object, self._sent)
+            if unsent := self._call[self._sent : end]:
+                deltas.append(Part("arguments", unsent, self.n_calls - 1))
+            self._sent += len(unsent)
+            if end is None:
                 break
+            self._object = None
             self.finished = not self._format.several_calls
         return deltas
 
@@ -250,79 +217,42 @@ class OutputParser:
         return Part("call", index=self.n_calls - 1, id=call_id, name=name)
 
     def _end_call(self, marker: str, cut: bool = False) -> list[Part]:
-        """Parse the calls that have not been sent yet; what is not a call becomes text."""
-        call, format = self._call, self._format
-        if self.finished or not format.parse or call.in_arguments:
+        """Parse calls that could not be sent before; what is not a call becomes text."""
+        format = self._format
+        if self.finished or self._sent:
             return []
         try:
-            found = format.parse(call.text, format.tools)
+            if not format.tools:
+                raise ValueError("no tools")
+            found = self._tokenizer.tool_parser(self._call, format.tools)
             parsed = [_read_call(one) for one in (found if isinstance(found, list) else [found])]
             if not parsed:
                 raise ValueError("no call")
         except Exception:  # the parsers raise exceptions of any type
-            return [] if cut else self._as_text(marker)
-        if call.taken:
-            return []
+            return [] if cut and format.tools else [Part("text", self._written + marker)]
         deltas: list[Part] = []
-        for name, arguments, call_id in parsed:
-            if self.finished:
-                break
+        for name, arguments, call_id in parsed if format.several_calls else parsed[:1]:
             deltas += [self._begin(name, call_id), Part("arguments", arguments, self.n_calls - 1)]
-            self.finished = not self._format.several_calls
+        self.finished = not format.several_calls
         return deltas
 
-    def _as_text(self, marker: str) -> list[Part]:
-        """The text after the last parsed call; all of it with its markers if none was parsed."""
-        call = self._call
-        if not call.taken:
-            return [Part("text", call.start + call.text[call.begun :] + marker)]
-        rest = call.text[call.taken :]
-        return [Part("text", rest)] if rest.strip(_CLOSING) else []
+
+_STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[{}\[\]]', re.DOTALL)
 
 
-_CLOSING = "}] \t\r\n"  # characters that may follow a call's arguments
+def _object_end(text: str, start: int, known: int) -> int | None:
+    """Where the JSON object that begins at ``start`` ends.
 
-
-@dataclass
-class _CallText:
-    """The text between two call markers, and how much of it was sent.
-
-    Attributes:
-        start: the marker before the text; empty if the marker is in the prompt.
-        begun: how many characters of the text are in the prompt.
-        text: all of the text so far.
-        taken: where the unsent part begins.
-        in_arguments: whether the unsent part is inside the JSON object of the arguments.
+    None if it is incomplete, as it was after ``known`` characters of the text.
     """
-
-    start: str
-    begun: int = 0
-    text: str = ""
-    taken: int = 0
-    in_arguments: bool = False
-    _depth: int = 0
-    _in_string: bool = False
-
-    def take_arguments(self) -> str:
-        """The unsent part of the object so far, without an incomplete escape at its end."""
-        begin = self.taken
-        while stop := (_IN_STRING if self._in_string else _OUTSIDE).search(self.text, self.taken):
-            mark = stop[0]
-            if mark == "\\":
-                self.taken = stop.start()
-                return self.text[begin : self.taken]
-            self.taken = stop.end()
-            self._in_string ^= mark == '"'
-            self._depth += (mark in "{[") - (mark in "}]")
-            if not self._depth:
-                self.in_arguments = False
-                return self.text[begin : self.taken]
-        self.taken = len(self.text)
-        return self.text[begin:]
-
-
-_IN_STRING = re.compile(r'"|\\.?', re.DOTALL)
-_OUTSIDE = re.compile(r'["{}\[\]]')
+    if "}" not in text[known:]:
+        return None
+    depth = 0
+    for found in _STRING_OR_BRACKET.finditer(text, start):
+        depth += (found[0] in "{[") - (found[0] in "}]")
+        if not depth:
+            return found.end()
+    return None
 
 
 def _read_call(call: dict[str, Any]) -> tuple[str, str, object]:
@@ -346,14 +276,14 @@ class TextRun:
     Attributes:
         part: the part.
         begins: whether the part begins with this run.
-        drafts: the run's texts, each with whether it comes from an accepted draft.
+        drafts: the run's texts, each with whether it comes from accepted drafts: pairs, as lists.
         pieces: the run's tokens, with the tokens before it that added no text. Reasoning tokens
             are left out.
     """
 
     part: Part
     begins: bool
-    drafts: list[tuple[str, bool]] = field(default_factory=list)
+    drafts: list[list[Any]] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
 
     @property
@@ -372,12 +302,9 @@ class Choice:
     Attributes:
         parts: the parts, in order.
         end: how the choice has ended; None while it runs.
-        length: the number of characters of its text, without reasoning and calls.
         pieces: the tokens with log-probabilities so far.
         latest: the tokens with log-probabilities of the last :meth:`read`.
         reasoning_tokens: the number of reasoning tokens.
-        tokens: the number of tokens, up to the end of the only call that the answer may have.
-        accepted: how many of the tokens were accepted drafts.
     """
 
     def __init__(self, index: int = 0, format: OutputFormat | None = None) -> None:
@@ -386,7 +313,7 @@ class Choice:
         self.end: Ended | None = None
         self.pieces: list[Piece] = []
         self.latest: list[Piece] = []
-        self.length = self.reasoning_tokens = self.tokens = self.accepted = 0
+        self.reasoning_tokens = 0
         self._parser = OutputParser(format) if format else None
         self._silent: list[Piece] = []
         """Tokens since the last run, which have added no text."""
@@ -406,10 +333,8 @@ class Choice:
         runs: list[TextRun] = []
         parser, self.latest = self._parser, []
         for piece in pieces:
-            if self.finished:  # the number of tokens that follow depends on other requests
+            if self.finished:
                 break
-            self.tokens += 1
-            self.accepted += piece.accepted
             if piece.logprob is not None:
                 self.latest.append(piece)
             if parser is None:
@@ -422,17 +347,10 @@ class Choice:
                 self._add(delta, piece.accepted, runs)
             self.reasoning_tokens += reasoned or parser.reasoning
         self.pieces += self.latest
-        if end:
-            if parser:
-                cut = end.finish_reason == "length" or end.stop is not None
-                for delta in parser.finish(cut):
-                    self._add(delta, False, runs)
-            if self.finished:  # tokens that follow the answer do not count, nor drafts as rejected
-                drafted = end.drafted - (end.accepted - self.accepted)
-                end = replace(
-                    end, completion_tokens=self.tokens, drafted=drafted, accepted=self.accepted
-                )
-            self.end = end
+        if end and parser:
+            for delta in parser.finish(end.finish_reason == "length" or end.stop is not None):
+                self._add(delta, False, runs)
+        self.end = end
         return runs
 
     def _add(self, delta: Part, accepted: bool, runs: list[TextRun]) -> None:
@@ -442,12 +360,14 @@ class Choice:
             self.parts.append(replace(delta, kind=kind, text=""))
         part = self.parts[-1]
         part.text += delta.text
-        if kind == "text":
-            self.length += len(delta.text)
         if begins or not runs:
             runs.append(TextRun(part, begins))
-        runs[-1].drafts.append((delta.text, accepted))
-        runs[-1].pieces += self._silent
+        run = runs[-1]
+        if run.drafts and run.drafts[-1][1] == accepted:
+            run.drafts[-1][0] += delta.text
+        elif delta.text:
+            run.drafts.append([delta.text, accepted])
+        run.pieces += self._silent
         self._silent = []
 
     @property
@@ -483,27 +403,17 @@ class ApiAnswer(ABC):
         return all(choice.end for choice in self.choices)
 
     def feed(self, events: Iterable[Event]) -> list[dict[str, Any]]:
-        """Take events; returns the chunks that a streamed answer sends for them.
-
-        Events of a choice after its end are ignored.
-        """
+        """Take events; returns the chunks that a streamed answer sends for them."""
         chunks = self.begin()
-        was_done = self.done
         for index, group in groupby(events, key=lambda event: event.index):
-            choice, end = self.choices[index], None
-            if choice.end:
-                continue
-            pieces: list[Piece] = []
-            for event in group:
-                if isinstance(event, Begun):
-                    chunks += self.choice_begun(event)
-                elif isinstance(event, Piece):
-                    pieces.append(event)
-                else:
-                    end = event
-                    break
+            choice, happened = self.choices[index], [*group]
+            first, last = happened[0], happened[-1]
+            if isinstance(first, Begun):
+                chunks += self.choice_begun(first)
+            pieces = [event for event in happened if isinstance(event, Piece)]
+            end = last if isinstance(last, Ended) else None
             chunks += self.feed_choice(choice, choice.read(pieces, end))
-        if self.done and not was_done:
+        if self.done:
             chunks += self.close()
         return chunks
 
@@ -531,10 +441,6 @@ class ApiAnswer(ABC):
         """Whether a choice needs no more tokens, even if it has not ended yet."""
         return self.choices[index].finished
 
-    def framed(self, chunk: dict[str, Any]) -> str:
-        """A chunk as a server-sent event."""
-        return f"data: {json.dumps(chunk)}\n\n"
-
     def keep_alive(self) -> str:
         """A stream's keep-alive: a comment, which clients ignore."""
         return ": still working\n\n"
@@ -551,20 +457,14 @@ _log = logging.getLogger("mlxspec.server")
 FAILED = ApiError("the server has failed: see its log", status=500)
 
 
-class KeepAlive(NamedTuple):
-    """When keep-alives are sent.
+LOADING = ": the model is being loaded\n\n"
+"""The keep-alive of a stream, a comment, while its model is being loaded."""
 
-    Attributes:
-        sign: seconds without data after which a response that has begun sends a keep-alive.
-        begin: seconds after which a whole answer begins, with spaces as keep-alives.
-    """
-
-    sign: float = 10.0
-    begin: float = 60.0
+_BEGIN = 6  # a whole answer begins with keep-alives after so many of their intervals
 
 
 async def answered(
-    request: Request, stream: EventStream, answer: ApiAnswer, streamed: bool, keep_alive: KeepAlive
+    request: Request, stream: EventStream, answer: ApiAnswer, streamed: bool, keep_alive: float
 ) -> Response:
     """The response to a request.
 
@@ -575,57 +475,61 @@ async def answered(
         stream: the generations' events.
         answer: turns the events into chunks or a whole answer.
         streamed: whether to send server-sent events.
-        keep_alive: when keep-alives are sent.
+        keep_alive: seconds without data after which a stream sends a keep-alive.
 
     Raises:
         ApiError: a generation failed before anything was sent.
     """
     request.state.answered = True
     if streamed:
-        events = _server_sent_events(stream, answer, keep_alive.sign)
-        return _event_stream(events, stream.close, answer.headers)
-    making = asyncio.create_task(_whole(stream, answer, keep_alive.sign))
+        events = _server_sent_events(stream, answer, keep_alive)
+        return _Streamed(events, stream.close, answer.headers)
+    request.state.sign, request.state.headers = " ", answer.headers
+    whole = asyncio.create_task(_whole(stream, answer, keep_alive))
     gone = asyncio.create_task(_disconnected(request))
     try:
-        await asyncio.wait({making, gone}, timeout=keep_alive.begin, return_when=FIRST_COMPLETED)
-    except asyncio.CancelledError:
-        making.cancel()
-        raise
+        await asyncio.wait({whole, gone}, return_when=FIRST_COMPLETED)
+        if not whole.done():
+            return Response(status_code=499)
+        return JSONResponse(whole.result(), headers=answer.headers)
     finally:
-        left = gone.done()
+        whole.cancel()
         gone.cancel()
-    if making.done():
-        return JSONResponse(making.result(), headers=answer.headers)
-    if left:
-        making.cancel()
-        return Response(status_code=499)
-    return _Streamed(
-        _with_keep_alives(making, answer, keep_alive.sign),
-        on_end=making.cancel,
-        media_type="application/json",
-        headers=answer.headers,
-    )
 
 
 Endpoint = Callable[[Request], Awaitable[Response]]
+Failed = Callable[[ApiError, str], dict[str, Any]]
+"""Makes an error's chunk in a stream that has no answer yet, from error and request id."""
 
 
-def patient(endpoint: Endpoint, sign: float) -> Endpoint:
-    """An endpoint whose streams begin while a model is being loaded for them.
+def patient(
+    endpoint: Endpoint, keep_alive: float, failed: Failed, on_refusal: OnRefusal
+) -> Endpoint:
+    """An endpoint whose response begins with keep-alives if it takes long.
+
+    Streams begin while a model is being loaded for them, and whole answers after a minute.
 
     Args:
-        endpoint: it sets ``request.state.waits`` to True while a streamed answer waits for a model.
-        sign: seconds without data after which such a stream sends a keep-alive.
+        endpoint: sets ``request.state.sign`` to the keep-alive that may be sent at present.
+        keep_alive: seconds between keep-alives.
+        failed: makes the last chunk if the endpoint fails after that.
+        on_refusal: called with the path and the error if no generation has begun by then.
     """
 
     async def answer(request: Request) -> Response:
+        state = request.state
+        state.sign, state.id, state.headers = "", new_request_id(), {}
+        if is_messages(request.url.path):
+            state.headers = {"request-id": state.id}
         making = asyncio.ensure_future(endpoint(request))
         try:
-            while not making.done():
-                await asyncio.wait({making}, timeout=sign)
-                if not making.done() and getattr(request.state, "waits", False):
-                    events = _after_loading(making, request.url.path, sign)
-                    return _event_stream(events, making.cancel, {})
+            for waits in itertools.count(1):
+                await asyncio.wait({making}, timeout=keep_alive)
+                if making.done():
+                    break
+                if state.sign == LOADING or (state.sign and waits >= _BEGIN):
+                    rest = _after_keep_alives(making, request, keep_alive, failed, on_refusal)
+                    return _Streamed(rest, making.cancel, state.headers, state.sign == LOADING)
         except asyncio.CancelledError:
             making.cancel()
             raise
@@ -634,22 +538,31 @@ def patient(endpoint: Endpoint, sign: float) -> Endpoint:
     return answer
 
 
-async def _after_loading(
-    making: asyncio.Future[Response], path: str, sign: float
+async def _after_keep_alives(
+    making: asyncio.Future[Response],
+    request: Request,
+    keep_alive: float,
+    failed: Failed,
+    on_refusal: OnRefusal,
 ) -> AsyncIterator[str]:
-    """Keep-alives until there is a streamed response, and then its content."""
-    response: Response | None = None
+    """Keep-alives until there is a response, and then its content."""
+    response, sign = None, request.state.sign
     try:
         while not making.done():
-            yield ": the model is being loaded\n\n"
-            await asyncio.wait({making}, timeout=sign)
+            yield sign
+            await asyncio.wait({making}, timeout=keep_alive)
         response = making.result()
-        assert isinstance(response, _Streamed)
-        async for chunk in response.body_iterator:
-            yield str(chunk)
+        if isinstance(response, _Streamed):
+            async for chunk in response.body_iterator:
+                yield str(chunk)
+        else:
+            yield bytes(response.body).decode()
     except Exception as error:
-        body = bytes(error_response(_as_api_error(error), path).body)
-        yield f"event: error\ndata: {body.decode()}\n\n"
+        known = _as_api_error(error)
+        if not is_answered(request):  # otherwise the log records the generation's end
+            on_refusal(request.url.path, known)
+        last = failed(known, request.state.id)
+        yield framed(last) if sign == LOADING else json.dumps(last.get("response", last))
     finally:
         if isinstance(response, _Streamed):
             response.on_end()
@@ -664,9 +577,17 @@ class _Streamed(StreamingResponse):
     """A response sent in pieces; it calls ``on_end`` even if the client disconnects at once."""
 
     def __init__(
-        self, content: AsyncIterator[str], *, on_end: Callable[[], object], **options: Any
+        self,
+        content: AsyncIterator[str],
+        on_end: Callable[[], object],
+        headers: Mapping[str, str],
+        events: bool = True,
     ) -> None:
-        super().__init__(content, **options)
+        super().__init__(
+            content,
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers},
+            media_type="text/event-stream" if events else "application/json",
+        )
         self.on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -676,11 +597,10 @@ class _Streamed(StreamingResponse):
             self.on_end()
 
 
-def _event_stream(
-    events: AsyncIterator[str], on_end: Callable[[], object], headers: Mapping[str, str]
-) -> _Streamed:
-    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers}
-    return _Streamed(events, on_end=on_end, media_type="text/event-stream", headers=headers)
+def framed(chunk: dict[str, Any]) -> str:
+    """A chunk as a server-sent event; its name is the chunk's type, if it has one."""
+    event = f"event: {chunk['type']}\n" if "type" in chunk else ""
+    return f"{event}data: {json.dumps(chunk)}\n\n"
 
 
 async def _whole(stream: EventStream, answer: ApiAnswer, keep_alive: float) -> dict[str, Any]:
@@ -702,25 +622,12 @@ async def _server_sent_events(
                 if not events:
                     yield answer.keep_alive()
                     continue
-                if text := "".join(map(answer.framed, answer.feed(events))):
+                if text := "".join(map(framed, answer.feed(events))):
                     yield text
                 stream.stop(answer.finished)
     except Exception as error:
-        yield answer.framed(answer.failed(_as_api_error(error)))
+        yield framed(answer.failed(_as_api_error(error)))
     yield answer.end
-
-
-async def _with_keep_alives(
-    making: asyncio.Task[dict[str, Any]], answer: ApiAnswer, keep_alive: float
-) -> AsyncIterator[str]:
-    """The answer's JSON, after spaces that keep the connection alive and that parsers skip."""
-    while not making.done():
-        yield " "
-        await asyncio.wait({making}, timeout=keep_alive)
-    try:
-        yield json.dumps(making.result())
-    except Exception as error:
-        yield json.dumps(answer.failed(_as_api_error(error)))
 
 
 def _as_api_error(error: Exception) -> ApiError:

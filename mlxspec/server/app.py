@@ -24,23 +24,32 @@ from starlette.routing import Route
 from .. import __version__
 from ..engine.grammar import Grammar, Vocabulary
 from ..errors import OptionError, printable
+from ..generation.options import GenerationOptions
 from ..generation.request import State
-from .answer import FAILED, ApiAnswer, KeepAlive, answered, is_answered, patient
+from .answer import (
+    FAILED,
+    LOADING,
+    ApiAnswer,
+    Endpoint,
+    Failed,
+    answered,
+    is_answered,
+    patient,
+)
 from .auth import AuthMiddleware, OnRefusal, body_of
-from .body import ApiError, error_response, new_request_id, parse, read_body, shown
-from .catalog import Catalog, Entry, UseMiddleware
+from .body import ApiError, error_response, new_request_id, read_body, shown
+from .catalog import Catalog, Entry, keeping_models
 from .messages import MessagesAnswer, messages_headers, parse_messages
 from .openai import (
     ChatAnswer,
     CompletionAnswer,
-    DetokenizeBody,
     detokenized,
     parse_chat,
     parse_completion,
+    parse_detokenize,
     parse_tokenize,
 )
 from .prompts import (
-    ChatPrompt,
     Prompt,
     chat_prompt,
     compiled_constraint,
@@ -53,7 +62,7 @@ from .responses import (
     ResponsesAnswer,
     ResponsesRequest,
     ResponseStore,
-    StoredResponse,
+    failed_event,
     input_items_answer,
     parse_responses,
 )
@@ -68,7 +77,7 @@ def create_app(
     hosts: Collection[str] | None = None,
     keys: Sequence[str] = (),
     strict_model_names: bool = False,
-    keep_alive: KeepAlive = KeepAlive(),  # noqa: B008  # a constant
+    keep_alive: float = 10.0,
     on_refusal: OnRefusal = lambda path, error: None,
     catalog: Catalog | None = None,
 ) -> Starlette:
@@ -80,11 +89,10 @@ def create_app(
         hosts, keys, on_refusal: as for :class:`mlxspec.server.auth.AuthMiddleware`.
         strict_model_names: whether a model that is not served is an error, even if only one model
             is served.
-        keep_alive: when keep-alives are sent.
+        keep_alive: seconds without data after which a stream sends a keep-alive.
         catalog: the models that requests may name; by default, those of the worker.
     """
     catalog = catalog or Catalog(worker)
-    endpoints = Endpoints(worker, catalog, max_tokens, keep_alive, strict_model_names)
 
     async def refused(request: Request, error: Exception) -> Response:
         refusal = error if isinstance(error, ApiError) else _wrong_path(request, error)
@@ -92,11 +100,12 @@ def create_app(
             on_refusal(request.url.path, refusal)
         return error_response(refusal, request.url.path)
 
+    endpoints = Endpoints(worker, catalog, max_tokens, keep_alive, strict_model_names)
     return Starlette(
-        routes=[*endpoints.routes, *_status_routes(worker, catalog)],
+        routes=[*endpoints.routes(on_refusal), *_status_routes(worker, catalog)],
         middleware=[
             Middleware(AuthMiddleware, hosts=hosts, keys=keys, on_refusal=on_refusal),
-            Middleware(UseMiddleware),
+            Middleware(keeping_models),
         ],
         exception_handlers={
             ApiError: refused,
@@ -108,10 +117,9 @@ def create_app(
 
 def _wrong_path(request: Request, error: Exception) -> ApiError:
     assert isinstance(error, HTTPException)
-    path, status = printable(request.url.path), error.status_code
-    what = {404: "this server has no such path", 405: f"this path takes no {request.method}"}
-    headers = dict(error.headers or {})
-    return ApiError(f"{path}: {what.get(status, error.detail)}", status=status, headers=headers)
+    path, headers = printable(request.url.path), dict(error.headers or {})
+    what = "has no such path" if error.status_code == 404 else f"takes no {request.method} here"
+    return ApiError(f"{path}: this server {what}", status=error.status_code, headers=headers)
 
 
 async def _server_error(request: Request, error: Exception) -> Response:
@@ -122,8 +130,8 @@ async def _server_error(request: Request, error: Exception) -> Response:
 
 # --- the three APIs ---
 
-_COMPILING = 4  # requests whose constraints are compiled at once
-_LARGE = 1 << 20  # bytes; larger bodies are read one at a time
+_SLOW = 4  # large bodies and constraints that are read and compiled at once
+_LARGE = 1 << 20  # bytes of a large body, which may take a second and 100 MB
 
 _Result = TypeVar("_Result")
 _Chat = TypeVar("_Chat", bound=ChatRequest)
@@ -136,7 +144,7 @@ class Endpoints:
         worker: runs the generations.
         catalog: the models that requests may name.
         max_tokens: the default ``max_tokens`` of requests, limited by the context.
-        keep_alive: when keep-alives are sent.
+        keep_alive: seconds without data after which a stream sends a keep-alive.
         strict: whether a model that is not served is always an error.
     """
 
@@ -145,7 +153,7 @@ class Endpoints:
         worker: Worker,
         catalog: Catalog,
         max_tokens: int,
-        keep_alive: KeepAlive,
+        keep_alive: float,
         strict: bool = False,
     ) -> None:
         self._worker = worker
@@ -153,22 +161,27 @@ class Endpoints:
         self._strict = strict
         self._max_tokens = max_tokens
         self._keep_alive = keep_alive
-        # Large bodies are read one at a time: each may take a second and about 100 MB.
-        self._reading = asyncio.Lock()
         # Only one thread at a time may use a tokenizer.
         self._tokenizing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        # A few slow constraints must not delay others, and many must not occupy all threads.
-        self._compiling = asyncio.Semaphore(_COMPILING)
+        # What is slow must not occupy all threads.
+        self._slow = asyncio.Semaphore(_SLOW)
         self._responses = ResponseStore()
 
-    @property
-    def routes(self) -> list[Route]:
-        """The routes of all endpoints."""
+    def routes(self, on_refusal: OnRefusal) -> list[Route]:
+        """The routes of all endpoints.
+
+        Args:
+            on_refusal: called with the path and the error of a request that is refused after its
+                response has begun.
+        """
+
+        def slow(endpoint: Endpoint, failed: Failed = lambda error, request_id: error.body) -> Any:
+            return patient(endpoint, self._keep_alive, failed, on_refusal)
+
         post = ["POST"]
-        chat, complete, create_response, message = (
-            patient(endpoint, self._keep_alive.sign)
-            for endpoint in (self.chat, self.complete, self.create_response, self.message)
-        )
+        chat, complete = slow(self.chat), slow(self.complete)
+        create_response = slow(self.create_response, failed_event)
+        message = slow(self.message, ApiError.messages_body)
         return [
             Route("/v1/chat/completions", chat, methods=post),
             Route("/v1/completions", complete, methods=post),
@@ -180,7 +193,6 @@ class Endpoints:
             Route("/v1/responses/input_tokens", self.count_input, methods=post),
             Route("/v1/responses/{id}", self.show_response),
             Route("/v1/responses/{id}", self.delete_response, methods=["DELETE"]),
-            Route("/v1/responses/{id}/cancel", self.cancel_response, methods=post),
             Route("/v1/responses/{id}/input_items", self.input_items),
             Route("/v1/messages", message, methods=post),
             Route("/v1/messages/count_tokens", self.count_tokens, methods=post),
@@ -197,11 +209,11 @@ class Endpoints:
     async def complete(self, request: Request) -> Response:
         """``/v1/completions``"""
         body = await self.read(request, parse_completion)
-        served = await self._served(request, body.model, streamed=body.stream)
-        tokenizer, vocab_size = served.decoder.tokenizer, served.decoder.vocab_size
+        served = await self._served(request, body.model, body.stream)
+        tokenizer = served.decoder.tokenizer
 
         def made() -> tuple[list[Prompt], CompletionAnswer]:
-            prompts = completion_prompts(body, tokenizer, vocab_size, served.context_length)
+            prompts = completion_prompts(body, tokenizer, served.context_length)
             return prompts, CompletionAnswer(body, served.name, tokenizer)
 
         prompts, answer = await self._tokenized(served, made)
@@ -224,13 +236,13 @@ class Endpoints:
         if chat:
             tokens = (await self._chat_prompt(served, chat)).tokens
         else:
-            tokens = await self._ids(served, body.text or "", "prompt", body.add_special_tokens)
+            tokens = await self._ids(served, body.prompt or "", "prompt", body.add_special_tokens)
         answer = {"tokens": tokens, "count": len(tokens), "max_model_len": served.context_length}
         return JSONResponse(answer)
 
     async def detokenize(self, request: Request) -> Response:
         """``/v1/detokenize``"""
-        body = await self.read(request, partial(parse, DetokenizeBody))
+        body = await self.read(request, parse_detokenize)
         served = await self._served(request, body.model)
         check_ids(body.tokens, served.decoder.vocab_size, "tokens")
         make = partial(detokenized, served.decoder.tokenizer, body.tokens)
@@ -254,35 +266,25 @@ class Endpoints:
 
     async def show_response(self, request: Request) -> Response:
         """``/v1/responses/ID``"""
-        if request.query_params.get("stream") == "true":
-            raise ApiError(
-                "stream: a stored response is not streamed; leave stream out", param="stream"
-            )
-        return JSONResponse(self._kept(request).response)
+        response, _ = self._kept(request)
+        return JSONResponse(response)
 
     async def delete_response(self, request: Request) -> Response:
         """``DELETE /v1/responses/ID``"""
-        response_id = self._kept(request).response["id"]
+        response_id = self._kept(request)[0]["id"]
         self._responses.delete(request.state.partition, response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
-    async def cancel_response(self, request: Request) -> Response:
-        """``/v1/responses/ID/cancel``"""
-        self._kept(request)
-        raise ApiError(
-            "a response is not made in the background, and ends when its client disconnects: "
-            "close the connection",
-        )
-
     async def input_items(self, request: Request) -> Response:
         """``/v1/responses/ID/input_items``"""
-        return JSONResponse(input_items_answer(self._kept(request).given, request.query_params))
+        _, given = self._kept(request)
+        return JSONResponse(input_items_answer(given, request.query_params.get("order")))
 
     def _response_parser(self, request: Request) -> Callable[[Any], ResponsesRequest]:
         return partial(parse_responses, store=self._responses, partition=request.state.partition)
 
-    def _kept(self, request: Request) -> StoredResponse:
-        """The stored response that the path names.
+    def _kept(self, request: Request) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """The stored response that the path names, and the items before it.
 
         Raises:
             ApiError: 404, it does not exist.
@@ -301,14 +303,14 @@ class Endpoints:
 
     async def message(self, request: Request) -> Response:
         """``/v1/messages``"""
-        body, served, prompt = await self._read_chat(request, parse_messages, "claude-")
-        answer = MessagesAnswer(body, served.name, prompt.format)
+        body, served, prompt = await self._read_chat(request, parse_messages)
+        answer = MessagesAnswer(body, served.name, prompt.format, request.state.id)
         return await self._respond(request, served, body, [prompt], answer)
 
     async def count_tokens(self, request: Request) -> Response:
         """``/v1/messages/count_tokens``"""
         read = partial(parse_messages, to_count=True)
-        _, served, prompt = await self._read_chat(request, read, "claude-")
+        _, served, prompt = await self._read_chat(request, read)
         headers = messages_headers(served.name, new_request_id())
         return JSONResponse({"input_tokens": len(prompt.tokens)}, headers=headers)
 
@@ -325,35 +327,28 @@ class Endpoints:
             ApiError: the body is not JSON or is too large, or ``parse`` refuses it.
         """
         data = await body_of(request)
-        async with self._reading if len(data) > _LARGE else nullcontext():
+        async with self._slow if len(data) > _LARGE else nullcontext():
             return await run_in_threadpool(lambda: parse(read_body(data)))
 
     async def _read_chat(
-        self, request: Request, parse: Callable[[Any], _Chat], elsewhere: str = "\0"
-    ) -> tuple[_Chat, ServedModel, ChatPrompt]:
-        """Read a conversation; returns it with its model and its prompt.
-
-        Unknown model names that begin with ``elsewhere`` mean the default model.
-        """
+        self, request: Request, parse: Callable[[Any], _Chat]
+    ) -> tuple[_Chat, ServedModel, Prompt]:
+        """Read a conversation; returns it with its model and its prompt."""
         body = await self.read(request, parse)
-        served = await self._served(request, body.model, elsewhere, body.stream)
+        served = await self._served(request, body.model, body.stream)
         return body, served, await self._chat_prompt(served, body)
 
     async def _served(
-        self,
-        request: Request,
-        name: str | None,
-        elsewhere: str = "\0",
-        streamed: bool = False,
+        self, request: Request, name: str | None, streamed: bool = False
     ) -> ServedModel:
         """The model that answers a request for this name, loaded until the response is sent.
 
         Raises as :meth:`.Catalog.named` and :meth:`.Catalog.use` do.
         """
-        entry = await self._catalog.named(name, elsewhere, self._strict)
-        request.state.waits = streamed
+        entry = await self._catalog.named(name, self._strict)
+        request.state.sign = LOADING if streamed else ""
         served = await self._catalog.use(entry, request.state.uses)
-        request.state.waits = False
+        request.state.sign = ""
         return served
 
     async def _tokenized(self, served: ServedModel, make: Callable[[], _Result]) -> _Result:
@@ -361,7 +356,7 @@ class Endpoints:
         async with self._tokenizing[served.name]:
             return await run_in_threadpool(make)
 
-    async def _chat_prompt(self, served: ServedModel, body: ChatRequest) -> ChatPrompt:
+    async def _chat_prompt(self, served: ServedModel, body: ChatRequest) -> Prompt:
         longest, arguments = served.context_length, served.template_arguments
         make = partial(chat_prompt, body, served.decoder.tokenizer, longest, arguments)
         return await self._tokenized(served, make)
@@ -400,18 +395,51 @@ class Endpoints:
             prediction = expected[: served.context_length]  # no output is longer
         requests: list[ServedRequest] = []
         for prompt in prompts:
-            n_prompt = len(prompt.tokens)
-            tokens = n_prompt + (body.max_tokens or 1)
-            tokens = min(tokens, served.context_length or tokens)
-            await self._catalog.make_room_for(served.memory.needs(tokens))
-            given = n_prompt, body, self._max_tokens
-            max_tokens = self._worker.memory.max_tokens_for(served, *given)
-            grammar = await self._grammar(served, body, prompt)
-            shared = {"prediction": prediction, "partition": request.state.partition}
-            make = partial(_choices, served, body, prompt, grammar, max_tokens)
-            requests += await run_in_threadpool(make, first=len(requests), **shared)
+            choices = await self._choices(served, body, prompt, prediction, request.state.partition)
+            requests += choices
+        for index, one in enumerate(requests):
+            one.index = index
         stream = self._worker.submit(served, requests)
         return await answered(request, stream, answer, body.stream, self._keep_alive)
+
+    async def _choices(
+        self,
+        served: ServedModel,
+        body: ApiRequest,
+        prompt: Prompt,
+        prediction: Sequence[int],
+        partition: str,
+    ) -> list[ServedRequest]:
+        """The requests for a prompt's choices."""
+        tokens = tuple(prompt.tokens)  # all choices share it
+        check_ids(tokens, served.decoder.vocab_size, body.param)
+        if not tokens:
+            raise ApiError(f"{body.param} has no tokens: send a text.", param=body.param)
+        length = len(tokens) + (body.max_tokens or 1)
+        length = min(length, served.context_length or length)
+        await self._catalog.make_room_for(served.memory.needs(length))
+        given = served, len(tokens), body, self._max_tokens
+        max_tokens = self._worker.memory.max_tokens_for(*given)
+        grammar = await self._grammar(served, body, prompt)
+
+        def made(choice: int) -> ServedRequest:
+            options: GenerationOptions = {
+                "constraint": grammar,
+                "stop": body.stop,
+                "stop_tokens": (*body.stop_token_ids, *prompt.stop_tokens),
+                "sampling": sampling_of_choice(body.sampling, choice, served.special_tokens),
+            }
+            return ServedRequest(
+                *(served, tokens, max_tokens, options),
+                prediction=prediction,
+                top_logprobs=body.logprobs,
+                partition=partition,
+            )
+
+        try:
+            return await run_in_threadpool(lambda: [*map(made, range(body.n))])
+        except OptionError as error:
+            raise ApiError(str(error)) from error
 
     async def _grammar(
         self, served: ServedModel, body: ApiRequest, prompt: Prompt
@@ -427,51 +455,8 @@ class Endpoints:
             if body.constraint is None:  # strict tools are then not enforced
                 return None
             raise ApiError(f"{body.constrained_by}: {error}", param=body.constrained_by) from error
-        async with self._compiling:
+        async with self._slow:
             return await run_in_threadpool(compiled_constraint, body, prompt, tokenizer, vocabulary)
-
-
-def _choices(
-    served: ServedModel,
-    body: ApiRequest,
-    prompt: Prompt,
-    grammar: Grammar | None,
-    max_tokens: int,
-    *,
-    first: int,
-    prediction: Sequence[int],
-    partition: str,
-) -> list[ServedRequest]:
-    """The requests for a prompt's choices, whose indices begin at ``first``.
-
-    Raises:
-        ApiError: a token or an option is out of range.
-    """
-    vocab_size, tokens = served.decoder.vocab_size, tuple(prompt.tokens)
-    check_ids(tokens, vocab_size, body.param)
-    if not tokens:
-        raise ApiError(f"{body.param} has no tokens: send a text.", param=body.param)
-    try:
-        return [
-            ServedRequest(
-                *(served, tokens, max_tokens),
-                {
-                    "constraint": grammar,
-                    "stop": (*body.stop, *prompt.stop),
-                    "stop_tokens": (*body.stop_token_ids, *prompt.stop_tokens),
-                    "sampling": sampling_of_choice(
-                        body.sampling, vocab_size, choice, served.special_tokens
-                    ),
-                },
-                index=first + choice,
-                prediction=prediction,
-                top_logprobs=body.logprobs,
-                partition=partition,
-            )
-            for choice in range(body.n)
-        ]
-    except OptionError as error:
-        raise ApiError(str(error)) from error
 
 
 def _entry(entry: Entry) -> dict[str, Any]:
@@ -497,18 +482,15 @@ _PAGE_HEADERS = {
 
 def _status_routes(worker: Worker, catalog: Catalog) -> list[Route]:
     """The routes of health, metrics and status."""
-    kept = _add_gauges(worker)
+    _add_gauges(worker)
 
     async def health(request: Request) -> Response:
-        return _state(worker.alive, "ok", "the worker has failed")
+        return _state(worker.alive, "ok")
 
     async def ready(request: Request) -> Response:
-        return _state(worker.ready.is_set(), "ready", "not ready")
+        return _state(worker.ready, "ready")
 
     async def metrics(request: Request) -> Response:
-        kept.clear()
-        for served in worker.models.values():
-            kept.labels(served.name).set(served.cache.nbytes)
         return Response(worker.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def status(request: Request) -> Response:
@@ -521,8 +503,8 @@ def _status_routes(worker: Worker, catalog: Catalog) -> list[Route]:
     return [Route(f"/{name}", endpoint) for name, endpoint in named.items()]
 
 
-def _state(good: bool, word: str, other: str) -> Response:
-    return JSONResponse({"status": word if good else other}, 200 if good else 503)
+def _state(good: bool, word: str) -> Response:
+    return JSONResponse({"status": word if good else f"not {word}"}, 200 if good else 503)
 
 
 _WIDEST = 32  # rows; the end of the cost curve that is shown
@@ -536,7 +518,7 @@ def status_of(worker: Worker, catalog: Catalog) -> dict[str, Any]:
     steps, forwards = totals["steps"], totals["forwards"]
     return {
         "version": __version__,
-        "ready": worker.ready.is_set(),
+        "ready": worker.ready,
         "requests": [one.figures() for one in worker.requests.copy()],
         "recent": [one | {"ended": now - one["ended"]} for one in worker.recent.copy()],
         "totals": totals,
@@ -547,7 +529,7 @@ def status_of(worker: Worker, catalog: Catalog) -> dict[str, Any]:
             {
                 "name": served.name,
                 "context_length": served.context_length,
-                "cost_curve": _curve(served) if worker.ready.is_set() else None,
+                "cost_curve": _curve(served) if worker.ready else None,
                 "cache": {"bytes": served.cache.nbytes, "max_bytes": worker.memory.most_idle}
                 | {name: getattr(served.cache, name) for name in _CACHE_FIGURES},
             }
@@ -562,8 +544,8 @@ def status_of(worker: Worker, catalog: Catalog) -> dict[str, Any]:
             "room": worker.memory.room,
             "parts": worker.memory.parts,
         },
-        "limits": worker.limits._asdict(),
-        "history": metrics.history.columns(),
+        "limits": {"active": worker.active, "queued": worker.queued, "stall": worker.stall},
+        "history": metrics.history,
     }
 
 
@@ -575,12 +557,8 @@ def _curve(served: ServedModel) -> list[list[float]] | None:
     return [[rows, curve(rows)] for rows in range(1, _WIDEST + 1)]
 
 
-def _add_gauges(worker: Worker) -> Gauge:
-    """Add gauges of the server's present state to the Prometheus metrics.
-
-    Returns:
-        the one for the prefix caches, which each answer sets for the models that are loaded.
-    """
+def _add_gauges(worker: Worker) -> None:
+    """Add gauges of the server's present state to the Prometheus metrics."""
 
     def gauge(name: str, help: str, *labels: str) -> Gauge:
         return Gauge(f"mlxspec_{name}", help, labels, registry=worker.metrics.registry)
@@ -597,4 +575,3 @@ def _add_gauges(worker: Worker) -> Gauge:
     parts = gauge("memory_part_bytes", "Memory that is taken or reserved.", "part")
     for part in memory.parts:
         parts.labels(part).set_function(partial(lambda name: memory.parts[name], part))
-    return gauge("cache_bytes", "Bytes of cached prefixes.", "model")

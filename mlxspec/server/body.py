@@ -84,11 +84,16 @@ class ApiError(MlxspecError):
 
 def error_response(error: ApiError, path: str) -> JSONResponse:
     """The response for an error, in the form of the API that the path belongs to."""
-    if not f"{path}/".startswith("/v1/messages/"):
+    if not is_messages(path):
         return JSONResponse(error.body, error.status, error.headers)
     request_id = new_request_id()
     headers = {**error.headers, "request-id": request_id}
     return JSONResponse(error.messages_body(request_id), error.status, headers)
+
+
+def is_messages(path: str) -> bool:
+    """Whether a path belongs to Anthropic's API."""
+    return f"{path}/".startswith("/v1/messages/")
 
 
 def new_request_id() -> str:
@@ -170,14 +175,8 @@ def read_json(data: bytes, most: int = MOST_VALUES) -> tuple[Any, int]:
             )
         if depth == 0:  # the end of the value
             break
-    try:
-        text = data.removeprefix(b"\xef\xbb\xbf").decode("utf-8", "surrogatepass")
-        value = _DECODER.decode(without_lone_surrogates(text))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"byte {error.start:,}: not UTF-8") from None
-    except json.JSONDecodeError as error:
-        place = len(error.doc[: error.pos].encode())
-        raise ValueError(f"byte {place:,}: {error.msg}") from None
+    text = data.decode("utf-8-sig")
+    value = _DECODER.decode(text)
     if _SURROGATE.search(text):
         value = json.loads(without_lone_surrogates(json.dumps(value, ensure_ascii=False)))
     return value, left
@@ -224,7 +223,7 @@ def without_nulls(value: Any) -> Any:
     return {name: one for name, one in value.items() if one is not None}
 
 
-_Key = TypeVar("_Key", bound=str)
+_Key = TypeVar("_Key")
 Dictionary = Annotated[dict[_Key, _T], BeforeValidator(without_nulls)]
 Integer = Annotated[int, BeforeValidator(as_integer)]
 TokenId = Annotated[Integer, Field(ge=0, le=2**31 - 1)]
@@ -277,12 +276,7 @@ def parse(model: type[_Body], body: object) -> _Body:
         )
     fields = (field for one in model.unsupported for field in _UNSUPPORTED[one].items())
     for name, (remedy, *harmless) in fields:
-        value = body.get(name)
-        # True equals 1 in Python, but not in JSON.
-        same = (
-            value == one and isinstance(value, bool) == isinstance(one, bool) for one in harmless
-        )
-        if value is not None and not any(same):
+        if (value := body.get(name)) is not None and value not in harmless:
             refuse(name, value, remedy)
     try:
         return model.model_validate(body)
@@ -326,8 +320,6 @@ def shown(value: object) -> str:
         return "a list" if value else "an empty list"
     if value is None or isinstance(value, bool):
         return json.dumps(value)
-    if isinstance(value, int) and abs(value) >= 2**63:  # Python refuses to format very long ones
-        return "a number beyond 64 bits"
     text = ascii(value[:_LONGEST_SHOWN] if isinstance(value, str) else value)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
 

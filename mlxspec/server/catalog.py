@@ -34,8 +34,7 @@ KEEP_ALIVE = 600.0
 """Seconds after which a model that was loaded for a request is unloaded if none came."""
 
 _NAMED = 5  # models that an error names
-_LOOK = 5.0  # seconds for which the models that were found are not looked for again
-_TELL = 10.0  # seconds between two lines of the log about a model that is being loaded
+_CHECK = 1.0  # seconds between two looks for models that have been idle for their time
 
 _Result = TypeVar("_Result")
 
@@ -75,8 +74,7 @@ class Entry:
     """Requests that use the loaded model."""
     waiting: int = 0
     """Requests that wait for it."""
-    loading: asyncio.Task[None] | None = field(default=None, repr=False)
-    timer: asyncio.TimerHandle | None = field(default=None, repr=False)
+    loading: asyncio.Task[ApiError | None] | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, served: ServedModel) -> Entry:
@@ -87,16 +85,9 @@ class Entry:
             context_length=served.context_length,
             keep_alive=math.inf,
             stays=True,
-            created=served.created,
             served=served,
             state="loaded",
         )
-
-    @property
-    def reading(self) -> dict[str, Any]:
-        """The log's record while its weights are read."""
-        record = {"outcome": "loading", "model": self.name, "bytes": self.nbytes}
-        return record | ({"read": self.read} if self.read else {})
 
     @property
     def is_idle(self) -> bool:
@@ -105,14 +96,13 @@ class Entry:
 
     def figures(self, now: float) -> dict[str, Any]:
         """Its state, as JSON."""
-        loading, idle = self.state == "loading", self.served and not self.users
         return {
             "name": self.name,
             "state": self.state,
             "weight_bytes": self.nbytes,
-            "read_bytes": self.read if loading else None,
+            "read_bytes": self.read if self.state == "loading" else None,
             "waiting": self.waiting,
-            "idle_seconds": now - self.used if idle else None,
+            "idle_seconds": now - self.used if self.served and not self.users else None,
             "keep_alive": self.keep_alive if self.keep_alive < math.inf else None,
         }
 
@@ -180,8 +170,7 @@ class Catalog:
         """Held while a model comes or goes."""
         self._left = asyncio.Event()
         """Set when a request no longer uses its model."""
-        self._unloading: asyncio.Task[None] | None = None
-        self._next_look = -math.inf
+        self._watching: asyncio.Task[None] | None = None
         self._ending = False
         for entry in entries:
             entry.used = clock()
@@ -201,8 +190,7 @@ class Catalog:
 
     async def look(self) -> None:
         """Find models that were added on disk, and forget those that were removed."""
-        if self._loader and self._clock() >= self._next_look:
-            self._next_look = self._clock() + _LOOK
+        if self._loader:
             # The start would have reported it; files may also vanish during the look.
             with suppress(MlxspecError, OSError):
                 self._add(await run_in_threadpool(self._loader.find))
@@ -218,11 +206,11 @@ class Catalog:
             if entry.path not in known:
                 self._entries.setdefault(name, entry)
 
-    async def named(self, name: str | None, elsewhere: str = "\0", strict: bool = True) -> Entry:
+    async def named(self, name: str | None, strict: bool = True) -> Entry:
         """The model for requests with this name.
 
         The default model is meant by requests without a name. Unless ``strict``, it is also meant
-        by unknown names that begin with ``elsewhere``, and an only model by any.
+        by unknown names that begin with "claude-", and an only model by any.
 
         Raises:
             ApiError: 404, it does not exist; 400, several have this name.
@@ -236,19 +224,16 @@ class Catalog:
         else:
             found = self._known(name)
             if found is None and not strict:
-                found = default if name.startswith(elsewhere) else only
+                found = default if name.startswith("claude-") else only
         if found is None:
-            which = (
-                "no model is named"
-                if name is None
-                else f"the model {shown(name)} is not served here"
+            which = f"the model {shown(name)} is not served here" if name else "no model is named"
+            near = get_close_matches(name or "", self._entries, _NAMED, cutoff=0)
+            instead = (
+                f"use {' or '.join(near)}, or another one that /v1/models lists"
+                if near
+                else "none are found; download one, and see 'mlxspec models'"
             )
-            raise ApiError(
-                f"{which}: {self._instead(name)}",
-                status=404,
-                param="model",
-                code="model_not_found",
-            )
+            raise ApiError(f"{which}: {instead}", status=404, param="model", code="model_not_found")
         return found
 
     def _known(self, name: str) -> Entry | None:
@@ -270,16 +255,6 @@ class Catalog:
             )
         return found[0] if found else None
 
-    def _instead(self, name: str | None) -> str:
-        """What to use instead of a name."""
-        names = [*self._entries]
-        if not names:
-            return "none are found; download one, and see 'mlxspec models'"
-        if len(names) <= _NAMED:
-            return f"use {', '.join(names)}"
-        near = get_close_matches(name or "", names, _NAMED) or names[:_NAMED]
-        return f"use {', '.join(near)}, or another one that /v1/models lists"
-
     # --- use ---
 
     async def use(self, entry: Entry, uses: ExitStack) -> ServedModel:
@@ -291,14 +266,10 @@ class Catalog:
         entry.waiting += 1
         try:
             while entry.served is None or entry.state != "loaded":
-                if entry.loading is None:
-                    entry.loading = asyncio.create_task(self._load(entry))
-                    # Nobody may be left to take the error.
-                    entry.loading.add_done_callback(
-                        lambda task: task.cancelled() or task.exception()
-                    )
+                entry.loading = entry.loading or asyncio.create_task(self._load(entry))
                 # If this request ends, the load goes on for others.
-                await asyncio.shield(entry.loading)
+                if failure := await asyncio.shield(entry.loading):
+                    raise failure
         finally:
             entry.waiting -= 1
             self._left.set()  # a load may wait for this request, which may have been cancelled
@@ -310,24 +281,15 @@ class Catalog:
         entry.users -= 1
         entry.used = self._clock()
         self._left.set()
-        self._watch(entry)
 
     def watch(self) -> None:
         """Begin to unload idle models; called in the event loop, at its start."""
-        for entry in self.entries:
-            self._watch(entry)
+        self._watching = asyncio.create_task(self._watch())
 
-    def _watch(self, entry: Entry) -> None:
-        """Unload a model after its time, unless it is used until then."""
-        if entry.timer:
-            entry.timer.cancel()
-            entry.timer = None
-        if entry.served and not entry.users and entry.keep_alive < math.inf:
-            loop = asyncio.get_running_loop()
-            entry.timer = loop.call_later(entry.keep_alive, self._expire)
-
-    def _expire(self) -> None:
-        self._unloading = asyncio.create_task(self.unload_idle())
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_CHECK)
+            await self.unload_idle()
 
     async def unload_idle(self) -> None:
         """Unload the models that have been idle for their time."""
@@ -338,32 +300,26 @@ class Catalog:
 
     # --- coming and going ---
 
-    async def _load(self, entry: Entry) -> None:
-        """Load a model; raises as :meth:`use` does."""
-        failure: ApiError | None = None
+    async def _load(self, entry: Entry) -> ApiError | None:
+        """Load a model; returns the error of the requests for it, if it cannot be loaded."""
         try:
             async with self._moving:
-                while entry.state == "unloading":
-                    self._left.clear()
-                    await self._left.wait()
                 await self._make_room(entry)
                 entry.state, entry.read, begun = "loading", 0, self._clock()
-                self._log(entry.reading)
+                self._log({"outcome": "loading", "model": entry.name, "bytes": entry.nbytes})
                 entry.served = await self._in_thread(self._read, entry)
                 self._worker.models[entry.name] = entry.served
-                entry.state, entry.used = "loaded", self._clock()
-                seconds = round(self._clock() - begun, 3)
+                entry.used = self._clock()
+                seconds = round(entry.used - begun, 3)
                 self._log({"outcome": "loaded", "model": entry.name, "seconds": seconds})
-                self._watch(entry)
+                return None
         except Exception as error:
             failure = self._failed(entry, error)
         finally:
-            entry.loading = None
-            if entry.state == "loading":
-                entry.state = "not-loaded"
-        if failure:  # no longer in the handler, so it does not hold what was loaded
-            await self._in_thread(self._give_up, entry)
-            raise failure
+            entry.loading, entry.state = None, "loaded" if entry.served else "not-loaded"
+        # No longer in the handler, so it does not hold what was loaded.
+        await self._in_thread(self._give_up, entry)
+        return failure
 
     def _failed(self, entry: Entry, error: Exception) -> ApiError:
         """The clients' error for a model that could not be loaded."""
@@ -373,12 +329,8 @@ class Catalog:
         self._log({"outcome": "not loaded", "model": entry.name, "error": line})
         if isinstance(error, ApiError):
             return ApiError(line, status=error.status, param=error.param, code=error.code)
-        return ApiError(
-            f"the model {entry.name} cannot be loaded: {line}",
-            status=500,
-            param="model",
-            code="model_not_loaded",
-        )
+        line = f"the model {entry.name} cannot be loaded: {line}"
+        return ApiError(line, status=500, param="model", code="model_not_loaded")
 
     async def _make_room(self, entry: Entry) -> None:
         """Unload models until one fits.
@@ -388,14 +340,13 @@ class Catalog:
         """
         memory = self._worker.memory
         while True:
-            # Before the look at the memory: a request that ends meanwhile leaves some.
-            is_used = any(one.users + one.waiting for one in self.entries if one.served)
             self._left.clear()
+            in_use = any(one.users + one.waiting for one in self.entries if one.served)
             if await self._in_thread(self._worker.call, self._reserves, entry):
                 return
             others = [one for one in self.entries if one.served and not one.stays]
             room = memory.room + sum(one.nbytes for one in others)
-            if entry.nbytes > room or not (others or is_used):
+            if entry.nbytes > room or not (others or in_use):
                 left = max(0, room - memory.parts["forward"])
                 raise ApiError(
                     f"the weights of {entry.name} need {entry.nbytes >> 20} MiB, but only "
@@ -405,24 +356,24 @@ class Catalog:
                     param="model",
                     code="out_of_memory",
                 )
-            if ready := [one for one in others if one.state == "loaded" and not one.waiting]:
-                oldest = min(ready, key=lambda one: (one.users > 0, one.used))
+            if free := [one for one in others if not one.waiting]:
+                oldest = min(free, key=lambda one: (one.users > 0, one.used))
                 await self._unload(oldest, f"room for {entry.name}")
             else:
                 await self._left.wait()
 
     async def make_room_for(self, need: Need) -> None:
-        """Unload idle models, the least recently used first, until a request would fit.
-
-        Whoever loads a model may wait for this request, so this waits for nobody.
-        """
+        """Unload idle models, the least recently used first, until a request would fit."""
         fits = self._worker.memory.ever_fits
-        while not fits(need):
+        if fits(need) or self._moving.locked():  # whoever loads a model may wait for this request
+            return
+        async with self._moving:
             idle = [one for one in self.entries if one.is_idle and not one.stays]
             weights = sum(one.served.memory.weights for one in idle if one.served)
-            if not fits(need, beside=-weights):
-                return
-            await self._unload(min(idle, key=lambda one: one.used), "room for a request")
+            if fits(need, beside=-weights):
+                for one in sorted(idle, key=lambda one: one.used):
+                    if not fits(need):
+                        await self._unload(one, "room for a request")
 
     async def _unload(self, entry: Entry, reason: str) -> None:
         """Unload a model once no request uses it."""
@@ -431,11 +382,8 @@ class Catalog:
             self._left.clear()
             await self._left.wait()
         self._worker.models.pop(entry.name)
-        try:
-            await self._in_thread(self._close, entry)
-        finally:
-            entry.state = "not-loaded"
-            self._left.set()
+        await self._in_thread(self._close, entry)
+        self._left.set()
         self._log({"outcome": "unloaded", "model": entry.name, "reason": reason})
 
     # --- in the worker's thread ---
@@ -446,23 +394,8 @@ class Catalog:
         needs = (one.need for one in self._worker.requests.copy())
         keep = all(memory.ever_fits(need, beside=entry.nbytes) for need in needs)
         if fits := keep and memory.fits(Need(entry.nbytes)):
-            memory.reserve(entry.name, entry.nbytes)
+            memory.reserve(entry.name, Need(entry.nbytes))
         return fits
-
-    def _open(self, make: Callable[[], ServedModel]) -> ServedModel:
-        served = make()
-        self._worker.memory.add(served)
-        try:
-            self._worker.open(served)
-        except BaseException:
-            self._worker.memory.remove(served)
-            raise
-        return served
-
-    def _shut(self, entry: Entry) -> None:
-        assert entry.served
-        self._worker.leave(entry.name)
-        self._worker.memory.remove(entry.served)
 
     # --- in the thread ---
 
@@ -472,18 +405,14 @@ class Catalog:
     def _read(self, entry: Entry) -> ServedModel:
         """Read a model's weights here, and run its first steps in the worker's thread."""
         assert self._loader
-        next_line = self._clock() + _TELL
 
         def on_read(nbytes: int) -> None:
-            nonlocal next_line
             if self._ending:
                 raise ApiError("the server is ending", status=503)
             entry.read += nbytes
-            if self._clock() >= next_line:
-                next_line = self._clock() + _TELL
-                self._log(entry.reading)
 
-        served = self._worker.call(self._open, self._loader.load(entry, on_read))
+        served = self._worker.call(self._loader.load(entry, on_read))
+        self._worker.call(self._worker.open, served)
         if gc.get_freeze_count():
             gc.freeze()  # as at the start of the server
         return served
@@ -499,10 +428,10 @@ class Catalog:
         assert entry.served
         assert self._loader
         try:
-            self._worker.call(self._shut, entry)
+            self._worker.call(self._worker.leave, entry.served)
             self._loader.close(entry.served)
         finally:
-            entry.served = None
+            entry.served, entry.state = None, "not-loaded"
             _free()
 
     def close(self) -> None:
@@ -521,17 +450,15 @@ def _free() -> None:
     mx.clear_cache()
 
 
-class UseMiddleware:
+def keeping_models(app: ASGIApp) -> ASGIApp:
     """ASGI middleware: a request's models stay loaded until its response has been sent.
 
-    Args:
-        app: receives the requests, with a stack in their state, for :meth:`Catalog.use`.
+    The request's state has the stack for :meth:`Catalog.use`.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def served(scope: Scope, receive: Receive, send: Send) -> None:
         with ExitStack() as uses:
             scope.setdefault("state", {})["uses"] = uses
-            await self._app(scope, receive, send)
+            await app(scope, receive, send)
+
+    return served

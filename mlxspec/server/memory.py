@@ -45,7 +45,6 @@ class ServerMemory:
         self._models: dict[str, ServedModel] = {}
         self._reserved: dict[object, Need] = {}
         self._limit, self._next_look = self._bound, 0.0
-        self._is_in_force = False
 
     # --- figures ---
 
@@ -144,28 +143,23 @@ class ServerMemory:
             ApiError: 400, prompt and answer exceed the context; 413, their caches would not fit
                 into memory even if nothing else ran.
         """
-        longest, needs, wanted = served.context_length, served.memory.needs, body.max_tokens
-        if longest is not None and n_prompt >= longest:
+        longest, needs = served.context_length or math.inf, served.memory.needs
+        cuts = body.max_tokens is None or body.cuts_max_tokens
+        wanted = body.max_tokens or default
+        answer = 0 if cuts else wanted
+        if n_prompt + max(1, answer) > longest:
             raise ApiError(
                 # Claude Code parses both numbers, and shortens the conversation.
-                f"the prompt is too long: {n_prompt} tokens > {longest}, which is the model's "
-                "context: shorten it",
+                f"the prompt is too long: {n_prompt} tokens > {max(0, longest - answer)}, since "
+                f"the model's context has {longest} and the answer may have {answer}: shorten the "
+                "prompt or ask for fewer tokens",
                 param=body.param,
                 code="context_length_exceeded",
             )
-        if wanted is None or body.cuts_max_tokens:
-            wanted = wanted or default
-            if longest is not None:
-                wanted = min(wanted, longest - n_prompt)
+        if cuts:
+            wanted = int(min(wanted, longest - n_prompt))
             while wanted > 1 and not self.ever_fits(needs(n_prompt + wanted)):
                 wanted //= 2
-        elif longest is not None and n_prompt + wanted > longest:
-            raise ApiError(
-                f"the model's context has {longest} tokens; the prompt has {n_prompt} and the "
-                f"answer may have {wanted}: shorten the prompt or ask for fewer",
-                param=body.param,
-                code="context_length_exceeded",
-            )
         need = needs(n_prompt + wanted)
         if not self.ever_fits(need):
             raise self.refusal(n_prompt, wanted, need)
@@ -202,23 +196,21 @@ class ServerMemory:
         if hasattr(model, "leader"):  # each rank has a part of it, on a machine of its own
             held = mx.get_active_memory() + mx.get_cache_memory()
             self._bound = min(self._bound, held + together(least_free_memory, model))
-        self._limit_mlx()
         self.make_room()
 
     def remove(self, served: ServedModel) -> None:
         """Count a model no longer, nor its idle entries."""
         del self._models[served.name]
-        self._limit_mlx()
 
-    def reserve(self, owner: object, need: Need | int) -> None:
+    def reserve(self, owner: object, need: Need) -> None:
         """Reserve memory; idle entries make room for it.
 
         Args:
             owner: until it is passed to :meth:`release`, the memory is reserved: a request, or the
                 name of a model that is being loaded.
-            need: what a request needs; for a model, the bytes of its weights.
+            need: what a request needs, or a model's weights.
         """
-        self._reserved[owner] = Need(need) if isinstance(need, int) else need
+        self._reserved[owner] = need
         self.make_room()
 
     def release(self, owner: object) -> None:
@@ -226,7 +218,11 @@ class ServerMemory:
         self._reserved.pop(owner, None)
 
     def make_room(self) -> None:
-        """Evict idle entries, the least recently used of all models first, until all fits."""
+        """Evict idle entries, the least recently used of all models first, until all fits.
+
+        MLX keeps freed buffers for later arrays, as many as fit into their part of the reserve.
+        """
+        mx.set_cache_limit(self._spare)
         self._evict(self.room - self._forward() - self.reserved)
         self._evict(self.most_idle, kept=self._cache_bytes is None)
 
@@ -243,22 +239,14 @@ class ServerMemory:
     @contextmanager
     def in_force(self) -> Iterator[None]:
         """Let MLX keep to the bound while the worker runs."""
-        before = mx.set_memory_limit(self._bound), mx.set_cache_limit(0)
-        self._is_in_force = True
-        self._limit_mlx()
+        before = mx.set_memory_limit(self._bound), mx.set_cache_limit(self._spare)
         try:
             # Each model's own use of the same limit may then end in any order.
             with wired_limit(nn.Module(), [generation_stream]):
                 yield
         finally:
-            self._is_in_force = False
             mx.set_memory_limit(before[0])
             mx.set_cache_limit(before[1])
-
-    def _limit_mlx(self) -> None:
-        if self._is_in_force:
-            mx.set_memory_limit(self._bound)
-            mx.set_cache_limit(self._spare)  # of freed buffers that it keeps for later arrays
 
 
 def in_words(nbytes: int) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
@@ -16,16 +16,14 @@ from urllib.parse import quote
 from pydantic import BeforeValidator, Field
 
 from ..engine.params import Constraint
-from .answer import ApiAnswer, Choice, OutputFormat, Part, TextRun
+from .answer import ApiAnswer, Choice, OutputFormat, Part, TextRun, framed
 from .body import (
     NO_THREADS,
     ApiError,
     Body,
-    Integer,
     Items,
     Name,
     blaming,
-    new_request_id,
     parse,
     read_json,
     refuse,
@@ -33,16 +31,19 @@ from .body import (
 )
 from .requests import (
     ChatRequest,
+    Function,
+    MaxTokens,
     Options,
     ResponseFormat,
     SamplingBody,
     Stops,
+    ToolOutput,
     as_parts,
     chosen_tool,
     conversation,
-    left_out,
-    same,
+    merged,
     template_kwargs,
+    text_of_output,
 )
 from .worker import Begun, Ended
 
@@ -50,49 +51,30 @@ _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 """The first line of Claude Code's system prompt, usually in a block of its own. It differs from
 request to request, so no prompt with it would match a cached prefix."""
 
+_TOOL_CHOICES = {"auto": "auto", "any": "required", "tool": "function", "none": "none"}
 _THINKING = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
 
 
 class _Block(Body):
-    """A content block of any type."""
+    """A content block of any type. Only text is supported beside thinking and calls."""
 
-    type: str
+    type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
     text: str = ""
     thinking: str = ""
     id: Name = "-"
     name: Name = "-"
     input: dict[str, Any] = {}
     tool_use_id: Name = "-"
-    tool_name: Name = "-"
     is_error: bool = False
-    content: Annotated[Items[_Block], BeforeValidator(as_parts)] = []
+    content: ToolOutput = []
 
-    needed = {
-        "text": ("text",),
-        "tool_use": ("id", "name"),
-        "tool_result": ("tool_use_id",),
-        "tool_reference": ("tool_name",),
-    }
+    needed = {"text": ("text",), "tool_use": ("id", "name"), "tool_result": ("tool_use_id",)}
 
-    def plain(self, path: str) -> str:
-        """The text of a text block.
-
-        Raises:
-            ApiError: the block has another type.
-        """
-        if self.type != "text":
-            remedy = 'send blocks of the type "text", since the model reads only text'
-            refuse(f"{path}.type", self.type, remedy)
-        return self.text
-
-    def result(self) -> str:
-        """The text of a tool's result, or of a block in it."""
-        if self.type == "tool_reference":  # refers to a tool that is offered already
-            return self.tool_name
-        if self.type != "tool_result":
-            return self.text if self.type == "text" else left_out(self.type)
+    def result(self) -> dict[str, Any]:
+        """The message of a tool's result."""
         error = "Error: " if self.is_error else ""  # templates have no other place for it
-        return error + "".join(inner.result() for inner in self.content)
+        text = error + text_of_output(self.content)
+        return {"role": "tool", "content": [text], "tool_call_id": self.tool_use_id}
 
 
 _Blocks = Annotated[Items[_Block], BeforeValidator(as_parts)]
@@ -105,39 +87,15 @@ class _Turn(Body):
     needed = {"user": ("content",), "assistant": ("content",)}
 
 
-class _MessagesTool(Body):
-    """A tool. ``defer_loading`` has no effect: the prompt's prefix should not change."""
-
-    type: Literal["custom"] = "custom"
-    name: Name
-    description: str | None = None
-    input_schema: dict[str, Any]
-    strict: bool | None = None
-
-    def for_chat(self) -> dict[str, Any]:
-        """The tool in OpenAI's form."""
-        function: dict[str, Any] = {"name": self.name, "description": self.description}
-        function |= {"parameters": self.input_schema, "strict": self.strict}
-        return {"type": "function", "function": without_nulls(function)}
-
-
-class _MessagesToolChoice(Body):
-    type: Literal["auto", "any", "tool", "none"]
-    name: Name = "-"
-    disable_parallel_tool_use: bool = False
-
-    needed = {"tool": ("name",)}
-
-
 class MessagesBody(SamplingBody):
     """A body of ``/v1/messages`` or ``/v1/messages/count_tokens``."""
 
     model: str | None = None
-    max_tokens: Annotated[Integer, Field(ge=1)] | None = None
+    max_tokens: MaxTokens = None
     system: _Blocks = []
     messages: Annotated[Items[_Turn], Field(min_length=1)]
-    tools: Items[_MessagesTool] = []
-    tool_choice: _MessagesToolChoice = _MessagesToolChoice(type="auto")
+    tools: Items[Function] = []
+    tool_choice: dict[str, Any] = {"type": "auto"}
     thinking: dict[str, Any] | None = None
     output_config: Options = Options()
     output_format: ResponseFormat | None = None
@@ -167,120 +125,83 @@ def parse_messages(body: object, *, to_count: bool = False) -> ChatRequest:
     asked = parse(MessagesBody, body)
     if asked.max_tokens is None and not to_count:
         refuse("max_tokens", None, "choose an integer of 1 or more")
-    choice, tools = asked.tool_choice, [tool.for_chat() for tool in asked.tools]
-    word = {"any": "required", "tool": "function"}.get(choice.type, choice.type)
-    named = choice.name if choice.type == "tool" else None
-    formats = {
-        "output_config.format": asked.output_config.format,
-        "output_format": asked.output_format,
-    }
-    format = same(**formats)
-    path = next((path for path, one in formats.items() if one), "")
-    if format and format.type != "json_schema":
-        refuse(f"{path}.type", format.type, 'send "json_schema" with a schema')
-    place, schema = (format and format.schema_at(path, inner=False)) or ("", {})
+    # All tools are shown to the model at once, whatever ``defer_loading`` is: it should not change
+    # the prompt's prefix.
+    functions = [tool.model_dump(exclude={"type", "arguments"}) for tool in asked.tools]
+    tools = [{"type": "function", "function": without_nulls(one)} for one in functions]
+    text = "".join(_BILLING.sub("", block.text) for block in asked.system)
+    system = [{"role": "system", "content": [text]}] if text else []
+    messages = (message for turn in asked.messages for message in _messages_of(turn))
+    choice = asked.tool_choice
+    word = _TOOL_CHOICES.get(str(choice.get("type")))
+    if word is None:
+        refuse("tool_choice.type", choice.get("type"), f"choose one of {', '.join(_TOOL_CHOICES)}")
+    named = str(choice.get("name")) if word == "function" else None
+    place = "output_config.format" if asked.output_config.format else "output_format"
+    format = asked.output_config.format or asked.output_format
     with blaming(place):
-        constraint = Constraint.json_schema(schema) if place else None
+        constraint = Constraint.json_schema(format.schema_at(place)) if format else None
     return ChatRequest(
         model=asked.model,
         sampling=asked.sampling,
-        max_tokens=asked.max_tokens and min(asked.max_tokens, 2**31 - 1),
+        max_tokens=asked.max_tokens,
         cuts_max_tokens=True,  # clients ask for what the largest models can write
         stop=tuple(asked.stop_sequences),
         stream=asked.stream,
         constraint=constraint,
-        constrained_by=place,
-        **conversation(_messages(asked), "messages"),
+        constrained_by=place if constraint else "",
+        **conversation(merged([*system, *messages]), "messages"),
         **chosen_tool(word, named, tools, "tool_choice.name" if named else "tool_choice.type"),
-        tool_places=tuple(f"tools[{index}].input_schema" for index in range(len(tools))),
-        parallel_tool_calls=not choice.disable_parallel_tool_use,
+        parallel_tool_calls=not choice.get("disable_parallel_tool_use"),
         template_kwargs=_template_kwargs(asked),
     )
 
 
 def _template_kwargs(asked: MessagesBody) -> dict[str, Any]:
-    effort, thinking = asked.output_config.effort, None
-    if effort in ("none", "minimal"):
-        refuse("output_config.effort", effort, "choose low, medium, high, xhigh or max")
+    thinking = None
     if asked.thinking is not None:
         thinking = _THINKING.get(str(kind := asked.thinking.get("type")))
         if thinking is None:
             refuse("thinking.type", kind, f"choose one of {', '.join(_THINKING)}")
-    return template_kwargs(effort, thinking, asked.chat_template_kwargs)
+    return template_kwargs(asked.output_config.effort, thinking, asked.chat_template_kwargs)
 
 
 # --- messages ---
 
 
-def _messages(asked: MessagesBody) -> list[dict[str, Any]]:
-    """The chat messages; consecutive messages of a role are merged, as in Anthropic's API.
-
-    Texts are collected in lists and joined at the end: ten thousand may form one message.
-    """
-    system = "".join(
-        _BILLING.sub("", block.plain(f"system[{index}]"))
-        for index, block in enumerate(asked.system)
-    )
-    messages: list[dict[str, Any]] = []
-    for index, turn in enumerate(asked.messages):
-        for message in _messages_of(turn, f"messages[{index}].content"):
-            last = messages[-1] if messages else {}
-            role = message["role"]
-            if role == "tool" or last.get("role") != role or "tool_calls" in last:
-                messages.append(message)
-                continue
-            for name in message.keys() & {"content", "reasoning_content"}:
-                last.setdefault(name, []).extend(message[name])
-            if "tool_calls" in message:
-                last["tool_calls"] = message["tool_calls"]
-    for message in messages:
-        message["content"] = "\n\n".join(filter(None, message["content"]))
-        if "reasoning_content" in message:
-            message["reasoning_content"] = "".join(message["reasoning_content"])
-    return [{"role": "system", "content": system}, *messages] if system else messages
-
-
-def _messages_of(turn: _Turn, path: str) -> list[dict[str, Any]]:
+def _messages_of(turn: _Turn) -> Iterator[dict[str, Any]]:
     """Convert one of Anthropic's messages into chat messages whose contents are lists."""
-    places = [(block, f"{path}[{index}]") for index, block in enumerate(turn.content)]
     if turn.role == "assistant":
-        return [_answer(places)]
-    if turn.role == "system":
-        # Few chat templates accept a system message within a conversation. Claude Code marks
-        # such text in a user message this way.
-        text = "".join(block.plain(place) for block, place in places)
-        marked = f"<system-reminder>\n{text}\n</system-reminder>"
-        return [{"role": "user", "content": [marked]}] if text else []
-    messages: list[dict[str, Any]] = []
-    for is_result, group in groupby(places, key=lambda one: one[0].type == "tool_result"):
+        yield _answer(turn.content)
+        return
+    for is_result, group in groupby(turn.content, key=lambda block: block.type == "tool_result"):
         if is_result:
-            messages += [
-                {"role": "tool", "content": [block.result()], "tool_call_id": block.tool_use_id}
-                for block, _ in group
-            ]
-        else:
-            text = "".join(block.plain(place) for block, place in group)
-            messages.append({"role": "user", "content": [text]})
-    return messages
+            yield from (block.result() for block in group)
+            continue
+        text = "".join(block.text for block in group)
+        if turn.role == "system":
+            # Few chat templates accept a system message within a conversation. Claude Code marks
+            # such text in a user message this way.
+            text = f"<system-reminder>\n{text}\n</system-reminder>"
+        yield {"role": "user", "content": [text]}
 
 
-def _answer(places: Sequence[tuple[_Block, str]]) -> dict[str, Any]:
-    """The assistant's message."""
-    content, reasoning, calls = [], [], []
-    for block, place in places:
-        if block.type == "thinking":
-            reasoning.append(block.thinking)
-        elif block.type == "tool_use":
-            function = {"name": block.name, "arguments": block.input}
-            calls.append({"type": "function", "id": block.id, "function": function})
-        elif block.type != "redacted_thinking":  # only Anthropic can read it
-            content.append(block.plain(place))
-    message: dict[str, Any] = {"role": "assistant", "content": ["".join(content)]}
-    if any(reasoning):
+def _answer(blocks: Sequence[_Block]) -> dict[str, Any]:
+    """The assistant's message, without thinking that only Anthropic can read."""
+    message: dict[str, Any] = {"role": "assistant"}
+    message["content"] = ["".join(block.text for block in blocks)]
+    if reasoning := [block.thinking for block in blocks if block.thinking]:
         message["reasoning_content"] = reasoning
-    if calls:
-        message["tool_calls"] = calls
-    return message
+    calls = [
+        {
+            "type": "function",
+            "id": block.id,
+            "function": {"name": block.name, "arguments": block.input},
+        }
+        for block in blocks
+        if block.type == "tool_use"
+    ]
+    return message | ({"tool_calls": calls} if calls else {})
 
 
 # --- answers ---
@@ -326,20 +247,28 @@ class MessagesAnswer(ApiAnswer):
         request: the client's request.
         model: the model's own name, which the answer shows.
         format: the format of the model's output.
+        request_id: the request's id, which a header and errors repeat.
     """
 
-    def __init__(self, request: ChatRequest, model: str, format: OutputFormat) -> None:
+    def __init__(
+        self, request: ChatRequest, model: str, format: OutputFormat | None, request_id: str
+    ) -> None:
         super().__init__([Choice(0, format)])
-        self.id = f"msg_{uuid.uuid4().hex}"
-        self._request_id = new_request_id()
-        self.headers = messages_headers(model, self._request_id)
+        self.headers = messages_headers(model, request_id)
+        self._request_id = request_id
         self._request = request
-        self._model = model
+        self._message: dict[str, Any] = {
+            "id": f"msg_{uuid.uuid4().hex}",
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
 
     def choice_begun(self, event: Begun) -> list[dict[str, Any]]:
-        message = self._message([], _usage(event.prompt_tokens, event.cached_tokens))
-        message |= {"stop_reason": None, "stop_sequence": None}
-        return [{"type": "message_start", "message": message}]
+        return [{"type": "message_start", "message": {**self._message, "usage": _usage(event)}}]
 
     def feed_choice(self, choice: Choice, runs: Sequence[TextRun]) -> list[dict[str, Any]]:
         chunks: list[dict[str, Any]] = []
@@ -355,57 +284,39 @@ class MessagesAnswer(ApiAnswer):
                 chunks.append(_block_delta(index, kind, name, text))
         if choice.end:
             chunks += _block_end(choice, index)
-            end = {"type": "message_delta", "delta": self._stop(choice, choice.end)}
-            chunks.append(end | {"usage": self._usage(choice, choice.end)})
+            usage = _usage(choice.end, choice.end.completion_tokens, choice.reasoning_tokens)
+            delta = self._stop(choice, choice.end)
+            chunks.append({"type": "message_delta", "delta": delta, "usage": usage})
             chunks.append({"type": "message_stop"})
         return chunks
 
     def whole(self) -> dict[str, Any]:
         (choice,) = self.choices
         assert choice.end
-        content = [_block(part, part.text) for part in choice.parts]
-        usage = self._usage(choice, choice.end)
-        return self._message(content, usage) | self._stop(choice, choice.end)
-
-    def framed(self, chunk: dict[str, Any]) -> str:
-        return f"event: {chunk['type']}\n{super().framed(chunk)}"
+        return {
+            **self._message,
+            "content": [_block(part, part.text) for part in choice.parts],
+            "usage": _usage(choice.end, choice.end.completion_tokens, choice.reasoning_tokens),
+            **self._stop(choice, choice.end),
+        }
 
     def keep_alive(self) -> str:
-        return self.framed({"type": "ping"})
+        return framed({"type": "ping"})
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         return error.messages_body(self._request_id)
 
-    def _message(self, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "type": "message",
-            "role": "assistant",
-            "model": self._model,
-            "content": content,
-            "usage": usage,
-        }
-
     def _stop(self, choice: Choice, end: Ended) -> dict[str, Any]:
         """The fields that say why the message has ended."""
-        reason, sequence = choice.finish_reason, None
-        if reason == "tool_calls":
-            reason = "tool_use"
-        elif reason == "length":
-            wanted = self._request.max_tokens
-            cut = wanted is not None and end.completion_tokens < wanted
-            reason = "model_context_window_exceeded" if cut else "max_tokens"
-        elif end.stop in self._request.stop:
-            reason, sequence = "stop_sequence", end.stop
-        else:
-            reason = "end_turn"
-        return {"stop_reason": reason, "stop_sequence": sequence}
+        reason = _STOP_REASONS[choice.finish_reason]
+        if reason == "end_turn" and end.stop is not None:
+            return {"stop_reason": "stop_sequence", "stop_sequence": end.stop}
+        if reason == "max_tokens" and end.completion_tokens < (self._request.max_tokens or 0):
+            reason = "model_context_window_exceeded"
+        return {"stop_reason": reason, "stop_sequence": None}
 
-    def _usage(self, choice: Choice, end: Ended) -> dict[str, Any]:
-        return _usage(end.prompt_tokens, end.cached_tokens) | {
-            "output_tokens": end.completion_tokens,
-            "output_tokens_details": {"thinking_tokens": choice.reasoning_tokens},
-        }
+
+_STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
 
 
 def _block_delta(index: int, kind: str, name: str, text: str) -> dict[str, Any]:
@@ -422,12 +333,13 @@ def _block_end(choice: Choice, index: int) -> list[dict[str, Any]]:
     return chunks
 
 
-def _usage(prompt_tokens: int, cached_tokens: int) -> dict[str, Any]:
+def _usage(event: Begun | Ended, output: int = 0, thinking: int = 0) -> dict[str, Any]:
     return {
-        "input_tokens": prompt_tokens - cached_tokens,
+        "input_tokens": event.prompt_tokens - event.cached_tokens,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": cached_tokens,
-        "output_tokens": 0,
+        "cache_read_input_tokens": event.cached_tokens,
+        "output_tokens": output,
+        "output_tokens_details": {"thinking_tokens": thinking},
     }
 
 

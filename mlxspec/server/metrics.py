@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter as Count
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,37 +19,7 @@ _ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 _SEQUENCES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 _HISTORY = 300  # seconds
-
-
-class SecondSums:
-    """Sums of figures over each of the last seconds, for the charts of the status page.
-
-    Only the worker's thread adds to them; other threads read them.
-    """
-
-    FIGURES = ("generated", "steps", "forwards", "seconds", "plain_seconds")
-
-    def __init__(self) -> None:
-        self._began = int(time.perf_counter())
-        # Only seconds in which something happened, including the present one.
-        self._sums: deque[tuple[int, dict[str, float]]] = deque(maxlen=_HISTORY + 1)
-
-    def add(self, **figures: float) -> None:
-        """Add to the sums of the present second."""
-        second = int(time.perf_counter())
-        if not self._sums or self._sums[-1][0] != second:
-            self._sums.append((second, dict.fromkeys(self.FIGURES, 0)))
-        sums = self._sums[-1][1]
-        for name, value in figures.items():
-            sums[name] += value
-
-    def columns(self) -> dict[str, Any]:
-        """The sums of all past seconds by figure; ``end`` is the second after the last one."""
-        end = int(time.perf_counter())
-        known = dict(self._sums.copy())
-        sums = [known.get(second, {}) for second in range(max(self._began, end - _HISTORY), end)]
-        columns = {name: [round(one.get(name, 0), 4) for one in sums] for name in self.FIGURES}
-        return {"end": end, **columns}
+_FIGURES = ("generated", "steps", "forwards", "seconds", "plain_seconds")
 
 
 class Metrics:
@@ -57,7 +27,6 @@ class Metrics:
 
     Attributes:
         registry: the Prometheus registry with all metrics.
-        history: the sums of the last minutes.
     """
 
     def __init__(self) -> None:
@@ -81,7 +50,28 @@ class Metrics:
         self._between = histogram("step_seconds", "Wall time of steps.", _STEP_SECONDS)
         self._rows = histogram("step_rows", "Rows per forward, of all sequences.", _ROWS)
         self._together = histogram("step_sequences", "Sequences per forward.", _SEQUENCES)
-        self.history = SecondSums()
+        self._began = int(time.perf_counter())
+        self._sums: deque[tuple[int, Count[str]]] = deque(maxlen=_HISTORY + 1)
+        """Of the last seconds, the present one included, in which something happened."""
+
+    def _sum(self, **figures: Any) -> None:
+        """Add to the sums of the present second."""
+        second = int(time.perf_counter())
+        if not self._sums or self._sums[-1][0] != second:
+            self._sums.append((second, Count()))
+        self._sums[-1][1].update(figures)
+
+    @property
+    def history(self) -> dict[str, Any]:
+        """The sums of each of the last seconds by figure, for the charts of the status page.
+
+        ``end`` is the second after the last one.
+        """
+        end = int(time.perf_counter())
+        known = defaultdict(Count, self._sums.copy())
+        sums = [known[second] for second in range(max(self._began, end - _HISTORY), end)]
+        columns = {name: [round(one[name], 4) for one in sums] for name in _FIGURES}
+        return {"end": end, **columns}
 
     @property
     def totals(self) -> dict[str, int]:
@@ -120,9 +110,9 @@ class Metrics:
                 unknown.
         """
         self._generated.inc(len(step.tokens))
-        self.history.add(generated=len(step.tokens), steps=1)
+        self._sum(generated=len(step.tokens), steps=1)
         if plain_seconds is not None:
-            self.history.add(seconds=seconds, plain_seconds=plain_seconds)
+            self._sum(seconds=seconds, plain_seconds=plain_seconds)
         origins = step.tree.node_origins
         drafted = Count(origins[1 : len(step.tree)])
         accepted = Count(origins[node] for node in step.accepted if node < len(origins))
@@ -136,7 +126,7 @@ class Metrics:
         self._between.observe(seconds)
         self._rows.observe(rows)
         self._together.observe(sequences)
-        self.history.add(forwards=1)
+        self._sum(forwards=1)
 
     def add_end(self, outcome: str, seconds: float | None = None) -> None:
         """Record that a generation has ended after ``seconds``, or was refused."""

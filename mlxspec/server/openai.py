@@ -9,23 +9,20 @@ from __future__ import annotations
 
 import time
 import uuid
-from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from pydantic import Discriminator, Field, Tag, WrapValidator
+from pydantic import BeforeValidator, Field
 
 from .. import __version__
 from ..models.tokenizer import token_bytes
 from .answer import ApiAnswer, Choice, OutputFormat, Part, TextRun
 from .body import (
-    ApiError,
     Body,
     Integer,
     Items,
-    Name,
     StringOr,
     TokenId,
     parse,
@@ -38,30 +35,22 @@ from .requests import (
     ChatRequest,
     CommonBody,
     CompletionRequest,
+    Function,
     Texts,
     chosen_tool,
     conversation,
     joined,
-    same,
 )
 from .worker import Piece
 
 _Top = Annotated[Integer, Field(ge=0, le=20)]
 
 
-class _Function(Body):
-    name: Name
-    description: str = ""
-    parameters: dict[str, Any] = {}
-    strict: bool = False
-    arguments: dict[str, Any] | str = {}
-
-
 class _Tool(Body):
     """A tool that is offered, called or chosen."""
 
     type: Literal["function"] = "function"
-    function: _Function
+    function: Function
     id: str | None = None
 
     needed = {"function": ("function",)}
@@ -73,47 +62,34 @@ class _Tool(Body):
 
 
 class _Message(Body):
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Texts = []
     name: str | None = None
-    refusal: str = ""
     reasoning_content: str = ""
     reasoning: str = ""
-    audio: None = None
     tool_calls: Items[_Tool] = []
-    function_call: _Function | None = None
     tool_call_id: str | None = None
-    images: Annotated[list[Any], Field(max_length=0)] = []
 
     needed = dict.fromkeys(("system", "developer", "user"), ("content",))
 
     def for_template(self) -> dict[str, Any]:
         """The message in the form that chat templates expect."""
-        role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
-        about = {"name": self.name, "tool_call_id": self.tool_call_id}
-        message = {"role": role, "content": joined(self.content), **without_nulls(about)}
-        if role != "assistant":
-            return message
-        message["content"] = message["content"] or self.refusal
-        if reasoning := self.reasoning_content or self.reasoning:
-            message["reasoning_content"] = reasoning
-        calls = [*self.tool_calls, *([_Tool(function=old)] if (old := self.function_call) else [])]
-        if calls:
-            message["tool_calls"] = [call.for_template() for call in calls]
-        return message
-
-
-def _as_sent(value: Any, check: Any) -> Any:
-    """Validate an object, but keep all of its fields: templates may use unknown ones."""
-    check(value)
-    return value
+        message = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": joined(self.content),
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.reasoning_content or self.reasoning or None,
+            "tool_calls": [call.for_template() for call in self.tool_calls] or None,
+        }
+        return without_nulls(message)
 
 
 class ChatBody(CommonBody):
     """A body of ``/v1/chat/completions``."""
 
     messages: Annotated[Items[_Message], Field(min_length=1)]
-    tools: Items[Annotated[_Tool, WrapValidator(_as_sent)]] = []
+    tools: Items[_Tool] = []
     tool_choice: StringOr[Literal["none", "auto", "required"], _Tool] = "auto"
     logprobs: bool = False
     top_logprobs: _Top = 0
@@ -121,7 +97,7 @@ class ChatBody(CommonBody):
     unsupported = (*CommonBody.unsupported, "chats", "/v1/chat/completions")
 
 
-def parse_chat(body: object) -> ChatRequest:
+def parse_chat(body: Any) -> ChatRequest:
     """Parse a body of ``/v1/chat/completions``.
 
     Raises:
@@ -134,38 +110,32 @@ def parse_chat(body: object) -> ChatRequest:
     if isinstance(asked, _Tool):
         named, param = asked.function.name, "tool_choice.function.name"
     messages = [message.for_template() for message in chat.messages]
-    tools = cast(list[dict[str, Any]], chat.tools)
+    tools = body.get("tools") or []  # with all fields: templates may use unknown ones
     return ChatRequest(
         **chat.common(),
-        **conversation(messages, "messages", chat.continue_final_message),
+        **conversation(messages, "messages"),
         **chosen_tool("function" if isinstance(asked, _Tool) else asked, named, tools, param),
-        tool_places=tuple(f"tools[{index}].function.parameters" for index in range(len(tools))),
         logprobs=chat.top_logprobs if chat.logprobs else None,
         parallel_tool_calls=chat.parallel_tool_calls,
         template_kwargs=chat.template_kwargs(),
     )
 
 
-def _form(prompt: Any) -> str:
-    if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], (int, float))):
-        return "[several]"
-    return "[one]"
+def _as_prompts(value: Any) -> Any:
+    several = isinstance(value, list) and not (value and isinstance(value[0], (int, float)))
+    return value if several else [value]
 
 
 _Prompt = StringOr[str, Annotated[Items[TokenId], Field(min_length=1)]]
-_Prompts = Annotated[Items[_Prompt], Field(min_length=1)]
+_Prompts = Annotated[Items[_Prompt], Field(min_length=1, max_length=MOST_CHOICES)]
 
 
 class CompletionBody(CommonBody):
     """A body of ``/v1/completions``."""
 
-    prompt: Annotated[
-        Annotated[_Prompt, Tag("[one]")] | Annotated[_Prompts, Tag("[several]")],
-        Discriminator(_form),
-    ]
+    prompt: Annotated[_Prompts, BeforeValidator(_as_prompts)]
     suffix: str = ""
     echo: bool = False
-    best_of: Annotated[Integer, Field(ge=1, le=MOST_CHOICES)] | None = None
     logprobs: _Top | None = None
 
     unsupported = (*CommonBody.unsupported, "/v1/completions")
@@ -178,64 +148,47 @@ def parse_completion(body: object) -> CompletionRequest:
         ApiError: as for :func:`parse_chat`.
     """
     completion = parse(CompletionBody, body)
-    prompt, n = completion.prompt, completion.n
-    several: list[Any] = [prompt]
-    if isinstance(prompt, list) and isinstance(prompt[0], (str, list)):
-        several = prompt
-    prompts = tuple(one if isinstance(one, str) else tuple(one) for one in several)
-    if completion.best_of not in (None, n):
-        refuse("best_of", completion.best_of, f"leave it out, or send n, which is {n}")
-    if len(prompts) * n > MOST_CHOICES:
-        raise ApiError(
-            f"{len(prompts)} prompts with {n} choices each are too many: ask for at most "
-            f"{MOST_CHOICES} choices in all, or send several requests.",
-            param="prompt" if n == 1 else "n",
-        )
     if completion.echo and completion.logprobs is not None:
         refuse("echo", True, "leave it out, since prompt tokens have no logprobs here")
     return CompletionRequest(
         **completion.common(),
         logprobs=completion.logprobs,
-        prompts=prompts,
+        prompts=tuple(one if isinstance(one, str) else tuple(one) for one in completion.prompt),
         suffix=completion.suffix or None,
         echo=completion.echo,
     )
 
 
 class TokenizeBody(Body):
-    """A body of ``/v1/tokenize``, with a text or a conversation."""
+    """A body of ``/v1/tokenize``, with a text or a conversation, or of ``/v1/detokenize``."""
 
     model: str | None = None
     prompt: str | None = None
-    content: str | None = None
     add_special_tokens: bool = True
     messages: Any = None
-
-    @property
-    def text(self) -> str | None:
-        """The text; None for a conversation."""
-        return same(prompt=self.prompt, content=self.content)
+    tokens: Items[TokenId] = []
 
 
 def parse_tokenize(body: object) -> tuple[TokenizeBody, ChatRequest | None]:
-    """Parse a body of ``/v1/tokenize``, with ``prompt`` (or ``content``) or ``messages``.
+    """Parse a body of ``/v1/tokenize``, with ``prompt`` or ``messages``.
 
     Raises:
-        ApiError: all of them are missing, or one is wrong.
+        ApiError: both of them are missing, or one is wrong.
     """
     asked = parse(TokenizeBody, body)
     if asked.messages is not None:
         return asked, parse_chat(body)
-    if asked.text is None:
+    if asked.prompt is None:
         refuse("prompt", None, "send a string, or messages")
     return asked, None
 
 
-class DetokenizeBody(Body):
-    """A body of ``/v1/detokenize``."""
-
-    model: str | None = None
-    tokens: Items[TokenId]
+def parse_detokenize(body: object) -> TokenizeBody:
+    """Parse a body of ``/v1/detokenize``, with ``tokens``; raises as :func:`parse_tokenize`."""
+    asked = parse(TokenizeBody, body)
+    if "tokens" not in asked.model_fields_set:
+        refuse("tokens", None, "send a list of token ids")
+    return asked
 
 
 # --- answers ---
@@ -243,35 +196,37 @@ class DetokenizeBody(Body):
 _IMPOSSIBLE = -9999.0  # OpenAI's number for minus infinity, which JSON lacks
 
 
-class _OpenAIAnswer(ApiAnswer):
-    """The common base of answers to chats and completions.
+class ChatAnswer(ApiAnswer):
+    """The answer of ``/v1/chat/completions``.
+
+    Reasoning is sent as ``reasoning_content``. Log-probabilities include the tokens of reasoning,
+    markers and calls, but not the token that ends the output.
 
     Args:
         request: the client's request.
         model: the model's name in the answer.
         tokenizer: the model's tokenizer.
-        choices: the choices of all prompts.
-
-    Attributes:
-        id: the answer's id.
+        format: the format of the model's output; None for text without markers.
+        n_prompts: the number of prompts, each with the request's ``n`` choices.
     """
 
     end = "data: [DONE]\n\n"
-    _prefix = _object = _chunk_object = ""
+    _prefix, _object, _chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(
         self,
         request: ApiRequest,
         model: str,
         tokenizer: TokenizerWrapper,
-        choices: Sequence[Choice],
+        format: OutputFormat | None,
+        n_prompts: int = 1,
     ) -> None:
-        super().__init__(choices)
-        self.id = f"{self._prefix}-{uuid.uuid4().hex}"
+        super().__init__([Choice(index, format) for index in range(n_prompts * request.n)])
         self._request = request
-        self._names = TokenNames(tokenizer)
+        self._tokenizer = tokenizer
         self._begun = False
         self._head = {
+            "id": f"{self._prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": f"mlxspec-{__version__}",
@@ -320,53 +275,21 @@ class _OpenAIAnswer(ApiAnswer):
         }
 
     def _chunk(
-        self, choice: Choice, fields: dict[str, Any], drafts: Iterable[tuple[str, bool]] = ()
+        self, choice: Choice, fields: dict[str, Any], drafts: Sequence[list[Any]] = ()
     ) -> dict[str, Any]:
         """A chunk for one choice, with its drafts if they were requested."""
         content = {"index": choice.index, "logprobs": None, "finish_reason": None, **fields}
-        runs = [
-            [text, accepted]
-            for accepted, group in groupby(drafts, key=lambda one: one[1])
-            if (text := "".join(text for text, _ in group))
-        ]
-        if self._request.drafts and runs:
-            content["mlxspec"] = {"drafts": runs}
+        if self._request.drafts and drafts:
+            content["mlxspec"] = {"drafts": drafts}
         return self._envelope(self._chunk_object, [content], None)
 
     def _envelope(
         self, kind: str, choices: list[dict[str, Any]], usage: dict[str, Any] | None
     ) -> dict[str, Any]:
-        envelope = {"id": self.id, "object": kind, **self._head, "choices": choices}
+        envelope = {**self._head, "object": kind, "choices": choices}
         if usage or self._request.include_usage:
             envelope["usage"] = usage
         return envelope
-
-    @abstractmethod
-    def _begin_choice(self, choice: Choice) -> list[dict[str, Any]]:
-        """The chunks before a choice's first token."""
-
-    @abstractmethod
-    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        """A choice of the whole answer."""
-
-
-class ChatAnswer(_OpenAIAnswer):
-    """The answer of ``/v1/chat/completions``.
-
-    Reasoning is sent as ``reasoning_content``. Log-probabilities include the tokens of reasoning,
-    markers and calls, but not the token that ends the output.
-
-    Args:
-        format: the format of the model's output.
-    """
-
-    _prefix, _object, _chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
-
-    def __init__(
-        self, request: ChatRequest, model: str, tokenizer: TokenizerWrapper, format: OutputFormat
-    ) -> None:
-        choices = [Choice(index, format) for index in range(request.n)]
-        super().__init__(request, model, tokenizer, choices)
 
     def _begin_choice(self, choice: Choice) -> list[dict[str, Any]]:
         return [self._chunk(choice, {"delta": {"role": "assistant", "content": ""}})]
@@ -379,13 +302,10 @@ class ChatAnswer(_OpenAIAnswer):
                 delta = {"content" if part.kind == "text" else "reasoning_content": text}
                 chunks.append(self._chunk(choice, {"delta": delta}, run.drafts))
                 continue
-            if run.begins:
-                call = {"index": part.index, **_call(part, "")}
-                chunks.append(self._chunk(choice, {"delta": {"tool_calls": [call]}}))
-            if text:
-                call = {"index": part.index, "function": {"arguments": text}}
-                chunks.append(self._chunk(choice, {"delta": {"tool_calls": [call]}}))
-        if logprobs := self._names.of_chat(choice.latest):
+            call = _call(part, text) if run.begins else {"function": {"arguments": text}}
+            calls = [{"index": part.index, **call}]
+            chunks.append(self._chunk(choice, {"delta": {"tool_calls": calls}}))
+        if logprobs := chat_logprobs(self._tokenizer, choice.latest):
             if not chunks:
                 chunks.append(self._chunk(choice, {"delta": {}}))
             chunks[-1]["choices"][0]["logprobs"] = {"content": logprobs, "refusal": None}
@@ -409,7 +329,7 @@ class ChatAnswer(_OpenAIAnswer):
             message["tool_calls"] = calls
         logprobs = None
         if self._request.logprobs is not None:
-            logprobs = {"content": self._names.of_chat(choice.pieces), "refusal": None}
+            logprobs = {"content": chat_logprobs(self._tokenizer, choice.pieces), "refusal": None}
         return {
             "index": choice.index,
             "message": message,
@@ -423,14 +343,13 @@ def _call(part: Part, arguments: str) -> dict[str, Any]:
     return {"id": part.id, "type": "function", "function": function}
 
 
-class CompletionAnswer(_OpenAIAnswer):
-    """The answer of ``/v1/completions``."""
+class CompletionAnswer(ChatAnswer):
+    """The answer of ``/v1/completions``, whose choices are texts."""
 
     _prefix, _object, _chunk_object = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, request: CompletionRequest, model: str, tokenizer: TokenizerWrapper) -> None:
-        choices = [Choice(index) for index in range(len(request.prompts) * request.n)]
-        super().__init__(request, model, tokenizer, choices)
+        super().__init__(request, model, tokenizer, None, len(request.prompts))
         self._echoes = [
             prompt if isinstance(prompt, str) else detokenized(tokenizer, prompt)
             for prompt in request.prompts
@@ -442,13 +361,15 @@ class CompletionAnswer(_OpenAIAnswer):
 
     def _begin_choice(self, choice: Choice) -> list[dict[str, Any]]:
         echo = self._echo(choice)
-        return [self._chunk(choice, {"text": echo}, [(echo, False)])] if echo else []
+        return [self._chunk(choice, {"text": echo}, [[echo, False]])] if echo else []
 
     def feed_choice(self, choice: Choice, runs: Sequence[TextRun]) -> list[dict[str, Any]]:
         chunks = []
         for run in runs:  # at most one
-            offset = len(self._echo(choice)) + choice.length - len(run.text)
-            logprobs = self._names.of_completion(choice.latest, offset, self._request.logprobs)
+            offset = len(self._echo(choice)) + len(run.part.text) - len(run.text)
+            logprobs = completion_logprobs(
+                self._tokenizer, choice.latest, offset, self._request.logprobs
+            )
             if run.text or logprobs:
                 fields = {"text": run.text, "logprobs": logprobs}
                 chunks.append(self._chunk(choice, fields, run.drafts))
@@ -458,7 +379,7 @@ class CompletionAnswer(_OpenAIAnswer):
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
         echo, top = self._echo(choice), self._request.logprobs
-        logprobs = self._names.of_completion(choice.pieces, len(echo), top)
+        logprobs = completion_logprobs(self._tokenizer, choice.pieces, len(echo), top)
         return {
             "index": choice.index,
             "text": echo + choice.text,
@@ -470,75 +391,58 @@ class CompletionAnswer(_OpenAIAnswer):
 # --- log-probabilities ---
 
 
-class TokenNames:
-    """Renders log-probabilities, with tokens named as in OpenAI's API.
+def chat_logprobs(tokenizer: TokenizerWrapper, pieces: Iterable[Piece]) -> list[dict[str, Any]]:
+    """The entries of ``logprobs.content``, one for each token."""
 
-    A token's name is its text, or ``bytes:\\xe2\\x80`` if it is only part of a character. The token
-    that ended the output is left out, as in the text.
+    def entry(token: int, logprob: float | None) -> dict[str, Any]:
+        in_bytes = token_bytes(tokenizer, token)
+        return {"token": _name(in_bytes), "logprob": _finite(logprob), "bytes": [*in_bytes]}
+
+    return [
+        {**entry(piece.token, piece.logprob), "top_logprobs": [entry(*one) for one in piece.top]}
+        for piece in pieces
+        if _is_shown(piece, tokenizer)
+    ]
+
+
+def completion_logprobs(
+    tokenizer: TokenizerWrapper, pieces: Iterable[Piece], offset: int, top: int | None
+) -> dict[str, Any] | None:
+    """The lists of a completion's ``logprobs``; None if all tokens are left out.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        pieces: the tokens.
+        offset: where the first token begins in the choice's text.
+        top: how many of the likeliest tokens were requested.
     """
+    offsets, likeliest = [], []
+    for piece in pieces:
+        if _is_shown(piece, tokenizer):
+            all_tokens = (*piece.top, (piece.token, piece.logprob))
+            offsets.append(offset)
+            likeliest.append(
+                [(_name(token_bytes(tokenizer, token)), _finite(one)) for token, one in all_tokens]
+            )
+        offset += len(piece.text)
+    if not offsets:
+        return None
+    return {
+        "tokens": [best[-1][0] for best in likeliest],
+        "token_logprobs": [best[-1][1] for best in likeliest],
+        "text_offset": offsets,
+        "top_logprobs": [*map(dict, likeliest)] if top else None,
+    }
 
-    def __init__(self, tokenizer: TokenizerWrapper) -> None:
-        self._tokenizer = tokenizer
-        self._known: dict[int, tuple[str, list[int]]] = {}
 
-    def of_chat(self, pieces: Iterable[Piece]) -> list[dict[str, Any]]:
-        """The entries of ``logprobs.content``, one for each token."""
-        return [
-            {
-                **self._entry(piece.token, piece.logprob),
-                "top_logprobs": [self._entry(*one) for one in piece.top],
-            }
-            for piece in pieces
-            if self._is_shown(piece)
-        ]
+def _is_shown(piece: Piece, tokenizer: TokenizerWrapper) -> bool:
+    """Whether a token is shown: the one that ended the output is left out, as in the text."""
+    return piece.logprob is not None and piece.token not in tokenizer.eos_token_ids
 
-    def of_completion(
-        self, pieces: Iterable[Piece], offset: int, top: int | None
-    ) -> dict[str, Any] | None:
-        """The lists of a completion's ``logprobs``; None if all tokens are left out.
 
-        Args:
-            pieces: the tokens.
-            offset: where the first token begins in the choice's text.
-            top: how many of the likeliest tokens were requested.
-        """
-        names: list[str] = []
-        logprobs: list[float] = []
-        offsets: list[int] = []
-        likeliest: list[dict[str, float]] = []
-        for piece in pieces:
-            if self._is_shown(piece):
-                names.append(self._name(piece.token)[0])
-                logprobs.append(_finite(piece.logprob))
-                offsets.append(offset)
-                best = (*piece.top, (piece.token, piece.logprob))
-                likeliest.append({self._name(token)[0]: _finite(one) for token, one in best})
-            offset += len(piece.text)
-        if not names:
-            return None
-        return {
-            "tokens": names,
-            "token_logprobs": logprobs,
-            "text_offset": offsets,
-            "top_logprobs": likeliest if top else None,
-        }
-
-    def _is_shown(self, piece: Piece) -> bool:
-        return piece.logprob is not None and piece.token not in self._tokenizer.eos_token_ids
-
-    def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
-        name, in_bytes = self._name(token)
-        return {"token": name, "logprob": _finite(logprob), "bytes": in_bytes}
-
-    def _name(self, token: int) -> tuple[str, list[int]]:
-        if token not in self._known:
-            in_bytes = token_bytes(self._tokenizer, token)
-            try:
-                name = in_bytes.decode()
-            except UnicodeDecodeError:
-                name = "bytes:" + "".join(f"\\x{byte:02x}" for byte in in_bytes)
-            self._known[token] = name, list(in_bytes)
-        return self._known[token]
+def _name(in_bytes: bytes) -> str:
+    """A token's name: its text, with ``\\xe2`` for bytes that are not a whole character."""
+    return in_bytes.decode(errors="backslashreplace")
 
 
 def _finite(logprob: float | None) -> float:

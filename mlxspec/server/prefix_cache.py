@@ -12,16 +12,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
-import time
 from array import array
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -33,20 +30,17 @@ from ..corpus.suffix_index import common_length
 from ..engine.caches import for_steps, is_trimmable_anywhere, parts
 from ..engine.costs import model_identity
 from ..engine.params import CacheOptions
-from ..engine.prompt_cache_file import read_prompt_cache_metadata
-from ..errors import PromptCacheError
-from ..files import is_ours_alone, remove_leftovers
+from ..engine.prompt_cache import read_prompt_cache_metadata, tokens_in
+from ..errors import FileError
+from ..files import is_ours_alone
 from ..generation.session import Session
 
 _LEAST = 16  # tokens; a shorter common prefix is not worth a copy
 _OPENING = 16  # tokens at a prompt's end that open the answer; a later prompt may lack them
 _WORTH_WAITING = 64  # tokens of prefill; to save fewer, no request waits for another
-_NEW_FILE = "new.safetensors"  # only one process writes to a directory
 _FORMAT = 1
+_FILES = "[0-9a-f]" * 64 + ".safetensors"
 _SAMPLES = 64  # numbers per weight that enter a model's fingerprint, roughly
-# Keys of a file's metadata.
-_MODEL, _PARTITION = "model_fingerprint", "partition"
-_N_PROMPT, _SHARED = "prompt_tokens", "shared"
 
 _uses = itertools.count(1)  # of the entries of all models, to compare which was used last
 
@@ -59,24 +53,22 @@ class _Entry:
         tokens: the session's tokens, or the prompt's while the session is lent.
         n_prompt: how many of the tokens a client has sent; an answer follows.
         partition: digest of the partition's name.
-        session: the session; None for an entry that is only on disk.
+        session: the session.
         nbytes: the memory of the session.
         lent: whether the session is in use.
         branch: where other prompts continued differently; a copy is kept there for them.
         shared: whether the entry is such a copy, which is never continued itself.
-        file: the file with the same session; None if there is no file.
         used: when it was last used: the number of that use, of all models' entries.
     """
 
     tokens: array[int]
     n_prompt: int
     partition: str
-    session: Session | None
+    session: Session
     nbytes: int = 0
     lent: bool = False
     branch: int = 0
     shared: bool = False
-    file: Path | None = None
     used: int = 0
 
 
@@ -122,7 +114,6 @@ class PrefixCache:
         """Idle entries, the least recently used first."""
         self._lent: dict[Session, _Entry | None] = {}
         """Lent sessions with their entries; None for a session that shares nothing."""
-        self._files: set[Path] = set()
 
     @property
     def nbytes(self) -> int:
@@ -132,12 +123,12 @@ class PrefixCache:
     @property
     def oldest(self) -> int | None:
         """The number of the last use of the entry that :meth:`make_room` evicts next, if any."""
-        return next((entry.used for entry in self._idle if entry.session), None)
+        return next((entry.used for entry in self._idle), None)
 
     @property
     def entries(self) -> int:
-        """How many idle entries are in memory."""
-        return sum(entry.session is not None for entry in self._idle.copy())
+        """How many idle entries there are."""
+        return len(self._idle)
 
     # --- lending ---
 
@@ -158,40 +149,28 @@ class PrefixCache:
             make_room: called before anything is copied. It may evict idle entries, among which the
                 one that is lent no longer is.
         """
-        if self._shares_nothing(prompt):
-            make_room()
-            self.misses += 1
-            session = Session()
-            self._lent[session] = None
-            return session
-        tokens, name = array("i", prompt), _digest(partition)
-        entry, length, moves = self._best(tokens, name)
-        copies = not moves and length >= _LEAST
+        alone, tokens, name = self._shares_nothing(prompt), array("i", prompt), _digest(partition)
+        entry, length, moves = (None, 0, False) if alone else self._best(tokens, name)
         if entry and moves:
             del self._idle[entry]
-        elif entry and copies and not entry.lent:
+        elif entry and not entry.lent:
             self._touch(entry)
         make_room()
-        if not (entry and entry.session and (moves or copies)):
-            session, entry, length = Session(), None, 0
-        elif moves:
-            session = entry.session
-        else:
-            session = entry.session.fork(length, room=len(tokens))
-            self.forks += 1
-        if entry:
+        if entry and (moves or entry.lent or entry in self._idle):
+            session = entry.session if moves else entry.session.fork(length, room=len(tokens))
             self.hits += 1
+            self.forks += not moves
         else:
+            session, length = Session(), 0
             self.misses += 1
-        self._evict(self.nbytes - self.max_bytes)  # a file may have been loaded
         lent = _Entry(tokens, len(tokens), name, session, lent=True)
-        if not self._cuttable:
+        if not (alone or self._cuttable):
             # No state was kept where the prompt departs from others. Keep one for later prompts.
             longest = max((common for common, _ in self._matches(tokens, name)), default=0)
             common = min(longest, len(tokens) - 1)
             if common - length >= _WORTH_WAITING:
                 session.mark_at = lent.branch = common
-        self._lent[session] = lent
+        self._lent[session] = None if alone else lent
         return session
 
     def should_wait(self, prompt: Sequence[int], partition: str = "") -> bool:
@@ -203,27 +182,23 @@ class PrefixCache:
         if self._shares_nothing(prompt):
             return False
         tokens, name = array("i", prompt), _digest(partition)
-        now: int | None = None
-        for entry in self._lent.values():
-            if entry is None or entry.partition != name:
-                continue
-            common = min(common_length(entry.tokens, tokens), len(tokens) - 1)
-            options, last = self._options, entry.n_prompt - 1
-            quantizes = options.kv_bits is not None and last >= options.quantized_kv_start
-            if quantizes and not self._quantized_alike(entry, common):
-                continue
-            coming = common
-            if not self._cuttable:  # it can only be copied at its marks, one of them near its end
-                marks = (entry.branch, len(entry.tokens) - 1 - _OPENING)
-                coming = max((mark for mark in marks if mark <= common), default=0)
-            assert entry.session
-            if entry.session.length >= min(coming, len(entry.tokens) - 1):
-                continue  # it is computed already
-            if coming >= _WORTH_WAITING and now is None:
-                now = self._best(tokens, name)[1]
-            if now is not None and coming - now >= _WORTH_WAITING:
-                return True
-        return False
+        lent = [entry for entry in self._lent.values() if entry and entry.partition == name]
+        coming = max((self._coming(entry, tokens) for entry in lent), default=0)
+        if coming < _WORTH_WAITING:
+            return False
+        return coming - self._best(tokens, name)[1] >= _WORTH_WAITING
+
+    def _coming(self, entry: _Entry, tokens: array[int]) -> int:
+        """The length of a prompt's prefix that a running request has yet to compute."""
+        options, last = self._options, entry.n_prompt - 1
+        coming = min(common_length(entry.tokens, tokens), len(tokens) - 1)
+        quantizes = options.kv_bits is not None and last >= options.quantized_kv_start
+        if quantizes and not self._quantized_alike(entry, coming):
+            return 0
+        if not self._cuttable:  # it can only be copied at its marks, one of them near its end
+            marks = (entry.branch, last - _OPENING)
+            coming = max((mark for mark in marks if mark <= coming), default=0)
+        return coming if entry.session.length < min(coming, last) else 0
 
     def give_back(self, session: Session) -> None:
         """Take back a session and keep its contents, however its generation has ended."""
@@ -232,8 +207,8 @@ class PrefixCache:
             return
         tokens = array("i", session.tokens)
         entry = _Entry(tokens, min(lent.n_prompt, len(tokens)), lent.partition, session)
-        entry.nbytes = session.nbytes + session.index.nbytes
-        if not tokens or entry.nbytes > self.max_bytes or self._is_in_another(entry):
+        entry.nbytes = session.nbytes
+        if not tokens or entry.nbytes > self.max_bytes:
             return
         if session.quantized and not self._quantized_alike(lent, len(tokens)):
             return
@@ -248,14 +223,12 @@ class PrefixCache:
 
     def _keep_branch(self, entry: _Entry, length: int) -> None:
         """Keep a copy of a prefix that prompts share: later states cannot be cut back to it."""
-        assert entry.session
         tokens = entry.tokens[:length]
-        for _, other in self._matches(tokens, entry.partition):
-            if other.shared and other.tokens == tokens:
-                return
-        session = entry.session.fork(length)
-        kept = _Entry(tokens, length, entry.partition, session, session.nbytes, shared=True)
-        self._touch(kept)
+        known = self._matches(tokens, entry.partition)
+        if not any(other.shared and other.tokens == tokens for _, other in known):
+            session = entry.session.fork(length)
+            kept = _Entry(tokens, length, entry.partition, session, session.nbytes, shared=True)
+            self._touch(kept)
 
     def make_room(self, nbytes: int) -> int:
         """Evict idle entries, the least recently used first.
@@ -290,19 +263,12 @@ class PrefixCache:
             usable = min(common, len(tokens) - 1)  # the last token belongs to the first step
             if usable < max(1, length):
                 break
-            if not entry.session:
-                whole = common == len(entry.tokens)
-                if usable <= max(length, _LEAST) or not (whole or self._cuttable):
-                    continue  # not worth reading a file
-                if not self._opened(entry):
-                    del self._idle[entry]
-                    continue
-            assert entry.session
             reached = entry.session.reach(usable)
             if entry.session.quantized and not self._quantized_alike(entry, reached):
                 continue
             continues = self._continues(entry, common)
-            if reached and (reached, continues) > (length, moves):
+            least = 1 if continues else _LEAST
+            if reached >= least and (reached, continues) > (length, moves):
                 best, length, moves = entry, reached, continues
         return best, length, moves
 
@@ -325,16 +291,6 @@ class PrefixCache:
         in_prompt, rest = entry.n_prompt - common, len(entry.tokens) - common
         return in_prompt <= min(_OPENING, common // 2) and rest <= max(common, _OPENING)
 
-    def _is_in_another(self, entry: _Entry) -> bool:
-        """Whether an idle entry begins with this one's tokens, and can be continued after them."""
-        length = len(entry.tokens)
-        for common, other in self._matches(entry.tokens, entry.partition):
-            session = None if other.lent or common < length else other.session
-            if session and session.reach(length) == length:
-                self._touch(other)
-                return True
-        return False
-
     def _touch(self, entry: _Entry) -> None:
         """Make an idle entry the most recently used."""
         self._idle.pop(entry, None)
@@ -343,14 +299,11 @@ class PrefixCache:
     def _evict(self, nbytes: int) -> int:
         """Take entries out of memory until ``nbytes`` are freed; returns the number of bytes."""
         freed = 0
-        for entry in [entry for entry in self._idle if entry.session]:
-            if freed >= nbytes:
-                break
+        while freed < nbytes and self._idle:
+            entry = next(iter(self._idle))
+            del self._idle[entry]
             freed += entry.nbytes
             self.evictions += 1
-            entry.session, entry.nbytes = None, 0
-            if not entry.file:
-                del self._idle[entry]
         return freed
 
     @cached_property
@@ -366,78 +319,58 @@ class PrefixCache:
     # --- on disk ---
 
     def save(self, directory: Path) -> None:
-        """Write the idle entries, one file each, for :meth:`load`.
+        """Write the idle entries, one file each, for :meth:`load`, and remove other such files.
 
-        The most recently used entries are written, up to ``max_bytes`` in all. Files of other
-        entries are removed. An error is reported and ends the writing.
+        An error is reported and ends the writing. Only one process may use a directory.
         """
-        kept: list[Path] = []
-        left = self.max_bytes
+        written: set[Path] = set()
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not self._trusts(directory):
                 return
-            for entry in reversed(self._idle):
-                path = entry.file
-                if not path or path.parent != directory or not path.exists():
-                    path = self._write(entry, directory, left)
-                size = path.stat().st_size if path else 0
-                if path and size <= left:
-                    left -= size
-                    kept.append(path)
-            for path in self._files - set(kept):
-                if path.parent == directory:
-                    path.unlink(missing_ok=True)
-            now = time.time()
-            for age, path in enumerate(kept):  # keeps the order of use
-                os.utime(path, (now - age, now - age))
-        except (OSError, PromptCacheError) as error:
+            for entry in self._idle:  # so that the times of the files have the order of use
+                written.add(self._write(entry, directory))
+            for pattern in (_FILES, f".{_FILES}.*"):  # also what a killed process has left
+                for path in {*directory.glob(pattern)} - written:
+                    path.unlink()
+        except (OSError, FileError) as error:
             self._warn(f"the prefix cache cannot be saved: {error}")
-        self._files.update(kept)
 
-    def _write(self, entry: _Entry, directory: Path, most: int) -> Path | None:
-        """Write an entry's file, named by its checksum, if it has at most ``most`` bytes."""
-        if not entry.session or entry.nbytes > most:
-            return None
-        new = directory / _NEW_FILE
+    def _write(self, entry: _Entry, directory: Path) -> Path:
+        """Write an entry's file, unless it exists."""
         described = {
-            _MODEL: self._fingerprint,
-            _PARTITION: entry.partition,
-            _N_PROMPT: str(entry.n_prompt),
-            _SHARED: str(int(entry.shared)),
+            "model": self._fingerprint,
+            "partition": entry.partition,
+            "prompt_tokens": str(entry.n_prompt),
+            "shared": str(int(entry.shared)),
         }
-        entry.session.save(new, described)
-        path = new.with_stem(_checksum(new))
-        os.replace(new, path)
-        entry.file = path
+        path = directory / f"{_digest(f'{described} {entry.tokens.tolist()}')}.safetensors"
+        if path.exists():
+            path.touch()
+        else:
+            entry.session.save(path, described)
         return path
 
-    def load(self, directory: Path) -> int:
-        """Make entries of files that :meth:`save` has written; each is read when it is needed.
+    def load(self, directory: Path, most: int | None = None) -> None:
+        """Make entries of files that :meth:`save` has written, those that were used last.
 
         Files that are damaged, belong to another model, or are writable by other users are
         reported and skipped.
 
-        Returns:
-            the number of entries.
+        Args:
+            directory: where the files are.
+            most: the most bytes of all entries; by default ``max_bytes``.
         """
-        try:
-            if not self._trusts(directory):
-                return 0
-            remove_leftovers(directory / _NEW_FILE)
-            with suppress(OSError):
-                (directory / _NEW_FILE).unlink()  # complete, but not yet renamed to its checksum
-            found = [path for path in directory.iterdir() if path.suffix == ".safetensors"]
-            found.sort(key=lambda path: path.lstat().st_mtime)
-        except FileNotFoundError:
-            return 0
-        except OSError as error:
-            self._warn(f"{directory}: ignored, since it cannot be read ({error.strerror})")
-            return 0
-        entries = [entry for path in found if (entry := self._described(path))]
-        self._idle.update(dict.fromkeys(entries))
-        self._files.update(entry.file for entry in entries if entry.file)
-        return len(entries)
+        if not directory.is_dir() or not self._trusts(directory):
+            return
+        left = self.max_bytes if most is None else most
+        entries: list[_Entry] = []
+        for path in sorted(directory.glob(_FILES), key=lambda one: -one.lstat().st_mtime):
+            if (entry := self._read(path)) and entry.nbytes <= left:
+                left -= entry.nbytes
+                entries.append(entry)
+        for entry in reversed(entries):
+            self._touch(entry)
 
     def _trusts(self, path: Path) -> bool:
         """Whether no other user may write to a file or directory; warns if one may.
@@ -449,36 +382,26 @@ class PrefixCache:
             self._warn(f"{path}: ignored, since others may write to it; remove it")
         return trusted
 
-    def _described(self, path: Path) -> _Entry | None:
-        """The entry of a file, from its header."""
+    def _read(self, path: Path) -> _Entry | None:
+        """The entry of a file; None if it cannot be used."""
         try:
             if not self._trusts(path):
                 return None
-            tokens, metadata = read_prompt_cache_metadata(path)
-            n_prompt = int(metadata.get(_N_PROMPT, ""))
-            partition, shared = metadata[_PARTITION], metadata[_SHARED] == "1"
-        except (OSError, PromptCacheError, ValueError, KeyError):
+            metadata = read_prompt_cache_metadata(path)
+            n_prompt, shared = int(metadata["prompt_tokens"]), metadata["shared"] == "1"
+            partition, model = metadata["partition"], metadata["model"]
+            if model != self._fingerprint:
+                self._warn(f"{path}: ignored, since it is for another model, version or option")
+                return None
+            session = Session.load(path)
+        except (OSError, FileError, ValueError, KeyError):
             self._warn(f"{path}: ignored, since it is damaged or not from a prefix cache")
             return None
-        if metadata.get(_MODEL) != self._fingerprint:
-            self._warn(f"{path}: ignored, since it is for another model, version or cache option")
-            return None
-        return _Entry(array("i", tokens), n_prompt, partition, None, file=path, shared=shared)
-
-    def _opened(self, entry: _Entry) -> bool:
-        """Read an entry's file; returns whether it can be used."""
-        path = cast(Path, entry.file)
-        try:
-            if _checksum(path) != path.stem:
-                raise PromptCacheError("its content has changed")
-            session = Session.load(path)
-            if array("i", session.tokens) != entry.tokens:
-                raise PromptCacheError("its content has changed")
-        except (OSError, PromptCacheError):
-            self._warn(f"{path}: ignored, since it is gone or damaged")
-            return False
-        entry.session, entry.nbytes = session, session.nbytes
-        return True
+        entry = _Entry(
+            array("i", tokens_in(metadata)), n_prompt, partition, session, session.nbytes
+        )
+        entry.shared = shared
+        return entry
 
     @cached_property
     def _fingerprint(self) -> str:
@@ -497,12 +420,6 @@ class PrefixCache:
         return digest.hexdigest()
 
 
-def _digest(partition: str) -> str:
-    """An identifier of a partition that does not reveal the key."""
-    return hashlib.sha256(partition.encode()).hexdigest()
-
-
-def _checksum(path: Path) -> str:
-    """The checksum of a file's content; raises OSError if it cannot be read."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _digest(text: str) -> str:
+    """An identifier that does not reveal the text, such as a client's key."""
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -6,16 +6,16 @@ that names it. Otherwise a client would assume, for instance, that the model has
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, AliasChoices, AliasPath, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from ..engine.params import Constraint, SamplingParams
+from ..errors import OptionError
 from .body import (
     MOST_VALUES,
     ApiError,
@@ -23,7 +23,7 @@ from .body import (
     Dictionary,
     Integer,
     Items,
-    StringOr,
+    Name,
     TokenId,
     as_integer,
     blaming,
@@ -32,14 +32,8 @@ from .body import (
     without_nulls,
 )
 
-MOST_CHOICES = 128  # of all prompts together
-_TOKEN_ID = re.compile(r"[0-9]{1,10}")
+MOST_CHOICES = 128  # of a prompt; also the most prompts
 _Value = TypeVar("_Value")
-_COLDEST = 1e-6  # a lower temperature counts as 0, which samples the same tokens
-
-# Large enough for every use, small enough not to overflow float32.
-_HOTTEST = 100.0
-_STRONGEST = 100.0
 
 
 # --- sampling ---
@@ -51,30 +45,16 @@ def _or_none(value: object) -> object:
     return None if value == -1 else value
 
 
-def _temperature(value: float) -> float:
-    return 0.0 if value < _COLDEST else value
-
-
-def _repetition_penalty(value: float) -> float:
-    """Refuse tiny penalties, which would make logits infinite. 0 means no penalty."""
-    if 0 < value < 1 / _STRONGEST:
-        raise PydanticCustomError("penalty", f"choose 0, or {1 / _STRONGEST:g} to {_STRONGEST:g}")
-    return value
-
-
-def _by_token(biases: dict[str, float]) -> dict[int, float] | None:
-    if not all(map(_TOKEN_ID.fullmatch, biases)):
-        raise PydanticCustomError("token", "use token ids as names")
-    return {int(token): bias for token, bias in biases.items()} or None
-
-
 _DEFAULT = SamplingParams(seed=None)
-_Fraction = Annotated[float, Field(ge=0, le=1)]
-_Penalty = Annotated[float, Field(ge=-_STRONGEST, le=_STRONGEST)] | None
-_Bias = Annotated[float, Field(ge=-100, le=100)]
-_Biases = Annotated[Dictionary[str, _Bias], Field(max_length=10_000), AfterValidator(_by_token)]
 _MinusOne = BeforeValidator(_or_none)
-MaxTokens = Annotated[Annotated[int, Field(ge=1)] | None, _MinusOne]
+_Fraction = Annotated[float, Field(ge=0, le=1)]
+_Penalty = Annotated[float, Field(ge=-100, le=100)] | None  # beyond, logits would overflow
+_Token = Annotated[int, Field(strict=False, ge=0)]
+_Bias = Annotated[float, Field(ge=-100, le=100)]
+MaxTokens = Annotated[
+    Annotated[int, Field(ge=1), AfterValidator(lambda value: min(value, 2**31 - 1))] | None,
+    _MinusOne,
+]
 
 
 class SamplingBody(Body):
@@ -83,17 +63,13 @@ class SamplingBody(Body):
     Without a seed, answers at temperatures above 0 vary.
     """
 
-    temperature: Annotated[float, Field(ge=0, le=_HOTTEST), AfterValidator(_temperature)] = (
-        _DEFAULT.temp
-    )
+    temperature: Annotated[float, Field(ge=0, le=100)] = _DEFAULT.temp
     top_p: _Fraction = _DEFAULT.top_p
     top_k: Annotated[Annotated[int, Field(ge=0, le=2**63)] | None, _MinusOne] = _DEFAULT.top_k
     min_p: _Fraction = _DEFAULT.min_p
     seed: Annotated[Annotated[int, Field(ge=0, le=2**64 - 1)] | None, _MinusOne] = _DEFAULT.seed
-    logit_bias: _Biases | None = None
-    repetition_penalty: (
-        Annotated[float, Field(ge=0, le=_STRONGEST), AfterValidator(_repetition_penalty)] | None
-    ) = _DEFAULT.repetition_penalty
+    logit_bias: Annotated[Dictionary[_Token, _Bias], Field(max_length=10_000)] = {}
+    repetition_penalty: Annotated[float, Field(ge=0, le=100)] | None = _DEFAULT.repetition_penalty
     repetition_context_size: TokenId = _DEFAULT.repetition_context_size
     presence_penalty: _Penalty = _DEFAULT.presence_penalty
     presence_context_size: TokenId = _DEFAULT.presence_context_size
@@ -106,34 +82,24 @@ class SamplingBody(Body):
     def sampling(self) -> SamplingParams:
         """The options as sampling parameters."""
         given = {name: getattr(self, name) for name in SamplingBody.model_fields}
-        return SamplingParams(given.pop("temperature"), **given | {"top_k": self.top_k or 0})
+        given |= {"top_k": self.top_k or 0, "logit_bias": self.logit_bias or None}
+        with blaming("temperature"):  # one too close to 0
+            return SamplingParams(given.pop("temperature"), **given)
 
 
 def sampling_of_choice(
-    sampling: SamplingParams,
-    vocab_size: int,
-    choice: int = 0,
-    xtc_special_tokens: Sequence[int] = (),
+    sampling: SamplingParams, choice: int = 0, xtc_special_tokens: Sequence[int] = ()
 ) -> SamplingParams:
     """The sampling parameters of one choice.
 
     Args:
         sampling: the request's parameters.
-        vocab_size: the number of the model's token ids.
         choice: the choice's index among a prompt's ``n``. The first choice has the seed as sent,
             so it equals that of ``n: 1``. The others have the seeds that follow.
         xtc_special_tokens: token ids that XTC never drops.
-
-    Raises:
-        ApiError: a logit bias is for an unknown token id.
     """
-    check_ids(sampling.logit_bias or (), vocab_size, "logit_bias")
-    return replace(
-        sampling,
-        top_k=sampling.top_k if sampling.top_k < vocab_size else 0,
-        seed=None if sampling.seed is None else (sampling.seed + choice) % 2**64,
-        xtc_special_tokens=tuple(xtc_special_tokens),
-    )
+    seed = None if sampling.seed is None else (sampling.seed + choice) % 2**64
+    return replace(sampling, seed=seed, xtc_special_tokens=tuple(xtc_special_tokens))
 
 
 def check_ids(ids: Iterable[int], vocab_size: int, param: str) -> None:
@@ -202,7 +168,6 @@ class ChatRequest(ApiRequest):
             tool, contents are strings, and arguments of tool calls are objects if they are JSON.
         continued: whether the answer continues the last message, which is the assistant's.
         tools: the tools in OpenAI's form; empty if ``tool_choice`` is "none".
-        tool_places: the path of each tool's schema in the body.
         tool_choice: "auto", "required", or "function" for ``forced_tool``.
         forced_tool: the name of the function that must be called.
         parallel_tool_calls: whether an answer may have several tool calls.
@@ -214,7 +179,6 @@ class ChatRequest(ApiRequest):
     messages: tuple[dict[str, Any], ...] = ()
     continued: bool = False
     tools: tuple[dict[str, Any], ...] = ()
-    tool_places: tuple[str, ...] = ()
     tool_choice: str = "auto"
     forced_tool: str | None = None
     parallel_tool_calls: bool = True
@@ -237,18 +201,40 @@ class CompletionRequest(ApiRequest):
     echo: bool = False
 
 
+def merged(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Merge consecutive messages of a role: many chat templates require that roles alternate.
+
+    Contents and reasoning are lists of texts. They are joined at the end: ten thousand may form one
+    message.
+    """
+    result: list[dict[str, Any]] = []
+    for message in messages:
+        last, role = result[-1] if result else {}, message["role"]
+        complete = "tool_calls" in last and "tool_calls" not in message
+        if role == "tool" or last.get("role") != role or complete:
+            result.append(message)
+            continue
+        for name in message.keys() - {"role"}:
+            last.setdefault(name, []).extend(message[name])
+    for message in result:
+        message["content"] = "\n\n".join(filter(None, message["content"]))
+        if "reasoning_content" in message:
+            message["reasoning_content"] = "".join(message["reasoning_content"])
+    return result
+
+
 def conversation(
-    messages: Sequence[dict[str, Any]], param: str, continues: bool | None = None
+    messages: Sequence[dict[str, Any]], param: str, continues: bool = True
 ) -> dict[str, Any]:
     """The attributes of a :class:`ChatRequest` for a conversation.
 
     Args:
-        messages: the messages in OpenAI's form; the last one may be an answer to continue.
+        messages: the messages in OpenAI's form.
         param: the messages' field in the body.
-        continues: whether to continue the last answer; None to continue it if there is one.
+        continues: whether the answer continues a trailing message of the assistant.
 
     Raises:
-        ApiError: all messages are empty, or there is no answer to continue.
+        ApiError: all messages are empty.
     """
     left = MOST_VALUES
     for call in (call for message in messages for call in message.get("tool_calls", ())):
@@ -258,15 +244,12 @@ def conversation(
                 arguments, left = read_json(function["arguments"].encode(), left)
                 if isinstance(arguments, dict):
                     function["arguments"] = arguments
-    last = messages[-1] if messages else {"role": ""}
-    is_answer = last["role"] == "assistant" and "tool_calls" not in last
-    if continues and not is_answer:
-        refuse("continue_final_message", True, "end with an assistant message, or leave it out")
-    if is_answer and not last["content"] and "reasoning_content" not in last:
-        messages, is_answer = messages[:-1], False  # nothing to continue
+    if messages and messages[-1] == {"role": "assistant", "content": ""}:
+        messages = messages[:-1]  # nothing to continue
     if not messages:
         raise ApiError(f"{param} has no text: send a user message.", param=param)
-    return {"messages": tuple(messages), "continued": is_answer and continues is not False}
+    is_answer = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
+    return {"messages": tuple(messages), "continued": continues and is_answer}
 
 
 def chosen_tool(
@@ -307,76 +290,74 @@ def as_parts(value: object) -> list[Any]:
 class TextPart(Body):
     """A part of a message's content. Only text is supported."""
 
-    type: Literal["text", "input_text", "output_text", "summary_text", "reasoning_text"]
-    text: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refusal(cls, value: Any) -> Any:
-        if isinstance(value, dict) and value.get("type") == "refusal":
-            return {"type": "text", "text": value.get("refusal")}
-        return value
+    type: Literal["text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal"]
+    text: str = Field(validation_alias=AliasChoices("text", "refusal"))
 
 
 Texts = Annotated[Items[TextPart], BeforeValidator(as_parts)]
 """A string, or a list of parts with text."""
 
+ToolOutput = Annotated[Items[dict[str, Any]], BeforeValidator(as_parts)]
+"""A tool's result: a string, or a list of parts of any type."""
 
-def joined(parts: Iterable[TextPart] | None) -> str:
+
+def joined(parts: Iterable[TextPart]) -> str:
     """The joined text of a content's parts."""
-    return "".join(part.text for part in parts or ())
+    return "".join(part.text for part in parts)
+
+
+def text_of_output(parts: ToolOutput) -> str:
+    """The text of a tool's result, with a note in place of each part that is not text.
+
+    Such a part is not an error, since the client's tool sent it, not the user.
+    """
+    texts = []
+    for part in parts:
+        kind = str(part.get("type")).removeprefix("input_")
+        if kind in ("text", "output_text"):
+            texts.append(str(part.get("text") or ""))
+        elif kind == "tool_reference":  # refers to a tool that is offered already
+            texts.append(str(part.get("tool_name")))
+        else:
+            texts.append(f"[{kind[:20]}: left out, since this model reads text alone]")
+    return "".join(texts)
+
+
+class Function(Body):
+    """A function that is offered or called; in ``/v1/messages`` also a tool."""
+
+    type: Literal["function", "custom"] = "function"
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(
+        None, validation_alias=AliasChoices("parameters", "input_schema")
+    )
+    strict: bool | None = None
+    arguments: dict[str, Any] | str = {}
 
 
 class ResponseFormat(Body):
     """The answer's format. The schema is beside ``type``, or below ``json_schema`` in some APIs."""
 
-    type: Literal["text", "json_object", "json_schema"] | None = None
-    name: str = ""
-    description: str = ""
-    strict: bool = False
-    schema_: Any = Field(None, alias="schema")
-    json_schema: ResponseFormat | None = None
+    type: Literal["text", "json_object", "json_schema"]
+    schema_: Any = Field(
+        None, validation_alias=AliasChoices("schema", AliasPath("json_schema", "schema"))
+    )
 
-    def schema_at(self, path: str, inner: bool) -> tuple[str, Any] | None:
-        """The field that constrains the answer, and its schema.
+    def schema_at(self, path: str) -> Any:
+        """The schema of the answer; None for any text.
 
         Args:
             path: the path of this object in the body.
-            inner: whether the schema is below ``json_schema``.
 
         Raises:
-            ApiError: the type or the schema is missing.
+            ApiError: there is no schema.
         """
-        if self.type is None:
-            refuse(f"{path}.type", None, f'send "json_schema", or leave {path} out')
         if self.type == "text":
             return None
-        if self.type == "json_object":  # llama.cpp accepts a schema here
-            return path, self.schema_ or {"type": "object"}
-        place = self.json_schema if inner else self
-        path += ".json_schema" if inner else ""
-        if place is None:
-            refuse(path, None, "send an object with a name and a schema")
-        if place.schema_ is None:
-            refuse(f"{path}.schema", None, "send a JSON Schema")
-        return f"{path}.schema", place.schema_
-
-
-class _StructuredOutputs(Body):
-    """vLLM's constraints, and its other options, which are refused unless they are off."""
-
-    model_config = ConfigDict(extra="allow")
-
-    json_: Any = Field(default=None, validation_alias="json")
-    regex: str = ""
-    choice: Items[Any] = []
-    grammar: str = ""
-    json_object: bool = False
-
-
-class _Prediction(Body):
-    type: Literal["content"]
-    content: Texts
+        if self.type == "json_schema" and self.schema_ is None:
+            raise ApiError(f"{path} has no schema: send a JSON Schema.", param=path)
+        return self.schema_ or {"type": "object"}  # llama.cpp accepts one in a json_object
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -387,94 +368,74 @@ class Options(Body):
     """The nested option objects of all APIs."""
 
     include_usage: bool = False
-    continuous_usage_stats: bool = False
+    drafts: bool = False
     effort: Effort | None = None
     verbosity: Verbosity | None = None
     format: ResponseFormat | None = None
+    content: Texts = []
 
 
-_Stop = Annotated[str, Field(min_length=1, max_length=1000)]
-Stops = Annotated[Items[_Stop], Field(max_length=32)]
-_OneOrMoreStops = Annotated[
-    Stops,
-    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
-]
+Stops = Annotated[Items[Annotated[str, Field(min_length=1, max_length=1000)]], Field(max_length=32)]
 
 
 class CommonBody(SamplingBody):
     """The fields of chats, completions and responses."""
+
+    model_config = ConfigDict(extra="allow")  # those of _KINDS
 
     model: str | None = None
     max_tokens: MaxTokens = None
     max_completion_tokens: MaxTokens = None
     max_output_tokens: MaxTokens = None
     n: Annotated[Integer, Field(ge=1, le=MOST_CHOICES)] = 1
-    stop: _OneOrMoreStops = []
+    stop: Annotated[
+        Stops, BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+    ] = []
     stop_token_ids: Annotated[Items[TokenId], Field(max_length=1024)] = []
     stream: bool = False
     stream_options: Options = Options()
-    prediction: _Prediction | None = None
-    mlxspec: Dictionary[Literal["drafts"], bool] = {}
+    prediction: Options = Options()
+    mlxspec: Options = Options()
     chat_template_kwargs: dict[str, Any] = {}
     enable_thinking: bool | None = None
     reasoning: Options = Options()
     reasoning_effort: Effort | None = None
     verbosity: Verbosity | None = None
     parallel_tool_calls: bool = True
-    continue_final_message: bool | None = None
-    store: bool | None = None
-    metadata: dict[str, Any] = {}
-    user: str | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
-    service_tier: str | None = None
     response_format: ResponseFormat | None = None
-    format: StringOr[Literal["json", ""], dict[str, Any]] = ""
-    regex: str = ""
-    ebnf: str = ""
-    grammar: str = ""
-    json_schema: Any = None
-    guided_json: Any = None
-    guided_regex: str = ""
-    guided_choice: Items[Any] = []
-    guided_grammar: str = ""
-    structured_outputs: _StructuredOutputs = _StructuredOutputs()
+    structured_outputs: dict[str, Any] = {}
 
     unsupported: ClassVar[Sequence[str]] = ("all", "openai")
 
-    def common(self, format: tuple[str, Any] | None = None) -> dict[str, Any]:
+    def common(self, **formats: ResponseFormat | None) -> dict[str, Any]:
         """The attributes of an :class:`ApiRequest`.
 
         Args:
-            format: the path and the JSON Schema of the answer's format, if the API does not have
-                ``response_format``.
+            formats: the answer's format besides ``response_format``, by its path in the body.
 
         Raises:
-            ApiError: a constraint cannot be enforced, or there are several.
+            ApiError: a constraint cannot be enforced, or fields contradict each other.
         """
-        if self.stream_options.continuous_usage_stats:
-            refuse("stream_options.continuous_usage_stats", True, "use include_usage")
-        if self.response_format:
-            format = self.response_format.schema_at("response_format", inner=True)
-        max_tokens = same(
-            max_completion_tokens=self.max_completion_tokens,
-            max_output_tokens=self.max_output_tokens,
-            max_tokens=self.max_tokens,
+        constraint, constrained_by = self._constraint(
+            {"response_format": self.response_format, **formats}
         )
-        constraint, constrained_by = self._constraint(format)
         return {
             "constraint": constraint,
             "constrained_by": constrained_by,
             "model": self.model,
             "sampling": self.sampling,
-            "max_tokens": max_tokens and min(max_tokens, 2**31 - 1),
+            "max_tokens": same(
+                max_completion_tokens=self.max_completion_tokens,
+                max_output_tokens=self.max_output_tokens,
+                max_tokens=self.max_tokens,
+            ),
             "n": self.n,
             "stop": tuple(self.stop),
             "stop_token_ids": tuple(self.stop_token_ids),
             "stream": self.stream,
             "include_usage": self.stream_options.include_usage,
-            "prediction": (self.prediction and joined(self.prediction.content)) or None,
-            "drafts": self.mlxspec.get("drafts", False),
+            "prediction": joined(self.prediction.content) or None,
+            "drafts": self.mlxspec.drafts,
         }
 
     def template_kwargs(self, verbosity: Verbosity | None = None) -> dict[str, Any]:
@@ -482,53 +443,55 @@ class CommonBody(SamplingBody):
 
         Args:
             verbosity: that of the API's own field, if it has another one.
-
-        Raises:
-            ApiError: fields contradict each other.
         """
-        effort: Effort | None = same(
-            **{"reasoning.effort": self.reasoning.effort, "reasoning_effort": self.reasoning_effort}
-        )
-        verbosity = same(**{"text.verbosity": verbosity, "verbosity": self.verbosity})
-        given = self.chat_template_kwargs
-        for name in ("reasoning_effort", "enable_thinking", "verbosity"):
-            same(**{name: getattr(self, name), f"chat_template_kwargs.{name}": given.get(name)})
-        return template_kwargs(effort, self.enable_thinking, given, verbosity)
+        effort = self.reasoning.effort or self.reasoning_effort
+        given = {"verbosity": verbosity or self.verbosity, **self.chat_template_kwargs}
+        return template_kwargs(effort, self.enable_thinking, given)
 
-    def _constraint(self, format: tuple[str, Any] | None) -> tuple[Constraint | None, str]:
+    def _constraint(
+        self, formats: Mapping[str, ResponseFormat | None]
+    ) -> tuple[Constraint | None, str]:
         """The constraint and the field that sets it; empty fields are ignored.
 
         Clients of several servers send the same constraint under several names.
         """
-        structured = [(name.rstrip("_"), value) for name, value in self.structured_outputs]
-        asked = [
-            (*(format or ("", None)), "json"),
-            *((f"guided_{kind}", getattr(self, f"guided_{kind}"), kind) for kind in _GUIDED),
-            *((f"structured_outputs.{kind}", value, kind) for kind, value in structured),
-            ("grammar", self.grammar, "grammar"),
-            ("json_schema", self.json_schema, "json"),
-            ("format", self.format, "json_object" if self.format == "json" else "json"),
-            ("regex", self.regex, "regex"),
-            ("ebnf", self.ebnf, "grammar"),
-        ]
+        asked = [(path, "json", one.schema_at(path)) for path, one in formats.items() if one]
+        fields = self.model_extra or {}
+        asked += [(path, kind, fields.get(path)) for path, kind in _KINDS.items()]
+        structured = self.structured_outputs.items()
+        asked += [(f"structured_outputs.{kind}", kind, value) for kind, value in structured]
         found = {}
-        for path, value, kind in asked:
+        for path, kind, value in asked:
             if value:
-                if kind not in _MAKE_CONSTRAINT:
-                    refuse(path, value, "leave it out")
                 with blaming(path):
-                    found[path] = _MAKE_CONSTRAINT[kind](value)
+                    found[path] = _constraint_of(kind, value)
         return same(**found), next(iter(found), "")
 
 
-_MAKE_CONSTRAINT: dict[str, Callable[[Any], Constraint]] = {
-    "json": Constraint.json_schema,
-    "regex": Constraint.regex,
-    "choice": Constraint.choice,
-    "grammar": Constraint.grammar,
-    "json_object": lambda value: Constraint.json_object(),
+_KINDS = {
+    **{f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")},  # vLLM
+    **{"grammar": "grammar", "json_schema": "json"},  # llama.cpp
+    **{"format": "format"},  # Ollama
+    **{"regex": "regex", "ebnf": "grammar"},  # SGLang
 }
-_GUIDED = ("json", "regex", "choice", "grammar")
+"""The fields that set a constraint, besides the formats, and the kind of the constraint."""
+
+
+def _constraint_of(kind: str, value: Any) -> Constraint:
+    """The constraint of a kind.
+
+    Raises:
+        OptionError: the kind is unknown, or the value is wrong.
+    """
+    if kind == "json_object" or (kind == "format" and value == "json"):
+        return Constraint.json_object()
+    if kind in ("json", "format"):
+        return Constraint.json_schema(value)
+    if kind == "choice" and isinstance(value, list):
+        return Constraint.choice(value)
+    if kind in ("regex", "grammar") and isinstance(value, str):
+        return Constraint.regex(value) if kind == "regex" else Constraint.grammar(value)
+    raise OptionError("send a regex or a grammar as text, choices as a list, or leave it out")
 
 
 def same(**given: _Value | None) -> _Value | None:
@@ -537,33 +500,18 @@ def same(**given: _Value | None) -> _Value | None:
     Raises:
         ApiError: two of them have different values.
     """
-    first: tuple[str, _Value] | None = None
-    for path, value in given.items():
-        if value is None:
-            continue
-        if first is None:
-            first = path, value
-        elif value != first[1]:
-            raise ApiError(f"{path} conflicts with {first[0]}: send one of them.", param=path)
-    return first and first[1]
+    values = without_nulls(given)
+    first = next(iter(values), "")
+    for path, value in values.items():
+        if value != values[first]:
+            raise ApiError(f"{path} conflicts with {first}: send one of them.", param=path)
+    return values.get(first)
 
 
 def template_kwargs(
-    effort: Effort | None,
-    thinking: bool | None,
-    given: dict[str, Any],
-    verbosity: Verbosity | None = None,
+    effort: Effort | None, thinking: bool | None, given: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The chat template's arguments. Templates ignore unknown arguments."""
     if thinking is None and effort == "none":
         thinking = False
-    kwargs = {"reasoning_effort": effort, "enable_thinking": thinking, "verbosity": verbosity}
-    return without_nulls(kwargs) | without_nulls(given)
-
-
-def left_out(kind: str) -> str:
-    """The text that replaces a part of a tool's result that is not text.
-
-    Such a part is not an error, since the client's tool sent it, not the user.
-    """
-    return f"[{kind[:20]}: left out, since this model reads text alone]"
+    return dict(without_nulls({"reasoning_effort": effort, "enable_thinking": thinking, **given}))

@@ -10,13 +10,12 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from pydantic import BeforeValidator, Field, model_validator
-from pydantic_core import from_json
 
-from .answer import ApiAnswer, Choice, OutputFormat, Part, TextRun
+from .answer import ApiAnswer, Choice, OutputFormat, Part, TextRun, framed
 from .body import (
     ApiError,
     Body,
@@ -25,71 +24,30 @@ from .body import (
     Items,
     Name,
     StringOr,
-    TokenId,
     parse,
     refuse,
     shown,
     without_lone_surrogates,
     without_nulls,
 )
-from .openai import TokenNames
+from .openai import chat_logprobs
 from .requests import (
     ChatRequest,
     CommonBody,
     Options,
     Texts,
+    ToolOutput,
     chosen_tool,
     conversation,
-    left_out,
+    joined,
+    merged,
+    text_of_output,
 )
+from .worker import Ended
 
-_MOST_REPEATED = 4_000_000  # characters of JSON; a stream sends them three times
 _INPUT = "input"  # the argument with the text for a custom tool
 _HOSTED = ("web_search", "image_generation", "tool_search")
 """Type prefixes of optional tools that the server would run. Agents offer them beside their own."""
-
-
-class Tool(NamedTuple):
-    """A tool as the client knows it.
-
-    Attributes:
-        name: the tool's name in its namespace.
-        namespace: the namespace's name; None without one.
-        custom: whether the tool takes a text instead of JSON.
-        place: the path of its schema in the body.
-        function: the tool in OpenAI's form for chats.
-    """
-
-    name: str
-    namespace: str | None = None
-    custom: bool = False
-    place: str = ""
-    function: Mapping[str, Any] = {}
-
-
-def _flat_name(name: str, namespace: str | None) -> str:
-    """A tool's name for the model. Models have no namespaces."""
-    return name if namespace is None else f"{namespace.removesuffix('__')}__{name}"
-
-
-@dataclass(frozen=True)
-class ResponsesRequest(ChatRequest):
-    """A request for a response.
-
-    Attributes:
-        items: the conversation in this API's form, including the one that led to the previous
-            response. Each item has an id.
-        known_tools: the tools by their names for the model.
-        store: whether to store the response for later requests.
-        repeated: the request's fields that the response repeats.
-    """
-
-    param: ClassVar[str] = "input"
-
-    items: tuple[dict[str, Any], ...] = ()
-    known_tools: Mapping[str, Tool] = field(default_factory=dict)
-    store: bool = True
-    repeated: Mapping[str, Any] = field(default_factory=dict)
 
 
 class _ToolBody(Body):
@@ -117,6 +75,54 @@ class _ToolBody(Body):
         """Whether the server would have to run the tool."""
         return self.type.startswith(_HOSTED)
 
+    def for_chat(self) -> dict[str, Any]:
+        """The tool in OpenAI's form for chats."""
+        custom = self.type == "custom"
+        function = {
+            "name": _flat_name(self.name, self.namespace),
+            "description": self.description,
+            "parameters": _text_schema(self.format) if custom else self.parameters,
+            "strict": self.strict,
+        }
+        return {"type": "function", "function": without_nulls(function)}
+
+
+def _flat_name(name: str, namespace: str | None) -> str:
+    """A tool's name for the model. Models have no namespaces."""
+    return name if namespace is None else f"{namespace.removesuffix('__')}__{name}"
+
+
+def _text_schema(format: _ToolBody | None) -> dict[str, Any]:
+    """The parameters of the function that stands for a custom tool: one text.
+
+    A grammar is shown to the model but not enforced.
+    """
+    about = "The text that the tool takes, as it is."
+    if format and format.type == "grammar":
+        about += f" It follows this {format.syntax} grammar:\n{format.definition}"
+    text = {"type": "string", "description": about}
+    return {"type": "object", "properties": {_INPUT: text}, "required": [_INPUT]}
+
+
+@dataclass(frozen=True)
+class ResponsesRequest(ChatRequest):
+    """A request for a response.
+
+    Attributes:
+        items: the conversation in this API's form, including the one that led to the previous
+            response. Each item has an id.
+        known_tools: the tools by their names for the model.
+        store: whether to store the response for later requests.
+        repeated: the request's fields that the response repeats.
+    """
+
+    param: ClassVar[str] = "input"
+
+    items: tuple[dict[str, Any], ...] = ()
+    known_tools: Mapping[str, _ToolBody] = field(default_factory=dict)
+    store: bool = True
+    repeated: Mapping[str, Any] = field(default_factory=dict)
+
 
 class _InputItem(Body):
     """An item of the input, of any type."""
@@ -136,16 +142,14 @@ class _InputItem(Body):
     ]
     id: str | None = None
     role: Literal["user", "assistant", "system", "developer"] = "user"
-    phase: str | None = None
     content: Texts = []
     summary: Texts = []
-    encrypted_content: str | None = None
     call_id: Name = "-"
     name: Name = "-"
     namespace: str | None = None
     arguments: dict[str, Any] | str = ""
     input: str = ""
-    output: StringOr[str, Items[dict[str, Any]]] = ""
+    output: ToolOutput = []
     tools: Items[_ToolBody] = []
 
     needed = {
@@ -178,17 +182,15 @@ class ResponsesBody(CommonBody):
     tool_choice: StringOr[Literal["none", "auto", "required"], _ToolBody] = "auto"
     include: Items[str] = []
     top_logprobs: Annotated[Integer, Field(ge=0, le=20)] = 0
-    max_tool_calls: TokenId | None = None
     metadata: Annotated[Dictionary[str, str], Field(max_length=16)] = {}  # OpenAI's limit
     store: bool = True
     text: Options = Options()
-    truncation: Literal["auto", "disabled"] = "disabled"
 
     unsupported = (*CommonBody.unsupported, "chats", "/v1/responses")
 
 
 def parse_responses(
-    body: object, store: ResponseStore | None = None, partition: str = ""
+    body: Any, store: ResponseStore | None = None, partition: str = ""
 ) -> ResponsesRequest:
     """Parse a body of ``/v1/responses``.
 
@@ -201,168 +203,105 @@ def parse_responses(
         ApiError: a field is missing, wrong or unsupported.
     """
     asked = parse(ResponsesBody, body)
-    items = [*_before(asked, store, partition), *_items(asked, store, partition)]
-    if not items:
-        refuse("input", asked.input, "send a string, or a list with at least one item")
-    known = _known_tools(asked, items)
+    stored = _conversation(asked, _as_items(body.get("input")), store or ResponseStore(), partition)
+    if not stored:
+        refuse("input", body.get("input"), "send a string, or a list with at least one item")
+    items = [_InputItem.model_validate(item) for item in stored]
+    known = _known_tools([*asked.tools, *(tool for item in items for tool in item.tools)])
+    if asked.tools and not known:
+        refuse("tools", body["tools"], "offer functions, since the server runs no tools itself")
     word, named, kept = _tool_choice(asked.tool_choice, known)
-    text, top = asked.text, asked.top_logprobs
+    top = asked.top_logprobs
     asks_logprobs = top or "message.output_text.logprobs" in asked.include
-    common = asked.common(text.format.schema_at("text.format", False) if text.format else None)
-    # By default an answer is a new message in this API.
-    continues = asked.continue_final_message or False
-    request = ResponsesRequest(
-        **common,
-        **conversation(_messages(asked.instructions, items), "input", continues),
-        **chosen_tool(word, named, [dict(tool.function) for tool in kept], "tool_choice"),
-        tool_places=tuple(tool.place for tool in kept),
+    return ResponsesRequest(
+        **asked.common(**{"text.format": asked.text.format}),
+        # An answer is a new message in this API.
+        **conversation(_messages(asked.instructions, items), "input", continues=False),
+        **chosen_tool(word, named, [tool.for_chat() for tool in kept], "tool_choice"),
         logprobs=top if asks_logprobs else None,
         parallel_tool_calls=asked.parallel_tool_calls,
-        template_kwargs=asked.template_kwargs(text.verbosity),
-        items=tuple(items),
+        template_kwargs=asked.template_kwargs(asked.text.verbosity),
+        items=tuple(stored),
         known_tools=known,
         store=asked.store,
         repeated=_repeated(asked, body),
     )
-    if (length := len(json.dumps(request.repeated))) > _MOST_REPEATED:
-        raise ApiError(
-            "instructions, tools and the other fields that a response repeats have "
-            f"{length:,} characters of JSON: send {_MOST_REPEATED:,} at most"
-        )
-    return request
 
 
 _REPEATED = (
-    *("instructions", "max_output_tokens", "max_tool_calls", "metadata", "parallel_tool_calls"),
-    *("previous_response_id", "prompt_cache_key", "safety_identifier", "store", "temperature"),
-    *("top_logprobs", "top_p", "user"),
+    *("frequency_penalty", "instructions", "max_output_tokens", "metadata", "parallel_tool_calls"),
+    *("presence_penalty", "previous_response_id", "store", "temperature", "top_logprobs", "top_p"),
 )
 
 
-def _repeated(asked: ResponsesBody, body: Any) -> dict[str, Any]:
+def _repeated(asked: ResponsesBody, body: dict[str, Any]) -> dict[str, Any]:
     """The request's fields that the response repeats, with the values in force."""
-    format = asked.text.format and body["text"]["format"]
+    tools = zip(asked.tools, body.get("tools") or (), strict=True)
     return {
         **{name: getattr(asked, name) for name in _REPEATED},
-        "background": False,
-        "frequency_penalty": asked.frequency_penalty or 0.0,
-        "presence_penalty": asked.presence_penalty or 0.0,
         "reasoning": {"effort": asked.reasoning.effort, "summary": None},
         "service_tier": "default",
         "text": {
-            "format": format or {"type": "text"},
+            "format": body["text"]["format"] if asked.text.format else {"type": "text"},
             "verbosity": asked.text.verbosity or asked.verbosity or "medium",
         },
         "tool_choice": body.get("tool_choice") or "auto",
-        "tools": [_repeated_tool(tool) for tool in asked.tools if not tool.hosted],
+        "tools": [sent for tool, sent in tools if not tool.hosted],
         "truncation": "disabled",
     }
-
-
-def _repeated_tool(tool: _ToolBody) -> dict[str, Any]:
-    """A tool as the response repeats it, with the fields that clients expect."""
-    absent: dict[str, Any] = {"description": "" if tool.type == "namespace" else None}
-    if tool.type == "function":
-        absent |= {"parameters": None, "strict": None}
-    given = tool.model_dump(exclude_unset=True)
-    return absent | given | ({"tools": [*map(_repeated_tool, tool.tools)]} if tool.tools else {})
 
 
 # --- tools ---
 
 
-def _known_tools(asked: ResponsesBody, items: Sequence[dict[str, Any]]) -> dict[str, Tool]:
+def _known_tools(offered: Iterable[_ToolBody]) -> dict[str, _ToolBody]:
     """The tools that a request offers, by their names for the model.
 
     Agents such as Codex offer a web search besides their own tools to any server, and work
-    without it. So it is left out, but refused if it is the only tool.
+    without it. So it is left out.
     """
-    known: dict[str, Tool] = {}
-    for index, tool in enumerate(asked.tools):
-        _add_tools(tool, f"tools[{index}]", known)
-    for item in items:
-        if item["type"] == "additional_tools":
-            for index, tool in enumerate(map(_ToolBody.model_validate, item["tools"])):
-                _add_tools(tool, f"additional_tools[{index}]", known, again=True)
-    if not known:
-        for index, tool in enumerate(asked.tools):
-            remedy = "offer functions, since the server does not run tools itself"
-            refuse(f"tools[{index}].type", tool.type, remedy)
+    known: dict[str, _ToolBody] = {}
+    for outer in offered:
+        if outer.hosted:
+            continue
+        tools = [outer]
+        if outer.type == "namespace":
+            tools = [tool.model_copy(update={"namespace": outer.name}) for tool in outer.tools]
+        for tool in tools:
+            if tool.type not in ("function", "custom"):
+                raise ApiError(
+                    f"tools has one of the type {shown(tool.type)}: offer tools of the type "
+                    '"function" or "custom", or a "namespace" of them.',
+                    param="tools",
+                )
+            known.setdefault(_flat_name(tool.name, tool.namespace), tool)
     return known
 
 
-def _add_tools(tool: _ToolBody, path: str, known: dict[str, Tool], again: bool = False) -> None:
-    """Add a tool, or a namespace's tools; known tools are skipped if ``again``."""
-    space = tool if tool.type == "namespace" else None
-    if tool.hosted:
-        return
-    for index, one in enumerate(space.tools if space else [tool]):
-        place = f"{path}.tools[{index}]" if space else path
-        if one.type not in ("function", "custom"):
-            inside = "" if space else ', or a "namespace" of them'
-            refuse(
-                f"{place}.type", one.type, f'offer tools of the type "function" or "custom"{inside}'
-            )
-        about = one.description
-        if space and space.description and not index:
-            about = f"{space.description}\n\n{about or ''}".rstrip()
-        custom, namespace = one.type == "custom", space.name if space else None
-        name = _flat_name(one.name, namespace)
-        if name not in known:
-            function: dict[str, Any] = {"name": name, "description": about, "strict": one.strict}
-            function["parameters"] = _text_schema(one.format) if custom else one.parameters
-            function = {"type": "function", "function": without_nulls(function)}
-            known[name] = Tool(one.name, namespace, custom, f"{place}.parameters", function)
-        elif not again:
-            refuse(f"{place}.name", one.name, "give each tool a different name")
-
-
 def _tool_choice(
-    choice: str | _ToolBody, known: Mapping[str, Tool]
-) -> tuple[str, str | None, list[Tool]]:
+    choice: str | _ToolBody, known: dict[str, _ToolBody]
+) -> tuple[str, str | None, list[_ToolBody]]:
     """The tool choice of a chat, the function that must be called, and the allowed tools."""
     if isinstance(choice, str):
         return choice, None, [*known.values()]
-    names: dict[tuple[str, str | None], str] = {}
-    for flat_name, tool in known.items():
-        for namespace in (None, tool.namespace):  # without a namespace, the first tool of that name
-            names.setdefault((tool.name, namespace), flat_name)
-
-    def found(named: _ToolBody, path: str) -> str:
-        flat_name = names.get((named.name, named.namespace))
-        if flat_name is None:
-            refuse(f"{path}.name", named.name, "name one of the tools")
-        return flat_name
-
-    if choice.type in ("function", "custom"):
-        return "function", found(choice, "tool_choice"), [*known.values()]
-    if choice.type != "allowed_tools":
-        remedy = 'send "function", "custom" or "allowed_tools", or a string'
-        refuse("tool_choice.type", choice.type, remedy)
-    allowed = {
-        found(tool, f"tool_choice.tools[{index}]")
-        for index, tool in enumerate(choice.tools)
-        if not tool.hosted
-    }
-    return choice.mode, None, [tool for name, tool in known.items() if name in allowed]
-
-
-def _text_schema(format: _ToolBody | None) -> dict[str, Any]:
-    """The parameters of the function that stands for a custom tool: one text.
-
-    A grammar is shown to the model but not enforced.
-    """
-    about = "The text that the tool takes, as it is."
-    if format and format.type == "grammar":
-        about += f" It follows this {format.syntax} grammar:\n{format.definition}"
-    text = {"type": "string", "description": about}
-    return {"type": "object", "properties": {_INPUT: text}, "required": [_INPUT]}
+    allows = choice.type == "allowed_tools"
+    if not allows and choice.type not in ("function", "custom"):
+        refuse("tool_choice.type", choice.type, 'send "function", "custom" or "allowed_tools"')
+    names = {(tool.name, tool.namespace): flat_name for flat_name, tool in known.items()}
+    # Without a namespace, the first tool of that name is meant.
+    names |= {(tool.name, None): flat_name for flat_name, tool in reversed(known.items())}
+    chosen = []
+    for tool in choice.tools if allows else [choice]:
+        if (tool.name, tool.namespace) in names:
+            chosen.append(names[tool.name, tool.namespace])
+        elif not tool.hosted:
+            refuse("tool_choice", tool.name, "name one of the tools")
+    if allows:
+        return choice.mode, None, [known[name] for name in dict.fromkeys(chosen)]
+    return "function", chosen[0], [*known.values()]
 
 
 # --- the conversation ---
-
-_OUTPUTS = ("function_call_output", "custom_tool_call_output")
-_CALLS = ("function_call", "custom_tool_call")
 
 
 def new_id(prefix: str) -> str:
@@ -370,171 +309,79 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
-def _before(
-    asked: ResponsesBody, store: ResponseStore | None, partition: str
-) -> Sequence[dict[str, Any]]:
-    """The conversation up to the end of the previous response."""
-    previous = asked.previous_response_id
-    if previous is None:
-        return ()
-    found = store and store.response(partition, previous)
-    if not found:
-        raise ApiError(
-            f"previous_response_id is {shown(previous)}, which is not or no longer stored: send "
-            "the whole conversation as input.",
-            param="previous_response_id",
-            code="previous_response_not_found",
-        )
-    return found.items
+def _conversation(
+    asked: ResponsesBody, sent: list[dict[str, Any]] | None, store: ResponseStore, partition: str
+) -> list[dict[str, Any]]:
+    """The items up to the previous response's end and the input's, each with an id.
+
+    Raises:
+        ApiError: a response or an item that the body refers to is not stored.
+    """
+    items: list[dict[str, Any]] = []
+    if (previous := asked.previous_response_id) is not None:
+        found = store.response(partition, previous)
+        if not found:
+            raise ApiError(
+                f"previous_response_id is {shown(previous)}, which is not or no longer stored: "
+                "send the whole conversation as input.",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        response, given = found
+        items += [*given, *response["output"]]
+    for index, (one, raw) in enumerate(zip(asked.input, sent or (), strict=True)):
+        if one.type != "item_reference":
+            items.append(_stored(one, raw))
+        elif one.id and (item := store.item(partition, one.id)):
+            items.append(item)
+        else:
+            remedy = "send the item itself, since the server has no item with this id"
+            refuse(f"input[{index}].id", one.id, remedy)
+    return items
 
 
-def _items(
-    asked: ResponsesBody, store: ResponseStore | None, partition: str
-) -> Iterable[dict[str, Any]]:
-    """The input's items as the server returns them, without items that models cannot use."""
-    for index, one in enumerate(asked.input):
-        if one.type == "item_reference":
-            found = store and one.id and store.item(partition, one.id)
-            if not found:
-                remedy = "send the item itself, since the server has no item with this id"
-                refuse(f"input[{index}].id", one.id, remedy)
-            yield found
-        elif one.type in _ITEM_FIELDS:
-            yield _item(one, f"input[{index}]")
-
-
-_ITEM_FIELDS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "message": ("msg", ("role", "content", "phase")),
-    "function_call": ("fc", ("call_id", "name", "namespace", "arguments")),
-    "custom_tool_call": ("ctc", ("call_id", "name", "namespace", "input")),
-    "function_call_output": ("fco", ("call_id", "output")),
-    "custom_tool_call_output": ("ctco", ("call_id", "output")),
-    "reasoning": ("rs", ("summary", "content", "encrypted_content")),
-    "additional_tools": ("at", ("tools",)),
-}
-"""By the type of an item: the prefix of its id, and its fields."""
-
-
-def _item(one: _InputItem, path: str) -> dict[str, Any]:
-    """An item as the server stores and returns it."""
-    prefix, names = _ITEM_FIELDS[one.type]
-    item: dict[str, Any] = {"id": one.id or new_id(prefix), "type": one.type, "status": "completed"}
-    item |= without_nulls({name: getattr(one, name) for name in names})
-    if one.type == "additional_tools":
-        tools = [tool.model_dump(exclude_unset=True) for tool in one.tools]
-        item |= {"role": "developer", "tools": tools}
-    elif one.type == "reasoning":
-        item["summary"] = [{"type": "summary_text", "text": part.text} for part in one.summary]
-        item["content"] = [{"type": "reasoning_text", "text": part.text} for part in one.content]
-    elif one.type == "message":
+def _stored(one: _InputItem, sent: dict[str, Any]) -> dict[str, Any]:
+    """An item of the input as the server stores and returns it."""
+    item = {**without_nulls(sent), "id": one.id or new_id("item"), "status": "completed"}
+    if one.type == "message":
         part: dict[str, Any] = {"type": "input_text"}
         if one.role == "assistant":
             part = {"type": "output_text", "annotations": [], "logprobs": []}
-        item["content"] = [{**part, "text": given.text} for given in one.content]
-    elif isinstance(item.get("arguments"), dict):
-        item["arguments"] = json.dumps(one.arguments)
-    elif "output" in item and not isinstance(one.output, str):
-        item["output"] = [
-            {"type": "input_text", "text": _output_text(part, f"{path}.output[{index}]")}
-            for index, part in enumerate(one.output)
-        ]
+        content = [{**part, "text": given.text} for given in one.content]
+        item |= {"type": "message", "content": content}
+    if "output" in item:  # without images
+        item["output"] = text_of_output(one.output)
     return item
 
 
-def _output_text(part: Mapping[str, Any], path: str) -> str:
-    """The text of a part of a tool's output, or a note in place of another type."""
-    kind, text = part.get("type"), part.get("text")
-    if not isinstance(kind, str) or not kind:
-        refuse(f"{path}.type", kind, "send a string")
-    if kind not in ("input_text", "output_text", "text"):
-        return left_out(kind.removeprefix("input_"))
-    if text is not None and not isinstance(text, str):
-        refuse(f"{path}.text", text, "send a string")
-    return text or ""
+def _messages(instructions: str | None, items: Iterable[_InputItem]) -> list[dict[str, Any]]:
+    """The conversation as chat messages; instructions and first system messages become one."""
+    system = [{"role": "system", "content": [instructions]}] if instructions else []
+    messages = [_message(item) for item in items]
+    return merged([*system, *(message for message in messages if message)])
 
 
-def _messages(instructions: str | None, items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation as chat messages.
-
-    System messages at the beginning become one, since many templates accept only one. Consecutive
-    items of the model become one message.
-    """
-    messages: list[dict[str, Any]] = []
-    system = [] if instructions is None else [instructions]
-    for item in items:
-        kind = item["type"]
-        if kind == "additional_tools":
-            continue
-        if kind == "message" and item["role"] in ("system", "developer") and not messages:
-            system.append(_text_of(item["content"]))
-        elif kind == "message" and item["role"] != "assistant":
-            role = "system" if item["role"] == "developer" else item["role"]
-            messages.append({"role": role, "content": _text_of(item["content"])})
-        elif kind in _OUTPUTS:
-            output = item["output"]
-            text = output if isinstance(output, str) else _text_of(output)
-            messages.append({"role": "tool", "content": text, "tool_call_id": item["call_id"]})
-        else:
-            _add_to_answer(messages, item)
-    for message in messages:
-        for name in ("content", "reasoning_content"):
-            if isinstance(message.get(name), list):
-                message[name] = "".join(message[name])
-    if system:
-        messages.insert(0, {"role": "system", "content": "\n\n".join(system)})
-    return messages
-
-
-def _add_to_answer(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
-    """Add an item of the model to its last message, or to a new one if that is complete.
-
-    Texts are collected in lists and joined at the end: ten thousand items may form one message.
-    """
-    is_call = item["type"] in _CALLS
-    last = messages[-1] if messages else None
-    if (
-        last is None
-        or last["role"] != "assistant"
-        or (not is_call and last["content"] and "tool_calls" not in last)
-    ):
-        last = {"role": "assistant", "content": []}
-        messages.append(last)
-    if is_call:
-        name = _flat_name(item["name"], item.get("namespace"))
-        custom = item["type"] == "custom_tool_call"
-        arguments = {_INPUT: item["input"]} if custom else item["arguments"] or {}
-        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
-        last.setdefault("tool_calls", []).append(call | {"id": item["call_id"]})
-    elif item["type"] == "message":
-        last["content"] += filter(None, [_text_of(item["content"])])
-    elif reasoning := _text_of(item["content"]) or "\n\n".join(p["text"] for p in item["summary"]):
-        last.setdefault("reasoning_content", []).append(reasoning)
-
-
-def _text_of(parts: Iterable[dict[str, Any]]) -> str:
-    return "".join(part["text"] for part in parts)
-
-
-@dataclass(frozen=True)
-class StoredResponse:
-    """A response and its conversation.
-
-    Attributes:
-        response: the response as the client received it.
-        given: all items before the response, including earlier responses.
-    """
-
-    response: dict[str, Any]
-    given: Sequence[dict[str, Any]]
-
-    @property
-    def items(self) -> tuple[dict[str, Any], ...]:
-        """The conversation up to the end of the answer."""
-        return (*self.given, *self.response["output"])
+def _message(item: _InputItem) -> dict[str, Any] | None:
+    """An item as a chat message whose content is a list; None if the model cannot use it."""
+    if item.type == "message":
+        role = "system" if item.role == "developer" else item.role
+        return {"role": role, "content": [joined(item.content)]}
+    if item.type.endswith("_output"):
+        text = text_of_output(item.output)
+        return {"role": "tool", "content": [text], "tool_call_id": item.call_id}
+    answer: dict[str, Any] = {"role": "assistant", "content": []}
+    if item.type in ("function_call", "custom_tool_call"):
+        custom = item.type == "custom_tool_call"
+        arguments = {_INPUT: item.input} if custom else item.arguments or {}
+        function = {"name": _flat_name(item.name, item.namespace), "arguments": arguments}
+        call = {"type": "function", "function": function, "id": item.call_id}
+        return answer | {"tool_calls": [call]}
+    reasoning = joined(item.content) or "\n\n".join(part.text for part in item.summary)
+    return answer | {"reasoning_content": [reasoning]} if reasoning else None
 
 
 class ResponseStore:
-    """Stores the most recently used responses in memory.
+    """Stores the most recently used responses in memory, with their conversations.
 
     A partition finds only its own responses. Any thread may call the store.
 
@@ -549,63 +396,55 @@ class ResponseStore:
     def __init__(self, most: int = 1000, most_bytes: int = 64 * 2**20) -> None:
         self._most = most
         self._most_bytes = most_bytes
-        self._kept: OrderedDict[tuple[str, str], tuple[bytes, list[str]]] = OrderedDict()
-        """By partition and response id: the JSON of the response, and the ids of its items."""
-        self._items: dict[tuple[str, str], tuple[bytes, int]] = {}
-        """By partition and item id: the item's JSON, and the number of responses with it."""
+        self._kept: OrderedDict[tuple[str, str], tuple[bytes, frozenset[str]]] = OrderedDict()
+        """By partition and response id: the JSON, and the ids of all items."""
         self.nbytes = 0
         self._changing = threading.Lock()
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def put(self, partition: str, stored: StoredResponse) -> None:
-        """Store a response; the least recently used ones make room."""
+    def put(
+        self, partition: str, response: dict[str, Any], given: Sequence[dict[str, Any]]
+    ) -> None:
+        """Store a response and all items before it; the least recently used ones make room."""
         # JSON takes a third of the memory of its objects.
-        text, items = json.dumps([stored.response, [*stored.given]]).encode(), stored.items
+        text = json.dumps([response, [*given]]).encode()
+        ids = frozenset(item["id"] for item in (*given, *response["output"]))
         with self._changing:
-            for item in items:
-                place = partition, item["id"]
-                _, count = self._items.get(place, (b"", 0))
-                self._items[place] = json.dumps(item).encode(), count + 1
-            ids = [item["id"] for item in items]
-            self._kept[partition, stored.response["id"]] = text, ids
+            self._kept[partition, response["id"]] = text, ids
             self.nbytes += len(text)
             while len(self._kept) > self._most or self.nbytes > self._most_bytes:
                 self._drop(next(iter(self._kept)))
 
-    def response(self, partition: str, response_id: str) -> StoredResponse | None:
-        """The partition's stored response with this id, if there is one."""
+    def response(
+        self, partition: str, response_id: str
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
+        """The partition's response with this id and the items before it, if it is stored."""
         key = partition, response_id
         with self._changing:
             if key not in self._kept:
                 return None
             self._kept.move_to_end(key)
             text, _ = self._kept[key]
-        return StoredResponse(*json.loads(text))
+        response, given = json.loads(text)
+        return response, given
 
     def item(self, partition: str, item_id: str) -> dict[str, Any] | None:
         """The item with this id in one of the partition's responses, if there is one."""
-        text, _ = self._items.get((partition, item_id), (b"null", 0))
-        item: dict[str, Any] | None = json.loads(text)
-        return item
-
-    def delete(self, partition: str, response_id: str) -> bool:
-        """Delete a response; returns whether it was stored."""
         with self._changing:
-            if (partition, response_id) not in self._kept:
-                return False
+            keys = [key for key, (_, ids) in self._kept.items() if item_id in ids]
+        found = next((self.response(*key) for key in keys if key[0] == partition), None)
+        if not found:
+            return None
+        response, given = found
+        return next(item for item in (*given, *response["output"]) if item["id"] == item_id)
+
+    def delete(self, partition: str, response_id: str) -> None:
+        """Delete a response, if it is stored."""
+        with self._changing:
             self._drop((partition, response_id))
-            return True
 
     def _drop(self, key: tuple[str, str]) -> None:
-        dropped, ids = self._kept.pop(key)
+        dropped, _ = self._kept.pop(key, (b"", ()))
         self.nbytes -= len(dropped)
-        for item_id in ids:
-            place = key[0], item_id
-            text, count = self._items.pop(place)
-            if count > 1:
-                self._items[place] = text, count - 1
 
 
 # --- answers ---
@@ -626,7 +465,7 @@ class ResponsesAnswer(ApiAnswer):
         model: the model's name in the answer.
         tokenizer: the model's tokenizer.
         format: the format of the model's output.
-        keep: called with the finished response, if it is to be stored.
+        keep: called with the finished response and the items before it, if it is to be stored.
     """
 
     def __init__(
@@ -634,21 +473,18 @@ class ResponsesAnswer(ApiAnswer):
         request: ResponsesRequest,
         model: str,
         tokenizer: TokenizerWrapper,
-        format: OutputFormat,
-        keep: Callable[[StoredResponse], None],
+        format: OutputFormat | None,
+        keep: Callable[[dict[str, Any], Sequence[dict[str, Any]]], None],
     ) -> None:
         super().__init__([Choice(0, format)])
-        self.id = new_id("resp")
         self._request = request
         self._keep = keep
-        self._names = TokenNames(tokenizer)
-        self._items: list[_Item] = []
+        self._tokenizer = tokenizer
+        self._output: list[dict[str, Any]] = []
+        self._part = Part("")  # the part of the last item
+        self._logprobs: list[dict[str, Any]] = []  # of the last item
         self._sent = 0
-        self._status = "in_progress"
-        self._error: dict[str, Any] | None = None
-        self._model = model
-        self._created = int(time.time())
-        self._completed: int | None = None
+        self._response = {**_new_response(), "model": model, **request.repeated}
 
     def begin(self) -> list[dict[str, Any]]:
         if self._sent:
@@ -660,56 +496,39 @@ class ResponsesAnswer(ApiAnswer):
         for run in runs:
             if run.begins:
                 events += [*self._end_item("completed"), *self._begin_item(run.part)]
-            item, text = self._items[-1], run.text
-            if item.custom:
-                text = _input_so_far(run.part.text).removeprefix(item.text)
-            events += self._add(text, self._names.of_chat(run.pieces))
+            if run.text and self._output[-1]["type"] != "custom_tool_call":
+                events.append(self._delta(run.text, chat_logprobs(self._tokenizer, run.pieces)))
         if choice.end:
-            if not self._items:
+            if not self._output:
                 events += self._begin_item(Part("text"))
             cut_off = choice.finish_reason == "length"
-            self._status = "incomplete" if cut_off else "completed"
-            self._completed = None if cut_off else int(time.time())
-            events += self._end_item(self._status)
+            status = "incomplete" if cut_off else "completed"
+            events += self._end_item(status)
+            self._response |= {
+                "status": status,
+                "completed_at": None if cut_off else int(time.time()),
+                "incomplete_details": {"reason": "max_output_tokens"} if cut_off else None,
+                "output": self._output,
+                "usage": _usage(choice, choice.end),
+            }
         return events
 
     def close(self) -> list[dict[str, Any]]:
         if self._request.store:
-            self._keep(StoredResponse(self.whole(), self._request.items))
-        return [self._lifecycle(self._status)]
+            self._keep(self._response, self._request.items)
+        return [self._lifecycle(self._response["status"])]
 
     def whole(self) -> dict[str, Any]:
-        cut_off, running = self._status == "incomplete", self._status == "in_progress"
-        return {
-            "id": self.id,
-            "object": "response",
-            "created_at": self._created,
-            "completed_at": self._completed,
-            "status": self._status,
-            "error": self._error,
-            "incomplete_details": {"reason": "max_output_tokens"} if cut_off else None,
-            "model": self._model,
-            "output": [] if running else [item.as_json() for item in self._items],
-            "usage": self._usage(),
-            **self._request.repeated,
-        }
-
-    def framed(self, chunk: dict[str, Any]) -> str:
-        return f"event: {chunk['type']}\n{super().framed(chunk)}"
+        return self._response
 
     def keep_alive(self) -> str:
-        return "".join(map(self.framed, self.begin() or [self._lifecycle("in_progress")]))
+        return "".join(map(framed, self.begin() or [self._lifecycle("in_progress")]))
 
     def failed(self, error: ApiError) -> dict[str, Any]:
-        self._status = "failed"
-        code = "server_error" if error.status >= 500 else "invalid_prompt"
-        code = "rate_limit_exceeded" if error.status == 429 else code
-        if error.code == "context_length_exceeded":
-            code = error.code
-        self._error = {"code": code, "message": error.message}
-        if self._items and self._items[-1].status == "in_progress":
-            self._items[-1].status = "incomplete"
-        return self._lifecycle("failed") if self._request.stream else self.whole()
+        if self._output:
+            self._complete_item("incomplete")
+        self._response |= {"output": self._output, **_failure(error)}
+        return self._lifecycle("failed")
 
     # --- events ---
 
@@ -718,186 +537,174 @@ class ResponsesAnswer(ApiAnswer):
         return {"type": f"response.{kind}", "sequence_number": self._sent - 1, **fields}
 
     def _lifecycle(self, kind: str) -> dict[str, Any]:
-        return self._event(kind, response=self.whole())
+        return self._event(kind, response=self._response.copy())
 
     def _of_item(self, kind: str, **fields: Any) -> dict[str, Any]:
         """An event of the last item, which has at most one content part."""
-        item = self._items[-1]
-        index = {} if item.tool else {"content_index": 0}
-        place = {"item_id": item.id, "output_index": len(self._items) - 1, **index}
+        item = self._output[-1]
+        index = {"content_index": 0} if "content" in item else {}
+        place = {"item_id": item["id"], "output_index": len(self._output) - 1, **index}
         return self._event(kind, **place, **fields)
 
     def _whole_item(self, kind: str) -> dict[str, Any]:
-        item = self._items[-1].as_json()
-        return self._event(kind, output_index=len(self._items) - 1, item=item)
+        return self._event(kind, output_index=len(self._output) - 1, item=self._output[-1].copy())
 
     def _begin_item(self, part: Part) -> list[dict[str, Any]]:
-        tool = None
-        if part.kind == "call":
-            tool = self._request.known_tools.get(part.name, Tool(part.name))
-        item = _Item(part, tool)
-        self._items.append(item)
+        """Add an item for a part of the answer."""
+        self._part, self._logprobs, kind = part, [], part.kind
+        called: dict[str, Any] = {}
+        if kind == "call":
+            tool = self._request.known_tools.get(part.name) or _ToolBody(
+                type="function", name=part.name
+            )
+            called = {"call_id": part.id, "name": tool.name, "namespace": tool.namespace}
+            kind = "custom" if tool.type == "custom" else kind
+        prefix, fields = _ITEMS[kind]
+        item = {"id": new_id(prefix), "status": "in_progress", **fields, **without_nulls(called)}
+        self._output.append(item)
         events = [self._whole_item("output_item.added")]
-        if not tool:
-            events.append(self._of_item("content_part.added", part=item.content()))
+        if "content" in item:
+            events.append(self._of_item("content_part.added", part=self._content("")))
         return events
 
-    def _add(self, text: str, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Add text to the last item; returns the events for it."""
-        item = self._items[-1]
-        item.text += text
-        if not text:
-            return []
-        if item.type != "message":
-            return [self._of_item(f"{item.event}.delta", delta=text)]
-        item.logprobs += logprobs
-        return [self._of_item(f"{item.event}.delta", delta=text, logprobs=logprobs)]
+    def _content(self, text: str) -> dict[str, Any]:
+        """The only content part of the last item, with the given text."""
+        kind = self._output[-1]["type"]
+        part: dict[str, Any] = {"type": _TEXTS[kind], "text": text}
+        if kind == "message":
+            part |= {"annotations": [], "logprobs": self._logprobs}
+        return part
+
+    def _delta(self, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+        """The event for more text of the last item."""
+        kind = self._output[-1]["type"]
+        fields: dict[str, Any] = {"delta": text}
+        if kind == "message":
+            fields["logprobs"] = logprobs
+            self._logprobs += logprobs
+        return self._of_item(f"{_TEXTS[kind]}.delta", **fields)
+
+    def _complete_item(self, status: str) -> dict[str, Any]:
+        """Complete the last item; returns the fields of the event that ends its text."""
+        item, text = self._output[-1], self._part.text
+        item["status"] = status
+        if "content" in item:
+            item["content"] = [self._content(text)]
+            return without_nulls({"text": text, "logprobs": item["content"][0].get("logprobs")})
+        if item["type"] == "custom_tool_call":
+            item["input"] = _whole_input(text)
+            return {"input": item["input"]}
+        item["arguments"] = text
+        return {"arguments": text, "name": item["name"]}
 
     def _end_item(self, status: str) -> list[dict[str, Any]]:
         """End the last item, if there is one."""
-        if not self._items:
+        if not self._output:
             return []
-        item, events = self._items[-1], []
-        if item.custom:
-            events = self._add(_whole_input(item.part.text).removeprefix(item.text), [])
-        done: dict[str, Any] = {item.field: item.text}
-        if item.type == "message":
-            done["logprobs"] = item.logprobs
-        if item.tool and not item.custom:
-            done["name"] = item.tool.name
-        events.append(self._of_item(f"{item.event}.done", **done))
-        if not item.tool:
-            events.append(self._of_item("content_part.done", part=item.content()))
-        item.status = status
+        item, events = self._output[-1], []
+        done = self._complete_item(status)
+        if item.get("input"):  # it could not be read before
+            events.append(self._delta(item["input"], []))
+        events.append(self._of_item(f"{_TEXTS[item['type']]}.done", **done))
+        if "content" in item:
+            events.append(self._of_item("content_part.done", part=item["content"][0]))
         return [*events, self._whole_item("output_item.done")]
 
-    def _usage(self) -> dict[str, Any] | None:
-        """The token counts; None until the answer has ended."""
-        (choice,) = self.choices
-        end = choice.end
-        if end is None:
-            return None
-        return {
-            "input_tokens": end.prompt_tokens,
-            "input_tokens_details": {
-                "cached_tokens": end.cached_tokens,
-                # All computed tokens are cached for later prompts.
-                "cache_write_tokens": end.prompt_tokens - end.cached_tokens,
-            },
-            "output_tokens": end.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": choice.reasoning_tokens},
-            "total_tokens": end.prompt_tokens + end.completion_tokens,
-        }
 
-
-_KINDS = {
-    "text": ("message", "msg", "output_text", "text"),
-    "reasoning": ("reasoning", "rs", "reasoning_text", "text"),
-    "call": ("function_call", "fc", "function_call_arguments", "arguments"),
-    "custom": ("custom_tool_call", "ctc", "custom_tool_call_input", "input"),
+_ITEMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "text": ("msg", {"type": "message", "role": "assistant", "content": []}),
+    "reasoning": (
+        "rs",
+        {"type": "reasoning", "content": [], "summary": [], "encrypted_content": None},
+    ),
+    "call": ("fc", {"type": "function_call", "arguments": ""}),
+    "custom": ("ctc", {"type": "custom_tool_call", "input": ""}),
 }
-"""By the kind of a part: the item's type, id prefix, event name and text field."""
+"""By the kind of a part: the prefix of its item's id, and the item's fields at the beginning."""
+
+_TEXTS = {
+    "message": "output_text",
+    "reasoning": "reasoning_text",
+    "function_call": "function_call_arguments",
+    "custom_tool_call": "custom_tool_call_input",
+}
+"""By the type of an item: the name of its text in events."""
 
 
-class _Item:
-    """An item of the output: a message, reasoning, or a call.
-
-    Args:
-        part: the answer's part.
-        tool: the called tool.
-
-    Attributes:
-        status: "in_progress", "completed" or "incomplete".
-        text: the text that was sent. Of a custom call it is one of the part's arguments.
-        logprobs: the log-probabilities that were sent.
-    """
-
-    def __init__(self, part: Part, tool: Tool | None = None) -> None:
-        self.custom = tool is not None and tool.custom
-        self.type, prefix, self.event, self.field = _KINDS["custom" if self.custom else part.kind]
-        self.id = new_id(prefix)
-        self.part, self.tool = part, tool
-        self.status = "in_progress"
-        self.text = ""
-        self.logprobs: list[dict[str, Any]] = []
-
-    def content(self) -> dict[str, Any]:
-        """The only part of the content."""
-        part: dict[str, Any] = {"type": self.event, "text": self.text}
-        if self.type == "message":
-            part |= {"annotations": [], "logprobs": [*self.logprobs]}
-        return part
-
-    def as_json(self) -> dict[str, Any]:
-        """The item's present state as JSON."""
-        item: dict[str, Any] = {"id": self.id, "type": self.type, "status": self.status}
-        if self.tool:
-            item |= {"call_id": self.part.id, "name": self.tool.name, self.field: self.text}
-            space = self.tool.namespace
-            return item if space is None else item | {"namespace": space}
-        item["content"] = [] if self.status == "in_progress" else [self.content()]
-        if self.type == "message":
-            return item | {"role": "assistant"}
-        return item | {"summary": [], "encrypted_content": None}
+def _new_response() -> dict[str, Any]:
+    """A response that has just begun."""
+    return {
+        "id": new_id("resp"),
+        "object": "response",
+        "created_at": int(time.time()),
+        "completed_at": None,
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
+        "model": "",
+        "output": [],
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+        "usage": None,
+    }
 
 
-def _input_so_far(written: str) -> str:
-    """The text for a custom tool in incomplete arguments; "" if it has not begun."""
-    try:
-        value = from_json(_mended(written), allow_partial="trailing-strings")["input"]
-    except (ValueError, LookupError, TypeError):
-        return ""
-    return value if isinstance(value, str) else ""
+def _failure(error: ApiError) -> dict[str, Any]:
+    """The fields of a failed response."""
+    code = "server_error" if error.status >= 500 else "invalid_prompt"
+    code = "rate_limit_exceeded" if error.status == 429 else code
+    if error.code == "context_length_exceeded":
+        code = error.code
+    return {"status": "failed", "error": {"code": code, "message": error.message}}
 
 
-def _mended(written: str) -> str:
-    """Escape backslashes that JSON does not allow: models do not escape regular expressions."""
-    return _ESCAPE.sub(lambda found: found[0] if found[1] else r"\\", written)
+def failed_event(error: ApiError, request_id: str) -> dict[str, Any]:
+    """The only event of a stream that fails before it has an answer."""
+    response = _new_response() | _failure(error)
+    return {"type": "response.failed", "sequence_number": 0, "response": response}
 
 
-_ESCAPE = re.compile(r'\\(["\\/bfnrtu])|\\(?=.)')
+def _usage(choice: Choice, end: Ended) -> dict[str, Any]:
+    return {
+        "input_tokens": end.prompt_tokens,
+        "input_tokens_details": {
+            "cached_tokens": end.cached_tokens,
+            # All computed tokens are cached for later prompts.
+            "cache_write_tokens": end.prompt_tokens - end.cached_tokens,
+        },
+        "output_tokens": end.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": choice.reasoning_tokens},
+        "total_tokens": end.prompt_tokens + end.completion_tokens,
+    }
 
 
 def _whole_input(written: str) -> str:
-    """The text for a custom tool, or all that the model wrote if its JSON is invalid."""
+    """The text for a custom tool, or all that the model wrote if its JSON is invalid.
+
+    Backslashes that JSON does not allow are escaped: models do not escape regular expressions.
+    """
+    mended = _ESCAPE.sub(lambda found: found[0] if found[1] else r"\\", written)
     try:
-        value = json.loads(_mended(written), strict=False)["input"]
+        value = json.loads(mended, strict=False)["input"]
     except (ValueError, LookupError, TypeError, RecursionError):
         value = None
     return without_lone_surrogates(value) if isinstance(value, str) else written
 
 
+_ESCAPE = re.compile(r'\\(["\\/bfnrtu])|\\(?=.)')
+
+
 # --- input items ---
 
-_MOST_LISTED = 100
 
-
-def input_items_answer(given: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
-    """The answer of ``/v1/responses/ID/input_items``, the latest items first.
-
-    Args:
-        given: the items, in order.
-        query: the parameters ``limit``, ``order`` ("asc" or "desc") and ``after`` (an item's id).
-
-    Raises:
-        ApiError: a parameter is wrong.
-    """
-    limit, order = query.get("limit", "20"), query.get("order", "desc")
-    if not re.fullmatch("[0-9]{1,3}", limit) or not 1 <= int(limit) <= _MOST_LISTED:
-        refuse("limit", limit, f"choose an integer from 1 to {_MOST_LISTED}")
-    if order not in ("asc", "desc"):
-        refuse("order", order, "choose asc or desc")
-    items = list(given) if order == "asc" else list(reversed(given))
-    if (after := query.get("after")) is not None:
-        ids = [item["id"] for item in items]
-        if after not in ids:
-            refuse("after", after, "send the id of an item of this response")
-        items = items[ids.index(after) + 1 :]
-    data = items[: int(limit)]
+def input_items_answer(given: Sequence[dict[str, Any]], order: str | None) -> dict[str, Any]:
+    """The answer of ``/v1/responses/ID/input_items``: all items, the latest first unless "asc"."""
+    data = [*given] if order == "asc" else [*reversed(given)]
     return {
         "object": "list",
         "data": data,
-        "first_id": data[0]["id"] if data else None,
-        "last_id": data[-1]["id"] if data else None,
-        "has_more": len(items) > len(data),
+        "first_id": data[0]["id"],
+        "last_id": data[-1]["id"],
+        "has_more": False,
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,7 +33,6 @@ _STEP = 256  # positions by which caches grow
 _SLACK = 16 + _STEP  # positions that a window holds beyond its size
 _ROWS = 64  # rows of a step of all sequences; more rarely pay
 _SCORES = 4  # arrays over the vocabulary for each row: logits, log-probabilities, filters
-_INDEX = 2 * MOST_BYTES  # bytes per token; an index may also hold abandoned turns
 
 
 class Need(NamedTuple):
@@ -79,7 +77,7 @@ class CacheMemory:
 
     def needs(self, tokens: int) -> Need:
         """What a request takes whose prompt and answer have so many tokens."""
-        caches = self.bytes_for(tokens) + _INDEX * tokens
+        caches = self.bytes_for(tokens) + MOST_BYTES * tokens
         chunk = min(tokens, self.options.prefill_step_size)
         forward = max(self.forward_bytes(tokens, chunk), self.step_bytes(tokens))
         if self._draft:
@@ -171,7 +169,6 @@ class ServedModel:
         owner: the partition that uses the decoder's own memory. The others have memories of their
             own, in the process only.
         path: the path from which the user loaded it, another name for it in requests.
-        created: when it was loaded, in seconds since 1970.
     """
 
     name: str
@@ -182,7 +179,6 @@ class ServedModel:
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     owner: str = field(default="", repr=False)
     path: str | None = None
-    created: int = field(default_factory=lambda: int(time.time()))
     _apart: OrderedDict[str, Decoder] = field(
         default_factory=OrderedDict, init=False, repr=False, compare=False
     )

@@ -11,16 +11,16 @@ import itertools
 import logging
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
-from ..drafting.drafter import VerifiedStep
+from ..drafting.drafter import NoDraft, VerifiedStep
 from ..engine import step as steps
 from ..errors import MlxspecError
 from ..generation.engine import Engine
@@ -243,10 +243,6 @@ def _failure(error: Exception, decoder: LoadedModel) -> ApiError:
     return ApiError(f"the generation has failed: {error}", status=500)
 
 
-EventBatch = tuple[ServedRequest, list[Event | ApiError]]
-"""A request and its events of one turn, in order; never empty."""
-
-
 class EventStream:
     """The events of one client's requests, for the event loop that creates it.
 
@@ -259,7 +255,8 @@ class EventStream:
         self.worker = worker
         self.requests = requests
         self.loop = asyncio.get_running_loop()
-        self.batches: asyncio.Queue[EventBatch] = asyncio.Queue()
+        self.batches: asyncio.Queue[tuple[ServedRequest, list[Event | ApiError]]] = asyncio.Queue()
+        """Requests with their events of one turn, in order."""
         for request in requests:
             request.stream = self
 
@@ -287,7 +284,8 @@ class EventStream:
                 if isinstance(batch[-1], ApiError):
                     raise batch[-1]
                 left -= isinstance(batch[-1], Ended)
-                self.worker.has_read(request, sum(isinstance(one, Piece) for one in batch))
+                count = sum(isinstance(one, Piece) for one in batch)
+                self.worker.tell(request, ModelQueue.has_read, request, count)
         finally:
             self.close()
 
@@ -295,13 +293,14 @@ class EventStream:
         """End each generation whose choice, by its index, is finished, as if the model had."""
         for request in self.requests:
             if request.state in (State.DECODE, State.PAUSED) and finished(request.index):
-                self.worker.end(request)
+                self.worker.tell(request, ModelQueue.cancel, request)
 
     def close(self) -> None:
         """Cancel all generations that have not ended."""
         for request in self.requests:
             if not request.done:
-                self.worker.end(request, ApiError("cancelled", status=499))
+                error = ApiError("cancelled", status=499)
+                self.worker.tell(request, ModelQueue.cancel, request, error)
 
 
 # --- the queue of a model ---
@@ -318,34 +317,15 @@ class ModelQueue(Engine):
     """
 
     def __init__(self, served: ServedModel, worker: Worker) -> None:
-        limits = worker.limits
         super().__init__(
             served.decoder,
-            max_active=limits.active,
-            stall=limits.stall,
+            max_active=worker.active,
+            stall=worker.stall,
             max_unread=_MOST_UNREAD,
             spare=worker.memory.spare_positions(served),
         )
-        self._served = served
-        self._open = ExitStack()
+        self._cache = served.cache
         self._worker = worker
-
-    def open(self) -> None:
-        """Before any request, find out which drafts the model verifies and what steps cost."""
-        self._open.enter_context(self.running())
-        decoder = self._served.decoder
-        make_drafter = partial(self._served.make_drafter, (), self._served.owner)
-        decoder.remembers = False  # these outputs are no user's
-        for prompt in ([1, 1], [1, 1, 1]):
-            self.add(decoder.new_request(prompt, 8, GenerationOptions(), make_drafter))
-        while super().turn():
-            pass
-        decoder.remembers = True
-
-    def leave(self, error: Exception | None = None) -> None:
-        """End all requests, and answer no more."""
-        with self._open:
-            self.close(error)
 
     @property
     def decoding(self) -> bool:
@@ -372,15 +352,14 @@ class ModelQueue(Engine):
         find in the cache. One that no longer fits even alone, since other programs have taken
         memory, is refused.
         """
-        for request in [*self._waiting]:
-            if not isinstance(request, ServedRequest):  # for the warm-up
-                return request
+        memory = self._worker.memory
+        for request in cast(list[ServedRequest], [*self._waiting]):
             if not self._worker.admits(request):
-                if self._worker.memory.reserved or self._worker.memory.ever_fits(request.need):
+                if memory.reserved or memory.ever_fits(request.need):
                     return None
                 sizes = len(request.prompt), request.max_tokens, request.need
-                self.cancel(request, self._worker.memory.refusal(*sizes))
-            elif not self._served.cache.should_wait(request.prompt, request.partition):
+                self.cancel(request, memory.refusal(*sizes))
+            elif not self._cache.should_wait(request.prompt, request.partition):
                 return request
         return None
 
@@ -399,26 +378,14 @@ _OUTCOMES = {499: "cancelled", 429: "refused", 503: "ending"}
 _Result = TypeVar("_Result")
 
 
-class WorkerLimits(NamedTuple):
-    """Limits on the generations of a model.
-
-    Attributes:
-        active: the most running generations.
-        queued: the most waiting generations.
-        stall: seconds for which running generations may wait while prompts run.
-    """
-
-    active: int = 8
-    queued: int = 128
-    stall: float = 0.15
-
-
 class Worker:
     """Runs generations of one or several models in a thread of its own.
 
     Args:
         models: the served models.
-        limits: limits on the generations of each model.
+        active: the most running generations of a model.
+        queued: the most waiting generations of a model.
+        stall: seconds for which running generations may wait while prompts run.
         on_end: called in the worker's thread with all requests of one body, once they have ended.
         memory: the memory that the models share; by default, all that the machine has.
 
@@ -428,13 +395,15 @@ class Worker:
         metrics: the server's metrics.
         requests: the requests that have not ended, in order of arrival.
         recent: the figures of the requests that ended last, with the times of their ends.
-        ready: set while requests are answered.
     """
 
     def __init__(
         self,
         models: Sequence[ServedModel],
-        limits: WorkerLimits = WorkerLimits(),  # noqa: B008  # a constant
+        *,
+        active: int = 8,
+        queued: int = 128,
+        stall: float = 0.15,
         on_end: Callable[[Sequence[ServedRequest]], object] = lambda requests: None,
         memory: ServerMemory | None = None,
     ) -> None:
@@ -442,12 +411,11 @@ class Worker:
         self.memory = memory or ServerMemory()
         for served in models:
             self.memory.add(served)
-        self.limits = limits
+        self.active, self.queued, self.stall = active, queued, stall
         self.on_end = on_end
         self.metrics = Metrics()
         self.requests: list[ServedRequest] = []
         self.recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
-        self.ready = threading.Event()
         self._outbox: dict[ServedRequest, list[Event | ApiError]] = {}
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._queues: dict[str, ModelQueue] = {}
@@ -461,18 +429,13 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="mlxspec worker", daemon=True)
 
     def start(self) -> None:
-        """Start the thread; :attr:`ready` is set once models are warmed up."""
-        self._thread.start()
-
-    def wait_until_ready(self) -> None:
-        """Wait until requests are answered.
+        """Start the thread, and wait until it answers requests.
 
         Raises:
-            MlxspecError: the thread has failed; the log has the reason.
+            ApiError: the thread has failed; the log has the reason.
         """
-        while not self.ready.wait(0.1):
-            if not self.alive:
-                raise MlxspecError("the model has failed in its first steps: see the log above")
+        self._thread.start()
+        self.call(lambda: None)
 
     def stop(self) -> None:
         """End all generations and the thread, and wait for its end."""
@@ -481,9 +444,7 @@ class Worker:
 
     def fail(self, error: ApiError) -> None:
         """End all requests with an error, from any thread: the worker's own may never return."""
-        self.ready.clear()
-        with self._taking:
-            self._stop(error)
+        self._stop(error)
         for request in self.requests.copy():
             self.queue(request, error)
         self._deliver()
@@ -492,6 +453,11 @@ class Worker:
     def alive(self) -> bool:
         """Whether the thread runs."""
         return self._thread.is_alive()
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are answered."""
+        return self.alive and not self._stopping
 
     # --- in other threads ---
 
@@ -514,83 +480,65 @@ class Worker:
         self._put(run)
         return result.result()
 
-    def _put(self, command: Callable[[], None]) -> None:
-        """Queue a command; raises ApiError if none is run any more."""
+    def _put(self, command: Callable[[], None], requests: Sequence[ServedRequest] = ()) -> None:
+        """Queue a command, and the requests that it adds; raises ApiError if none is run now."""
         with self._taking:
             if self._stopping:
                 raise self._stopping
+            self.requests += requests
             self._commands.put(command)
 
     def submit(self, served: ServedModel, requests: Sequence[ServedRequest]) -> EventStream:
         """Queue generations, all or none; called in an event loop.
 
         Raises:
-            ApiError: 400, there are more than the queue can hold; 429, the queue is full; 503, the
-                server is ending.
+            ApiError: 429, the queue is full; 503, the server is ending.
         """
-        active, queued, _ = self.limits
-        if len(requests) > active + queued:
-            raise ApiError(
-                f"{len(requests)} choices are too many, since the server takes {active + queued} "
-                "at once: ask for fewer",
-                param="n",
-            )
         states = [one.state for one in self.requests.copy() if one.served is served]
         waiting = states.count(State.WAITING)
-        free = max(0, active - (len(states) - waiting))
-        if waiting + len(requests) > queued + free:
+        free = max(0, self.active - (len(states) - waiting))
+        if waiting + len(requests) > self.queued + free:
             self.metrics.add_end("refused")
             raise ApiError(
-                f"{waiting} generations are waiting already: try again later",
+                f"{waiting} generations are waiting already, and {self.queued} may: try again "
+                "later, or ask for fewer choices",
                 status=429,
                 code="queue_full",
                 headers={"Retry-After": str(_RETRY_AFTER)},
             )
         stream = EventStream(self, requests)
-        with self._taking:
-            if self._stopping:
-                raise self._stopping
-            self.requests += requests
-            self._commands.put(partial(self._tell, requests[0], ModelQueue.add, *requests))
+        self._put(partial(self._tell, requests[0], ModelQueue.add, *requests), requests)
         return stream
 
-    def end(self, request: ServedRequest, error: ApiError | None = None) -> None:
-        """End a request before its next step, with an error or as if the model had ended it."""
-        self._commands.put(partial(self._tell, request, ModelQueue.cancel, request, error))
-
-    def has_read(self, request: ServedRequest, count: int) -> None:
-        """Record that the client has read ``count`` tokens; a paused request may resume."""
-        self._commands.put(partial(self._tell, request, ModelQueue.has_read, request, count))
+    def tell(self, request: ServedRequest, method: Callable[..., object], *args: Any) -> None:
+        """Call a method of the queue of a request's model in the thread, between two turns."""
+        self._commands.put(partial(self._tell, request, method, *args))
 
     # --- in the thread ---
 
     def open(self, served: ServedModel) -> None:
-        """Begin to answer requests to a model, after its first steps."""
-        queue = ModelQueue(served, self)
-        try:
-            queue.open()
-        except BaseException:
-            queue.leave()
-            raise
-        self._queues[served.name] = queue
+        """Begin to answer requests to a model, after its first steps: MLX compiles them."""
+        self.memory.add(served)
+        warm_up, decoder = Engine(served.decoder), served.decoder
+        for prompt in ([1, 1], [1, 1, 1]):
+            warm_up.add(Request(decoder, prompt, 8, {}, lambda session: NoDraft()))
+        warm_up.run()
+        self._queues[served.name] = ModelQueue(served, self)
 
-    def leave(self, name: str) -> None:
+    def leave(self, served: ServedModel) -> None:
         """Answer no more requests to a model."""
-        self._queues.pop(name).leave()
-        if self._first and self._first.served.name == name:  # it would hold the model's memory
-            self._first = None
+        self._queues.pop(served.name).close()
+        self.memory.remove(served)
+        self._first = None  # it would hold the model's memory
 
     def admits(self, request: ServedRequest) -> bool:
         """Whether a request may start: it fits, and none that came earlier waits for memory."""
-        if self._first and self._first.state is not State.WAITING:
-            self._first = None
-        if self._first and self._first.number < request.number:
+        first = self._first
+        if first and first.state is State.WAITING and first.number < request.number:
             return False
         fits = self.memory.fits(request.need)
         if not fits:
             self._first = request
-        elif self._first is request:
-            self._first = None
         return fits
 
     def _tell(self, request: ServedRequest, method: Callable[..., object], *args: Any) -> None:
@@ -624,9 +572,8 @@ class Worker:
         """Run the thread: in a loop, run the commands and then a turn of every model."""
         with self.memory.in_force():
             try:
-                for name in [*self.models]:
+                for name in [*self.models]:  # no variable holds a model that may leave
                     self.open(self.models[name])
-                self.ready.set()
                 busy = False
                 while not self._stopping:
                     self._obey(wait=not busy)
@@ -634,12 +581,10 @@ class Worker:
             except Exception:
                 _log.exception("the worker has failed")
             finally:
-                self.ready.clear()
-                with self._taking:
-                    self._stop(ApiError("the worker has failed: restart the server", status=503))
+                self._stop(ApiError("the worker has failed: restart the server", status=503))
                 self._obey(wait=False)  # earlier commands
                 for queue in self._queues.values():
-                    queue.leave(self._stopping)
+                    queue.close(self._stopping)
                 self._deliver()
 
     def _turn(self) -> bool:
@@ -647,13 +592,14 @@ class Worker:
         queues = [*self._queues.values()]
         waiting = [queue for queue in queues if queue.decoding]
         for queue in queues:
-            queue.stall = self.limits.stall / len(queues)
+            queue.stall = self.stall / len(queues)
         busy = [queue.turn(hurried=any(one is not queue for one in waiting)) for queue in queues]
         self._deliver()
         return any(busy)
 
     def _stop(self, reason: ApiError) -> None:
-        self._stopping = self._stopping or reason
+        with self._taking:
+            self._stopping = self._stopping or reason
 
     def _obey(self, wait: bool) -> None:
         """Run all queued commands; if ``wait``, wait for the first one.
@@ -678,14 +624,14 @@ class Worker:
         There is only one call per loop, since each call interrupts the loop and delays the worker.
         """
         outbox, self._outbox = self._outbox, {}
-        of_loops: defaultdict[asyncio.AbstractEventLoop, list[EventBatch]] = defaultdict(list)
-        for batch in outbox.items():
-            of_loops[batch[0].stream.loop].append(batch)
-        for loop, batches in of_loops.items():
+        for loop in {request.stream.loop for request in outbox}:
             with suppress(RuntimeError):  # the loop has ended; no task waits
-                loop.call_soon_threadsafe(_take, batches)
+                loop.call_soon_threadsafe(_take, loop, outbox)
 
 
-def _take(batches: Sequence[EventBatch]) -> None:
-    for batch in batches:
-        batch[0].stream.batches.put_nowait(batch)
+def _take(
+    loop: asyncio.AbstractEventLoop, outbox: Mapping[ServedRequest, list[Event | ApiError]]
+) -> None:
+    for request, events in outbox.items():
+        if request.stream.loop is loop:
+            request.stream.batches.put_nowait((request, events))

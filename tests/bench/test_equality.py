@@ -75,6 +75,7 @@ def test_a_tie_of_two_other_tokens_excuses_no_third_one() -> None:
     assert not third.near_tie
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 def test_the_margin_is_the_gap_of_the_two_best_logits_in_mlx_lm_s_own_steps(
     dtype: mx.Dtype,
@@ -96,6 +97,7 @@ def test_the_margin_is_the_gap_of_the_two_best_logits_in_mlx_lm_s_own_steps(
         )
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_bench_counts_the_outputs_that_differ_in_half_precision() -> None:
     model, tokenizer = mlxspec.load("demo")
@@ -114,4 +116,4 @@ def test_bench_counts_the_outputs_that_differ_in_half_precision() -> None:
     assert exactness(report).startswith(
         f"{same} of {len(outputs)} outputs are identical to plain decoding's, in bfloat16."
     )
-    assert ("apart in the median" in exactness(report)) == (same < len(outputs))
+    assert ("apart" in exactness(report)) == (same < len(outputs))

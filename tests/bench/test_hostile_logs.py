@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxspec.bench.prompts import (
-    TraceTokenizer,
-    load_trace_tokenizer,
     read_completions,
     read_prompts,
 )
 from mlxspec.errors import MlxspecError
 from mlxspec.models.model_files import DEMO_DIRECTORY
+from mlxspec.models.tokenizer import load_tokenizer_of
 from tests.support.examples import examples
 from tests.support.hostile import harmless, json_values, mutated
 
@@ -37,8 +37,8 @@ WHOLE = "\n".join(json.dumps(record) for record in (RECORD, RECORD)).encode()
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> TraceTokenizer:
-    return load_trace_tokenizer(DEMO_DIRECTORY)
+def tokenizer() -> Any:
+    return load_tokenizer_of(DEMO_DIRECTORY)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("logs") / "log.jsonl"
 
 
-def read_or_refused(log: Path, tokenizer: TraceTokenizer, content: bytes) -> None:
+def read_or_refused(log: Path, tokenizer: Any, content: bytes) -> None:
     log.write_bytes(content)
     result = harmless(lambda: read_completions([log], tokenizer, limit=5))
     if not isinstance(result, MlxspecError):
@@ -58,13 +58,13 @@ def read_or_refused(log: Path, tokenizer: TraceTokenizer, content: bytes) -> Non
 
 @settings(max_examples=examples(12))
 @given(content=mutated(WHOLE) | st.binary(max_size=50))
-def test_a_damaged_log(log: Path, tokenizer: TraceTokenizer, content: bytes) -> None:
+def test_a_damaged_log(log: Path, tokenizer: Any, content: bytes) -> None:
     read_or_refused(log, tokenizer, content)
 
 
 @settings(max_examples=examples(12))
 @given(data=st.data())
-def test_other_values_in_a_log(log: Path, tokenizer: TraceTokenizer, data: st.DataObject) -> None:
+def test_other_values_in_a_log(log: Path, tokenizer: Any, data: st.DataObject) -> None:
     record = json.loads(json.dumps(RECORD))
     value = data.draw(json_values)
     keys = ["category", "model", "id", "completions", "messages", "prompt", "turns"]
@@ -88,5 +88,5 @@ def test_other_values_in_a_log(log: Path, tokenizer: TraceTokenizer, data: st.Da
     ],
     ids=["nested", "many", "long", "empty"],
 )
-def test_a_large_log(log: Path, tokenizer: TraceTokenizer, content: bytes) -> None:
+def test_a_large_log(log: Path, tokenizer: Any, content: bytes) -> None:
     read_or_refused(log, tokenizer, content)

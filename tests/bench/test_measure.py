@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import mlxspec
-from mlxspec.bench.measure import BACKENDS, PLAIN, MakeBackend, Measurement, chosen_backends, run
+from mlxspec.bench.measure import BACKENDS, PLAIN, MakeStream, Measurement, chosen_backends, run
 from mlxspec.bench.prompts import BenchPrompt, bundled_prompts
 from mlxspec.drafting.costs import KnownTime, LiveCosts
 from mlxspec.engine.sampling import SamplingParams
@@ -27,7 +27,7 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> tuple:
 
 
 def measurement(
-    model: tuple, *names: str, others: dict[str, MakeBackend] | None = None, **options: object
+    model: tuple, *names: str, others: dict[str, MakeStream] | None = None, **options: object
 ) -> Measurement:
     """Of backends in the table, and others beside them or in their place."""
     backends = {name: BACKENDS[name] for name in names} | (others or {})
@@ -95,7 +95,7 @@ def test_only_the_first_prompt_warms_up(endless: tuple) -> None:
 
 def test_mlx_lm_s_prefill_ends_before_its_first_token_is_computed(endless: tuple) -> None:
     reports: list[tuple[int, int]] = []
-    responses = BACKENDS["mlx-lm"](*endless).stream(
+    responses = BACKENDS["mlx-lm"](*endless)(
         [1, 3, 4],
         max_tokens=2,
         sampling=SamplingParams(),
@@ -158,7 +158,7 @@ def test_a_conversation_that_the_template_refuses_is_an_error(endless: tuple) ->
     template = tokenizer.chat_template
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     try:
-        with pytest.raises(PromptError, match=r"'say'.*roles must alternate"):
+        with pytest.raises(PromptError, match="roles must alternate"):
             list(measurement(endless, "plain").measure([QUESTION]))
     finally:
         tokenizer.chat_template = template
@@ -179,25 +179,10 @@ class FlatCosts(LiveCosts):
     def _record(self, rows: int, seconds: float, pipelined: bool) -> None: ...
 
 
-def test_auto_s_prediction_is_its_tokens_over_the_expected_cost_of_its_steps(
-    endless: tuple, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("mlxspec.generation.loaded.costs_for", lambda *_, **__: FlatCosts())
-    one = measurement(endless, "plain", "auto", max_tokens=40, repeats=1)
-    (measured,) = one.measure([QUESTION])
-    (auto,) = measured.runs["auto"]
-    assert auto.stats is not None
-    assert auto.stats.tokens_per_step > 1.5
-    # A step costs 1, or 1.02 where a plain one waited for its token.
-    assert auto.stats.tokens_per_step / 1.02 <= auto.predicted_speed
-    assert auto.predicted_speed <= auto.stats.tokens_per_step
-    assert measured.runs["plain"][0].predicted_speed is None
-
-
 def test_auto_does_not_remember_its_earlier_runs(
     endless: tuple, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(AutoDecoder, "costs", FlatCosts())
-    backend = BACKENDS["auto"](*endless)
-    first, again = (run(backend, [1, 3, 4], 40, SamplingParams()) for _ in range(2))
+    stream = BACKENDS["auto"](*endless)
+    first, again = (run(stream, [1, 3, 4], 40, SamplingParams()) for _ in range(2))
     assert first.stats == again.stats

@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mlxspec.bench.prompts import Completion
 from mlxspec.bench.replay import (
@@ -14,7 +12,6 @@ from mlxspec.bench.replay import (
     chosen_policies,
     compare,
     memories,
-    memory_verdict,
 )
 from mlxspec.drafting.chips import known_chip
 from mlxspec.drafting.costs import CostCurve
@@ -64,15 +61,6 @@ def test_what_is_no_size_is_refused(sizes: str) -> None:
         memories(sizes)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "twice"),
-    [("16k,16k", "16k"), ("1024,1k", "1k"), ("all,0,all", "all"), ("0,0k", "0k")],
-)
-def test_a_size_that_is_named_twice_is_refused(sizes: str, twice: str) -> None:
-    with pytest.raises(OptionError, match=f"--memory names {twice} twice: name each size once"):
-        memories(sizes)
-
-
 def test_an_answer_that_repeats_is_known_with_a_memory_alone() -> None:
     reports = replayed("1k,all", ("first", ANSWER), ("again", ANSWER))
     assert [steps_are_saved(one, "first") for one in reports.values()] == [False, False, False]
@@ -108,6 +96,7 @@ def test_what_comes_later_is_not_known_yet() -> None:
     assert not steps_are_saved(before, "answer")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_nothing_and_the_default_size_are_the_decoders_that_have_names() -> None:
     pick = random.Random(0)
@@ -122,54 +111,3 @@ def test_nothing_and_the_default_size_are_the_decoders_that_have_names() -> None
     # Merging, which happens in another thread, changes nothing.
     again = compare(completions, b"", memories("1M,all,300"), curves)["M4 Pro"]
     assert sized == again
-
-
-def told(sizes: str, **speeds: list[float]) -> list[str]:
-    """The verdict on speeds by chip."""
-    policies = memories(sizes)
-    comparison = {
-        chip: {name: {"speedup": speed} for name, speed in zip(policies, values, strict=True)}
-        for chip, values in speeds.items()
-    }
-    return memory_verdict(policies, comparison)
-
-
-def test_the_verdict_names_the_gain_the_chip_and_the_size_that_is_enough() -> None:
-    assert told(
-        "1k,16k,all",
-        M2=[1.0, 1.001, 1.0, 0.99],
-        M3=[1.5, 1.52, 1.6, 1.61],
-        M4=[2.0, 2.0, 2.2, 2.21],
-        M5=[1.0, 1.1, 1.2, 1.3],
-    ) == [
-        "Remembering gains at most 1 % on M2 (1.00× to 0.99×).",
-        "Remembering 16k tokens gains 6.7 % on M3 (1.50× to 1.60×).",
-        "Remembering 16k tokens gains 10.0 % on M4 (2.00× to 2.20×).",
-        "Remembering everything gains 30.0 % on M5 (1.00× to 1.30×).",
-    ]
-
-
-@given(st.lists(st.floats(0.5, 3), min_size=4, max_size=4))
-def test_a_size_is_enough_if_no_larger_one_is_faster_by_more_than_a_hundredth(
-    speeds: list[float],
-) -> None:
-    (line,) = told("1k,2k,3k", chip=speeds)
-    sizes = [0, 1024, 2048, 3072]
-    enough = min(
-        size
-        for size, speed in zip(sizes, speeds, strict=True)
-        if all(
-            faster <= 1.01 * speed
-            for larger, faster in zip(sizes, speeds, strict=True)
-            if larger > size
-        )
-    )
-    said = "gains at most" if enough == 0 else f"Remembering {enough // 1024}k tokens gains"
-    assert said in line
-    assert "gains -" not in line
-
-
-def test_one_size_and_nothing_are_compared_with_each_other_alone() -> None:
-    assert told("1M", M3=[1.5, 1.6]) == [
-        "Remembering 1M tokens gains 6.7 % on M3 (1.50× to 1.60×)."
-    ]

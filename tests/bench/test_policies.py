@@ -12,8 +12,7 @@ from mlxspec.bench.policies import (
     RuleDrafter,
     full_draft_lookup,
     ngram_simple,
-    suffix_decoding,
-    tensorrt_pool,
+    suffix_path,
 )
 from mlxspec.bench.replay import replay
 from mlxspec.drafting.costs import CostCurve
@@ -81,17 +80,12 @@ def newest_long_copy(text: list[int]) -> list[int]:
     return []
 
 
-def pool() -> Drafter:
-    return RuleDrafter(tensorrt_pool)
-
-
 @pytest.mark.parametrize(
     ("drafter", "rule"),
     [
         (lambda: RuleDrafter(full_draft_lookup), full_draft),
         (lambda: drafter_of("transformers", []), earliest_of((2, 1), 10)),
         (lambda: drafter_of("vllm", []), earliest_of((5,), 5)),
-        (pool, earliest_of((2, 1), 10)),
         (lambda: RuleDrafter(partial(ngram_simple, 2, 6)), newest_long_copy),
     ],
 )
@@ -99,40 +93,20 @@ def test_drafts_follow_the_rule(
     drafter: Callable[[], Drafter], rule: Callable[[list[int]], list[int]]
 ) -> None:
     for text in random_texts():
-        expected = rule(text)
-        # The pool drops an n-gram's shorter first draft for a full one: by then the earliest is.
-        if drafter is pool and len(expected) < 10:
-            continue
-        assert proposal(drafter(), text) == expected
-
-
-def test_the_pool_proposes_the_oldest() -> None:
-    text = [1, 2, 3, 9, 1, 2, 4, 9, 1, 2]
-    assert proposal(RuleDrafter(partial(tensorrt_pool, 2, 2)), text) == [3, 9]
+        assert proposal(drafter(), text) == rule(text)
 
 
 def test_suffix_decoding_drafts_the_most_frequent_path() -> None:
     # "1 2" goes on with 3 twice and with 4 once; two matched tokens give a draft of two.
     text = [1, 2, 3, 7, 0, 1, 2, 4, 8, 0, 1, 2, 3, 7, 9, 1, 2]
-    assert proposal(RuleDrafter(suffix_decoding), text) == [3, 7]
-
-
-def test_suffix_decoding_drafts_a_tree_by_probability() -> None:
-    text = [1, 2, 3, 7, 0, 1, 2, 4, 8, 0, 1, 2, 3, 7, 9, 1, 2]
-    drafter = RuleDrafter(partial(suffix_decoding, branching=True, max_spec_factor=2.0))
-    drafter.begin(text)
-    tree = drafter.propose(100)
-    # Of 4 occurrences, the end counted: 3 and then 7 have 2/4, 4 and then 8 have 1/4.
-    assert tree.tokens[1:3] == (3, 7)
-    assert tree.parents[:3] == (-1, 0, 1)
-    assert len(tree) == 5
+    assert proposal(RuleDrafter(suffix_path), text) == [3, 7]
 
 
 def test_suffix_decoding_stops_at_improbable_tokens() -> None:
     # The end counted, each of ten continuations has 1/11, less than the least of 0.1.
     text = [t for token in range(10, 20) for t in (1, token)] + [1]
-    assert proposal(RuleDrafter(suffix_decoding), text) == []
-    assert len(proposal(RuleDrafter(partial(suffix_decoding, min_token_prob=0.01)), text)) == 1
+    assert proposal(RuleDrafter(suffix_path), text) == []
+    assert len(proposal(RuleDrafter(partial(suffix_path, min_token_prob=0.01)), text)) == 1
 
 
 @pytest.mark.parametrize("name", POLICIES)

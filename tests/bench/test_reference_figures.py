@@ -52,6 +52,7 @@ def test_prompt_lookup_takes_as_many_steps_as_measured_elsewhere(
 
 
 # Speed-ups over the same sets of a planner written and measured before this one.
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
     ("chip", "branching", "speedup", "every"),
     [("M4 Pro", False, 1.344, 1), ("M2 Pro", True, 1.0, 1 if LONG else 2)],

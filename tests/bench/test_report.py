@@ -29,9 +29,9 @@ FACTS = {
 }
 
 
-def run(rate: float, text: str = "text", predicted: float | None = None) -> TimedRun:
+def run(rate: float, text: str = "text") -> TimedRun:
     stats = SpeculationStats(steps=4, rows=10, drafted=6, accepted=6, emitted=10)
-    return TimedRun(tuple(range(10)), text, 0.5, 10 / rate, stats, predicted)
+    return TimedRun(tuple(range(10)), text, 0.5, 10 / rate, stats)
 
 
 def measured(
@@ -45,7 +45,7 @@ def measured(
         messages=[{"role": "user", "content": str(options.get("question", "What?"))}],
         prompt_tokens=7,
         runs={
-            name: [run(r, str(options.get("text", "text")), options.get("predicted")) for r in of]  # type: ignore[arg-type]
+            name: [run(r, str(options.get("text", "text"))) for r in of]
             for name, of in rates.items()
         },
         differences={key: [] for key in rates} | (differences or {}),
@@ -72,20 +72,19 @@ def test_over_all_every_category_has_the_same_weight() -> None:
     )
     assert result["categories"]["code"]["decoders"]["fast"]["speedup"] == pytest.approx(4)
     assert result["categories"]["code"]["prompts"] == 2
-    overall = result["decoders"]["fast"]
-    assert overall["speedup"] == pytest.approx(math.sqrt(4 * 0.9))
-    assert (overall["worst_category"], overall["worst"]) == ("talk", pytest.approx(0.9))
+    assert result["decoders"]["fast"]["speedup"] == pytest.approx(math.sqrt(4 * 0.9))
+    assert verdict(result).endswith("0.90 times plain's in its worst category.")
 
 
-def test_the_baseline_is_mlx_lm_where_it_takes_part() -> None:
+def test_speeds_are_against_plain_decoding_and_mlx_lm() -> None:
     rates = {"plain": [10.0], "mlx-lm": [20.0], "fast": [40.0]}
     result = report(measured(rates))
-    assert result["baseline"] == "mlx-lm"
     assert result["decoders"]["fast"]["vs_mlx_lm"] == pytest.approx(2)
-    assert verdict(result).startswith("fast is fastest: 2.00 times the speed of mlx-lm")
+    assert verdict(result).startswith(
+        "fast is fastest: 4.00 times the speed of plain and 2.00 times that of mlx-lm"
+    )
     # Above temperature 0 it writes another text, with which nothing is compared.
     sampled = report(measured(rates, differences={"mlx-lm": None}))
-    assert sampled["baseline"] == "plain"
     assert sampled["decoders"]["fast"]["vs_mlx_lm"] is None
     assert sampled["decoders"]["mlx-lm"]["speedup"] is None
     assert sampled["decoders"]["mlx-lm"]["outputs"]["not_compared"] == 1
@@ -117,17 +116,13 @@ def test_near_ties_are_counted_and_keep_the_speedup() -> None:
         "near_ties": 1,
         "different": 0,
         "not_compared": 0,
-        "largest_margin": 3e-5,
     }
     assert list(what_differs(result)) == []
     assert [difference["margin"] for difference in result["differences"]] == [2e-5, 3e-5]
-    assert result["exactness"] == {
-        **{"outputs": 1, "differ": 1},
-        **{"median_margin": pytest.approx(2.5e-5), "largest_margin": 3e-5},
-    }
+    assert result["exactness"] == {"outputs": 1, "differ": 1, "largest_margin": 3e-5}
     assert exactness(result) == (
         "0 of 1 outputs are identical to plain decoding's, in float16. Where an output parts from "
-        "it, the two tokens' logits are 2.5e-05 apart in the median, 3e-05 at most."
+        "it, the two tokens' logits are at most 3e-05 apart."
     )
 
 
@@ -138,12 +133,8 @@ def test_outputs_are_counted_by_prompt_and_decoder_without_plain_and_other_sampl
         measured(rates, differences={"mlx-lm": None}),
         measured(rates, differences={"mlx-lm": None, **early}),
     )
-    assert result["exactness"] == {
-        **{"outputs": 4, "differ": 1},
-        **{"median_margin": None, "largest_margin": None},
-    }
+    assert result["exactness"] == {"outputs": 4, "differ": 1, "largest_margin": None}
     assert exactness(result) == ("3 of 4 outputs are identical to plain decoding's, in float16.")
-    assert exactness(report(measured({"plain": [10.0]}))) == ""
 
 
 def test_if_plain_decoding_contradicts_itself_nothing_is_faster() -> None:
@@ -162,13 +153,6 @@ def test_an_output_that_ends_early_has_no_margin_in_json() -> None:
     assert "ended before the other" in next(what_differs(result))
 
 
-def test_the_prediction_stands_beside_what_was_measured() -> None:
-    result = report(measured({"plain": [10], "fast": [20]}, predicted=2.2))
-    fast = result["decoders"]["fast"]
-    assert fast["predicted_speed"] == pytest.approx(2.2)
-    assert fast["prediction_error"] == pytest.approx(0.1)
-
-
 def test_a_report_holds_texts_only_when_asked_to() -> None:
     prompt = measured({"plain": [10], "fast": [20]}, question="secret one", text="secret two")
     assert "secret" not in json.dumps(report(prompt))
@@ -177,13 +161,10 @@ def test_a_report_holds_texts_only_when_asked_to() -> None:
     assert "secret two" in full
 
 
-def test_figures_of_short_or_restless_runs_are_called_rough() -> None:
-    # The runs of the test have 10 tokens each.
-    assert report(measured({"plain": [10, 10]}))["rough"] == (
-        "The figures are rough: half of the answers have no more than 10 tokens."
-    )
+def test_figures_of_restless_runs_are_called_rough() -> None:
     restless = report(measured({"plain": [10, 20, 10], "fast": [20, 60, 20]}))
     # Ratios run by run: 2, 3 and 2.
-    assert restless["rough"].endswith("and the turns of fast on a prompt differ by 50%.")
-    steady = report(measured({"plain": [10, 30], "fast": [20, 60]}))
-    assert "differ" not in steady["rough"]
+    assert restless["rough"] == (
+        "The figures are rough: the turns of fast on a prompt differ by 50%."
+    )
+    assert report(measured({"plain": [10, 30], "fast": [20, 60]}))["rough"] is None

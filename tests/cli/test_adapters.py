@@ -49,6 +49,7 @@ def tokens(*arguments: object) -> list[int]:
     return json.loads(result.stdout)["tokens"]
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_the_output_is_mlx_lm_s_with_the_same_adapters(
@@ -88,7 +89,7 @@ def test_a_chat_s_other_models_go_without_them(lora: Path) -> None:
         for more in ((), ("--adapter-path", lora))
     )
     said = run(chat_command, *options, stdin=turns).stdout
-    assert said.split() == [*adapted, *plain, *adapted]
+    assert said.split() == [*adapted, *plain, *plain]
 
 
 def test_their_step_times_have_a_key_of_their_own(lora: Path, dora: Path) -> None:
@@ -131,11 +132,11 @@ def test_a_prompt_cache_remembers_its_adapters(lora: Path, dora: Path, tmp_path:
     assert with_adapters == answer("--adapter-path", lora)
     other = run(generate_command, *options, "--adapter-path", dora)
     assert other.exit_code == 1
-    assert f"was made with the adapters {lora}: name them" in " ".join(other.stderr.split())
+    assert f"was made with {lora}: leave out --adapter-path" in " ".join(other.stderr.split())
     assert run(cache_prompt_command, *arguments, "--force").exit_code == 0
     assert answer() != with_adapters
     other = run(generate_command, *options, "--adapter-path", lora)
-    assert other.stderr.endswith("was made with no adapters: leave out --adapter-path\n")
+    assert other.stderr.endswith("was made with none: leave out --adapter-path\n")
 
 
 @pytest.mark.parametrize(

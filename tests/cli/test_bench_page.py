@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
-from mlxspec.bench.measure import Difference, Report, what_differs
-from mlxspec.cli.bench import page_parts
+from mlxspec.bench.measure import Report
+from mlxspec.cli.bench import bench_tables
 from mlxspec.cli.common.output import html_page
-from tests.bench.test_report import FACTS, measured, report
+from tests.bench.test_report import measured, report
 
 HOSTILE = "<script src='https://example.org/x.js'>alert(1)</script><img src=x onerror=y>&\"'"
 
 
 def bench_page(report: Report) -> str:
-    return html_page(page_parts(report), "mlxspec bench")
+    return html_page(bench_tables(report))
 
 
 class Page(HTMLParser):
@@ -34,27 +34,6 @@ class Page(HTMLParser):
         self.text += data
 
 
-def text_of(html: str) -> str:
-    return " ".join(Page(html).text.split())
-
-
-def test_what_is_wrong_and_what_is_rough_is_shown() -> None:
-    rates = {"plain": [10.0], "fast": [40.0], "wrong": [90.0]}
-    result = report(measured(rates), measured(rates, "talk", {"wrong": [Difference(3, 2.5, 1e-4)]}))
-    (line,) = what_differs(result)
-    assert line in text_of(bench_page(result))
-    assert result["rough"] in text_of(bench_page(result))
-    assert f"max tokens {FACTS['settings']['max_tokens']}" in text_of(bench_page(result))
-
-
-def test_a_page_holds_texts_only_when_asked_to() -> None:
-    prompt = measured({"plain": [10], "fast": [20]}, question="secret one", text="secret two")
-    assert "secret" not in bench_page(report(prompt))
-    full = bench_page(report(prompt, include_text=True))
-    assert "secret one" in full
-    assert "secret two" in full
-
-
 def test_a_page_needs_nothing_but_itself_and_runs_nothing() -> None:
     prompt = measured(
         {"plain": [10], "fast": [20]}, HOSTILE, question=HOSTILE, text=f"answer {HOSTILE}"
@@ -64,17 +43,7 @@ def test_a_page_needs_nothing_but_itself_and_runs_nothing() -> None:
     assert {"script", "img", "link", "iframe", "object", "embed", "form"}.isdisjoint(page.tags)
     names = {name for name, _ in page.attributes}
     assert {"src", "href", "srcset", "action", "data", "onerror"}.isdisjoint(names)
-    policy = next(value for name, value in page.attributes if name == "content" and value)
     assert "url(" not in html
     assert "@import" not in html
-    assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in page.attributes, policy
-    # What the model wrote is there to be read, letter by letter.
-    assert f"answer {HOSTILE}" in page.text
-
-
-def test_bars_have_the_length_of_their_speed() -> None:
-    page = Page(bench_page(report(measured({"plain": [10], "fast": [40]}))))
-    bars = [line.count("█") for line in page.text.splitlines() if "█" in line]
-    assert bars == [15, 60] * 2  # over all and in the category
-    assert "fast" in page.text
-    assert "4.00×" in page.text
+    # Whatever a category is called, it is there to be read, letter by letter.
+    assert HOSTILE in page.text

@@ -13,9 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 from mlx_lm.cache_prompt import main as mlx_lm_cache_prompt
 from mlx_lm.generate import main as mlx_lm_generate
-from mlx_lm.models.cache import KVCache
 
-from mlxspec import save_prompt_cache
 from mlxspec.cli import cache_prompt as cached_prompt
 from mlxspec.cli.cache_prompt import cache_prompt_command
 from mlxspec.cli.generate import generate_command
@@ -92,21 +90,20 @@ def test_raw_text_and_token_ids_go_on_without_a_second_bos(tmp_path: Path) -> No
     assert after["text"] == fresh["text"]
 
 
-def test_a_quantised_file_goes_on_quantised_and_refuses_other_bits(tmp_path: Path) -> None:
+def test_a_quantised_file_goes_on_quantised(tmp_path: Path) -> None:
     file = tmp_path / "q.safetensors"
     cached(file, "--kv-bits", 8, "--quantized-kv-start", 0)
     assert generated(file)["generation_tokens"] > 0
     assert generated(file, "--kv-bits", 8)["generation_tokens"] > 0
-    options = ("--prompt-cache-file", file, "--prompt", END, "--kv-bits", 4)
-    result = run(generate_command, *options)
-    assert result.exit_code == 1
-    assert "is quantised to 8 bits in groups of 64: leave out --kv-bits" in result.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (("--model", "owner/other"), "was made by the model .*, not owner/other: leave out"),
+        (
+            ("--model", "owner/other"),
+            "--model is owner/other, .* made with .*demo.*: leave out",
+        ),
         (("--prompt-cache-file", "nowhere.safetensors"), "no such file; make it with"),
     ],
 )
@@ -205,26 +202,6 @@ def test_the_model_that_a_file_names_is_not_downloaded_unasked(
     assert downloads == (["owner/none"] if model == "owner/none" else [])
 
 
-@pytest.mark.parametrize("answer", [True, False])
-def test_at_a_terminal_a_download_is_asked_for(
-    tmp_path: Path, downloads: list[str], monkeypatch: pytest.MonkeyPatch, answer: bool
-) -> None:
-    questions: list[str] = []
-
-    def confirm(question: str, **_: object) -> bool:
-        questions.append(question)
-        return answer
-
-    monkeypatch.setattr(cached_prompt, "at_terminal", lambda: True)
-    monkeypatch.setattr(cached_prompt.click, "confirm", confirm)
-    file = made_by("owner/none", tmp_path / "c.safetensors")
-    result = run(generate_command, "--prompt-cache-file", file, "--prompt", END)
-    assert result.exit_code == 1
-    (question,) = questions
-    assert "made by the model owner/none" in question
-    assert downloads == (["owner/none"] if answer else [])
-
-
 def test_models_on_this_machine_are_taken_from_a_file(
     tmp_path: Path, downloads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,13 +214,8 @@ def test_models_on_this_machine_are_taken_from_a_file(
     assert downloads == ["owner/had"]  # which completes what is there
 
 
-def test_an_empty_cache_and_nested_settings_are_no_traceback(tmp_path: Path) -> None:
+def test_settings_of_a_tokenizer_that_are_damaged_do_not_matter(tmp_path: Path) -> None:
     file = tmp_path / "c.safetensors"
-    save_prompt_cache(file, [KVCache()], {"model": "demo"})
-    result = run(generate_command, "--prompt-cache-file", file, "--prompt", END)
-    assert result.exit_code == 1
-    assert "holds an empty cache" in result.stderr
-    file.unlink()
     expected = generated(made_by("demo", file))
     for config in ("[" * 100_000, '{"eos_token": [1]}', "null"):
         arrays, metadata = mx.load(str(file), return_metadata=True)

@@ -58,8 +58,8 @@ def test_a_command(text: str, name: str, argument: str) -> None:
         ("/svae x.json", "did you mean /save?"),
         ("/wave", "unknown command /wave"),
         ("/etc is what?", "put a space before it"),
-        ("/undo it all", "/undo takes no argument"),
-        ("/save", "/save needs the name of a file"),
+        ("/undo it all", "write it as /undo; to send it as a message"),
+        ("/save", "write it as /save FILE"),
     ],
 )
 def test_what_is_neither_is_told_and_what_helps(text: str, told: str) -> None:

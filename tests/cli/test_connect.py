@@ -98,7 +98,7 @@ def test_a_port_is_one_of_this_machine(serve: Callable[..., str]) -> None:
     assert f"{address}/v1" in result.stdout
     both = connect("opencode", "--port", port, "--server", address)
     assert both.exit_code
-    assert "leave out --port" in both.stderr
+    assert "--server and --port are given together" in both.stderr
 
 
 # --- what is in each client's files ---
@@ -129,7 +129,7 @@ def test_opencode(home: Path, serve: Callable[..., str]) -> None:
 
 def test_claude_code(home: Path, serve: Callable[..., str]) -> None:
     address = serve()
-    assert "claude --settings ~/.claude/mlxspec.json\n" in written(address, "claude-code")
+    assert f"claude --settings {home}/.claude/mlxspec.json\n" in written(address, "claude-code")
     settings = json.loads((home / ".claude" / "mlxspec.json").read_text())
     assert settings == {
         "env": {
@@ -153,8 +153,10 @@ def test_a_home_with_a_space_in_its_name_is_still_the_home(
     monkeypatch.setenv("HOME", str(tmp_path / "Jane Doe"))
     monkeypatch.setenv("CLAUDE_CONFIG_DIR", str(tmp_path / "Jane Doe" / "my settings"))
     address = serve()
-    assert "claude --settings ~/'my settings/mlxspec.json'\n" in written(address, "claude-code")
-    assert "aider --config ~/.aider.mlxspec.yml\n" in written(address, "aider")
+    path = shlex.quote(f"{tmp_path}/Jane Doe/my settings/mlxspec.json")
+    assert f"claude --settings {path}\n" in written(address, "claude-code")
+    path = shlex.quote(f"{tmp_path}/Jane Doe/.aider.mlxspec.yml")
+    assert f"aider --config {path}\n" in written(address, "aider")
 
 
 def test_codex(home: Path, serve: Callable[..., str]) -> None:
@@ -207,7 +209,7 @@ def test_continue(home: Path, serve: Callable[..., str]) -> None:
 
 def test_aider(home: Path, serve: Callable[..., str]) -> None:
     address = serve()
-    assert "aider --config ~/.aider.mlxspec.yml\n" in written(address, "aider")
+    assert f"aider --config {home}/.aider.mlxspec.yml\n" in written(address, "aider")
     assert yaml.safe_load((home / ".aider.mlxspec.yml").read_text()) == {
         "model": "openai/owner/first-4bit",
         "openai-api-base": f"{address}/v1",
@@ -303,7 +305,6 @@ def test_a_missing_or_wrong_key_is_one_line(
     result = connect("codex", "--server", address)
     assert result.exit_code == 1
     assert result.stderr.count("\n") == 1
-    assert address in result.stderr
     assert API_KEY in result.stderr
     assert SECRET not in result.stderr
 
@@ -464,14 +465,14 @@ def test_what_a_client_writes_in_the_meantime_stays(
 
 
 @pytest.mark.slow
-def test_what_is_to_be_copied_is_not_broken(serve: Callable[..., str]) -> None:
+def test_what_is_to_be_copied_is_not_broken(home: Path, serve: Callable[..., str]) -> None:
     address = serve()
     _, narrow = at_terminal(b"", "connect", "claude-code", "--server", address, "--no-color")
     piped = connect("claude-code", "--server", address).stdout
     assert narrow.replace("\r\n", "\n") == piped
     assert json.loads(piped[piped.index("{") : piped.rindex("}") + 1])
     _, colored = at_terminal(b"", "connect", "claude-code", "--server", address)
-    assert "\x1b[1mclaude --settings ~/.claude/mlxspec.json\x1b[0m" in colored
+    assert f"\x1b[1mclaude --settings {home}/.claude/mlxspec.json\x1b[0m" in colored
 
 
 # --- what may be wrong ---
@@ -487,8 +488,6 @@ def test_without_a_client_they_are_listed() -> None:
     "arguments",
     [
         ("vim",),
-        ("--write",),
-        ("zed", "--yes"),
         ("zed", "--context-length", "0"),
         ("zed", "--model", ""),
         ("zed", "--server", "127.0.0.1:1"),
@@ -507,14 +506,12 @@ def test_without_a_server_one_line_says_how_to_start_one() -> None:
     result = connect("zed", "--server", "http://127.0.0.1:1/v1/")
     assert result.exit_code == 1
     assert result.stderr == (
-        "Error: --server http://127.0.0.1:1: Connection refused; start one with 'mlxspec serve', "
-        "or give the address that it prints\n"
+        "Error: --server http://127.0.0.1:1: Connection refused; start one with "
+        "'mlxspec serve', or give the address that it prints\n"
     )
 
 
-@pytest.mark.parametrize(
-    "answer", [[], {}, None, [{}], ["x"], 5, [{"id": 5}], [{"id": "x", "context_length": "9"}]]
-)
+@pytest.mark.parametrize("answer", [[], {}, None, [{}], ["x"], 5])
 def test_a_server_that_is_not_ours_is_told_of(answer: Any, serve: Callable[..., str]) -> None:
     result = connect("zed", "--server", serve(answer))
     assert result.exit_code == 1

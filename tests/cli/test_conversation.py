@@ -16,9 +16,9 @@ from mlx_lm.generate import generate_step
 from mlxspec import PromptLookupDecoder
 from mlxspec.cli.chat import ChatConversation, read_chat, write_chat
 from mlxspec.cli.common.generation import without_first_space
-from mlxspec.cli.common.prompt import in_template
 from mlxspec.errors import OptionError, PromptError
 from mlxspec.generation.session import Session
+from mlxspec.models.chat_template import apply_template
 from tests.support.architectures import ARCHITECTURES, KINDS_OF_CACHES
 from tests.support.demo import demo
 
@@ -46,7 +46,7 @@ class Model:
         self.session = Session()
 
     def tokenize(self, messages: list[dict[str, Any]]) -> list[int]:
-        return in_template(messages, self.decoder.tokenizer)
+        return apply_template(self.decoder.tokenizer, messages, add_generation_prompt=True)
 
     def stream(
         self, tokens: Sequence[int], max_tokens: int, on_progress: Any = None, **sampling: Any
@@ -106,6 +106,7 @@ def answered_by_mlx_lm(
     return answer.removeprefix(" ")
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("system_prompt", [None, "Be brief."])
 def test_answers_are_those_of_the_whole_conversation(
     decoder: PromptLookupDecoder, system_prompt: str | None
@@ -128,12 +129,12 @@ def test_a_full_context_loses_its_oldest_turns(decoder: PromptLookupDecoder) -> 
         question = f"Say this two times: number {turn}."
         answer = ask(conversation, question)
         dropped += conversation.dropped
-        kept = [{"role": "system", "content": "Be brief."}, *conversation.messages[:-1]]
+        kept = conversation.messages[:-1]
         assert kept[1]["role"] == "user"
         if conversation.dropped:
             assert answer == answered_by_mlx_lm(decoder, kept, 20)
         assert len(conversation.model.session.tokens) < 110
-    assert dropped == 5 - len(conversation.messages) // 2 > 0
+    assert dropped == 5 - len(conversation.turns) > 0
 
 
 def test_a_message_longer_than_the_context_is_refused_and_forgotten(
@@ -161,18 +162,6 @@ def test_a_message_that_nothing_was_said_to_has_no_answer(decoder: PromptLookupD
         ask(conversation, "Anyone?")
     assert conversation.messages == [{"role": "user", "content": "Anyone?"}]
     assert conversation.unanswered
-    assert conversation.n_turns == 0
-
-
-def test_a_template_that_takes_no_system_prompt_is_told_before_the_first_turn(
-    decoder: PromptLookupDecoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(messages: list, **_: object) -> list[int]:
-        raise ValueError("no system role")
-
-    monkeypatch.setattr(decoder.tokenizer, "apply_chat_template", refuse)
-    with pytest.raises(OptionError, match="takes no system prompt"):
-        conversation_with(decoder, system_prompt="Be brief.")
 
 
 def test_a_reset_forgets_everything(decoder: PromptLookupDecoder) -> None:
@@ -201,9 +190,9 @@ def test_after_undo_retry_and_load_answers_are_those_of_a_fresh_conversation(
     assert again(conversation) == answered_by_mlx_lm(decoder, told)
     conversation.system_prompt = None
     assert again(conversation) == answered_by_mlx_lm(decoder, told[1:])
-    write_chat(tmp_path / "chat", "tested", conversation.saved)
+    write_chat(tmp_path / "chat", "tested", conversation.messages)
     conversation.reset()
-    conversation.restore(read_chat(tmp_path / "chat")[1])
+    conversation.restore(read_chat(tmp_path / "chat"))
     told = [*conversation.messages, {"role": "user", "content": QUESTIONS[1]}]
     assert len(told) == 5
     assert ask(conversation, QUESTIONS[1]) == answered_by_mlx_lm(decoder, told)
@@ -236,7 +225,7 @@ def test_a_retry_that_is_interrupted_leaves_the_earlier_answer(
 ) -> None:
     conversation = conversation_with(decoder)
     ask(conversation, QUESTIONS[0])
-    before = list(conversation.messages)
+    before = conversation.messages
     interrupt(conversation)
     with pytest.raises(KeyboardInterrupt):
         again(conversation)
@@ -251,7 +240,7 @@ def test_a_message_without_an_answer_is_asked_again_saved_and_taken_back(
     conversation = conversation_with(decoder)
     conversation.restore(asked)
     assert conversation.unanswered
-    assert conversation.saved == asked
+    assert conversation.messages == asked
     assert again(conversation) == answered_by_mlx_lm(decoder, asked)
     assert conversation.messages[0] == asked[0]
     conversation.restore(asked)
@@ -261,28 +250,17 @@ def test_a_message_without_an_answer_is_asked_again_saved_and_taken_back(
             forgotten()
 
 
-def test_another_model_goes_on_and_a_missing_one_or_one_without_system_prompts_does_not(
-    decoder: PromptLookupDecoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_model_goes_on_and_a_missing_one_does_not(decoder: PromptLookupDecoder) -> None:
     conversation = conversation_with(decoder)
     ask(conversation, QUESTIONS[0])
     session = conversation.model.session
     with pytest.raises(OptionError, match="missing"):
-        conversation.switch("missing")
+        conversation.model.switch("missing")
     assert conversation.model.session is session
-    conversation.switch("other")
+    conversation.model.switch("other")
     assert conversation.model.name == "other"
     told = [*conversation.messages, {"role": "user", "content": QUESTIONS[1]}]
     assert ask(conversation, QUESTIONS[1]) == answered_by_mlx_lm(decoder, told)
-    conversation.system_prompt = "Be brief."
-
-    def refuse(messages: list) -> list[int]:
-        raise OptionError("no system role")
-
-    monkeypatch.setattr(conversation.model, "tokenize", refuse)
-    with pytest.raises(OptionError, match="takes no system prompt"):
-        conversation.switch("third")
-    assert conversation.model.name == "other"
 
 
 class Letters(Model):
@@ -304,6 +282,7 @@ class Letters(Model):
             yield response
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("kind", KINDS_OF_CACHES)
 def test_caches_of_every_kind_return_to_where_the_conversation_did(kind: str) -> None:
     model = ARCHITECTURES[KINDS_OF_CACHES[kind]].model()

@@ -33,6 +33,7 @@ def schema(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", ["--chat", "--raw"])
 def test_the_output_is_valid_under_the_schema(schema: Path, template: str) -> None:
     result = generate(*WHO, template, "--json-schema", schema)
@@ -95,6 +96,7 @@ def test_what_is_no_form_is_one_line_before_any_model_is_loaded(
     assert_one_line(generate("--prompt", "a", *given), named.replace("FILE", str(file)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("content", "named"),
     [('{"not": {}}', "not"), ('{"type": "string", "format": "phone"}', "phone")],
@@ -107,6 +109,7 @@ def test_a_schema_that_cannot_be_kept_is_named(tmp_path: Path, content: str, nam
     assert_one_line(generate("--model", "demo", *files), named)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["objects", "rules", "GBNF"])
 def test_a_chain_of_references_that_is_too_long_is_one_line(tmp_path: Path, kind: str) -> None:

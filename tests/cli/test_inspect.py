@@ -51,6 +51,7 @@ def test_the_demo_model_verifies_trees() -> None:
     assert "what it gets alone" in report["joint_reason"]
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "lines"),
@@ -130,6 +131,7 @@ def test_a_head_shows_its_kind_and_the_target_it_needs(
     assert report["parameters"] == pytest.approx(report["head"]["bytes"] / 4, rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_model_shows_the_head_that_it_carries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlxspec.cli.chat import ChatConversation, LocalModel
-from mlxspec.cli.common.generation import DraftingOptions, Ends, Generation
+from mlxspec.cli.common.generation import DraftingOptions, Generation
 from mlxspec.cli.common.output import error_console
 from mlxspec.cli.memory import Memories
 from mlxspec.engine.params import CacheOptions, SamplingParams
@@ -21,7 +21,11 @@ pytestmark = pytest.mark.slow
 
 def generation(model: str, **drafting: str | bool) -> Generation:
     drafts = DraftingOptions(**drafting)
-    return Generation(model, 9, drafts, Ends(), SamplingParams(), CacheOptions())
+    return Generation(model, 9, drafts, SamplingParams(), CacheOptions())
+
+
+def local(generation: Generation, memories: Memories) -> LocalModel:
+    return LocalModel(generation, lambda one: one.load(error_console(), memories), {})
 
 
 def ask(conversation: ChatConversation) -> str:
@@ -29,7 +33,7 @@ def ask(conversation: ChatConversation) -> str:
 
 
 def loaded(conversation: ChatConversation) -> weakref.ref:
-    return weakref.ref(conversation.model._load().model)
+    return weakref.ref(conversation.model.decoder.model)
 
 
 def test_the_first_is_gone_before_the_second_is_loaded_and_comes_back_if_that_fails(
@@ -37,9 +41,7 @@ def test_the_first_is_gone_before_the_second_is_loaded_and_comes_back_if_that_fa
 ) -> None:
     other = write_scripted_model(tmp_path / "other", ("ah", " oh"), ends=True)
     with Memories(keeps=False) as memories:
-        conversation = ChatConversation(
-            LocalModel(generation("demo"), error_console(), memories), max_tokens=9
-        )
+        conversation = ChatConversation(local(generation("demo"), memories), max_tokens=9)
         answer = ask(conversation)
         first = loaded(conversation)
         gone = []
@@ -51,15 +53,15 @@ def test_the_first_is_gone_before_the_second_is_loaded_and_comes_back_if_that_fa
 
         monkeypatch.setattr(Generation, "load", watched)
         with pytest.raises(MlxspecError, match="no such directory"):
-            conversation.switch(str(tmp_path / "missing"))
+            conversation.model.switch(str(tmp_path / "missing"))
         assert first() is not None
         with pytest.raises(MlxspecError, match="no chat template"):
-            conversation.switch(str(finite))
-        assert gone == [True]
+            conversation.model.switch(str(finite))
+        assert gone == [True, True]  # the second time the first one is loaded again
         assert conversation.model.name == "demo"
         conversation.undo()
-        assert ask(conversation) == answer  # loaded again
-        conversation.switch(str(other))
+        assert ask(conversation) == answer
+        conversation.model.switch(str(other))
         assert ask(conversation) == "ah oh"
         conversation.model.close()
 
@@ -73,14 +75,14 @@ def test_a_head_that_is_named_is_for_the_first_model_only_and_gone_with_it(
     )
     with Memories(keeps=False) as memories:
         asked = generation(first, head=str(headed))
-        conversation = ChatConversation(LocalModel(asked, error_console(), memories), max_tokens=9)
+        conversation = ChatConversation(local(asked, memories), max_tokens=9)
         assert ask(conversation) == "ah oh"
         model = loaded(conversation)
-        for name, has_one in ((other, False), (first, True)):
-            conversation.switch(name)
+        for name in (other, first):
+            conversation.model.switch(name)
             assert model() is None
             model = loaded(conversation)
-            drafting = conversation.model._load().drafting
+            drafting = conversation.model.decoder.drafting
             assert isinstance(drafting, Auto)
-            assert bool(drafting.head) is has_one
+            assert not drafting.head
         conversation.model.close()

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
-from mlxspec.drafting.costs import KnownTime
 from mlxspec.engine import costs
 from mlxspec.models import on_machine
 from mlxspec.models.model_files import DEMO_DIRECTORY
@@ -57,7 +56,7 @@ def test_what_is_told_of_a_model(cache: dict[str, Path], endless: Path, tmp_path
     assert list(models) == ["owner/model", "owner/other-GGUF", str(endless), "demo"]
     first = models["owner/model"]
     assert (first["default"], first["aliases"], first["usable"]) == (True, ["fast"], True)
-    assert (first["weights"], first["fits"], first["measured"]) == ("bf16", True, False)
+    assert (first["weights"], first["fits"]) == ("bf16", True)
     assert models[str(endless)]["aliases"] == ["mine"]
     other = models["owner/other-GGUF"]
     assert (other["usable"], other["fits"], other["memory_bytes"]) == (False, False, None)
@@ -88,24 +87,6 @@ def test_a_model_fits_if_a_tenth_more_than_its_weights_is_there(monkeypatch: pyt
         monkeypatch.setattr(costs, "whole_memory", lambda memory=memory: int(memory))
         fits.append(listed()["demo"]["fits"])
     assert fits == [False, True]
-
-
-def test_costs_are_known_once_they_are_measured(endless: Path, monkeypatch: pytest.MonkeyPatch):
-    calm = [KnownTime(rows, 0.01 + 0.001 * rows, 0.01) for rows in (1, 2, 4, 8)]
-    monkeypatch.setattr(costs, "measure", lambda *_: calm)  # a busy machine's could be refused
-    Path("mlx_model").symlink_to(endless)
-    run("generate", "--prompt", "a", "--max-tokens", 2)
-    models = listed()
-    assert models["mlx_model"]["measured"]
-    assert not models["demo"]["measured"]  # another architecture
-
-
-def test_a_default_that_is_none_is_told_and_the_others_are_listed(monkeypatch):
-    monkeypatch.setenv("MLXSPEC_MODEL", "nothing")
-    result = run("models")
-    assert "MLXSPEC_MODEL names the model nothing" in result.stderr
-    assert "demo" in result.stdout
-    assert "the default model" not in result.stdout
 
 
 @pytest.mark.parametrize("columns", [40, 80, 160])

@@ -8,11 +8,12 @@ import sys
 import pytest
 from rich.console import Console
 from rich.progress import MofNCompleteColumn
+from rich.table import Table
 
 from mlxspec.cli.common.output import (
-    FoldingTable,
     ProgressBar,
     counted,
+    folding_table,
     output_console,
     print_tables,
     size_in_words,
@@ -21,8 +22,8 @@ from mlxspec.cli.common.output import (
 ROWS = [("copy a long text", "3", "1.59× (worst)"), ("free", "12", "1.00×")]
 
 
-def example() -> FoldingTable:
-    table = FoldingTable("set", "outputs", "speed", caption="speed against plain decoding")
+def example() -> Table:
+    table = folding_table("set", "outputs", "speed", caption="speed against plain decoding")
     for row in ROWS:
         table.add_row(*row)
     return table
@@ -55,7 +56,7 @@ def test_where_there_is_room_a_row_is_a_line() -> None:
 
 
 def test_headings_are_broken_before_rows_are() -> None:
-    table = FoldingTable("set", "outputs below 0.98")
+    table = folding_table("set", "outputs below 0.98")
     table.add_row("free", "1%")
     console = Console(file=io.StringIO(), width=16, color_system=None)
     console.print(table)
@@ -73,7 +74,7 @@ def test_in_a_narrow_window_cells_are_folded_and_nothing_is_lost(columns: int) -
 
 @pytest.mark.parametrize("columns", range(28, 42))
 def test_a_figure_that_is_too_long_continues_on_the_next_line(columns: int) -> None:
-    table = FoldingTable("decoder", "worst set")
+    table = folding_table("decoder", "worst set")
     table.add_row("auto", "a_set_with_a_long_name_indeed 1.25×")
     console = Console(file=io.StringIO(), width=columns, color_system=None)
     console.print(table)

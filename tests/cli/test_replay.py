@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from mlxspec.bench.policies import POLICIES
 from mlxspec.cli.replay import replay_command
-from mlxspec.drafting.chips import chip_names, known_chip
+from mlxspec.drafting.chips import chip_names
 
 TOKENIZER = Path(__file__).parents[2] / "mlxspec" / "demo_model"
 FIGURES = ("speedup", "worst", "share_slow", "tokens_per_step", "rows_per_step")
@@ -45,13 +45,8 @@ def write_curve(path: Path, content: object) -> Path:
     return path
 
 
-@pytest.mark.slow
-def test_a_page_does_not_take_the_place_of_what_is_read(traces: Path) -> None:
-    before = traces.read_bytes()
-    result = replay(traces, "--tokenizer", TOKENIZER, "--html", traces, "--force")
-    assert result.exit_code == 1
-    assert "would overwrite a file that this command reads" in str(result.exception) + result.output
-    assert traces.read_bytes() == before
+def curve_of(*points: tuple[int, float]) -> object:
+    return {"times": [{"rows": rows, "cost": cost} for rows, cost in points]}
 
 
 @pytest.mark.slow
@@ -68,7 +63,7 @@ def test_classic_prompt_lookup_has_the_published_tokens_per_step(shared: Path) -
 @pytest.mark.parametrize("flat", [True, False])
 def test_speed_follows_from_the_curve_file(traces: Path, tmp_path: Path, flat: bool) -> None:
     """Where all steps cost the same, speed is tokens per step; where a row costs a step, 1 / …"""
-    curve = write_curve(tmp_path / "curve.json", {"rows": [1, 64], "cost": [1, 1 if flat else 64]})
+    curve = write_curve(tmp_path / "curve.json", curve_of((1, 1), (64, 1 if flat else 64)))
     result = replay(
         *(traces, "--tokenizer", TOKENIZER, "--json", "--curve", curve),
         *("--decoder", "prompt-lookup"),
@@ -108,8 +103,7 @@ def test_several_decoders_and_chips_are_compared_in_their_order(traces: Path) ->
 def test_the_table_has_sets_decoders_and_the_worst(traces: Path) -> None:
     result = replay(traces, "--tokenizer", TOKENIZER, "--decoder", "auto,prompt-lookup")
     assert result.exit_code == 0, result.stderr
-    peer = POLICIES["prompt-lookup"].label
-    for text in ("M4 Pro", "copy", "free", peer, "auto wins on M4 Pro", "slow outputs"):
+    for text in ("M4 Pro", "copy", "free", "prompt-lookup", "auto wins on M4 Pro", "share slow"):
         assert text in result.stdout
     assert "Modelled on: M4 Pro (≈ estimated at 12, 15, 16, 32 rows)" in result.stdout
 
@@ -120,61 +114,26 @@ def test_a_chip_s_name_is_taken_however_it_is_written(traces: Path) -> None:
     assert result.stdout.count("Modelled on: ") == result.stdout.count("Modelled on: M3 Max\n") == 1
 
 
-def test_peers_have_their_own_names_in_table_page_and_json(traces: Path, tmp_path: Path) -> None:
-    page = tmp_path / "page.html"
-    asked = (traces, "--tokenizer", TOKENIZER, "--decoder", "vllm,suffix-path")
-    table = replay(*asked).stdout
-    report = json.loads(replay(*asked, "--json", "--html", page).stdout)
-    for entry in report["comparison"]:
-        label = POLICIES[entry["decoder"]].label
-        assert entry["label"] == label
-        assert label in table
-        assert label in Page(page.read_text(encoding="utf-8")).text
-    assert {"n-grams (vLLM)", "suffix path (ArcticInference)"} == {
-        entry["label"] for entry in report["comparison"]
-    }
+def test_estimated_rows_are_in_json(traces: Path) -> None:
+    report = json.loads(replay(traces, "--tokenizer", TOKENIZER, "--chip", "all", "--json").stdout)
     estimated = {entry["chip"]: entry["estimated_rows"] for entry in report["comparison"]}
+    assert list(estimated) == chip_names()
     assert (estimated["M3 Max"], estimated["M5 Max"]) == ([], [16, 32])
 
 
-def test_beside_a_page_the_verdict_has_at_most_ten_lines(traces: Path, tmp_path: Path) -> None:
-    page = tmp_path / "page.html"
-    result = replay(traces, "--tokenizer", TOKENIZER, "--html", page)
-    *lines, last = result.stdout.splitlines()
-    assert len(lines) < 10
-    assert last == f"The tables are in {page}."
-    text = " ".join(Page(page.read_text(encoding="utf-8")).text.split())
-    assert all(" wins on " in line and line in text for line in lines)
-    assert all(known_chip(name).label in text for name in chip_names())
-
-
-def test_hindsight_is_shown_as_unreachable_and_wins_nothing(traces: Path, tmp_path: Path) -> None:
-    page = tmp_path / "page.html"
-    result = replay(
-        *(traces, "--tokenizer", TOKENIZER, "--decoder", "hindsight,auto", "--chip", "M4 Pro"),
-        *("--html", page),
-    )
-    assert result.exit_code == 0, result.stderr
-    assert "auto wins on M4 Pro" in result.stdout
-    html = page.read_text(encoding="utf-8")
-    assert "hindsight (unreachable)" in html
-    assert "auto wins on M4 Pro" in html
+def test_hindsight_is_the_fastest_and_wins_nothing(traces: Path) -> None:
     asked = (traces, "--tokenizer", TOKENIZER, "--decoder", "hindsight,auto")
-    table = replay(*asked).stdout
-    assert "hindsight (unreachable)" in table
-    assert "auto wins on M4 Pro" in table
-    report = json.loads(replay(*asked, "--json").stdout)
-    hindsight, auto = report["comparison"]
+    assert "auto wins on M4 Pro" in replay(*asked).stdout
+    hindsight, auto = json.loads(replay(*asked, "--json").stdout)["comparison"]
     assert hindsight["speedup"] > auto["speedup"]
 
 
 def test_a_curve_of_calibrate_is_read(traces: Path, tmp_path: Path) -> None:
     times = [{"rows": 1, "cost": 1.0, "seconds": 0.02}, {"rows": 8, "cost": 1.5, "seconds": 0.03}]
-    for content in ({"times": times}, {"curves": [{"times": times}]}):
-        curve = write_curve(tmp_path / "curve.json", content)
-        result = replay(traces, "--tokenizer", TOKENIZER, "--json", "--curve", curve)
-        assert result.exit_code == 0, result.stderr
-        assert json.loads(result.stdout)["chip"] == "own curve"
+    curve = write_curve(tmp_path / "curve.json", {"times": times, "longer_contexts": []})
+    result = replay(traces, "--tokenizer", TOKENIZER, "--json", "--curve", curve)
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["chip"] == "own curve"
 
 
 class Page(HTMLParser):
@@ -193,16 +152,16 @@ class Page(HTMLParser):
         self.text += data
 
 
-def test_the_page_compares_all_decoders_on_all_chips_and_stands_alone(tmp_path: Path) -> None:
+def test_the_page_has_the_tables_of_the_terminal_and_stands_alone(tmp_path: Path) -> None:
     traces = tmp_path / "t.jsonl"
     traces.write_text(json.dumps(chat("one two", "one two", category=HOSTILE)) + "\n")
-    result = replay(traces, "--tokenizer", TOKENIZER, "--html", tmp_path / "page.html")
+    asked = (traces, "--tokenizer", TOKENIZER, "--decoder", "all", "--chip", "all")
+    result = replay(*asked, "--html", tmp_path / "page.html")
     assert result.exit_code == 0, result.stderr
-    html = (tmp_path / "page.html").read_text(encoding="utf-8")
-    page = Page(html)
+    page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
     for name in (*chip_names(), *POLICIES, HOSTILE):
         assert name in page.text
-    assert page.text.count("speed against plain decoding\n") >= len(chip_names())
+        assert name in result.stdout
     assert {"script", "img", "link", "iframe"}.isdisjoint(page.tags)
     assert {"src", "href"}.isdisjoint(page.names)
 
@@ -223,14 +182,13 @@ def test_several_outputs_at_once_are_set_against_batching_and_drafting(traces: P
     assert fast["speedup"] > max(fast["plain_batching"], fast["one_at_a_time"])
 
 
-def test_the_joint_table_says_whether_both_add_up(traces: Path) -> None:
+def test_the_joint_table_has_batching_drafting_and_both(traces: Path) -> None:
     asked = ("--chip", "linear", "--chip", "M5 Max", "--concurrency", 2)
     result = replay(traces, "--tokenizer", TOKENIZER, *asked)
     assert result.exit_code == 0, result.stderr
     for text in (
         *("M5 Max, 2 outputs at once", "plain batching", "one at a time", "not modelled"),
-        "On M5 Max batching and drafting add up (auto",
-        "On linear batching and drafting add less than 2 %",
+        *("auto wins on M5 Max (", "plain decoding wins on linear."),
     ):
         assert text in result.stdout
 
@@ -319,7 +277,7 @@ def test_a_memory_goes_through_the_files_in_their_order(repeating: tuple[Path, P
 def test_the_table_has_a_column_for_each_size(repeating: tuple[Path, Path]) -> None:
     result = replay(*repeating, "--tokenizer", TOKENIZER, "--memory", "16k,1M", "--decoder", "auto")
     assert result.exit_code == 0, result.stderr
-    for text in ("no memory", "memory 16k", "memory 1M", "Remembering 16k tokens gains", "M4 Pro"):
+    for text in ("no memory", "memory 16k", "memory 1M", " wins on M4 Pro"):
         assert text in result.stdout
 
 
@@ -335,23 +293,7 @@ def test_memories_are_compared_with_several_outputs_at_once(repeating: tuple[Pat
     assert with_it["speedup"] > without["speedup"]
     table = replay(*logs, "--tokenizer", TOKENIZER, *asked).stdout
     assert "memory 1k" in table
-    assert "Remembering 1k tokens gains" in table
-
-
-def test_the_page_of_memories_has_a_bar_for_each_size_and_chip(
-    repeating: tuple[Path, Path], tmp_path: Path
-) -> None:
-    result = replay(
-        *(*repeating, "--tokenizer", TOKENIZER, "--memory", "1k,16k,all"),
-        *("--html", tmp_path / "page.html"),
-    )
-    assert result.exit_code == 0, result.stderr
-    page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
-    assert page.text.count("speed against plain decoding\n") >= len(chip_names())
-    for text in ("no memory", "memory 16k", "memory all", "Remembering 1k tokens gains"):
-        assert text in page.text
-    assert {"script", "img", "link", "iframe"}.isdisjoint(page.tags)
-    assert {"src", "href"}.isdisjoint(page.names)
+    assert "memory 1k wins on M4 Pro" in table
 
 
 @pytest.mark.parametrize(
@@ -359,25 +301,20 @@ def test_the_page_of_memories_has_a_bar_for_each_size_and_chip(
     [
         (("--decoder", "warp"), "'warp': choose among auto"),
         (("--decoder", "warp", "--concurrency", "2"), "'warp': choose among auto"),
-        (("--concurrency", "0"), "--concurrency is 0: run at least 1"),
-        (("--concurrency", "2", "--html", "page.html"), "--html with --concurrency 2"),
-        (("--concurrency", "2", "--decoder", "hindsight"), "--decoder hindsight with --conc"),
+        (("--concurrency", "0"), "--concurrency is 0: give at least 1"),
         (("--chip", "Z80"), "'Z80': choose one of M2 Pro"),
         (("--chip", "M4 Max"), "'M4 Max': the nearest known ones are M4 Pro and M3 Max"),
-        (("--chip", "linear", "--curve", "c.json"), "--chip and --curve"),
         (("--curve", "missing.json"), "missing.json: no cost curve"),
-        (("--html", "missing/page.html"), "--html missing/page.html"),
+        (("--html", "missing/page.html"), "missing/page.html"),
         (("--head-curve", ".7,.8@0.1"), "--head-curve '.7,.8@0.1': give, as in .76,.60,.50,.41@"),
         (("--head-curve", ".7"), "and after '@' the time of each token in plain steps"),
-        (("--head-curve", ".7@0.1", "--memory", "1M"), "--head-curve .7@0.1 with --memory: "),
+        (("--head-curve", ".7@0.1", "--memory", "1M"), "leave out --decoder, --drafter and --head"),
         (("--memory", ""), "--memory: '' is not a size: give tokens as 4096, 16k or 1M"),
         (("--memory", "x"), "--memory: 'x' is not a size"),
         (("--memory", "-5"), "--memory: '-5' is not a size"),
-        (("--memory", "16k,16384"), "--memory names 16384 twice: name each size once"),
-        (("--memory", "1M", "--decoder", "vllm"), "--decoder vllm with --memory: "),
-        (("--memory", "1M", "--decoder", "auto,vllm"), "--decoder auto,vllm with --memory: "),
-        (("--memory", "1M", "--drafter", "mlxspec:PromptLookupDrafter"), "Drafter with --memory: "),
-        (("--memory", "1M", "--concurrency", "2", "--html", "a.html"), "--html with --concurren"),
+        (("--memory", "1M", "--decoder", "vllm"), "--memory compares the default decoder"),
+        (("--memory", "1M", "--decoder", "auto,vllm"), "--memory compares the default decoder"),
+        (("--memory", "1M", "--drafter", "mlxspec:PromptLookupDrafter"), "--memory compares the d"),
     ],
 )
 def test_a_bad_option_is_one_line(traces: Path, arguments: tuple[str, ...], complaint: str) -> None:
@@ -390,8 +327,8 @@ def test_a_bad_option_is_one_line(traces: Path, arguments: tuple[str, ...], comp
 @pytest.mark.parametrize(
     "content",
     [
-        *("[]", "{}", "3", '{"curves": []}', '{"rows": [1], "cost": []}'),
-        *('{"rows": [1, 1e999], "cost": [1, 2]}', "[" * 200_000),
+        *("[]", "{}", "3", '{"times": []}', '{"times": [{"rows": 1}]}', "[" * 200_000),
+        '{"times": [{"rows": 1, "cost": 1}, {"rows": 1e999, "cost": 2}]}',
     ],
 )
 def test_a_file_without_a_curve_is_refused(traces: Path, tmp_path: Path, content: str) -> None:
@@ -400,14 +337,6 @@ def test_a_file_without_a_curve_is_refused(traces: Path, tmp_path: Path, content
     result = replay(traces, "--tokenizer", TOKENIZER, "--curve", curve)
     assert result.exit_code == 1
     assert result.stderr.startswith(f"Error: {curve}: no cost curve")
-
-
-def test_a_curve_of_too_many_rows_is_refused(traces: Path, tmp_path: Path) -> None:
-    curve = write_curve(tmp_path / "curve.json", {"rows": [1, 100_000_000], "cost": [1, 2]})
-    result = replay(traces, "--tokenizer", TOKENIZER, "--curve", curve)
-    assert result.exit_code == 1
-    assert result.stderr.startswith(f"Error: {curve}: a cost curve up to 100000000 rows")
-    assert result.stderr.count("\n") == 1
 
 
 def test_a_place_without_a_tokenizer_is_refused(traces: Path, tmp_path: Path) -> None:

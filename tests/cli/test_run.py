@@ -49,6 +49,7 @@ def write(directory: Path, name: str, text: str) -> str:
     return str(directory / name)
 
 
+@pytest.mark.slow
 def test_a_script_gets_its_arguments_and_speculates(run, model: str, tmp_path: Path) -> None:
     write(tmp_path, "neighbour.py", f"PROMPT = {PROMPT!r}")
     script = write(tmp_path, "script.py", SCRIPT.format(model=model))
@@ -68,6 +69,7 @@ def test_mlx_lm_s_generate_speculates(run, model: str, module: tuple[str, ...]) 
     assert "deprecated" not in result.stdout
 
 
+@pytest.mark.slow
 def test_mlx_lm_s_programs_know_the_bundled_model(run) -> None:
     options = ("--model", "demo", "--prompt", 'Repeat this 2 times: "A day."')
     result = run("-m", "mlx_lm", "generate", *options)
@@ -111,10 +113,9 @@ def test_a_program_ends_as_it_would_alone(
     assert "Aborted" not in result.stderr
 
 
-def test_a_traceback_is_the_program_s_alone(run, tmp_path: Path) -> None:
+def test_a_traceback_ends_with_the_program_s(run, tmp_path: Path) -> None:
     script = write(tmp_path, "script.py", "def f():\n    raise ValueError('mine')\nf()\n")
-    assert run(script).stderr == (
-        "Traceback (most recent call last):\n"
+    assert run(script).stderr.endswith(
         f'  File "{script}", line 3, in <module>\n    f()\n'
         f"  File \"{script}\", line 2, in f\n    raise ValueError('mine')\n"
         "ValueError: mine\n"
@@ -133,10 +134,9 @@ def test_mlx_lm_is_as_before_when_the_program_has_ended(run, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "name a script, or a module with -m"),
-        (("-m",), "requires an argument"),
+        ((), "Missing argument 'PROGRAM'"),
+        (("-m",), "Missing argument 'PROGRAM'"),
         (("nowhere.py",), "Error: nowhere.py: no such script"),
-        (("/",), "Error: /: a directory without __main__.py; name a script"),
         (("-m", "nowhere"), "Error: nowhere: no such module"),
         (("-m", "nowhere.at_all"), "Error: nowhere.at_all: no such module"),
     ],

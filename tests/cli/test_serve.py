@@ -23,7 +23,8 @@ from click.testing import CliRunner, Result
 
 from mlxspec import PromptLookupDecoder, load
 from mlxspec.cli.chat import chat_command
-from mlxspec.cli.serve import ServeOptions, _Loader, _ours_alone, serve_command
+from mlxspec.cli.serve import ServeOptions, _Loader, _locked, serve_command
+from mlxspec.errors import OptionError
 from tests.support.adapters import write_adapters
 from tests.support.brake import until
 
@@ -41,7 +42,7 @@ class Server:
         self.key = ""
         assert process.stderr
         self.panel = ""
-        while "Ctrl-C ends it" not in self.panel:
+        while "Ctrl-C ends the server" not in self.panel:
             line = process.stderr.readline()
             assert line, self.panel
             self.panel += line
@@ -116,8 +117,8 @@ def test_a_server_answers_logs_and_ends_with_ctrl_c(endless: Path, tmp_path: Pat
     assert files
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
     with serving("--model", endless, *PLAIN, "--cache-dir", kept) as server:
-        with serving("--model", endless, *PLAIN, "--cache-dir", kept) as second:
-            assert "another server uses it" in second.panel
+        second = refused("--model", endless, *PLAIN, "--port", 0, "--cache-dir", kept)
+        assert "another server uses it" in second.stderr
         usage = server.ask("/v1/completions", prompt=prompt, max_tokens=4)["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] == len(prompt) - 1
 
@@ -135,7 +136,7 @@ def test_running_requests_end_first_and_a_second_ctrl_c_ends_them(endless: Path)
             server.process.send_signal(signal.SIGINT)
             assert server.process.stderr
             note = server.process.stderr.readline()
-            assert note.startswith("Note: 1 running")
+            assert note.startswith("Note: 10 s for 1 running request to end")
             assert server.process.poll() is None
             server.process.send_signal(signal.SIGINT)
             server.process.wait(timeout=20)
@@ -155,43 +156,37 @@ def test_what_cannot_be_served_is_told_in_a_line(endless: Path, tmp_path: Path) 
     assert "is not a size" in refused("--cache-bytes", "5Q").stderr
     assert "is not a size" in refused("--memory", "much").stderr
     assert "allow at least" in refused("--model", endless, "--memory", "100K").stderr
-    assert "--grace is -1" in refused("--grace", -1).stderr
-    assert "--grace is inf" in refused("--grace", "inf").stderr
-    assert "--stall is 0" in refused("--stall", 0).stderr
+    for option, value in (("--grace", "-1"), ("--grace", "inf"), ("--stall", "0")):
+        assert "is not in the range" in refused(option, value).stderr
     assert "without a port" in refused("--allowed-host", "mac:8080").stderr
     two = ("--model", endless, "--model", "demo", "--head", "a")
     assert "--head needs exactly one --model" in refused(*two).stderr
     none = ("--models", endless, "--head", "a")
     assert "--head needs exactly one --model" in refused(*none).stderr
     assert "no such directory" in refused("--models", missing).stderr
-    assert "is for the models" in refused("--models", endless, "--store", "a").stderr
+    assert "--store needs a --model" in refused("--models", endless, "--store", "a").stderr
     assert "is not a time" in refused("--keep-alive", "soon").stderr
     twice = ("--model", endless, "--model", endless, *PLAIN, "--port", 0)
     assert f"{endless} is named twice" in refused(*twice).stderr
 
 
 def test_prefixes_are_kept_only_where_nobody_else_may_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, others, link = tmp_path / "ours", tmp_path / "others", tmp_path / "link"
     others.mkdir()
     others.chmod(0o770)
     link.symlink_to(others)
     for directory in (others, link):
-        with _ours_alone(directory) as kept:
-            assert not kept
-        told = capsys.readouterr().err
-        assert f"--cache-dir {directory}: others may write to it" in told
-        assert "chmod go-w" in told
+        with pytest.raises(OptionError, match=rf"{directory}: others may write .*chmod go-w"):
+            _locked(directory)
     others.chmod(0o755)
-    for directory in (ours, others, link):
-        with _ours_alone(directory) as kept:
-            assert kept
+    for directory in (ours, others):
+        os.close(_locked(directory))
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
-    with _ours_alone(ours) as kept:
-        assert not kept
-    assert "others may write to it" in capsys.readouterr().err
+    with pytest.raises(OptionError, match="others may write to it"):
+        _locked(ours)
 
 
 def test_a_chat_says_what_is_wrong_with_the_server(endless: Path) -> None:
@@ -204,7 +199,6 @@ def test_a_chat_says_what_is_wrong_with_the_server(endless: Path) -> None:
     nobody = "http://127.0.0.1:1"
     assert "Connection refused" in said("--server", nobody)
     assert "leave them out" in said("--server", nobody, "--kv-bits", 8)
-    assert "servers do not take it" in said("--server", nobody, "--min-tokens-to-keep", 2)
 
 
 def test_what_the_template_gets_by_default_and_what_a_request_says(
@@ -277,9 +271,8 @@ def test_models_of_a_folder_come_and_go(endless: Path, tmp_path: Path) -> None:
     options = ("--keep-alive", 0, "--cache-dir", tmp_path / "kept", "--log-json", *PLAIN)
     prompt = [1, *[7] * 40]
     with serving("--models", tmp_path / "models", *options) as server:
-        for name in ("one", "publisher/two", "other/two"):
-            assert re.search(rf"on demand +{name}, \d", server.panel)
-        assert "broken" not in server.panel
+        assert re.search(r"on demand +3 models, which", server.panel)
+        assert "models/broken is left out: " in server.panel
         asked = {"prompt": prompt, "max_tokens": 4, "model": "one"}
         first = server.ask("/v1/completions", **asked)
         assert first["choices"][0]["text"].split() == LINE.split()
@@ -302,14 +295,21 @@ def test_models_of_a_folder_come_and_go(endless: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_that_has_left_the_disk_is_not_looked_for_on_the_hub(
-    endless: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    endless: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     shutil.copytree(endless, tmp_path / "models" / "one")
     monkeypatch.chdir(tmp_path)
     options = ServeOptions(available=("models",))
     nothing: Any = None
     loader = _Loader([], nothing, options, nothing, nothing, {}, [])
-    (found,) = loader.find()
+    (tmp_path / "models" / "broken").mkdir()
+    (tmp_path / "models" / "broken" / "config.json").write_text("{}")
+    for _ in range(2):
+        (found,) = loader.find()
+    assert capsys.readouterr().err.count("models/broken is left out: ") == 1
     assert found.path == str(tmp_path / "models" / "one")  # "models/one" may be a repository
     assert {"one", "models/one"} <= {found.name, *found.others}
 

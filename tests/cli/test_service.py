@@ -27,16 +27,14 @@ FAKE = """\
 echo "${0##*/} $*" >> "$FAKES/calls"
 if [ -e "$FAKES/broken" ]; then echo "Failed to connect to bus: No medium found" >&2; exit 1; fi
 case "$*" in
-*" show "*) echo ActiveState=active; echo SubState=running
-    echo StateChangeTimestamp=Mon 2026-03-02 10:00:00 UTC;;
+*" show "*) echo active;;
 bootstrap*) : > "$FAKES/loaded";;
 bootout*) [ -e "$FAKES/loaded" ] || exit 3; /bin/rm "$FAKES/loaded";;
 "print gui/"*/*) [ -e "$FAKES/loaded" ] || exit 113
     printf '%s = {\\n\\tstate = running\\n\\tpid = 123\\n\\t\\tstate = active\\n}\\n' "$2";;
-*lstart*) echo "Mon Mar  2 10:00:00 2026    ";;
 esac
 """
-PROGRAMS = ("launchctl", "systemctl", "journalctl", "tail", "ps")
+PROGRAMS = ("launchctl", "systemctl", "journalctl", "tail")
 VARIABLES = (*service._PATHS, API_KEY, "MLXSPEC_MODEL", "MLXSPEC_MEMORY")
 
 
@@ -210,11 +208,10 @@ def test_nothing_is_written_unasked(unit: Path, fakes: Path) -> None:
         (["--prot", "1"], "No such option"),
         (["--port", "x"], "'x' is not a valid integer"),
         (["--port", "0"], "a service needs the same port each time"),
-        (["--port", "70000"], "give at most 65535"),
+        (["--port", "70000"], "not in the range 0<=x<=65535"),
         (["--host", "0.0.0.0"], "give a key with --api-key-file"),
         (["--api-key-file", "missing"], "missing: No such file"),
         (["--stop", "x"], "No such option"),
-        (["\udcff"], "the command cannot be written"),
         (["nowhere"], "nowhere: no such directory"),
     ],
 )
@@ -289,10 +286,7 @@ def test_status_says_whether_it_runs_and_answers(
     installed("demo", "--port", str(port))
     result = run("service", "status")
     state, address, answers = result.stdout.splitlines()
-    assert state in (
-        "State: active (running) since Mon 2026-03-02 10:00:00 UTC",
-        "State: running (process 123) since Mon Mar 2 10:00:00 2026",
-    )
+    assert state in ("State: active", "State: running")
     assert address == f"Address: http://127.0.0.1:{port}"
     assert (answers, result.exit_code) == ("Answers: yes", 0)
     monkeypatch.setattr(_Ready, "status", 503)

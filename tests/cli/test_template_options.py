@@ -55,6 +55,7 @@ def report(*arguments: object) -> dict:
     return json.loads(result.stdout)
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
@@ -100,6 +101,7 @@ def test_a_begun_answer_goes_on_with_its_own_spaces() -> None:
     assert report(*options, "--prefill-response", begun)["text"].startswith(" sees the river.")
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("many", [False, True])
 def test_a_form_holds_for_what_follows_the_beginning(tmp_path: Path, many: bool) -> None:
@@ -133,6 +135,7 @@ def test_the_lines_of_a_file_get_them_where_they_lack_them(model: Path, tmp_path
     assert result.stderr.count("\n") == 1  # the error's alone
 
 
+@pytest.mark.slow
 def test_a_cached_prompt_begins_with_the_system_prompt(tmp_path: Path) -> None:
     file = tmp_path / "prompt.safetensors"
     begun, end = PROMPT.split("sees")
@@ -183,8 +186,6 @@ def test_chat_and_explain_take_them(model: Path) -> None:
         ("{", "'{' is not a JSON object"),
         ("[1]", "'[1]' is not a JSON object"),
         ("[" * 100_000, "is not a JSON object"),
-        ('{"tokenize": true}', "tokenize is set by mlxspec: leave it out"),
-        ('{"chat_template": "x"}', "chat_template is set by mlxspec"),
     ],
 )
 def test_what_is_no_configuration_is_a_wrong_use(

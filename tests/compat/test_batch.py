@@ -62,6 +62,7 @@ def alone(loaded: tuple, prompt: list[int], limit: int) -> list[int]:
     return [r.token for r in responses if r.token not in loaded[1].eos_token_ids]
 
 
+@pytest.mark.nightly(keep=1)
 def test_answers_are_those_to_single_prompts(
     prompts: list, way: JointMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,12 +184,15 @@ def test_processors_are_passed_on(loaded: tuple, prompts: list, way: JointMode) 
 
 @pytest.mark.parametrize("curve", [LINEAR, FLAT], ids=["linear", "flat"])
 @pytest.mark.parametrize("count", [1, 3])
-def test_bounded_caches_are_mlx_lm_s(loaded: tuple, curve: dict, count: int) -> None:
+def test_bounded_caches_give_the_answers_to_single_prompts(
+    loaded: tuple, curve: dict, count: int
+) -> None:
     model = ARCHITECTURES["mixtral"].model()
     give_costs(model, loaded[1], curve)
     prompts = [[(i * 7 + row * i * i) % 60 for i in range(40)] for row in range(count)]
     options = {"max_tokens": 12, "return_token_ids": True}
-    expected = batch_generate(model, loaded[1], prompts, max_kv_size=16, **options).token_ids
+    bounded = [stream_generate(model, loaded[1], p, max_tokens=12, max_kv_size=16) for p in prompts]
+    expected = [[r.token for r in responses] for responses in bounded]
     assert expected != batch_generate(model, loaded[1], prompts, **options).token_ids
     actual = mlxspec.batch_generate(model, loaded[1], prompts, max_kv_size=16, **options)
     assert actual.token_ids == expected

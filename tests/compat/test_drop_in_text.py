@@ -79,6 +79,7 @@ def write_tokenizer(kind: str, directory: Path) -> None:
         path.write_text(json.dumps(content))
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_segments_are_mlx_lm_s_with_every_kind_of_tokenizer(kind: str, tmp_path: Path) -> None:
     """Random tokens, among them those of one byte, which split characters."""
@@ -106,6 +107,7 @@ def test_segments_are_mlx_lm_s_with_every_kind_of_tokenizer(kind: str, tmp_path:
             assert text == "".join(expected)
 
 
+@pytest.mark.nightly
 def test_texts_of_the_demo_model_are_mlx_lm_s_however_it_was_loaded(tmp_path: Path) -> None:
     directory = write_float32_demo(tmp_path)
     model, tokenizer = mlx_lm.load(directory)

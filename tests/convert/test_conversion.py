@@ -14,8 +14,8 @@ from mlx_lm.generate import generate_step
 import mlxspec
 from mlxspec.convert.conversion import convert
 from mlxspec.convert.torch_file import read_torch_file
-from mlxspec.errors import ConversionError, MlxspecError, OptionError
-from tests.support import original, torch_file
+from mlxspec.errors import LoadError, MlxspecError, OptionError
+from tests.support import original
 from tests.support.comparison import assert_same_bits, tensors
 
 WEIGHTS = original.random_weights()
@@ -61,8 +61,8 @@ def test_the_demo_model_writes_what_the_original_does(tmp_path: Path, shared: Pa
     _, tokenizer = mlx_lm.load(str(tmp_path / "out"))
     prompt = tokenizer.encode("[INST] Repeat this 3 times: 'The red fox sleeps.' [/INST]")
     weights = {
-        name: torch_file.from_bfloat16_bits(tensor)
-        for name, tensor in read_torch_file(source / "consolidated.00.pth").items()
+        name: np.array(array.astype(mx.float32))
+        for name, array in read_torch_file(source / "consolidated.00.pth")
     }
     params = json.loads((source / "params.json").read_text())
     output = greedy(tmp_path / "out", prompt, 12)
@@ -92,14 +92,6 @@ def test_the_default_type_is_the_checkpoints_own(
     ):
         convert(torch_path=source, mlx_path=tmp_path / "out", dtype=dtype, force=True)
         assert {array.dtype for array in tensors(tmp_path / "out").values()} == {expected}
-
-
-def test_numbers_that_float16_cannot_hold_are_refused(tmp_path: Path, tokenizer_model: Path):
-    large = WEIGHTS | {"norm.weight": np.full(64, 2.0**17, np.float32)}
-    source = original.write_checkpoint(tmp_path / "x", tokenizer_model, large)
-    with pytest.raises(ConversionError, match=r"model\.norm\.weight: .+ choose another --dtype"):
-        convert(torch_path=source, mlx_path=tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 MODES = [
@@ -135,20 +127,6 @@ def test_weights_that_do_not_divide_into_groups_stay_as_they_are(tmp_path: Path,
     assert "model.layers.0.mlp.gate_proj.scales" in names
     assert "model.layers.0.mlp.down_proj.scales" not in names
     assert mlx_lm.load(str(tmp_path / "out"))
-
-
-def test_sharded_output_has_an_index_and_loads(tmp_path: Path, checkpoint: Path):
-    convert(torch_path=checkpoint, mlx_path=tmp_path / "one")
-    convert(torch_path=checkpoint, mlx_path=tmp_path / "many", max_shard_bytes=60_000)
-    files = sorted(path.name for path in (tmp_path / "many").glob("model*.safetensors"))
-    assert len(files) > 2
-    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
-    assert all((tmp_path / "many" / name).stat().st_size < 62_000 for name in files)
-    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
-    for name, file in index["weight_map"].items():
-        assert name in mx.load(str(tmp_path / "many" / file))
-    assert_same_bits(tensors(tmp_path / "one"), tensors(tmp_path / "many"))
-    assert mlx_lm.load(str(tmp_path / "many"))
 
 
 def test_the_index_counts_like_mlx_lm(tmp_path: Path, checkpoint: Path):
@@ -207,29 +185,6 @@ def test_token_ids_equal_sentencepieces(tmp_path: Path, checkpoint: Path, tokeni
     assert tokenizer.eos_token_ids == {reference.eos_id()}
 
 
-def test_an_interrupt_leaves_nothing(tmp_path: Path, checkpoint: Path):
-    def interrupt(done: int, total: int) -> None:
-        if done > total / 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        convert(torch_path=checkpoint, mlx_path=tmp_path / "new" / "out", on_progress=interrupt)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_progress_counts_every_byte(tmp_path: Path, checkpoint: Path):
-    seen: list[tuple[int, int]] = []
-    result = convert(
-        torch_path=checkpoint,
-        mlx_path=tmp_path / "out",
-        quantize=True,
-        on_progress=lambda done, total: seen.append((done, total)),
-    )
-    assert seen[0] == (0, result.nbytes)
-    assert seen[-1] == (result.nbytes, result.nbytes)
-    assert seen == sorted(seen)
-
-
 def test_a_tiktoken_tokenizer_is_refused_by_name(tmp_path: Path, tokenizer_model: Path):
     source = original.write_checkpoint(tmp_path / "x", tokenizer_model, WEIGHTS)
     (source / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")
@@ -243,7 +198,7 @@ def test_a_tokenizer_of_another_kind_is_refused(
 ):
     source = original.write_checkpoint(tmp_path / "x", tokenizer_model, WEIGHTS)
     (source / "tokenizer.model").write_bytes(content)
-    with pytest.raises(MlxspecError, match=r"tokenizer\.model: not a SentencePiece model"):
+    with pytest.raises(MlxspecError, match=r"tokenizer\.model: not a (SentencePiece|BPE) model"):
         convert(torch_path=source, mlx_path=tmp_path / "out")
 
 
@@ -253,25 +208,14 @@ def test_a_tokenizer_whose_error_message_is_no_text_is_refused(
     source = original.write_checkpoint(tmp_path / "x", tokenizer_model, WEIGHTS)
     damaged = tokenizer_model.read_bytes().replace(b"<0x02>", b"\x800x02>")
     (source / "tokenizer.model").write_bytes(damaged)
-    with pytest.raises(MlxspecError, match=r"tokenizer\.model: not a SentencePiece model"):
+    with pytest.raises(MlxspecError, match=r"tokenizer\.model: not a (SentencePiece|BPE) model"):
         convert(torch_path=source, mlx_path=tmp_path / "out")
 
 
 def test_a_tekken_tokenizer_is_refused_by_name(tmp_path: Path, tokenizer_model: Path):
     source = original.write_checkpoint(tmp_path / "x", tokenizer_model, WEIGHTS)
     (source / "tokenizer.model").rename(source / "tekken.json")
-    with pytest.raises(ConversionError, match=r"tekken\.json: Tekken"):
-        convert(torch_path=source, mlx_path=tmp_path / "out")
-
-
-def test_a_tokenizer_with_more_pieces_than_embeddings_is_refused(
-    tmp_path: Path, tokenizer_model: Path
-):
-    params = original.PARAMS | {"vocab_size": 300}
-    source = original.write_checkpoint(
-        tmp_path / "x", tokenizer_model, original.random_weights(params), params=params
-    )
-    with pytest.raises(ConversionError, match="320 pieces, but the model 300 embeddings"):
+    with pytest.raises(LoadError, match=r"tekken\.json: a Tekken"):
         convert(torch_path=source, mlx_path=tmp_path / "out")
 
 
@@ -301,7 +245,7 @@ def test_a_tokenizer_with_more_pieces_than_embeddings_is_refused(
         ({"torch_path": "a", "dtype": "int8"}, "--dtype int8: unknown"),
         (
             {"torch_path": "a", "revision": "main"},
-            "--revision main has no effect without --hf-path",
+            "--revision main cannot be used with a directory",
         ),
     ],
 )

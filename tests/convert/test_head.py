@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 
 from mlxspec.convert import conversion
 from mlxspec.convert.conversion import convert
-from mlxspec.errors import ConversionError, LoadError, MlxspecError, OptionError
+from mlxspec.errors import FileError, LoadError, MlxspecError, OptionError
 from mlxspec.models.heads.chains import QwenMTP
 from mlxspec.models.heads.loading import find_head, load_head
 from tests.support.comparison import assert_same_bits, tensors
@@ -91,7 +91,7 @@ def test_every_kind_is_quantised_and_loaded(tmp_path: Path, name: str) -> None:
     assert config["quantization"] == {"group_size": 32, "bits": 4, "mode": "affine"}
     head = load_head(find_head(tmp_path / "head"), HEADS[name][2])
     assert type(head) is HEADS[name][0]
-    with pytest.raises(ConversionError, match="is quantised already; leave out -q"):
+    with pytest.raises(LoadError, match="is quantised already; leave out -q"):
         converted(tmp_path / "head", tmp_path / "again", quantize=True)
 
 
@@ -112,7 +112,7 @@ def test_routers_of_experts_keep_8_bits_as_those_of_the_target(tmp_path: Path) -
 
 def test_a_head_is_not_converted_as_a_model(tmp_path: Path) -> None:
     source = write_head(tmp_path / "source", "EAGLE-3")
-    with pytest.raises(ConversionError, match="a trained head, not a model; convert it with --h"):
+    with pytest.raises(LoadError, match="a trained head, not a model; name the model"):
         convert(hf_path=source, mlx_path=tmp_path / "model")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
@@ -153,14 +153,14 @@ def test_a_failure_leaves_the_old_head(tmp_path: Path, monkeypatch: pytest.Monke
     source = write_head(tmp_path / "source", "EAGLE-3")
     converted(source, tmp_path / "head")
     before = (tmp_path / "head" / "model.safetensors").read_bytes()
-    with pytest.raises(ConversionError, match="add --force"):
+    with pytest.raises(FileError, match="add --force"):
         converted(source, tmp_path / "head")
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(conversion, "write_weights", full)
-    with pytest.raises(ConversionError, match="No space left"):
+    monkeypatch.setattr("mlx_lm.utils.save_model", full)
+    with pytest.raises(FileError, match="No space left"):
         converted(source, tmp_path / "head", force=True)
     assert (tmp_path / "head" / "model.safetensors").read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["head", "source"]
@@ -172,5 +172,5 @@ def test_options_that_do_not_go_with_a_head(tmp_path: Path) -> None:
     source = write_head(tmp_path / "source", "EAGLE-3")
     with pytest.raises(MlxspecError, match="--revision"):
         converted(source, tmp_path / "head", revision="main")
-    with pytest.raises(ConversionError, match="holds the checkpoint itself"):
+    with pytest.raises(FileError, match="holds the checkpoint itself"):
         converted(source, source, force=True)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mlxspec.convert.conversion import convert
 from mlxspec.convert.torch_file import read_torch_file
-from mlxspec.errors import ConversionError, MlxspecError
+from mlxspec.errors import LoadError, MlxspecError
 from tests.support import original, torch_file
 from tests.support.examples import examples
 from tests.support.hostile import harmless, json_values, mutated
@@ -84,8 +84,8 @@ def test_any_shape_and_strides(
     storage = torch_file.storage("float32", "0", 16)
     view = torch_file.tensor(storage, tuple(shape), tuple(strides), offset)
     torch_file.write_archive(path, torch_file.dumps({"a": view}), {"0": bytes(64)})
-    result = harmless(lambda: [tensor.sum() for tensor in read_torch_file(path).values()])
-    assert isinstance(result, list | ConversionError)
+    result = harmless(lambda: [array.size for _, array in read_torch_file(path)])
+    assert isinstance(result, list | LoadError)
 
 
 def test_hundreds_of_thousands_of_dimensions_take_no_time(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_hundreds_of_thousands_of_dimensions_take_no_time(tmp_path: Path) -> Non
     view = torch_file.tensor(storage, (2**30,) * 350_000, (0,) * 350_000)
     path = tmp_path / SHARD
     torch_file.write_archive(path, torch_file.dumps({"a": view}), {"0": bytes(4)})
-    assert isinstance(harmless(lambda: read_torch_file(path)), ConversionError)
+    assert isinstance(harmless(lambda: dict(read_torch_file(path))), LoadError)
 
 
 @settings(max_examples=examples(25))

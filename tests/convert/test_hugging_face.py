@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -12,9 +11,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 
 from mlxspec.convert.conversion import convert
-from mlxspec.convert.original import write_original_tokenizer
 from mlxspec.errors import MlxspecError
 from mlxspec.models import model_files
+from mlxspec.models.tokenizer import write_tokenizer
 from tests.support.comparison import assert_same_bits, tensors
 
 SMALL = {
@@ -55,7 +54,8 @@ def write_model(
     weights = {name: array.astype(mx.bfloat16) for name, array in tree_flatten(model.parameters())}
     mx.save_safetensors(str(directory / "model.safetensors"), split_experts(weights))
     (directory / "config.json").write_text(json.dumps(config))
-    write_original_tokenizer(tokenizer_model.parent, sys.maxsize, directory)
+    write_tokenizer(tokenizer_model.parent, directory)
+    shutil.copyfile(tokenizer_model, directory / "tokenizer.model")
     return directory
 
 
@@ -81,7 +81,7 @@ def test_every_architecture_converts_like_mlx_lm(
     tmp_path: Path, tokenizer_model: Path, model_type: str, quantize: bool
 ):
     source = write_model(tmp_path / "source", tokenizer_model, model_type, torch_dtype="float16")
-    convert(hf_path=source, mlx_path=tmp_path / "ours", quantize=quantize, max_shard_bytes=40_000)
+    convert(hf_path=source, mlx_path=tmp_path / "ours", quantize=quantize)
     mlx_lm.convert(str(source), str(tmp_path / "theirs"), quantize=quantize)
     assert_same_bits(tensors(tmp_path / "ours"), tensors(tmp_path / "theirs"))
     configs = [json.loads((tmp_path / n / "config.json").read_text()) for n in ("ours", "theirs")]
@@ -108,7 +108,7 @@ def test_the_tokenizer_is_copied_and_no_code_is(tmp_path: Path, tokenizer_model:
     convert(hf_path=source, mlx_path=tmp_path / "out")
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {
-        *("config.json", "generation_config.json", "model.safetensors"),
+        *("config.json", "model.safetensors"),
         *("model.safetensors.index.json", "chat_template.jinja"),
         *("tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
     }
@@ -121,7 +121,7 @@ def test_a_sentencepiece_model_alone_gets_its_own_ids(tmp_path: Path, tokenizer_
     from sentencepiece import SentencePieceProcessor
 
     source = write_model(tmp_path / "source", tokenizer_model)
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
         (source / name).unlink()
     convert(hf_path=source, mlx_path=tmp_path / "out")
     _, tokenizer = mlx_lm.load(str(tmp_path / "out"))
@@ -188,7 +188,7 @@ def change_config(**changes: object):
         (lambda s: (s / "config.json").unlink(), r"no config\.json"),
         (
             lambda s: (s / "config.json").rename(s / "params.json"),
-            r"is an original checkpoint; use --torch-path",
+            r"no config\.json",
         ),
         (lambda s: (s / "config.json").write_text("{"), r"config\.json: not valid JSON"),
         (lambda s: (s / "model.safetensors").unlink(), r"no model\*\.safetensors"),
@@ -230,5 +230,5 @@ def test_what_is_neither_directory_nor_repository_is_named(tmp_path: Path, name:
 
 
 def test_a_directory_has_no_revision(tmp_path: Path):
-    with pytest.raises(MlxspecError, match="--revision cannot be used with a directory"):
+    with pytest.raises(MlxspecError, match="--revision main cannot be used with a directory"):
         convert(hf_path=tmp_path, revision="main", mlx_path=tmp_path / "out")

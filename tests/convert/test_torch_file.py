@@ -14,13 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxspec.convert.torch_file import read_torch_file
-from mlxspec.errors import ConversionError
+from mlxspec.errors import LoadError
 from tests.support import torch_file
 from tests.support.examples import examples
-from tests.support.torch_file import Call, Global, dumps, storage, tensor, write_archive
+from tests.support.torch_file import dumps, storage, tensor, write_archive
 
 VALUES = np.arange(12, dtype=np.float32)
 PLACE = storage("float32", "0", 12)
+
+
+def read(path: Path) -> dict[str, np.ndarray]:
+    return {name: np.array(array) for name, array in read_torch_file(path)}
 
 
 def write(
@@ -42,7 +46,7 @@ def test_shared_sliced_transposed_and_expanded_views_are_right(tmp_path: Path):
     )
     whole = VALUES.reshape(3, 4)
     expected = [whole, whole.T, whole[1:3, 1::2], np.broadcast_to(VALUES[7:9], (3, 2)), VALUES[11]]
-    for view, array in zip(read_torch_file(path).values(), expected, strict=True):
+    for view, array in zip(read(path).values(), expected, strict=True):
         np.testing.assert_array_equal(view, array)
 
 
@@ -52,74 +56,28 @@ def test_shared_sliced_transposed_and_expanded_views_are_right(tmp_path: Path):
 )
 def test_a_view_beyond_its_storage_is_refused(tmp_path: Path, shape, strides, offset):
     path = write(tmp_path / "beyond.pth", tensor(PLACE, shape, strides, offset))
-    with pytest.raises(ConversionError, match=r"beyond\.pth: .+ reaches beyond its storage"):
-        read_torch_file(path)
-
-
-def test_a_type_wider_than_its_storages_does_not_reach_beyond_it(tmp_path: Path):
-    hooks = Call(Global("collections", "OrderedDict"), ())
-    arguments = (PLACE, 0, (12,), (1,), False, hooks, Global("torch", "float64"))
-    view = Call(Global("torch._utils", "_rebuild_tensor_v3"), arguments)
-    path = write(tmp_path / "wide.pth", view)
-    with pytest.raises(ConversionError, match="reaches beyond its storage"):
-        read_torch_file(path)
-
-
-def test_a_view_that_only_claims_to_be_huge_is_refused(tmp_path: Path):
-    path = write(tmp_path / "huge.pth", tensor(PLACE, (1 << 40,), (0,)))
-    with pytest.raises(ConversionError, match="too large for MLX"):
-        read_torch_file(path)
+    with pytest.raises(LoadError, match="damaged, or not a file of PyTorch"):
+        read(path)
 
 
 @pytest.mark.parametrize("shape", [(2**31 - 1,) * 3, (0, *[2**31 - 1] * 3)])
 def test_a_view_of_more_elements_than_can_be_counted_is_refused(tmp_path: Path, shape):
     path = write(tmp_path / "huge.pth", tensor(PLACE, shape, (0,) * len(shape)))
-    with pytest.raises(ConversionError, match=r"huge\.pth: .+ reaches beyond its storage"):
-        read_torch_file(path)
+    with pytest.raises(LoadError, match="damaged, or not a file of PyTorch"):
+        read(path)
 
 
 def test_a_short_storage_is_refused(tmp_path: Path):
     path = write(tmp_path / "short.pth", tensor(PLACE, (3, 4), (4, 1)), content=b"\0" * 47)
-    with pytest.raises(ConversionError, match="47 bytes instead of 48"):
-        read_torch_file(path)
+    with pytest.raises(LoadError, match="damaged, or not a file of PyTorch"):
+        read(path)
 
 
-def test_a_missing_storage_is_named(tmp_path: Path):
+def test_a_missing_storage_is_refused(tmp_path: Path):
     path = tmp_path / "missing.pth"
     write_archive(path, dumps({"a": tensor(PLACE, (3, 4), (4, 1))}), {"1": VALUES.tobytes()})
-    with pytest.raises(ConversionError, match="has no archive/data/0"):
-        read_torch_file(path)
-
-
-def test_compressed_members_are_refused(tmp_path: Path):
-    view = tensor(PLACE, (3, 4), (4, 1))
-    path = write(tmp_path / "deflated.pth", view, compression=zipfile.ZIP_DEFLATED)
-    with pytest.raises(ConversionError, match=r"deflated\.pth: archive/.+ is compressed"):
-        read_torch_file(path)
-
-
-def test_big_endian_files_are_refused(tmp_path: Path):
-    path = write(tmp_path / "big.pth", tensor(PLACE, (3, 4), (4, 1)), byteorder="big")
-    with pytest.raises(ConversionError, match="little-endian"):
-        read_torch_file(path)
-
-
-def test_encrypted_members_are_refused(tmp_path: Path):
-    path = write(tmp_path / "secret.pth", tensor(PLACE, (3, 4), (4, 1)))
-    content = bytearray(path.read_bytes())
-    entry = content.index(b"PK\1\2", content.index(b"PK\1\2") + 1)  # of archive/byteorder
-    content[entry + 8] |= 1
-    path.write_bytes(content)
-    with pytest.raises(ConversionError, match="encrypted"):
-        read_torch_file(path)
-
-
-def test_a_name_that_stands_twice_is_refused(tmp_path: Path):
-    path = write(tmp_path / "twice.pth", tensor(PLACE, (3, 4), (4, 1)))
-    with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning, match="Duplicate"):
-        archive.writestr("archive/data.pkl", dumps({}))
-    with pytest.raises(ConversionError, match="twice"):
-        read_torch_file(path)
+    with pytest.raises(LoadError, match="damaged, or not a file of PyTorch"):
+        read(path)
 
 
 def test_zip64_archives_are_read(tmp_path: Path):
@@ -128,15 +86,15 @@ def test_zip64_archives_are_read(tmp_path: Path):
         archive.writestr("archive/data.pkl", dumps({"a": tensor(PLACE, (3, 4), (4, 1))}))
         with archive.open("archive/data/0", "w", force_zip64=True) as member:
             member.write(VALUES.tobytes())
-    np.testing.assert_array_equal(read_torch_file(path)["a"], VALUES.reshape(3, 4))
+    np.testing.assert_array_equal(read(path)["a"], VALUES.reshape(3, 4))
 
 
 @pytest.mark.parametrize("kept", [0.999, 0.5, 0.01])
 def test_a_truncated_file_is_refused(tmp_path: Path, kept: float):
     path = write(tmp_path / "cut.pth", tensor(PLACE, (3, 4), (4, 1)))
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * kept)])
-    with pytest.raises(ConversionError, match=r"cut\.pth: .+$"):
-        read_torch_file(path)
+    with pytest.raises(LoadError, match=r"cut\.pth: .+$"):
+        read(path)
 
 
 def test_a_damaged_local_header_is_refused(tmp_path: Path):
@@ -146,8 +104,8 @@ def test_a_damaged_local_header_is_refused(tmp_path: Path):
     content = bytearray(path.read_bytes())
     struct.pack_into("<H", content, place + 28, 0xFFFF)
     path.write_bytes(content)
-    with pytest.raises(ConversionError, match="archive/data/0 reaches beyond the file"):
-        read_torch_file(path)
+    with pytest.raises(LoadError, match="damaged, or not a file of PyTorch"):
+        read(path)
 
 
 @settings(max_examples=examples(66), deadline=None)
@@ -159,9 +117,9 @@ def test_a_damaged_file_gives_tensors_or_a_conversion_error(data: st.DataObject)
         for _ in range(data.draw(st.integers(1, 3))):
             content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
         path.write_bytes(content)
-        with contextlib.suppress(ConversionError), warnings.catch_warnings():
+        with contextlib.suppress(LoadError), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # names that stand twice
-            for view in read_torch_file(path).values():
+            for view in read(path).values():
                 assert view.tobytes()
 
 
@@ -174,21 +132,21 @@ TAR = b"\0" * 257 + b"ustar\x0000" + b"\0" * 300
 def test_the_formats_before_zip_are_refused_by_name(tmp_path: Path, content: bytes):
     path = tmp_path / "old.pth"
     path.write_bytes(content)
-    with pytest.raises(ConversionError, match=r"old\.pth: is not a file of PyTorch 1\.6"):
-        read_torch_file(path)
+    with pytest.raises(LoadError, match="damaged, or not a file of PyTorch"):
+        read(path)
 
 
 @pytest.mark.parametrize("content", [b"", b"text", b"PK\3\4"])
 def test_other_files_are_refused(tmp_path: Path, content: bytes):
     path = tmp_path / "other.pth"
     path.write_bytes(content)
-    with pytest.raises(ConversionError, match=r"other\.pth: "):
-        read_torch_file(path)
+    with pytest.raises(LoadError, match=r"other\.pth: "):
+        read(path)
 
 
 def test_a_zip_file_of_something_else_is_refused(tmp_path: Path):
     path = tmp_path / "photos.pth"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("beach.jpg", b"")
-    with pytest.raises(ConversionError, match="not one that PyTorch wrote"):
-        read_torch_file(path)
+    with pytest.raises(LoadError, match="damaged, or not a file of PyTorch"):
+        read(path)

@@ -20,9 +20,8 @@ from hypothesis import strategies as st
 import mlxspec
 from mlxspec.corpus import KeptAnswers, Memory, identify
 from mlxspec.corpus.answers import DATABASE, INDEX_FORMAT
-from mlxspec.corpus.memory import Segment
 from mlxspec.corpus.suffix_array import write_arrays
-from mlxspec.errors import StoreError
+from mlxspec.errors import FileError
 from tests.corpus.test_memory import looked_up, make_small
 from tests.support.examples import examples
 from tests.support.hostile import mutated
@@ -92,8 +91,8 @@ def test_answers_are_found_in_the_next_run(tmp_path: Path):
     held = opened(tmp_path)
     for answer in answers:
         assert is_found(held, answer)
-    assert len(held._worker._segments) <= 4
     held.close()
+    assert len(files(tmp_path, ".index")) == 1
 
 
 def test_an_index_that_was_deleted_is_made_again(tmp_path: Path):
@@ -129,7 +128,7 @@ def test_nothing_of_a_prompt_is_kept(tmp_path: Path):
         held.settle()
         found = held.look_up(prompt, limit=1).tokens[:-1]
         assert found in (answer, [])  # sorted answers are not found by their prompts
-    held.settle(tidy=True)
+    held.settle()
     assert files(tmp_path, ".index")
     assert all_texts(tmp_path) == sorted(answers)
     held.close()
@@ -153,6 +152,7 @@ def test_files_and_directory_are_their_owners_alone(tmp_path: Path):
     assert {path.suffix for path in (tmp_path / "new").iterdir()} == {".index", ".sqlite"}
 
 
+@pytest.mark.slow
 def test_answers_take_no_more_than_their_page_says(tmp_path: Path):
     pick = random.Random(0)
     learn(tmp_path, [[pick.randrange(100) for _ in range(200)] for _ in range(100)])
@@ -187,37 +187,6 @@ def test_an_equal_answer_is_kept_once_over_runs(tmp_path: Path):
     assert all_texts(tmp_path) == sorted(answers)
     (day,) = KeptAnswers(tmp_path, IDENTITY).earned_by_day().values()
     assert day["context"] == 60
-
-
-def test_what_is_full_forgets_what_was_not_used_for_the_longest_time(tmp_path: Path):
-    answers = some_answers(200)
-    learn(tmp_path, answers[:20], max_tokens=2000)
-    with sqlite3.connect(tmp_path / DATABASE) as database:
-        database.execute("UPDATE answers SET used = 1")
-    held = opened(tmp_path, max_tokens=2000)
-    held.settle(tidy=True)
-    for answer in answers[:10]:
-        held.used(held.look_up(answer).sources[0])
-    held.close()
-    learn(tmp_path, answers[20:115], max_tokens=2000)
-    kept = all_texts(tmp_path)
-    assert 1000 < sum(map(len, kept)) <= 2000
-    assert answers[114] in kept
-    assert not any(answer in kept for answer in answers[10:20])
-
-
-def test_days_of_use_are_kept(tmp_path: Path):
-    answers = some_answers(30)
-    learn(tmp_path, answers)
-    with sqlite3.connect(tmp_path / DATABASE) as database:
-        database.execute("UPDATE answers SET used = 7")
-    held = opened(tmp_path)
-    (source,) = held.look_up(answers[0][:-1], limit=1).sources
-    held.used(source)
-    held.close()
-    with sqlite3.connect(tmp_path / DATABASE) as database:
-        used = database.execute("SELECT used, tokens FROM answers WHERE used != 7").fetchall()
-    assert used == [(int(time.time()) // 86400, np.array(answers[0], np.int32).tobytes())]
 
 
 def test_what_other_processes_keep_is_seen_when_asked_for(tmp_path: Path):
@@ -257,6 +226,7 @@ def steps_of(held: Memory, action: Callable[[], object]) -> int:
     return counted[0]
 
 
+@pytest.mark.slow
 def test_an_answer_of_another_process_takes_as_long_whatever_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -275,6 +245,7 @@ def test_an_answer_of_another_process_takes_as_long_whatever_is_kept(
     assert max(counts) < 200
 
 
+@pytest.mark.slow
 def test_indexing_anew_takes_as_long_for_each_answer_whatever_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -285,7 +256,7 @@ def test_indexing_anew_takes_as_long_for_each_answer_whatever_is_kept(
         held = opened(tmp_path)
 
         def forget_all(held: Memory = held) -> None:
-            held._worker._segments, held._worker._state = [], None
+            held._worker._stamp = 0
             held.refresh()
 
         counts.append(steps_of(held, forget_all) / kept)
@@ -294,6 +265,7 @@ def test_indexing_anew_takes_as_long_for_each_answer_whatever_is_kept(
     assert counts[1] == pytest.approx(counts[0], rel=0.05)
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_take_turns_and_lose_nothing(tmp_path: Path):
     first, second = opened(tmp_path), opened(tmp_path)
     answers = some_answers(200)
@@ -321,6 +293,7 @@ def flipped(path: Path, place: int, pick: random.Random) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_every_flipped_bit_of_an_index_is_borne(tmp_path: Path):
     answers = some_answers(40)
@@ -335,45 +308,72 @@ def test_every_flipped_bit_of_an_index_is_borne(tmp_path: Path):
         lines: list[str] = []
         held = opened(tmp_path, lines)
         for answer in answers[::6]:
-            tokens, occurrences, _ = held.look_up(answer[:-1])
+            tokens, occurrences = held.look_up(answer[:-1])
             assert all(-1 <= token < 100 for token in tokens)
             assert len(occurrences) <= 8
         held.close()
-        assert all("is damaged; it is rebuilt" in line for line in lines)
-        assert all("\n" not in line for line in lines)
+        assert not lines
     assert all_texts(tmp_path) == sorted(answers)
 
 
+@pytest.mark.slow
 def test_a_damaged_index_is_made_again_and_not_merged(tmp_path: Path):
     answers = some_answers(40)
     learn(tmp_path, answers)
     for path in files(tmp_path, ".index"):
         flipped(path, path.stat().st_size - 2, random.Random(0))
-    lines: list[str] = []
-    held = opened(tmp_path, lines)
+    held = opened(tmp_path)
     new = some_answers(200, seed=1)
     for answer in new:
         held.add(answer)
-    held.settle(tidy=True)
-    assert lines
-    assert all(line.endswith(".index: is damaged; it is rebuilt") for line in lines)
+    held.settle()
     assert all(is_found(held, answer) for answer in answers + new)
     held.close()
     assert all_texts(tmp_path) == sorted(answers + new)
 
 
 @pytest.mark.parametrize("size", [0, 1, 60, 200, 5000])
-def test_files_that_are_cut_short_are_set_aside_or_made_again(tmp_path: Path, size: int):
-    learn(tmp_path, some_answers(40))
-    for path in tmp_path.iterdir():
+def test_an_index_that_is_cut_short_is_made_again(tmp_path: Path, size: int):
+    answers = some_answers(40)
+    learn(tmp_path, answers)
+    for path in files(tmp_path, ".index"):
         os.truncate(path, min(size, path.stat().st_size))
-    lines: list[str] = []
-    learn_with(tmp_path, lines, [[1, 2, 3]])
-    assert all_texts(tmp_path) == [[1, 2, 3]]
+    learn(tmp_path, [[1, 2, 3]])
     held = opened(tmp_path)
-    assert is_found(held, [1, 2, 3])
+    assert all(is_found(held, answer) for answer in [*answers, [1, 2, 3]])
     held.close()
-    assert all("\n" not in line for line in lines)
+
+
+def test_a_damaged_database_is_one_line_and_stays_as_it_is(tmp_path: Path):
+    path = tmp_path / DATABASE
+    path.write_bytes(b"no database" * 1000)
+    with pytest.raises(FileError) as error:
+        opened(tmp_path)
+    assert str(error.value) == (
+        f"{path}: cannot be used (file is not a database); set MLXSPEC_MEMORY to another "
+        "directory, or remove a damaged file"
+    )
+    assert path.read_bytes() == b"no database" * 1000
+
+
+@pytest.mark.slow
+def test_damaged_pages_are_noticed_while_answers_are_kept(tmp_path: Path):
+    learn(tmp_path, some_answers(400))
+    path = tmp_path / DATABASE
+    data = bytearray(path.read_bytes())
+    data[4096:] = b"\xfe" * (len(data) - 4096)
+    path.write_bytes(data)
+    lines: list[str] = []
+    try:
+        held = opened(tmp_path, lines)
+        held.add([1, 2, 3])
+        held.settle()
+        assert is_found(held, [1, 2, 3])
+        held.close()
+    except FileError as error:
+        lines.append(str(error))
+    (line,) = lines
+    assert "cannot be used (" in line
 
 
 def learn_with(directory: Path, lines: list[str], answers: list[list[int]]) -> None:
@@ -383,6 +383,7 @@ def learn_with(directory: Path, lines: list[str], answers: list[list[int]]) -> N
     held.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @settings(max_examples=examples(60))
 @given(data=st.data())
@@ -397,46 +398,19 @@ def test_whatever_stands_in_the_database_is_harmless(
     try:
         learn_with(directory, lines, [[7, 8, 9]])
         found = all_texts(directory)
-    except StoreError as error:
+    except FileError as error:
         lines.append(str(error))
         found = []
     assert all("\n" not in line for line in lines)
     assert all(0 <= token < 100 for text in found for token in text)
 
 
-def test_a_damaged_database_is_set_aside(tmp_path: Path):
-    learn(tmp_path, some_answers(40))
-    path = tmp_path / DATABASE
-    path.write_bytes(b"no database" * 1000)
-    lines: list[str] = []
-    learn_with(tmp_path, lines, [[1, 2, 3]])
-    assert all_texts(tmp_path) == [[1, 2, 3]]
-    assert path.with_name(f"{DATABASE}.damaged").read_bytes().startswith(b"no database")
-
-
-@pytest.mark.slow
-def test_damaged_pages_are_noticed_while_answers_are_kept(tmp_path: Path):
-    learn(tmp_path, some_answers(400))
-    path = tmp_path / DATABASE
-    data = bytearray(path.read_bytes())
-    data[4096:] = b"\xfe" * (len(data) - 4096)
-    path.write_bytes(data)
-    lines: list[str] = []
-    try:
-        learn_with(tmp_path, lines, [[1, 2, 3]])
-    except StoreError as error:
-        lines.append(str(error))
-        learn_with(tmp_path, lines, [[1, 2, 3]])
-    assert any("is damaged; it is set aside as answers.sqlite.damaged" in line for line in lines)
-    assert all_texts(tmp_path) == [[1, 2, 3]]
-
-
-def test_a_later_versions_database_is_left_alone(tmp_path: Path):
+def test_another_versions_database_is_left_alone(tmp_path: Path):
     learn(tmp_path, [[1, 2, 3]])
     with sqlite3.connect(tmp_path / DATABASE) as database:
-        database.execute("PRAGMA user_version = 3")
+        database.execute("PRAGMA user_version = 4")
     before = (tmp_path / DATABASE).read_bytes()
-    with pytest.raises(StoreError, match="version 3 is later than this mlxspec's"):
+    with pytest.raises(FileError, match="another version of mlxspec made it, 4"):
         KeptAnswers(tmp_path, IDENTITY)
     assert (tmp_path / DATABASE).read_bytes() == before
 
@@ -451,6 +425,7 @@ def test_another_tokenizers_answers_are_not_found(tmp_path: Path):
     assert all_texts(tmp_path) == sorted(some_answers(45))
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [0, 20, 100, 600, 3000])
 def test_a_full_disk_leaves_the_old_state_and_one_line(tmp_path: Path, limit: int):
@@ -503,7 +478,7 @@ def test_forgetting_leaves_nothing_on_disk_while_another_process_has_the_answers
     held = opened(tmp_path)
     for answer in answers:
         held.add(answer)
-    held.settle(tidy=True)
+    held.settle()
     forget(tmp_path, answers[:30])
     written = b"".join(path.read_bytes() for path in tmp_path.iterdir())
     assert not any(np.array(answer, "<i4").tobytes() in written for answer in answers[:30])
@@ -512,12 +487,13 @@ def test_forgetting_leaves_nothing_on_disk_while_another_process_has_the_answers
     assert not any(np.array(answer, "<i4").tobytes() in written for answer in answers[:30])
 
 
+@pytest.mark.slow
 def test_nothing_forgotten_comes_back_from_a_living_process(tmp_path: Path):
     answers = some_answers(43)
     held = opened(tmp_path)
     for answer in answers:
         held.add(answer)
-    held.settle(tidy=True)
+    held.settle()
     gone = [answers[0], answers[30], answers[41], answers[42]]
     forget(tmp_path, gone)
     held.refresh()
@@ -561,9 +537,12 @@ def test_answers_that_are_forgotten_while_their_index_is_written_are_not_in_it(
         forget(tmp_path, gone)
         return locked(kept)
 
-    for answer in answers:
+    for answer in answers[:40]:
         held.add(answer)
+    held.settle()
     monkeypatch.setattr(KeptAnswers, "locked", forgotten_first)
+    for answer in answers[40:]:
+        held.add(answer)
     held.close()
     assert all_texts(tmp_path) == sorted(answers[20:])
     learn(tmp_path, [])
@@ -576,66 +555,44 @@ def test_answers_that_are_forgotten_while_their_index_is_written_are_not_in_it(
 NUMBERS = [99, 100, 2**31 - 1, -(2**31)]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @settings(max_examples=examples(60))
 @given(
     tokens=st.lists(st.one_of(st.integers(-2, 9), st.sampled_from(NUMBERS))),
     order=st.lists(st.one_of(st.integers(-2, 30), st.sampled_from(NUMBERS))),
-    ends=st.lists(st.one_of(st.integers(0, 30), st.sampled_from(NUMBERS)), min_size=1, max_size=4),
+    last=st.one_of(st.integers(-1, 5), st.sampled_from(NUMBERS)),
 )
 def test_an_index_with_a_right_checksum_that_makes_no_sense_is_harmless(
-    tmp_path_factory: pytest.TempPathFactory, tokens: list[int], order: list[int], ends: list[int]
+    tmp_path_factory: pytest.TempPathFactory, tokens: list[int], order: list[int], last: int
 ):
     directory = tmp_path_factory.mktemp("memory")
-    answers = [[5, 6, 7, 8], [1, 2, 3], [8, 2, 3, 1], [9, 9, 9, 9]][: len(ends)]
+    answers = [[5, 6, 7, 8], [1, 2, 3], [8, 2, 3, 1], [9, 9, 9, 9]]
     learn(directory, answers)
-    write_nonsense(directory, tokens, order, ends)
-    lines: list[str] = []
-    held = opened(directory, lines)
+    write_nonsense(directory, tokens, order, last)
+    held = opened(directory)
     for tail in ([1, 2], [0], [5], [9, 9, 9]):
         found = held.look_up(tail)
         assert all(-1 <= token < 100 for token in found.tokens)
-        for source in found.sources:
-            held.used(source)
     for answer in some_answers(10):
         held.add(answer)
     held.close()
     assert all_texts(directory) == sorted([*some_answers(10), *answers])
 
 
-def write_nonsense(directory: Path, tokens: list[int], order: list[int], ends: list[int]) -> None:
+def write_nonsense(directory: Path, tokens: list[int], order: list[int], last: int) -> None:
     """An index file with these numbers for the first rows, and a checksum that is right."""
     kept = KeptAnswers(directory, IDENTITY)
-    kept.remove_index_files(kept.rows().tolist())
-    arrays = zip(INDEX_FORMAT[1], (range(1, len(ends) + 1), ends, tokens, order), strict=True)
+    for path in kept.index_files():
+        path.unlink()
+    arrays = zip(INDEX_FORMAT[1], (tokens, order), strict=True)
     with kept.new_index_file().open("wb") as file:
         write_arrays(
             file,
-            {"format": INDEX_FORMAT[0], "database": kept.state()[0]},
+            {"format": INDEX_FORMAT[0], "stamp": kept.stamp(), "last": last},
             {name: (len(a), [np.array(a, np.int32)]) for name, a in arrays},
         )
     kept.close()
-
-
-def test_an_index_that_proves_to_be_damaged_while_drafting_is_made_again(tmp_path: Path):
-    learn(tmp_path, [[1, 2, 3, 4]])
-    write_nonsense(tmp_path, [1, 2, 150, -1], [1, 2], [4])
-    lines: list[str] = []
-    held = opened(tmp_path, lines)
-    assert looked_up(held, [1, 2]) == []
-    held.settle()
-    assert looked_up(held, [1, 2]) == [(2, [3, 4])]
-    (line,) = lines
-    assert line.endswith(".index: is damaged; it is rebuilt")
-    held.close()
-
-
-def test_what_remains_of_a_segment_is_as_if_sorted_anew():
-    texts = [(row, np.array(text, np.int32).tobytes()) for row, text in enumerate(some_answers(9))]
-    remaining = Segment.of(texts).only(~np.isin(range(9), [0, 4, 8]))
-    expected = Segment.of([texts[row] for row in (1, 2, 3, 5, 6, 7)])
-    for name in ("rows", "ends", "tokens", "order"):
-        assert getattr(remaining, name).tolist() == getattr(expected, name).tolist()
 
 
 # Processes that end, and such that are killed.
@@ -738,7 +695,6 @@ def killed_while_working(directory: Path, kills: int, seed: int) -> None:
     assert all(answer in after for answer in handed_over)
     assert len(handed_over) > kills
     assert files(directory, ".index")
-    assert not list(directory.glob("*.damaged*"))
 
 
 @pytest.mark.slow

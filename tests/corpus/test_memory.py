@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxspec.corpus import Memory, memory
-from mlxspec.corpus.memory import Segment
+from mlxspec.corpus.suffix_array import SuffixArray, split_texts
 from mlxspec.errors import OptionError
 from tests.corpus.test_suffix_array import scan
 from tests.support.threads import at_once
@@ -41,12 +41,8 @@ def holding(answers: list[list[int]], max_tokens: int = 1 << 20) -> Memory:
 
 def texts_of(held: Memory) -> list[list[int]]:
     """All texts, the oldest first."""
-    worker, found = held._worker, []
-    for one in reversed(worker._segments):
-        found += [text[:-1].tolist() for text in np.split(one.tokens, one.ends)[:-1]]
-    return found + [
-        np.frombuffer(text, np.int32).tolist() for text, _ in worker._live_texts.values()
-    ]
+    texts = [*split_texts(held._worker._segment.tokens), *held._worker._live_texts]
+    return [np.frombuffer(text, np.int32).tolist() for text in texts]
 
 
 def followed(answers: list[list[int]], tail: list[int]) -> list[tuple[int, list[int]]]:
@@ -58,8 +54,8 @@ def followed(answers: list[list[int]], tail: list[int]) -> list[tuple[int, list[
 
 
 def looked_up(held: Memory, tail: list[int], limit: int = 8) -> list[tuple[int, list[int]]]:
-    tokens, occurrences, sources = held.look_up(tail, limit)
-    assert len(occurrences) == len(sources) <= limit
+    tokens, occurrences = held.look_up(tail, limit)
+    assert len(occurrences) <= limit
     excerpts = []
     for length, position in occurrences:
         excerpts.append((length, tokens[position : tokens.index(-1, position)]))
@@ -93,11 +89,11 @@ def test_in_sorted_parts_all_the_best_matches_are_found(answers: list[list[int]]
 
 def test_what_followed_is_copied_as_far_as_asked_and_not_into_the_next_answer():
     held = holding([[1, 2, 3, 4, 5], [1, 2, 9]])
-    tokens, occurrences, _ = held.look_up([7, 1, 2], depth=2)
+    tokens, occurrences = held.look_up([7, 1, 2], depth=2)
     assert (tokens, occurrences) == ([9, -1, 3, 4, -1], [(2, 0), (2, 2)])
-    assert held.look_up([5]) == ([], [], [])
-    assert held.look_up([]) == ([], [], [])
-    assert held.look_up([1, 2], limit=0) == ([], [], [])
+    assert held.look_up([5]) == ([], [])
+    assert held.look_up([]) == ([], [])
+    assert held.look_up([1, 2], limit=0) == ([], [])
 
 
 def test_what_is_no_token_ids_is_refused_and_the_memory_goes_on():
@@ -129,24 +125,11 @@ def test_sorted_answers_have_lost_their_prompts():
     held = Memory()
     for first in range(0, 300, 10):
         held.add([*range(first, first + 10)], prompt=[1000, 1001, 1002])
-    held.settle(tidy=True)
-    assert held._worker._segments
+    held.settle()
+    assert len(held._worker._segment)
     assert texts_of(held) == [[*range(first, first + 10)] for first in range(0, 300, 10)]
-    sorted_tokens = [segment.tokens for segment in held._worker._segments]
-    assert not np.isin([1000, 1001, 1002], np.concatenate(sorted_tokens)).any()
+    assert not np.isin([1000, 1001, 1002], held._worker._segment.tokens).any()
     assert held.look_up([7, 100, 101], limit=1).tokens[:2] == [102, 103]
-
-
-def test_a_prompt_is_left_out_where_a_token_is_unknown():
-    with closing(Memory()) as held:
-        held.add([5, 6, 7], prompt=[1, 2, -1, 3])
-        held.add([1 << 30, 15, 16, 17], prompt=[1, 2, 3])
-        held.add([14, 1 << 30, 25, 26, 27], prompt=[1, 2, 3])
-        held.add([5, 6, 8], prompt=[1, 2, 1 << 40, 3])
-        held.settle()
-        assert not held.look_up([1, 2]).occurrences
-        assert not held.look_up([3]).occurrences
-        assert held.look_up([5, 6], limit=1).tokens[0] == 8
 
 
 @pytest.mark.usefixtures("small")
@@ -157,7 +140,7 @@ def test_equal_answers_are_kept_once_with_what_all_of_them_earned():
     given = [pick.choice(answers) for _ in range(300)]
     for answer in given:
         held.add(answer, {"steps": 2, "tokens": 20, "memory": 18})
-    held.settle(tidy=True)
+    held.settle()
     texts = [tuple(text) for text in texts_of(held)]
     assert texts == list(dict.fromkeys(map(tuple, given)))
     (figures,) = held._worker._answers.earned_by_day().values()
@@ -166,19 +149,14 @@ def test_equal_answers_are_kept_once_with_what_all_of_them_earned():
 
 
 @given(ANSWERS, st.integers(5, 200), st.integers(20, 400))
-def test_a_tidy_memory_holds_no_more_than_it_may_in_few_parts(
-    answers: list[list[int]], live: int, max_tokens: int
-):
+def test_a_memory_holds_no_more_than_it_may(answers: list[list[int]], live: int, max_tokens: int):
     with pytest.MonkeyPatch.context() as patch:
         make_small(patch, live)
         held = Memory(max_tokens)
         for answer in answers:
             held.add(answer)
-            held.settle(tidy=True)
-            sizes = [len(one) for one in held._worker._segments]
-            assert len(held._worker._live) + sum(sizes) <= max_tokens
-            for number in range(1, len(sizes)):
-                assert sizes[number] >= memory.RATIO * sum(sizes[:number])
+            held.settle()
+            assert len(held._worker._live) + len(held._worker._segment) <= max_tokens
         held.close()
 
 
@@ -192,31 +170,10 @@ def test_of_one_day_and_even_of_one_second_what_was_learned_first_goes_first(
         answers = [[number] * min(length, max_tokens // 2) for number, length in enumerate(lengths)]
         for answer in answers:
             held.add(answer)
-            held.settle(tidy=True)
+            held.settle()
         held.close()
         remaining = texts_of(held)
         assert remaining == answers[len(answers) - len(remaining) :]
-
-
-@pytest.mark.usefixtures("small")
-def test_a_full_memory_forgets_what_was_not_used_for_the_longest_time():
-    pick = random.Random(0)
-    answers = [[index, *(pick.randrange(100) for _ in range(19))] for index in range(100, 300)]
-    held = Memory(1000)
-    for number, answer in enumerate(answers):
-        held.add(answer)
-        held.settle(tidy=True)
-        assert sum(map(len, texts_of(held))) <= 1000
-        if number >= 10:
-            held._worker._answers._run("UPDATE answers SET used = 1")  # long ago
-            held.used(held.look_up(answers[0][:3]).sources[0])
-    held.close()
-    remaining = texts_of(held)
-    assert answers[0] in remaining
-    assert answers[-1] in remaining
-    assert 300 < sum(map(len, remaining)) <= 1000
-    gone = [answer for answer in answers[1:] if answer not in remaining]
-    assert len(gone) > 100
 
 
 def test_of_an_answer_that_is_too_long_the_end_is_remembered():
@@ -229,7 +186,7 @@ def test_of_an_answer_that_is_too_long_the_end_is_remembered():
 
 def test_a_memory_of_nothing_remembers_nothing():
     held = holding([[1, 2, 3]], 0)
-    assert held.look_up([1, 2]) == ([], [], [])
+    assert held.look_up([1, 2]) == ([], [])
     held.close()
     assert texts_of(held) == []
 
@@ -315,20 +272,22 @@ def test_what_is_added_to_a_closed_memory_goes():
 def test_a_look_up_does_not_wait_for_sorting(monkeypatch: pytest.MonkeyPatch):
     begun, going_on, gone_on = threading.Event(), threading.Event(), threading.Event()
 
-    def slow(texts: list[tuple[int, bytes]]) -> Segment:
+    def slow(texts: list[bytes]) -> SuffixArray:
         begun.set()
         going_on.wait(60)
         gone_on.set()
-        return segment_of(texts)
+        return sorted_texts(texts)
 
     make_small(monkeypatch)
-    segment_of = Segment.of
-    monkeypatch.setattr(Segment, "of", slow)
+    sorted_texts = SuffixArray.of
+    monkeypatch.setattr(SuffixArray, "of", slow)
     held = Memory()
-    held.add([1, 2, 3, *[4] * 100])
+    held.add([1, 2, 3])
+    held.settle()
+    held.add([4] * 100)
     assert begun.wait(20)
     monkeypatch.undo()
-    assert looked_up(held, [1, 2])[0][1][0] == 3
+    assert looked_up(held, [1, 2]) == [(2, [3])]
     held.add([5, 6, 7])
     assert not gone_on.is_set()
     going_on.set()

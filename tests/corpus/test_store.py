@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import mlxspec
 from mlxspec.corpus.store import Store, add_to_store, build_store, open_store
-from mlxspec.errors import OptionError, StoreError
+from mlxspec.errors import FileError, OptionError
 from tests.corpus.test_suffix_array import scan
 from tests.support.tokenizers import FIRST, SECOND, FakeTokenizer
 
@@ -32,11 +32,7 @@ def texts_in(store: Store) -> list[list[int]]:
 
 def places(store: Store, tail: list[int], limit: int) -> list[tuple[int, int]]:
     """The matches that a store finds: their lengths, and where in its tokens they end."""
-    found = store.look_up(tail, limit)
-    return [
-        (length, position)
-        for (length, _), (_, position) in zip(found.occurrences, found.sources, strict=True)
-    ]
+    return store.index.matches(tail, limit)
 
 
 def test_a_store_gives_back_its_texts_and_what_followed(tmp_path: Path):
@@ -134,7 +130,7 @@ def test_another_tokenizer_is_refused_by_name(tmp_path: Path):
         lambda: open_store(path, SECOND),
         lambda: add_to_store(path, TEXTS, SECOND),
     ):
-        with pytest.raises(StoreError, match=both) as caught:
+        with pytest.raises(FileError, match=both) as caught:
             refused()
         assert "\n" not in str(caught.value)
     assert path.read_bytes() == before
@@ -144,7 +140,7 @@ def test_another_tokenizer_is_refused_by_name(tmp_path: Path):
 def test_a_store_that_is_there_is_replaced_only_with_force(tmp_path: Path):
     path = tmp_path / "s"
     build_store(path, TEXTS, FIRST)
-    with pytest.raises(StoreError, match=r"s: exists; .*--force"):
+    with pytest.raises(FileError, match=r"s: exists; .*--force"):
         build_store(path, [[5, 6]], FIRST)
     assert texts_in(open_store(path)) == TEXTS
     assert texts_in(build_store(path, [[5, 6]], SECOND, force=True)) == [[5, 6]]
@@ -161,7 +157,7 @@ def test_force_replaces_only_a_store(tmp_path: Path):
         "directory": "is a directory, a link or a device; name a regular file",
     }
     for name, message in told.items():
-        with pytest.raises(StoreError, match=message):
+        with pytest.raises(FileError, match=message):
             build_store(tmp_path / name, TEXTS, FIRST, force=True)
     assert (tmp_path / "letter").read_text() == "irreplaceable"
 
@@ -174,7 +170,7 @@ def test_a_link_to_a_store_is_read_and_not_written(tmp_path: Path):
         lambda path: add_to_store(path, [[4, 4]], FIRST),
         lambda path: build_store(path, [[4, 4]], FIRST, force=True),
     ):
-        with pytest.raises(StoreError, match="link: is a directory, a link or a device"):
+        with pytest.raises(FileError, match="link: is a directory, a link or a device"):
             write(tmp_path / "link")
     assert (tmp_path / "link").is_symlink()
     assert texts_in(open_store(tmp_path / "link")) == TEXTS
@@ -187,7 +183,7 @@ def test_a_failure_while_reading_leaves_nothing(tmp_path: Path):
 
     with pytest.raises(KeyboardInterrupt):
         build_store(tmp_path / "s", interrupted(), FIRST)
-    with pytest.raises(StoreError, match="nothing to write"):
+    with pytest.raises(FileError, match="nothing to write"):
         build_store(tmp_path / "s", [[1]], FIRST)
     assert list(tmp_path.iterdir()) == []
 
@@ -225,7 +221,7 @@ def test_a_look_up_copies_what_followed(
     depth: int,
 ):
     store = build_store(tmp_path_factory.mktemp("store") / "s", built, FIRST)
-    tokens, occurrences, sources = store.look_up(tail, 1000, depth)
+    tokens, occurrences = store.look_up(tail, 1000, depth)
     texts = texts_in(store)
     expected = [
         (length, text[place : place + depth])
@@ -235,4 +231,3 @@ def test_a_look_up_copies_what_followed(
     found = [(length, tokens[start : tokens.index(-1, start)]) for length, start in occurrences]
     assert sorted(found) == sorted(expected)
     assert [length for length, _ in found] == sorted((n for n, _ in found), reverse=True)
-    assert len(sources) == len(found)

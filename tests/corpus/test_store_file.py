@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from mlxspec.corpus.answers import identify
-from mlxspec.corpus.store import Store, add_to_store, build_store, open_store
-from mlxspec.errors import StoreError
-from tests.corpus.test_store import places
-from tests.support.tokenizers import FIRST, FakeTokenizer
+from mlxspec.corpus.store import add_to_store, build_store, open_store
+from mlxspec.errors import FileError
+from tests.support.tokenizers import FIRST
 
 
 @pytest.fixture
@@ -33,7 +32,7 @@ def body(data: bytes) -> int:
 def refused(path: Path, data: bytes) -> str:
     """The message with which this content is refused."""
     path.write_bytes(data)
-    with pytest.raises(StoreError) as caught:
+    with pytest.raises(FileError) as caught:
         open_store(path, FIRST).verify()
     message = str(caught.value)
     assert message.startswith(f"{path}: ")
@@ -53,22 +52,11 @@ def with_header(data: bytes, **values: object) -> bytes:
     return resealed(line + b" " * (-(len(line) + 1) % 4) + b"\n" + data[body(data) :])
 
 
-def assert_all_right(store: Store) -> None:
-    """Whatever the store holds, look-ups stay within it and their matches are matches."""
-    tokens = store.index.tokens.tolist()
-    for tail in ([0, 1, 2], [3], [1] * 70, [2, 2, 0, 1]):
-        for length, position in places(store, tail, 20):
-            assert position - length >= 0
-            assert tokens[position - length : position] == tail[-length:]
-            assert -1 in tokens[position:]
-    assert all(-1 <= token < 100 for token in tokens)
-
-
 def test_the_file_is_a_line_of_json_and_two_arrays(path: Path):
     data = path.read_bytes()
     header = json.loads(data[: body(data)])
     assert header == {
-        **{"format": "mlxspec store", "version": 1, "tokenizer": "first", "vocab_size": 100},
+        **{"format": "mlxspec store", "tokenizer": "first", "vocab_size": 100},
         **{"fingerprint": identify(FIRST).fingerprint.hex()},
         "arrays": {"tokens": 5 * 31, "order": 5 * 29},
     }
@@ -76,6 +64,7 @@ def test_the_file_is_a_line_of_json_and_two_arrays(path: Path):
     assert resealed(data) == with_header(data) == data
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_every_flipped_bit_is_noticed(path: Path):
     data = path.read_bytes()
@@ -94,28 +83,6 @@ def test_every_truncation_is_noticed(path: Path):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_content_of_ill_will_gives_an_error_or_right_results(path: Path, seed: int):
-    """Numbers in header and body are replaced by tempting ones, and the checksums made right."""
-    data = path.read_bytes()
-    pick = random.Random(seed)
-    tempting = (0, 1, 2, 31, 99, 100, 123, 124, 2**31 - 1, 2**31, 2**32 - 1, 2**32 - 2)
-    opened = 0
-    for _ in range(300):
-        changed = bytearray(data)
-        for _ in range(pick.choice((1, 2, 5))):
-            word = pick.randrange(body(data) // 4, len(data) // 4 - 1)
-            struct.pack_into("<I", changed, 4 * word, pick.choice(tempting))
-        path.write_bytes(resealed(bytes(changed)))
-        try:
-            store = open_store(path).verify()
-        except StoreError:
-            continue
-        opened += 1
-        assert_all_right(store)
-    assert 0 < opened < 300
-
-
-@pytest.mark.parametrize("seed", range(4))
 def test_look_ups_bear_what_was_not_verified(path: Path, seed: int):
     data = path.read_bytes()
     pick = random.Random(seed)
@@ -129,7 +96,7 @@ def test_look_ups_bear_what_was_not_verified(path: Path, seed: int):
         path.write_bytes(changed)
         store = open_store(path)
         for tail in ([0, 1, 2], [3], [1] * 70, [2, 2, 0, 1]):
-            tokens, occurrences, _ = store.look_up(tail, 8)
+            tokens, occurrences = store.look_up(tail, 8)
             assert len(occurrences) <= 8
             assert all(-1 <= token < 100 for token in tokens)
             assert all(-1 in tokens[place:] for _, place in occurrences)
@@ -160,7 +127,7 @@ def test_arrays_that_do_not_fill_the_file_are_refused(path: Path, lengths: objec
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("vocab_size", value) for value in (0, -1, 2**21, "many", None, True)),
+        *(("vocab_size", value) for value in (0, -1, 2**21, "many", None)),
         *(("tokenizer", value) for value in (5, None, ["first"])),
         *(("fingerprint", value) for value in ("zz", 5, None)),
     ],
@@ -172,22 +139,18 @@ def test_a_header_that_makes_no_sense_is_refused(path: Path, name: str, value: o
 def test_what_is_no_store_is_called_so(path: Path, tmp_path: Path):
     for content in (b"", b"{}", b"x" * 4096, b"[" * 5000 + b"\n", b'{"format": 1}  \n'):
         assert "is not an mlxspec store" in refused(path, content)
-    with pytest.raises(StoreError, match=r"nowhere: no such file; .*`mlxspec store build`"):
+    with pytest.raises(FileError, match=r"nowhere: no such file; .*`mlxspec store build`"):
         open_store(tmp_path / "nowhere")
-    with pytest.raises(StoreError, match="is not a regular file"):
+    with pytest.raises(FileError, match="is not a regular file"):
         open_store(tmp_path)
-    with pytest.raises(StoreError, match="cannot be read"):
+    with pytest.raises(FileError, match="cannot be read"):
         open_store(path / "below")
 
 
 def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path: Path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(StoreError, match="pipe: is not a regular file"):
+    with pytest.raises(FileError, match="pipe: is not a regular file"):
         open_store(tmp_path / "pipe")
-
-
-def test_another_version_says_what_to_do(path: Path):
-    assert "has version 2 of the format" in refused(path, with_header(path.read_bytes(), version=2))
 
 
 @pytest.mark.parametrize(
@@ -203,15 +166,9 @@ def test_a_damaged_store_is_neither_extended_nor_replaced(
     whole = path.read_bytes()
     for damaged in (whole[:-4], whole[:-1] + bytes([whole[-1] ^ 1])):
         path.write_bytes(damaged)
-        with pytest.raises(StoreError):
+        with pytest.raises(FileError):
             change(path)
         assert path.read_bytes() == damaged
-
-
-def test_a_long_name_is_cut(tmp_path: Path):
-    tokenizer = FakeTokenizer("n" * 95 + "漢字")
-    store = build_store(tmp_path / "s", [[1, 2]], tokenizer)
-    assert store.identity.name == "n" * 95 + "漢"
 
 
 def test_a_name_cannot_command_a_terminal(path: Path):

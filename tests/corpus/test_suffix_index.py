@@ -15,6 +15,7 @@ from mlxspec.corpus.suffix_index import (
     Continuation,
     Occurrence,
     SuffixIndex,
+    common_length,
     continuations,
 )
 from tests.support.examples import examples
@@ -83,7 +84,7 @@ def test_an_index_whose_extension_was_interrupted_is_made_whole_by_the_next() ->
 
 
 def test_the_largest_token_ids_and_separators_are_kept() -> None:
-    text = [2**31 - 1, SEPARATOR, 5, 2**31 - 1]
+    text = [2**31 - 1, 6, SEPARATOR, 5, 2**31 - 1]
     index = SuffixIndex(text[:2])
     index.extend(text[2:])
     assert list(index.tokens) == text
@@ -148,3 +149,15 @@ def test_an_index_says_what_its_arrays_take() -> None:
         assert 36 * 50_000 < index.nbytes <= MOST_BYTES * 50_000
     finally:
         tracemalloc.stop()
+
+
+def test_common_length_is_that_of_a_comparison_token_by_token() -> None:
+    pick = random.Random(1)
+    for _ in range(300):
+        first = [pick.randrange(2) for _ in range(pick.randint(0, 12))]
+        second = [pick.randrange(2) for _ in range(pick.randint(0, 12))]
+        pairs = zip(first, second, strict=False)
+        expected = next(
+            (i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second))
+        )
+        assert common_length(first, second) == expected

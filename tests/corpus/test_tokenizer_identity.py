@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from mlxspec.corpus.answers import identify
-from mlxspec.errors import StoreError
+from mlxspec.errors import FileError
 from tests.support.tokenizers import FIRST, FakeTokenizer
 
 
@@ -46,5 +46,5 @@ def test_ids_beyond_what_can_be_sorted_are_refused():
     for vocabulary in ({}, {"a": -1}, {"a": 1 << 21}):
         tokenizer = FakeTokenizer("odd")
         tokenizer._vocabulary = vocabulary
-        with pytest.raises(StoreError, match="the tokenizer odd has ids that no store can hold"):
+        with pytest.raises(FileError, match="the tokenizer odd has ids that no store can hold"):
             identify(tokenizer)

@@ -89,6 +89,7 @@ def test_heads_that_do_not_divide_are_refused(report: dict[str, Any]) -> None:
     assert "cannot be split into 2 equal parts" in report["unsplittable"]
 
 
+@pytest.mark.nightly
 def test_only_rank_0_prints(small_model: Path, decoder: Decoder, tmp_path: Path) -> None:
     prompt = ",".join(map(str, PROMPT))
     # Plain steps need no measured costs, which on a busy machine would be worth a note.

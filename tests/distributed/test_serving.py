@@ -24,7 +24,7 @@ from tests.support.examples import LONG
 
 pytestmark = pytest.mark.slow
 
-REQUESTS = 200 if LONG else 60
+REQUESTS = 200 if LONG else 30
 ENDLESS: dict[str, Any] = {"prompt": [1, *range(300, 310)], "max_tokens": 4000, "temperature": 0}
 REGEX = "[a-z]{2,9}( [a-z]{2,9}){0,3}"
 
@@ -113,6 +113,7 @@ def text_of(answer: dict[str, Any]) -> str:
     return text
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
     ("n", "kind"),
     [
@@ -152,13 +153,13 @@ def alone(decoder: Decoder, path: str, max_tokens: int, **fields: Any) -> str:
     return text if path == "completions" else text.removeprefix(" ")
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
     ("n", "rank", "end", "kind"),
     [
-        (2, 1, signal.SIGKILL, "small_model"),
         (3, 2, signal.SIGKILL, "small_model"),
         (2, 1, signal.SIGSTOP, "small_model"),
-        *([(3, 1, signal.SIGKILL, "small_model")] if LONG else []),
+        *((n, 1, signal.SIGKILL, "small_model") for n in (2, 3) if LONG),
         *((n, n - 1, signal.SIGKILL, "small_hybrid") for n in (2, 3) if LONG),
     ],
 )
@@ -188,6 +189,7 @@ def test_requests_get_an_error_if_a_rank_dies_or_hangs(
         assert server.errors().count("Error") == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("n", [2, 3] if LONG else [2])
 def test_a_server_without_its_first_rank_ends(n: int, small_model: Path, tmp_path: Path) -> None:
     with serving(small_model, tmp_path, n) as server, ThreadPoolExecutor(4) as clients:

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from mlxspec.drafting.costs import WIDEST, KnownTime, LiveCosts
 from mlxspec.drafting.kept import CostCache, CostKey, KnownTimes
-from mlxspec.errors import OptionError
 from tests.support.examples import examples
 from tests.support.hostile import harmless, json_values, mutated
 
@@ -176,7 +175,7 @@ def test_the_file_is_the_user_s_own_and_nothing_else_stays(cache: CostCache):
         spoiled(times=plain(seconds=0.01) + plain(rows=2, seconds=0.327)),
         spoiled(times=plain() + plain(rows=10**9)),
         spoiled(source="\x1b[2J"),
-        spoiled(updated="\x1b[2J"),
+        spoiled(updated=None),
     ],
 )
 def test_a_spoiled_file_is_ignored_with_one_line_and_replaced(
@@ -242,6 +241,7 @@ def kept_in(cache: CostCache) -> list[KnownTimes]:
     return [known for _, ranges in cache.entries() for known in ranges.values()]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(150))
 @given(data=st.data())
@@ -273,16 +273,6 @@ def test_implausible_times_are_not_written(cache: CostCache):
     absurd = KnownTimes((*TIMES[:1], KnownTime(4, 900.0, 0.1)), "steps", KNOWN.updated)
     cache.update(KEY, {1024: absurd})
     assert cache.read(KEY) == {1024: KNOWN}
-
-
-@pytest.mark.parametrize("parameters", ["abc", 10**400, -1, float("inf"), float("nan")])
-def test_a_number_of_parameters_that_is_none_is_no_entry(
-    cache: CostCache, parameters: object, caplog: pytest.LogCaptureFixture
-):
-    cache.directory.mkdir()
-    (cache.directory / "any.json").write_text(spoiled(model={"parameters": parameters}))
-    assert cache.entries() == []
-    assert re.search("ignoring .*parameters", caplog.text)
 
 
 def test_fewer_numbers_of_rows_do_not_replace_more(cache: CostCache):
@@ -325,12 +315,6 @@ def test_writers_and_readers_at_a_time_see_whole_files(
     with ThreadPoolExecutor(8) as executor:
         assert all(executor.map(use, range(100)))
     assert caplog.messages == []
-
-
-def test_the_home_of_nobody_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("MLXSPEC_CACHE_DIR", "~nosuchuser/x")
-    with pytest.raises(OptionError, match=r"MLXSPEC_CACHE_DIR is '~nosuchuser/x'.*name another"):
-        CostCache()
 
 
 def test_the_directory_is_the_one_that_the_environment_names(

@@ -17,15 +17,13 @@ from mlxspec.drafting import kept as experience_file
 from mlxspec.drafting.acceptance import TOKEN_FEATURES
 from mlxspec.drafting.kept import CostCache, CostKey, Experience, experience_path
 
-PROMPT = list(range(100, 140))
-HEAD = '{"format": "mlxspec experience", "version": 1, '
+HEAD = '{"format": "mlxspec experience", "version": 2, '
 
 
 def taught(experience: Experience, *features: int, right: bool = True, times: int = 20) -> None:
     """One generation whose continuations with these features were all right, or all wrong."""
     for _ in range(times):
-        for corrections in experience.of_kind(PROMPT):
-            corrections.learn(features, 0.0, right)
+        experience.corrections.learn(features, 0.0, right)
     experience.end()
 
 
@@ -33,55 +31,36 @@ def test_the_next_process_knows_what_was_learned(tmp_path: Path) -> None:
     first = Experience(tmp_path / "new" / "a.json")
     taught(first, 3, 5)
     second = Experience(tmp_path / "new" / "a.json")
-    for then, now in zip(first.of_kind(PROMPT), second.of_kind(PROMPT), strict=True):
-        assert then.logit((3, 5)) > 1
-        assert now.logit((3, 5)) == pytest.approx(then.logit((3, 5)), abs=1e-3)
-    assert len(second.of_kind(PROMPT)) == 3  # its kinds are known as well
-    assert len(second.of_kind(PROMPT[1:])) == 1
+    then = first.corrections.logit((3, 5))
+    assert then > 1
+    assert second.corrections.logit((3, 5)) == pytest.approx(then, abs=1e-3)
 
 
 def test_no_token_is_written(tmp_path: Path) -> None:
     experience = Experience(tmp_path / "a.json")
     taught(experience, 3, TOKEN_FEATURES + 4711)
     text = (tmp_path / "a.json").read_text()
-    assert "4711" not in text.replace(experience.salt.hex(), "")
-    content = json.loads(text)
-    assert [one[0] for one in content["everything"]] == [3]
-    # The first tokens of prompts are hashed with a salt, which differs from file to file.
-    other = Experience(tmp_path / "b.json")
-    taught(other, 3)
-    assert not {*content["kinds"]} & {*json.loads((tmp_path / "b.json").read_text())["kinds"]}
+    assert "4711" not in text
+    assert [one[0] for one in json.loads(text)["weights"]] == [3]
     assert (tmp_path / "a.json").stat().st_mode & 0o077 == 0
 
 
 def test_of_two_processes_the_last_to_save_stays(tmp_path: Path) -> None:
     path, now = tmp_path / "a.json", [0.0]
     taught(Experience(path), 7)
-    before = Experience(path).everything.logit((7,))
+    before = Experience(path).corrections.logit((7,))
     one, two = (Experience(path, lambda: now[0]) for _ in range(2))
     taught(one, 3)
     taught(two, 5, right=False)
-    weights = Experience(path).everything
+    weights = Experience(path).corrections
     assert weights.logit((7,)) == pytest.approx(before)
     assert weights.logit((5,)) < -1
     now[0] = 60
     taught(one, 9)
-    weights = Experience(path).everything
+    weights = Experience(path).corrections
     assert weights.logit((7,)) == pytest.approx(before)
     assert weights.logit((3,)) > 1
     assert weights.logit((9,)) > 1
-
-
-def test_a_process_forgets_what_another_has_begun_anew(tmp_path: Path) -> None:
-    path, now = tmp_path / "a.json", [0.0]
-    old = Experience(path, lambda: now[0])
-    taught(old, 3)
-    path.unlink()
-    taught(Experience(path), 5)
-    now[0] = 60
-    old.end()
-    assert old.everything.logit((3,)) == 0
-    assert Experience(path).everything.logit((5,)) > 1
 
 
 def test_what_is_removed_is_forgotten_by_processes_that_run(tmp_path: Path) -> None:
@@ -91,8 +70,8 @@ def test_what_is_removed_is_forgotten_by_processes_that_run(tmp_path: Path) -> N
     path.unlink()
     now[0] = 60
     experience.end()
-    assert experience.everything.logit((3,)) == 0
-    assert Experience(path).everything.logit((3,)) == 0
+    assert experience.corrections.logit((3,)) == 0
+    assert Experience(path).corrections.logit((3,)) == 0
 
 
 def test_it_is_saved_seldom(tmp_path: Path) -> None:
@@ -105,7 +84,7 @@ def test_it_is_saved_seldom(tmp_path: Path) -> None:
     assert path.read_bytes() == written
     now[0] = 31
     experience.end()
-    assert Experience(path).everything.logit((5,)) > 1
+    assert Experience(path).corrections.logit((5,)) > 1
 
 
 @pytest.mark.parametrize(
@@ -115,17 +94,9 @@ def test_it_is_saved_seldom(tmp_path: Path) -> None:
         "{",
         "[]",
         '{"format": "another"}',
-        HEAD + '"salt": "00", "everything": [], "kinds": {}}',
+        HEAD + '"weights": {}}',
         *(
-            json.dumps(
-                {
-                    "format": "mlxspec experience",
-                    "version": 1,
-                    "salt": "00" * 16,
-                    "everything": [one],
-                    "kinds": {},
-                }
-            )
+            json.dumps({"format": "mlxspec experience", "version": 2, "weights": [one]})
             for one in (
                 [TOKEN_FEATURES, 1.0, 1],
                 [1, float("nan"), 1],
@@ -146,7 +117,7 @@ def test_a_damaged_file_is_ignored_with_a_line_and_replaced(
     assert str(path) in caplog.text
     taught(experience, 3)
     caplog.clear()
-    assert Experience(path).everything.logit((3,)) > 1
+    assert Experience(path).corrections.logit((3,)) > 1
     assert not caplog.records
 
 
@@ -199,16 +170,17 @@ from mlxspec.drafting.kept import Experience
 experience = Experience(Path(sys.argv[1]), iter(range(0, 10**9, 60)).__next__)
 print("ready", flush=True)
 while True:
-    experience.everything.learn((3,), 0.0, True)
+    experience.corrections.learn((3,), 0.0, True)
     experience.end()
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_killed_while_writing_nothing_is_lost(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     taught(Experience(path), 7)
-    known = Experience(path).everything.logit((7,))
+    known = Experience(path).corrections.logit((7,))
     for round_number in range(6):
         writers = [
             subprocess.Popen([sys.executable, "-c", WRITES, str(path)], stdout=subprocess.PIPE)
@@ -221,6 +193,6 @@ def test_killed_while_writing_nothing_is_lost(tmp_path: Path) -> None:
         for writer in writers:
             writer.send_signal(signal.SIGKILL)
             writer.communicate()
-        assert Experience(path).everything.logit((7,)) == pytest.approx(known)
+        assert Experience(path).corrections.logit((7,)) == pytest.approx(known)
     taught(Experience(path), 7)  # and what the killed ones had begun is cleared away
     assert [*tmp_path.iterdir()] == [path]

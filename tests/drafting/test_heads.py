@@ -16,11 +16,7 @@ from mlxspec.drafting.drafter import (
     DraftTree,
     Limits,
     NoDraft,
-    TreeBuilder,
     VerifiedStep,
-    likelier_first,
-    united,
-    united_apart,
 )
 from mlxspec.drafting.heads import HEAD, HeadExperience, HeadSource, HeadTimes
 from mlxspec.drafting.planner import Planner, plan_drafts
@@ -297,20 +293,6 @@ def test_wherever_a_head_fails_text_is_drafted(name: str, planning_faults: list[
     assert not planning_faults
 
 
-def test_why_a_head_does_not_draft_is_told_with_its_figures() -> None:
-    planner = begun(Scripted(noise(9), cost=2.0))
-    assert len(planner.propose(64)) == 1
-    told = "; the head, which takes 2.00 for a token that is right in 70%, would gain too little"
-    assert planner.no_draft().endswith(f"0.01 plain steps each{told}")
-    planner.policy.ahead = True
-    assert planner.no_draft().endswith("plain steps each")
-    tried = Scripted(noise(9), cost=2.0)
-    tried._idle = 64
-    planner = begun(tried, LINEAR)
-    assert len(planner.propose(64)) == 1
-    assert planner.no_draft().endswith("tokens, after the head has taken 2.00")
-
-
 def test_a_head_whose_drafts_are_too_dear_waits_for_no_token() -> None:
     planner = Planner(FixedCosts(FLAT), [NoDraft()])
     planner.head = Scripted(cost=5)
@@ -398,24 +380,3 @@ def test_text_and_head_that_agree_share_nodes() -> None:
     assert tree.tokens == (2, 7, 8)
     assert tree.p_reached == pytest.approx((0.8, 0.72))
     assert tree.origins == ("context", HEAD)
-
-
-@pytest.mark.parametrize("branching", [False, True])
-@pytest.mark.parametrize("seed", range(12))
-def test_drafts_without_common_tokens_are_united_as_all_are(seed: int, branching: bool) -> None:
-    source = random.Random(seed)
-    builder, left = TreeBuilder(2), [1.0]  # per node, what its children leave
-    for token in range(100, 100 + source.randrange(20)):
-        parent = source.randrange(len(builder)) if branching else len(builder) - 1
-        p_node = left[parent] * source.uniform(0.2, 0.9)
-        left[parent] -= p_node
-        left.append(p_node)
-        builder.child(parent, token, p_node, "context")
-    head = Scripted()
-    head.begin([1, 2])
-    head.p_accept = [source.uniform(0.2, 0.9) for _ in range(4)]
-    trees = likelier_first(builder.tree().best_first(), head.outlook(4))
-    limits = Limits(64, source.randrange(1, 25), branching, [])
-    apart, whole = united_apart(*trees, limits), united(trees, limits)
-    assert apart == whole
-    assert apart.p_reached == pytest.approx(whole.p_reached)

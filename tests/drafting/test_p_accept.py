@@ -5,20 +5,21 @@ import random
 import pytest
 
 from mlxspec.corpus.suffix_index import Continuation, Occurrence
-from mlxspec.drafting.acceptance import AcceptanceModel, Corrections, TokenClass, token_classes
+from mlxspec.drafting import acceptance
+from mlxspec.drafting.acceptance import AcceptanceModel, Corrections, token_classes
 
 _EXPECTED = {
-    "▁the": TokenClass.WORD_START,
-    "Ġthe": TokenClass.WORD_START,
-    "▁": TokenClass.WORD_START,
-    "ing": TokenClass.CONTINUATION,
-    "7": TokenClass.DIGIT,
-    ").": TokenClass.PUNCTUATION,
-    "▁(": TokenClass.SPACED_PUNCTUATION,
-    "<0x0A>": TokenClass.BYTE_OR_NEWLINE,
-    "Ċ": TokenClass.BYTE_OR_NEWLINE,
-    "ĊĊ": TokenClass.BYTE_OR_NEWLINE,
-    "": TokenClass.WORD_START,
+    "▁the": acceptance.WORD_START,
+    "Ġthe": acceptance.WORD_START,
+    "▁": acceptance.WORD_START,
+    "ing": acceptance.CONTINUATION,
+    "7": acceptance.DIGIT,
+    ").": acceptance.PUNCTUATION,
+    "▁(": acceptance.SPACED_PUNCTUATION,
+    "<0x0A>": acceptance.BYTE_OR_NEWLINE,
+    "Ċ": acceptance.BYTE_OR_NEWLINE,
+    "ĊĊ": acceptance.BYTE_OR_NEWLINE,
+    "": acceptance.WORD_START,
 }
 
 
@@ -29,7 +30,7 @@ def test_pieces_are_classified_in_either_spelling(piece: str) -> None:
 
 def test_special_tokens_go_by_their_id() -> None:
     assert token_classes(["</s>", "a"], special={0}) == bytes(
-        [TokenClass.SPECIAL, TokenClass.CONTINUATION]
+        [acceptance.SPECIAL, acceptance.CONTINUATION]
     )
 
 

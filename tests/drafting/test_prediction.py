@@ -1,50 +1,49 @@
-"""Drafts from an expected output, against a scan of the whole text."""
+"""Drafts from an expected output."""
 
-from collections.abc import Sequence
+from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
+import random
 
-from mlxspec.drafting.drafter import DraftTree, VerifiedStep
-from mlxspec.drafting.sources import PredictionDrafter
+import pytest
 
-texts = st.lists(st.integers(0, 3), max_size=40)
+from mlxspec.bench.replay import replay
+from mlxspec.drafting.chips import known_chip
+from tests.support.planners import suffix_planner
 
-
-def place_by_definition(text: Sequence[int], output: Sequence[int]) -> int | None:
-    """Where in the text the output goes on: token by token, as the class describes it."""
-    place: int | None = 0
-    left = 0
-    for count, token in enumerate(output, start=1):
-        if place is not None and list(text[place : place + 1]) == [token]:
-            place = left = place + 1
-            continue
-        place = None
-        for size in (4, 3, 2):
-            end_of_output = list(output[max(0, count - size) : count])
-            ends = [
-                end
-                for end in range(size, len(text) + 1)
-                if size <= count and list(text[end - size : end]) == end_of_output
-            ]
-            if ends:
-                place = left = next((end for end in ends if end >= left), ends[0])
-                break
-    return place
+CURVE = known_chip("M4 Pro").curve
 
 
-@given(texts, texts)
-def test_drafts_go_on_where_the_output_is_in_the_text(text: list[int], output: list[int]) -> None:
-    drafter = PredictionDrafter(text)
-    drafter.begin([9])
-    last, written = 9, 0
-    while True:
-        place = place_by_definition(text, output[:written])
-        draft = [] if place is None else text[place:]
-        assert drafter.propose(100) == DraftTree.chain(last, draft)
-        assert drafter.propose(2) == DraftTree.chain(last, draft[:2])
-        if written == len(output):
-            return
-        emitted = tuple(output[written : written + 3])
-        drafter.observe(VerifiedStep(DraftTree.chain(last), (), (), (), emitted))
-        last, written = emitted[-1], written + len(emitted)
+def noise(count: int, seed: int) -> list[int]:
+    pick = random.Random(seed)
+    return [pick.randrange(3000) for _ in range(count)]
+
+
+@pytest.mark.parametrize("prompt", [[1], noise(100, seed=1)])
+def test_an_output_that_follows_its_prediction_is_drafted_from_the_first_token(
+    prompt: list[int],
+) -> None:
+    expected = noise(200, seed=2)
+    drafter = suffix_planner(CURVE, prediction=expected)
+    steps = replay(prompt, expected, drafter)
+    assert steps.cost(CURVE) < 200 / 3
+    assert len(steps.rows) < 200 / 8
+
+
+def test_after_a_change_the_output_is_found_in_the_prediction_again() -> None:
+    expected = noise(200, seed=3)
+    output = [*expected[:50], *noise(5, seed=4), *expected[60:120], *expected[20:50]]
+    drafter = suffix_planner(CURVE, prediction=expected)
+    assert replay([1, 2], output, drafter).cost(CURVE) < len(output) / 2
+
+
+def test_a_wrong_prediction_costs_next_to_nothing() -> None:
+    drafter = suffix_planner(CURVE, prediction=noise(200, seed=5))
+    assert replay([1, 2], noise(200, seed=6), drafter).cost(CURVE) < 203
+
+
+def test_the_next_generation_has_its_own_prediction_and_counts_what_it_drafts() -> None:
+    drafter = suffix_planner(CURVE, prediction=noise(100, seed=7))
+    (source,) = drafter._sources
+    for prompt in ([1, 2], [3]):
+        replay(prompt, noise(100, seed=7), drafter)
+        assert source.earned["prediction"] > 80

@@ -43,6 +43,7 @@ def assert_same_as_mlx_lm(model: nn.Module, capability: Capability, options: Cac
         assert outcome.accepted > LENGTH / 2
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("start", [0, 10, 39, 5000])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_quantised_cache_is_quantised_between_the_same_tokens(bits: int, start: int) -> None:
@@ -50,6 +51,7 @@ def test_a_quantised_cache_is_quantised_between_the_same_tokens(bits: int, start
     assert_same_as_mlx_lm(model, Capability.TREE, CacheOptions(bits, 32, start))
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("start", [10, 39])
 def test_a_quantised_cache_beside_state_that_is_replayed(start: int) -> None:
     model = model_of("qwen3_next", **WIDE_HEADS)

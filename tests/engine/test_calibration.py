@@ -159,6 +159,7 @@ def test_a_short_context_is_not_outgrown(monkeypatch: pytest.MonkeyPatch):
     assert 16 < longest <= 48
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("window", "widest"), [(512, 64), (200, 64), (116, 64), (100, 48), (24, 5)]

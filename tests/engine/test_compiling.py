@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from mlxspec import Constraint
 from mlxspec.engine import compiling
-from mlxspec.engine.compiling import check_bounds
 from mlxspec.engine.grammar import Vocabulary
 from mlxspec.errors import OptionError
 from tests.support.chains import CHAINS
@@ -58,6 +57,7 @@ def outcome(constraint: Constraint) -> str:
     return message
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CHAINS)
 def test_chains_of_references_are_followed_to_some_depth(kind: str) -> None:
@@ -75,6 +75,7 @@ def test_what_crashes_ends_another_process(kind: str) -> None:
     assert outcome(SMALL) == ""
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @given(st.sampled_from(sorted(CHAINS)), st.integers(0, 3000))
 def test_a_chain_of_any_kind_and_length_is_usable_or_refused_in_a_line(
@@ -114,22 +115,20 @@ def test_a_slow_constraint_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
-def test_what_fails_while_generating_is_refused() -> None:
-    assert "repetitions" in outcome(Constraint.regex("x{1000000000}"))
-    assert "repetitions" in outcome(Constraint.regex("a[{9]?([xy]{1000000000,}|b)"))
-    assert "repetitions" in outcome(Constraint.grammar('start: "b" A\nA: "x"{1000000000}'))
-    assert "repetitions" in outcome(Constraint.json_schema({"minLength": 10**9}))
-    assert "repetitions" in outcome(Constraint.json_schema({"minLength": 10**30}))
-    pattern = {"items": {"type": "string", "pattern": "^x{60000}$"}}
-    assert "repetitions" in outcome(Constraint.json_schema(pattern))
-    # Nested ones are multiplied; what is forced is followed to its end.
-    assert "too many" in outcome(Constraint.regex("(x{1000}){1000}"))
+def test_many_repetitions_are_usable_or_refused() -> None:
+    for many in (
+        Constraint.regex("x{1000000000}"),
+        Constraint.regex("(x{1000}){1000}"),
+        Constraint.grammar('start: "b" A\nA: "x"{1000000000}'),
+    ):
+        assert "cannot be used" in outcome(many)
     for usable in (r"x{0,1000000000}", r"\{99999999\}", r"[{99999999}]+", "x{40000}", '"{7}'):
         assert outcome(Constraint.regex(usable)) == ""
     assert outcome(Constraint.json_schema({"type": "string", "maxLength": 10**9})) == ""
     assert outcome(Constraint.grammar('start: "{99999999}" A\nA: "x"{3}')) == ""
 
 
+@pytest.mark.slow
 def test_special_tokens_can_be_named_by_their_text_and_by_their_id() -> None:
     size = vocabulary().vocab_size
     usable = ["<think>", f"<[{size - 1}]>", "<[5]>", f"<[1-{size - 1}]>", '"a" <think> "b"']
@@ -139,6 +138,7 @@ def test_special_tokens_can_be_named_by_their_text_and_by_their_id() -> None:
     assert str(size) in outcome(Constraint.grammar(f"start: <[{size}]>"))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_many_patterns_in_many_objects_are_kept() -> None:
     one = {"type": "object", "patternProperties": {"^x": {"type": "string"}}}
@@ -166,43 +166,10 @@ def test_references_of_any_kind_are_followed_or_refused(schema: dict[str, object
     harmless(partial(outcome, Constraint.json_schema(schema)))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *('"\\' * 400_000, '"' * 900_000, "[" * 900_000, "a[" * 400_000, "/" * 900_000),
-        *("a " * 450_000, "a{" * 400_000, "\\" * 900_000, "a" * 900_000, "r: r\n" * 150_000),
-        *("a:b\n" * 200_000, "{1" * 400_000, "start: " + "(" * 900_000, "9" * 900_000),
-    ],
-)
-def test_bounds_are_found_in_linear_time(text: str) -> None:
-    for kind in ("regex", "lark", "grammar"):
-        constraint = Constraint(kind, text)  # type: ignore[arg-type]
-        harmless(partial(check_bounds, constraint))
-
-
-@pytest.mark.parametrize(
-    "constraint",
-    [
-        Constraint.regex("x|" + "ab" * 10_001),
-        Constraint.json_schema({"const": "ab" * 10_000}),
-        Constraint.json_schema({"properties": {name: {"const": "a" * 7000} for name in "abc"}}),
-        Constraint.json_schema({"enum": ["a", "ab" * 10_000]}),
-        Constraint.json_schema({"properties": {"a" * 20_001: {}}}),
-        Constraint.json_schema({"type": "string", "pattern": "a?" * 10_001}),
-        Constraint.grammar('start: "' + "a" * 20_000 + '"'),
-    ],
-    ids=["regex", "const", "several", "enum", "name", "pattern", "grammar"],
-)
-def test_a_long_fixed_text_is_refused(constraint: Constraint) -> None:
-    """Each mask before it would look through all of it, while nothing else in Python runs."""
-    with pytest.raises(OptionError, match=r"2[01],0.. characters.*20,000 at most"):
-        check_bounds(constraint)
-
-
-def test_texts_are_long_together_if_one_of_them_may_come() -> None:
+def test_texts_may_be_long_together_if_one_of_them_may_come() -> None:
     texts = [f"text {number}" for number in range(5000)]
-    check_bounds(Constraint.regex("|".join(texts)))
-    check_bounds(Constraint.json_schema({"enum": texts, "description": "long " * 10_000}))
+    assert outcome(Constraint.regex("|".join(texts))) == ""
+    assert outcome(Constraint.json_schema({"enum": texts, "description": "long " * 10_000})) == ""
 
 
 @pytest.mark.parametrize("depth", [130, 900, 20_000])
@@ -252,6 +219,7 @@ outcome(SLOW)
 """
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="children are listed by Linux")
 @pytest.mark.parametrize(

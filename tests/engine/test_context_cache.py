@@ -197,15 +197,3 @@ def test_a_mark_is_forgotten_with_what_it_stands_in() -> None:
     checked.step([])
     checked.step([])
     assert checked.cache.reach(5) == 3
-
-
-def test_what_is_used_for_a_while_is_rolled_back() -> None:
-    checked = Checked("both")
-    with checked.cache.rolled_back():
-        write(checked.cache.cache, mx.array([9, 9]))
-        checked.cache.prefilled(2)
-        checked.cache.mark()
-    checked.check()
-    for _ in range(3):
-        checked.step([])
-    assert checked.cache.reach(6) == 3

@@ -363,6 +363,7 @@ def test_an_identity_says_what_it_is_and_survives_json():
     assert json.loads(json.dumps(machine)) == machine
 
 
+@pytest.mark.nightly
 @needs_openblas
 @pytest.mark.slow
 def test_the_blas_in_use_is_told_apart():

@@ -47,6 +47,7 @@ def test_stories260k_writes_its_published_text(shared: Path) -> None:
         assert decode_llama2c(tokenizer, tokens) == published
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("temp", TEMPERATURES)
 @pytest.mark.parametrize("model", LLAMAS, indirect=True)
 def test_hostile_and_real_drafters_leave_the_output_as_it_is(model: nn.Module, temp: float) -> None:
@@ -70,6 +71,7 @@ def test_hostile_and_real_drafters_leave_the_output_as_it_is(model: nn.Module, t
     assert min(accepted.values()) > 0  # otherwise nothing was tested
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.compiled
 @pytest.mark.parametrize("temp", TEMPERATURES)
 def test_the_demo_model_writes_the_same_with_every_drafter(temp: float) -> None:

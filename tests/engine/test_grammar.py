@@ -16,12 +16,17 @@ from mlxspec.engine import grammar
 from mlxspec.engine.grammar import Grammar, GrammarState, Vocabulary
 from mlxspec.engine.params import Constraint, Phase, Phases
 from mlxspec.errors import OptionError
-from mlxspec.models.tokenizer import wrap
 from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.demo import demo, endless_tokenizer
 from tests.support.examples import LONG
 from tests.support.random_schemas import random_object
-from tests.support.tokenizer_kinds import SENTENCEPIECE, byte_level, sentencepiece, word_piece
+from tests.support.tokenizer_kinds import (
+    SENTENCEPIECE,
+    byte_level,
+    sentencepiece,
+    word_piece,
+    wrap,
+)
 
 # That of babyllama lacks characters.
 _PATHS = {"demo": SENTENCEPIECE["demo"]}
@@ -100,17 +105,12 @@ def random_tree(source: random.Random, state: GrammarState, vocab_size: int) -> 
     )
 
 
+@pytest.mark.slow
 def test_each_node_of_a_tree_has_the_mask_of_its_own_context() -> None:
     source = random.Random(5)
     tokenizer, vocabulary = vocabulary_of("bytes")
     ends = tokenizer.eos_token_ids
-    constraints = [Constraint.json_schema(random_object(source)) for _ in range(6)]
-    # llguidance cannot take tokens back after these.
-    constraints += [
-        Constraint.grammar('start: a "b"\na[max_tokens=3]: /[a-c]*/'),
-        Constraint.grammar('start: a /[a-d]+/\na[stop="c"]: /[a-c]*/'),
-    ]
-    for constraint in constraints:
+    for constraint in [Constraint.json_schema(random_object(source)) for _ in range(6)]:
         state = Grammar(constraint, vocabulary).begin()
         tree = random_tree(source, state, vocabulary.vocab_size)
         before = allowed(state)
@@ -135,6 +135,35 @@ def test_each_node_of_a_tree_has_the_mask_of_its_own_context() -> None:
             if may_come and not (path and path[-1] in ends):
                 assert mx.array_equal(masks[node], alone.masks(DraftTree.chain(0))[0])  # type: ignore[index]
         assert allowed(state) == before  # nothing is left of what was looked at
+
+
+def test_what_takes_too_much_to_follow_ends_with_a_line() -> None:
+    items = {"type": "string", "pattern": "^x{6000000}$"}
+    state = begun(Constraint.json_schema({"type": "array", "items": items}), "bytes")
+
+    def follow() -> None:
+        for token in vocabulary_of("bytes")[0].encode('["xx'):
+            state.accept([token])
+            allowed(state)
+
+    with pytest.raises(OptionError, match="takes too much to follow"):
+        follow()
+
+
+@pytest.mark.parametrize("rule", ["a[max_tokens=3]: /[a-c]*/", 'a[stop="c"]: /[a-c]*/'])
+def test_nothing_is_drafted_where_the_matcher_cannot_take_tokens_back(rule: str) -> None:
+    tokenizer, _ = vocabulary_of("bytes")
+    state = begun(Constraint.grammar(f'start: "b" a "b"\n{rule}'), "bytes")
+    for token in tokenizer.encode("bab"):
+        before = allowed(state)
+        assert before is not None
+        assert token in before
+        assert state.forced() == ()
+        tree = DraftTree.chain(0, [token])
+        assert len(state.allowed(tree)) == 1
+        assert state.masks(tree) is not None
+        assert allowed(state) == before
+        state.accept([token])
 
 
 def test_phases_lead_from_free_text_to_a_constraint() -> None:

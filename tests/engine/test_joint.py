@@ -130,6 +130,7 @@ def assert_wrote_what_it_writes_alone(member: Member) -> None:
         assert mx.max(mx.abs(difference)).item() < 1e-3
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("name", MODES)
 def test_whoever_joins_and_leaves_each_sequence_writes_what_it_writes_alone(name: str) -> None:
     model, joint = joint_model(name)
@@ -258,6 +259,7 @@ def test_members_with_many_rows_stand_behind_those_in_slots_whatever_their_numbe
         joint.leave(together, keep=False)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("spare", [0, 16, 64])
 def test_slots_take_no_more_than_is_spared_whoever_grows_pauses_and_leaves(
     spare: int, monkeypatch: pytest.MonkeyPatch

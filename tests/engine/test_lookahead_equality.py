@@ -27,6 +27,7 @@ PROMPTS = 10  # every size with and without the prompt in its pool
 SIZES = [(2, 2, 2), (3, 3, 2), (5, 4, -1), (3, 5, 3), (10, 5, 8)]
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("temp", [0.0, 0.7, 1.0] if LONG else [0.0, 0.7])
 @pytest.mark.parametrize("model", LLAMAS if LONG else LLAMAS[:1], indirect=True)
 def test_output_is_plain_decodings(model: nn.Module, temp: float) -> None:
@@ -46,6 +47,7 @@ def test_output_is_plain_decodings(model: nn.Module, temp: float) -> None:
     assert accepted > 0
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
     ("temp", "text"),
     [(0.0, REPEAT), (0.7, CODE), *([(0.0, CODE), (0.7, REPEAT)] if LONG else [])],
@@ -66,6 +68,7 @@ def test_the_demo_model_writes_the_same(temp: float, text: str) -> None:
         assert_same_output(model, prompt, expected, outcome.tokens, params)
 
 
+@pytest.mark.nightly(keep=1)
 def test_a_model_without_trees_gets_the_newest_guess(model: nn.Module) -> None:
     expected = plain(model, [BOS], max_tokens=100)
     drafter = LookaheadDrafter(5, 4, 4)

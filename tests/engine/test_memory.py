@@ -81,6 +81,7 @@ def memory_of(model: nn.Module, capability: Capability, begin_at: int) -> Memory
     )
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("name", MODELS)
 def test_peak_memory_does_not_grow_with_the_number_of_rejected_drafts(name: str) -> None:
     capability, model_type, config = MODELS[name]

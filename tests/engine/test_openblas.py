@@ -22,6 +22,7 @@ def test_outputs_are_equal_up_to_near_ties_with_openblas() -> None:
     assert_passes_with_openblas(here / "test_equality.py", "-k", CHOSEN)
 
 
+@pytest.mark.nightly
 @needs_openblas
 def test_drafts_in_joint_steps_change_outputs_at_near_ties_only_with_openblas() -> None:
     assert_passes_with_openblas(Path(__file__).parents[1] / "generation/test_joint_drafts.py")

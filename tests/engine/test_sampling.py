@@ -98,6 +98,7 @@ def test_choices_follow_the_exact_distribution(temp: float, filters: dict) -> No
     assert statistic < chi_square_limit(degrees)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.95, "xtc_probability": 0.5}], ids=str)
 def test_speculated_pairs_follow_the_exact_joint_distribution(
     tiny: nn.Module, filters: dict
@@ -265,6 +266,7 @@ def draws_twice(logprobs: mx.array) -> mx.array:
     return mx.array(max(one, other))
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_speculated_tokens_equal_plain_ones_with_a_sampler(model: nn.Module, name: str) -> None:
     params = SamplingParams(sampler=SAMPLERS[name](), seed=8)

@@ -77,6 +77,7 @@ def mlx_lm_processors(shape: dict) -> list[Callable]:
     return [*make_logits_processors(**own), *callables]
 
 
+@pytest.mark.nightly(keep=5)
 @pytest.mark.parametrize("name", SHAPES)
 def test_plain_decoding_equals_mlx_lm_with_the_same_processors(model: nn.Module, name: str) -> None:
     processors = mlx_lm_processors(SHAPES[name])
@@ -92,6 +93,7 @@ def test_plain_decoding_equals_mlx_lm_with_the_same_processors(model: nn.Module,
     assert list(expected) != plain(model, PROMPT, max_tokens=40)  # the shape does something
 
 
+@pytest.mark.nightly(keep=5)
 @pytest.mark.parametrize("temp", FILTERS)
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("model", LLAMAS if LONG else LLAMAS[:1], indirect=True)
@@ -136,6 +138,7 @@ def test_the_demo_model_writes_the_same_with_every_drafter() -> None:
         assert_same_output(model, prompt, expected, outcome.tokens, params)
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("temp", [0.0, 0.9])
 @pytest.mark.parametrize("name", ["mamba2", "recurrent_gemma", "gemma3", "llama4"])
 def test_tokens_that_run_again_and_windows_that_wrap_keep_their_contexts(

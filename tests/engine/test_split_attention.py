@@ -92,10 +92,8 @@ def test_any_split_is_the_whole(
         assert calls == [rows]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name == "phi3small")) for name in TRIED],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRIED)
 def test_drafts_with_split_attention_leave_the_output_as_it_is(
     name: str, narrow: list[int]
 ) -> None:
@@ -112,6 +110,7 @@ def test_drafts_with_split_attention_leave_the_output_as_it_is(
         assert_same_output(model, LONG_PROMPT, expected, outcome.tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama3", "gemma3", "gpt_oss", "qwen3_next"])
 @pytest.mark.parametrize("seated", [False, True])
 def test_shared_steps_split_the_attention_of_each_sequence(

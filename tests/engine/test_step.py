@@ -92,6 +92,7 @@ def test_max_tokens_is_never_overshot(model: nn.Module, max_tokens: int) -> None
         assert_holds_exactly(outcome.target, PROMPT + outcome.tokens)
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("stop_at", [0, 1, 5, 19])
 @pytest.mark.parametrize("drafter_class", [Oracle, lambda truth: NoDraft()])
@@ -113,6 +114,7 @@ def test_an_accepted_draft_of_n_tokens_gives_n_plus_one(model: nn.Module) -> Non
     assert outcome.accepted == 39
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", [NoDraft(), PromptLookupDrafter()])
 @pytest.mark.parametrize("steps", [0, 1, 4])
@@ -285,6 +287,7 @@ class Moody(Oracle):
         return draft
 
 
+@pytest.mark.slow
 def test_a_drafter_may_enter_and_leave_the_pipeline(model: nn.Module) -> None:
     """No step's work is lost: each forward's rows are verified, and the cache stays exact."""
     truth = plain(model, PROMPT, max_tokens=60)

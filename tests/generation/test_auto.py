@@ -40,6 +40,7 @@ def tokens(decoder: AutoDecoder, prompt: str = PROMPT, **options: object) -> lis
     return [response.token for response in decoder.stream(prompt, 40, **options)]
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("curve", [FLAT, LINEAR], ids=["flat", "linear"])
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 def test_output_is_that_of_plain_decoding(curve: dict, temp: float) -> None:
@@ -120,7 +121,8 @@ def test_only_what_is_remembered_teaches_the_next_generation(
     assert taught(remembering).isdisjoint(taught(remembering))
 
 
-@pytest.mark.parametrize("kind", [AutoDecoder, mlxspec.CombinedDecoder, mlxspec.LookaheadDecoder])
+@pytest.mark.nightly(keep=1)
+@pytest.mark.parametrize("kind", [AutoDecoder, mlxspec.LookaheadDecoder])
 def test_a_decoder_apart_notices_nothing_of_what_the_other_has_learned(kind: Any) -> None:
     """Neither way: each drafts as if there were no other."""
 

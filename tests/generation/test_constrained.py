@@ -72,7 +72,6 @@ def decoders(make: Any) -> dict[str, tuple[mlxspec.Decoder, dict[str, Any]]]:
     """Every way to draft, and its options."""
     planned = {
         "auto": mlxspec.AutoDecoder,
-        "combined": mlxspec.CombinedDecoder,
         "lookahead": mlxspec.LookaheadDecoder,
     }
     found: dict[str, tuple[mlxspec.Decoder, dict[str, Any]]] = {
@@ -137,6 +136,7 @@ def by_brute_force(decoder: mlxspec.Decoder, prompt: str, constraint: Constraint
     return output
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [demo_decoder, small_decoder])
 def test_plain_constrained_decoding_is_masks_and_argmax(model: Any) -> None:
@@ -150,6 +150,7 @@ def test_plain_constrained_decoding_is_masks_and_argmax(model: Any) -> None:
         assert_same(found, expected)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [demo_decoder, small_decoder])
 def test_drafts_change_nothing_and_what_has_stopped_is_valid(model: Any) -> None:
@@ -174,6 +175,7 @@ def test_drafts_change_nothing_and_what_has_stopped_is_valid(model: Any) -> None
     assert drafted
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 def test_drafts_of_ids_that_the_model_lacks_change_nothing(temp: float) -> None:
@@ -196,6 +198,7 @@ def test_drafts_of_ids_that_the_model_lacks_change_nothing(temp: float) -> None:
         assert_same(expected, [response.token for response in found], temp, 6)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("together", [False, True])
 def test_a_prediction_with_a_token_that_the_model_lacks_changes_nothing(together: bool) -> None:
@@ -258,6 +261,7 @@ def test_models_that_verify_less_follow_constraints_too(capability: Capability) 
     assert (found[-1].stats.drafted > 0) == (capability is Capability.CHAIN)
 
 
+@pytest.mark.slow
 def test_forced_tokens_are_drafted_and_accepted() -> None:
     decoder = decoders(demo_decoder)["auto"][0]
     schema: dict[str, Any] = {
@@ -306,6 +310,7 @@ def test_a_bias_cannot_forbid_all_that_a_constraint_allows() -> None:
     assert text_of(found) == "one"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("constraint", "pattern"),
     [
@@ -326,6 +331,7 @@ def test_regexes_choices_and_grammars(constraint: Constraint, pattern: str) -> N
         assert_same(expected, [response.token for response in found])
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("constraint", "named"),
@@ -371,6 +377,7 @@ def test_what_cannot_be_kept_is_named_before_anything_is_generated(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_tokenizers_as_mlx_lm_loads_them_have_spaces_and_parts_of_characters() -> None:
     kinds = [sentencepiece(SENTENCEPIECE["demo"]), byte_level()]
     for tokenizer in map(TokenizerWrapper, kinds):

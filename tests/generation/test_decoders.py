@@ -88,18 +88,6 @@ def test_token_ids_are_taken_as_they_are(decoder: PromptLookupDecoder) -> None:
     assert bos_alone[0].prompt_tokens == 1
 
 
-def test_the_other_engines_names_mean_the_same(decoder: PromptLookupDecoder) -> None:
-    expected = list(decoder.stream(PROMPT, max_tokens=24, n_draft=4, ngram_max=2))[-1].stats
-    for names in (
-        {"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 2},
-        {"prompt_lookup_config": "[4,2]"},
-    ):
-        assert list(decoder.stream(PROMPT, max_tokens=24, **names))[-1].stats == expected
-    with pytest.warns(UserWarning, match=r"device list \[0\] is ignored"):
-        stream = decoder.stream(PROMPT, max_tokens=24, prompt_lookup_config="[4,2,[0]]")
-    assert list(stream)[-1].stats == expected
-
-
 def test_a_stop_string_inside_an_accepted_draft_ends_the_text_before_it(
     decoder: PromptLookupDecoder,
 ) -> None:
@@ -154,7 +142,6 @@ def test_two_generations_at_once_do_not_disturb_each_other(decoder: PromptLookup
         ({"ngram_min": 4}, OptionError, "ngram_min is 4"),
         ({"temp": -1}, OptionError, "temp is -1"),
         ({"stop": [""]}, OptionError, "empty"),
-        ({"prompt_lookup_config": "10"}, OptionError, "prompt_lookup_config"),
     ],
     ids=lambda value: str(value)[:30],
 )

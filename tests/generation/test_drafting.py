@@ -29,7 +29,7 @@ def test_decoders_have_their_values_and_plan_as_these_say(
     assert not Drafting().plans
     assert decoder.drafting.plans == drafting.plans
     assert not Lookahead(window_size=3).plans
-    assert Auto(lookahead=Lookahead(window_size=3)).plans
+    assert Auto().plans
 
 
 def test_a_value_that_is_out_of_range_cannot_be_made() -> None:

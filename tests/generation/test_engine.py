@@ -86,6 +86,7 @@ def test_each_generation_writes_what_it_writes_alone() -> None:
     assert found[2].reason == "stop"
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_models_of_every_mode_can_be_scheduled(kind: str) -> None:
     decoder = small_decoder(kind)
@@ -132,6 +133,7 @@ def failing_processor(tokens: mx.array, logits: mx.array) -> mx.array:
     return logits
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(
     "fault", ["drafter", "drafter's begin", "processor", "consumer", "progress"]
 )
@@ -304,8 +306,6 @@ def test_options_out_of_range_are_named() -> None:
     decoder = small_decoder()
     with pytest.raises(OptionError, match="max_active is 0"):
         Engine(decoder, max_active=0)
-    with pytest.raises(OptionError, match="stall is 0"):
-        Engine(decoder, stall=0)
     with pytest.raises(PromptError):
         submit(Engine(decoder), [], print)
 
@@ -314,7 +314,6 @@ DRAFTINGS: list[tuple[type[mlxspec.Decoder], dict[str, Any]]] = [
     (mlxspec.PromptLookupDecoder, {"n_draft": 2, "ngram_max": 1}),
     (mlxspec.PromptLookupDecoder, {"n_draft": 0}),
     (mlxspec.LookaheadDecoder, {"window_size": 3, "ngram_size": 3, "guess_set_size": 2}),
-    (mlxspec.CombinedDecoder, {"window_size": 2, "ngram_size": 3}),
 ]
 
 
@@ -407,7 +406,7 @@ def test_of_two_generations_at_once_on_one_prompt_cache_the_second_is_refused(ki
     engine.run()
     assert [collected.tokens for collected in found] == [expected[0], []]
     assert requests[0].error is None
-    assert "in use by a generation that is running" in str(requests[1].error)
+    assert "in use by another generation" in str(requests[1].error)
     assert alone(decoder, prompts[1], 8, prompt_cache=caches[1]) == expected[1]
 
 

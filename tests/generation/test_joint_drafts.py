@@ -74,12 +74,14 @@ def assert_equal_to_those_alone(
     assert drafted > 0
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 def test_the_bundled_model_copies_as_it_does_alone(temp: float) -> None:
     plain = mlxspec.Decoder(demo().model, demo().tokenizer)
     assert_equal_to_those_alone(demo().model, plain, grounded_prompts(), temp)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 def test_babyllama_repeats_as_it_does_alone(shared: Path, temp: float) -> None:
     model = load_llama2c(shared / "models/babyllama_tok105/model5000.bin")

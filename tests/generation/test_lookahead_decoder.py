@@ -1,4 +1,4 @@
-"""The lookahead and the combined decoder, with given costs."""
+"""The lookahead decoder, with given costs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 
 import mlxspec
 from mlxspec import (
-    CombinedDecoder,
     CombinedDrafter,
     LookaheadDecoder,
     LookaheadDrafter,
@@ -41,11 +40,10 @@ def plain(prompt: str, **sampling: float) -> list[int]:
 
 
 @pytest.mark.parametrize("window_size", ["auto", 3, 0])
-@pytest.mark.parametrize("kind", [LookaheadDecoder, CombinedDecoder])
-def test_output_is_plain_decodings_sampling_included(kind: type, window_size: object) -> None:
+def test_output_is_plain_decodings_sampling_included(window_size: object) -> None:
     expected = plain(FREE, temp=0.9, seed=5)
     assert expected != plain(FREE)
-    stream = make(kind).stream(FREE, 24, window_size, 4, temp=0.9, seed=5)
+    stream = make().stream(FREE, 24, window_size, 4, temp=0.9, seed=5)
     actual = [response.token for response in stream]
     sampling = mlxspec.SamplingParams(temp=0.9, seed=5)
     prompt = stand_in().tokenizer.encode(FREE)
@@ -63,11 +61,10 @@ def test_lookahead_writes_the_text_and_returns_the_result(capsys) -> None:
     assert capsys.readouterr().out.strip() == result.text.strip()
 
 
-@pytest.mark.parametrize("kind", [LookaheadDecoder, CombinedDecoder])
-def test_sizes_follow_the_costs(kind: type) -> None:
-    *_, flat = make(kind).stream(PROMPT, 50)
+def test_sizes_follow_the_costs() -> None:
+    *_, flat = make().stream(PROMPT, 50)
     assert flat.stats.tokens_per_step > 1.5
-    *_, linear = make(kind, LINEAR).stream(PROMPT, 50)
+    *_, linear = make(LookaheadDecoder, LINEAR).stream(PROMPT, 50)
     assert linear.stats.rows < 1.05 * linear.stats.emitted
 
 
@@ -79,11 +76,10 @@ def test_without_a_window_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_model_that_cannot_verify_drafts_is_decoded_plainly(monkeypatch) -> None:
-    for kind in (LookaheadDecoder, CombinedDecoder):
-        decoder = make(kind)
-        decoder.chain_capability = Capability.PLAIN
-        *_, last = decoder.stream(PROMPT, 20)
-        assert (last.stats.steps, last.stats.drafted) == (20, 0)
+    decoder = make()
+    decoder.chain_capability = Capability.PLAIN
+    *_, last = decoder.stream(PROMPT, 20)
+    assert (last.stats.steps, last.stats.drafted) == (20, 0)
 
 
 def test_ones_own_drafter_comes_first_with_lookahead_as_its_fallback() -> None:
@@ -94,8 +90,6 @@ def test_ones_own_drafter_comes_first_with_lookahead_as_its_fallback() -> None:
     for fallback in (LookaheadDrafter(3, 4, 3), NoDraft()):
         own = CombinedDrafter(PromptLookupDrafter(), fallback)
         assert [r.token for r in make().decode(PROMPT, own, max_tokens=24)] == expected
-    *_, last = make(CombinedDecoder).stream(PROMPT, 24, 3, 4, drafter=PromptLookupDrafter(4, 2, 2))
-    assert last.stats.tokens_per_step > 1.5
 
 
 @pytest.mark.parametrize(
@@ -114,7 +108,6 @@ def test_ones_own_drafter_comes_first_with_lookahead_as_its_fallback() -> None:
 def test_bad_input_is_refused_in_one_line_before_anything_runs(
     options: dict, error: type[Exception], message: str
 ) -> None:
-    for kind in (LookaheadDecoder, CombinedDecoder):
-        with pytest.raises(error, match=message) as raised:
-            make(kind).stream(**{"prompt": PROMPT, **options})
-        assert "\n" not in str(raised.value)
+    with pytest.raises(error, match=message) as raised:
+        make().stream(**{"prompt": PROMPT, **options})
+    assert "\n" not in str(raised.value)

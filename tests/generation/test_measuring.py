@@ -18,7 +18,7 @@ from mlxspec.errors import MlxspecError
 from mlxspec.generation.decoder import Decoder
 from tests.support.demo import demo
 
-KINDS = [mlxspec.AutoDecoder, mlxspec.LookaheadDecoder, mlxspec.CombinedDecoder]
+KINDS = [mlxspec.AutoDecoder, mlxspec.LookaheadDecoder]
 
 
 class Measured(Exception):

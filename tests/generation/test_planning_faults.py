@@ -81,6 +81,7 @@ def expected(prompt: str) -> list[int]:
     return [response.token for response in plain.stream(prompt, TOKENS)]
 
 
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("after", [0, 3])
 @pytest.mark.parametrize(("place", "name"), OF_ONE, ids=named)
 def test_a_generation_goes_on_alone(
@@ -98,6 +99,7 @@ def test_a_generation_goes_on_alone(
     assert last.stats.accepted > 0
 
 
+@pytest.mark.nightly(keep=6)
 @pytest.mark.parametrize("after", [0, 7])
 @pytest.mark.parametrize(("place", "name"), OF_SEVERAL, ids=named)
 def test_generations_go_on_together(

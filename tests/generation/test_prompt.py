@@ -131,7 +131,7 @@ def test_messages_need_a_chat_template() -> None:
         prompt_ids([HELLO], chat_tokenizer(template=None), 300, None)
 
 
-@pytest.mark.parametrize("name", ["tokenize", "return_tensors", "messages", "bound_memory"])
+@pytest.mark.parametrize("name", ["tokenize", "return_tensors", "messages"])
 def test_arguments_of_the_template_that_make_no_prompt_are_refused(name: str) -> None:
     with pytest.raises(
         OptionError, match=f"chat_template_kwargs must not set {name}: leave it out"

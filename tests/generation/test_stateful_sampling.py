@@ -15,13 +15,12 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlxspec
-from mlxspec import AutoDecoder, CombinedDecoder, LookaheadDecoder, PromptLookupDecoder
+from mlxspec import AutoDecoder, LookaheadDecoder, PromptLookupDecoder
 from mlxspec.engine.sampling import SamplingParams
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import FLAT
 from tests.support.drop_in import (
     REPEAT,
-    batch_generate,
     give_costs,
     stand_in_with_costs,
     stream_generate,
@@ -97,7 +96,6 @@ WAYS = {
     "prompt lookup": by_decoder(PromptLookupDecoder),
     "auto": by_decoder(AutoDecoder),
     "lookahead": by_decoder(LookaheadDecoder, window_size=4),
-    "combined": by_decoder(CombinedDecoder),
     "session": by_decoder(AutoDecoder, session=mlxspec.Session()),
 }
 
@@ -164,16 +162,23 @@ def test_an_abandoned_generation_has_made_mlx_lm_s_calls(loaded: tuple) -> None:
     assert calls(mlxspec.stream_generate) == calls(stream_generate)
 
 
-def test_a_batch_with_a_stateful_processor_is_mlx_lm_s(loaded: tuple) -> None:
+def test_each_prompt_of_a_batch_makes_the_calls_that_it_makes_alone(loaded: tuple) -> None:
     give_costs(*loaded)
     prompts = [loaded[1].encode(REPEAT), loaded[1].encode("A day")]
+    seen: list[list[int]] = []
 
-    def answers(function: Callable) -> tuple:
-        processors, log = recorded()
-        options = {"max_tokens": 20, "return_token_ids": True, "logits_processors": processors}
-        return function(*loaded, prompts, **options).token_ids, log
+    def note(tokens: mx.array, logits: mx.array) -> mx.array:
+        seen.append(tokens.tolist())  # type: ignore[arg-type]
+        return logits
 
-    assert answers(mlxspec.batch_generate) == answers(batch_generate)
+    options = {"max_tokens": 20, "logits_processors": [note]}
+    answers = mlxspec.batch_generate(*loaded, prompts, return_token_ids=True, **options)
+    together, ends = seen.copy(), loaded[1].eos_token_ids
+    for prompt, answer in zip(prompts, answers.token_ids, strict=True):
+        seen.clear()
+        tokens = [response.token for response in stream_generate(*loaded, prompt, **options)]
+        assert answer == [token for token in tokens if token not in ends]
+        assert [call for call in together if call[: len(prompt)] == prompt] == seen
 
 
 def test_a_stateful_sampler_is_called_once_a_token_as_mlx_lm_calls_it(loaded: tuple) -> None:

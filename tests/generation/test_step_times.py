@@ -1,8 +1,6 @@
 """The wall time of steps by their number of rows."""
 
-from mlxspec import Decoder, PromptLookupDrafter
 from mlxspec.generation.response import StepTimes
-from tests.support.demo import demo_decoder
 from tests.support.threads import at_once
 
 
@@ -52,13 +50,3 @@ def test_threads_may_record_and_read_at_once() -> None:
 
     at_once(*[lambda first=first: record(first) for first in (1, 1, 5)], read)
     assert sum(entry.steps for entry in times.table()) == 6000
-
-
-def test_a_caller_is_told_each_step_s_time() -> None:
-    told: list[tuple[int, float, bool]] = []
-    decoder = demo_decoder(Decoder)
-    options = {"max_tokens": 12, "record_time": lambda *step: told.append(step)}
-    *_, last = decoder.decode("The river", PromptLookupDrafter(4), **options)
-    assert sum(rows for rows, _, _ in told) == last.stats.rows
-    assert len(told) == last.stats.steps
-    assert all(seconds > 0 for _, seconds, _ in told)

@@ -23,6 +23,7 @@ if sys.argv[1] == "joined":
 """
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("joined", ["joined", "not joined"])
 def test_a_process_ends_well_right_after_a_thread_has_generated(joined: str) -> None:
     # Of three such processes at least two were aborted.
@@ -91,6 +92,7 @@ if end == "fails":
 """
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
     ("way", "end", "status"),
     [

@@ -26,7 +26,6 @@ PROMPTS = [
 ]
 KINDS = [
     mlxspec.AutoDecoder,
-    mlxspec.CombinedDecoder,
     mlxspec.LookaheadDecoder,
     mlxspec.PromptLookupDecoder,
 ]
@@ -41,6 +40,7 @@ def new_decoder(kind: type, directory: Path) -> mlxspec.Decoder:
     return decoder
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_threads_that_share_a_decoder_write_what_each_writes_alone(
     kind: type, tmp_path: Path

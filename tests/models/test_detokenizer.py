@@ -15,10 +15,16 @@ from mlxspec.models.tokenizer import (
     WindowDetokenizer,
     streaming_detokenizer,
     token_bytes,
-    wrap,
 )
 from tests.support.examples import examples
-from tests.support.tokenizer_kinds import DEMO, SENTENCEPIECE, byte_level, sentencepiece, word_piece
+from tests.support.tokenizer_kinds import (
+    DEMO,
+    SENTENCEPIECE,
+    byte_level,
+    sentencepiece,
+    word_piece,
+    wrap,
+)
 
 PROMPT = "The quick"
 

@@ -92,6 +92,7 @@ def test_a_model_computes_what_mlx_lm_computes(write: Callable[..., Path]) -> No
     assert tokenizer.eos_token_ids == {2, 7}
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("quantization", "expected"),

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from mlxspec.convert.hugging_face import open_hugging_face
 from mlxspec.errors import LoadError
 from mlxspec.models import model_files
 from mlxspec.models.model import load
@@ -91,10 +90,10 @@ def test_the_page_of_a_repository_stands_for_it(
         raise LoadError(name)
 
     monkeypatch.setattr(model_files, "download", download)
-    for use in (load, load_tokenizer_of, open_hugging_face):
+    for use in (load, load_tokenizer_of):
         with pytest.raises(LoadError):
             use(address)
-    assert asked == [(repository, revision)] * 3
+    assert asked == [(repository, revision)] * 2
     assert given_name(address) == repository
 
 

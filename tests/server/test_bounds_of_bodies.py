@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxspec.server import prompts
 from mlxspec.server.body import MOST_VALUES, ApiError
 from mlxspec.server.messages import parse_messages
 from mlxspec.server.openai import parse_chat, parse_completion
@@ -67,6 +66,7 @@ def error_of(path: str, answer: httpx.Response) -> dict[str, Any]:
 # --- too many values ---
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("path", BODIES)
 def test_a_field_that_is_ignored_has_its_bounds(http: httpx.Client, path: str) -> None:
@@ -78,6 +78,7 @@ def test_a_field_that_is_ignored_has_its_bounds(http: httpx.Client, path: str) -
         assert f"{MOST_VALUES:,} values" in error_of(path, answer)["message"]
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
@@ -129,16 +130,11 @@ def test_a_schema_that_is_a_text_is_not_parsed_if_it_is_long() -> None:
         parse_chat({"messages": HELLO, "guided_json": schema})
 
 
-def test_what_a_response_repeats_has_its_bounds() -> None:
-    for fields in ({"user": "x" * 4_000_000}, {"metadata": {"a": "x" * 4_000_000}}):
-        with pytest.raises(ApiError, match="4,000,000 at most"):
-            parse_responses({"input": "Hello", **fields})
-
-
 MANY_TEXTS = [{"type": "text", "text": "x" * 1500}] * 20_000
 CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parse", "body"),
     [
@@ -172,17 +168,13 @@ def test_many_parts_of_one_message_take_no_longer_than_their_length(parse: Any, 
 # --- too long ---
 
 
-def lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The lengths of the texts that are tokenized from now on."""
-    seen: list[int] = []
-    ids = prompts._ids
+def refuse_to_tokenize(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
+    """Fail if a text is tokenized from now on."""
 
-    def counted(text: str, tokenizer: Any) -> list[int]:
-        seen.append(len(text))
-        return ids(text, tokenizer)
+    def encode(text: str, **options: Any) -> list[int]:
+        pytest.fail(f"{len(text)} characters are tokenized")
 
-    monkeypatch.setattr(prompts, "_ids", counted)
-    return seen
+    monkeypatch.setattr(tokenizer._tokenizer, "encode", encode)
 
 
 LONG = "abcdefgh ij " * 20_000
@@ -206,30 +198,20 @@ def test_what_the_template_makes_is_measured_before_it_is_tokenized(
         "{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}{{ tools | tojson if tools }}"
     )
     tokenizer = chat_tokenizer("json_tools", template=template)
-    seen = lengths(monkeypatch)
+    refuse_to_tokenize(monkeypatch, tokenizer)
     with pytest.raises(ApiError) as caught:
         chat_prompt(parse_chat({"messages": HELLO, **fields}), tokenizer, 1000)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
-    assert max(seen) <= 1000
-    assert sum(seen) < len(LONG) / 2
-
-
-def test_more_messages_than_the_context_has_tokens_are_not_rendered() -> None:
-    tokenizer = chat_tokenizer(template="{{ raise_exception('rendered') }}")
-    for count, refusal in ((1000, "rendered"), (1001, "1,001 messages")):
-        with pytest.raises(ApiError, match=refusal):
-            chat_prompt(parse_chat({"messages": HELLO * count}), tokenizer, 1000)
 
 
 def test_a_prompt_and_a_suffix_are_measured_before_they_are_tokenized(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seen = lengths(monkeypatch)
-    for fields in ({"prompt": LONG}, {"prompt": ["Once", LONG]}, {"suffix": LONG}):
+    refuse_to_tokenize(monkeypatch, demo().tokenizer)
+    for fields in ({"prompt": LONG}, {"prompt": [LONG, "Once"]}, {"suffix": LONG}):
         request = parse_completion({"prompt": "Once", **fields})
         with pytest.raises(ApiError, match="is too long"):
-            completion_prompts(request, demo().tokenizer, 4096, 1000)
-    assert max(seen) <= 1000
+            completion_prompts(request, demo().tokenizer, 1000)
 
 
 @settings(max_examples=examples(50, 1_000))
@@ -241,8 +223,8 @@ def test_a_prompt_and_a_suffix_are_measured_before_they_are_tokenized(
 def test_no_text_that_fits_is_refused(part: str, longest: int) -> None:
     tokenizer = demo().tokenizer
     text = part * (60 * longest)
-    if len(prompts._ids(text, tokenizer)) <= longest:
-        check_length(text, "prompt", tokenizer, longest)
+    if len(tokenizer.encode(text, add_special_tokens=False)) <= longest:
+        check_length(text, "prompt", longest)
 
 
 @pytest.mark.parametrize("name", ["bos_token", "eos_token", "pad_token", "unk_token", "cls_token"])

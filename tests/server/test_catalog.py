@@ -20,7 +20,6 @@ import pytest
 import mlxspec
 from mlxspec.errors import LoadError
 from mlxspec.models.model import OnRead
-from mlxspec.server.answer import KeepAlive
 from mlxspec.server.app import create_app
 from mlxspec.server.body import ApiError
 from mlxspec.server.catalog import Catalog, Entry
@@ -91,6 +90,7 @@ class Server:
         catalog, worker: its parts.
         now: the time.
         log: the records of the log.
+        refused: the paths of refused requests, with the codes of their errors.
     """
 
     def __init__(
@@ -105,9 +105,14 @@ class Server:
         self.log: list[dict[str, Any]] = []
         self.worker = Worker([*starting], memory=ServerMemory(bound))
         self.worker.start()
-        self.worker.wait_until_ready()
         self.catalog = Catalog(self.worker, shelf, log=self.log.append, clock=lambda: self.now)
-        app = create_app(self.worker, catalog=self.catalog, keep_alive=KeepAlive(sign))
+        self.refused: list[tuple[str, str | None]] = []
+        app = create_app(
+            self.worker,
+            catalog=self.catalog,
+            keep_alive=sign,
+            on_refusal=lambda path, error: self.refused.append((path, error.code)),
+        )
 
         async def watched(scope: Any, receive: Any, send: Any) -> None:
             async def sent(message: Any) -> None:
@@ -200,6 +205,7 @@ def test_an_idle_model_leaves_and_comes_back_with_the_same_answers() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_model_stays_while_a_request_uses_it() -> None:
     async def run() -> None:
         async with serving(two()) as server:
@@ -240,6 +246,7 @@ def bound_for_one() -> tuple[int, int]:
     return bound, bound * 85 // 100
 
 
+@pytest.mark.slow
 def test_a_model_that_needs_the_room_takes_it_from_the_one_used_longest_ago() -> None:
     bound, nbytes = bound_for_one()
 
@@ -269,6 +276,7 @@ def test_a_model_that_needs_the_room_takes_it_from_the_one_used_longest_ago() ->
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_an_idle_model_makes_room_for_a_request() -> None:
     async def run() -> None:
         async with serving(two()) as server:
@@ -291,6 +299,7 @@ def test_an_idle_model_makes_room_for_a_request() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_model_that_never_fits_is_refused_with_the_sizes() -> None:
     bound, nbytes = bound_for_one()
 
@@ -309,6 +318,7 @@ def test_a_model_that_never_fits_is_refused_with_the_sizes() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_load_takes_no_room_from_a_request_that_waits() -> None:
     weights = 200 << 20
 
@@ -327,7 +337,7 @@ def test_a_load_takes_no_room_from_a_request_that_waits() -> None:
         shelf = Heavy(Entry("a", nbytes=weights), Entry("b", nbytes=weights))
         async with serving(shelf, bound=2 * weights + 40_000_000) as server:
             await server.said(model="a")
-            active = server.worker.limits.active
+            active = server.worker.active
             asked = [server.said(model="a", max_tokens=200) for _ in range(active)]
             asked = [asyncio.create_task(one) for one in asked]
             while len(server.worker.requests) < active:
@@ -344,6 +354,7 @@ def test_a_load_takes_no_room_from_a_request_that_waits() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_load_that_fails_is_an_error_of_its_requests_alone() -> None:
     async def run() -> None:
         shelf = two()
@@ -370,6 +381,7 @@ def test_a_load_that_fails_is_an_error_of_its_requests_alone() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_model_that_fails_in_its_first_steps_hurts_no_other(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -387,6 +399,7 @@ def test_a_model_that_fails_in_its_first_steps_hurts_no_other(
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_stream_is_kept_alive_while_its_model_is_loaded() -> None:
     release = threading.Event()
 
@@ -402,6 +415,7 @@ def test_a_stream_is_kept_alive_while_its_model_is_loaded() -> None:
     async def streamed(server: Server, path: str, model: str) -> list[str]:
         answer = await server.ask(path, model=model, stream=True)
         assert answer.status_code == 200
+        assert ("request-id" in answer.headers) == (path == "/v1/messages")
         return [line for line in answer.text.splitlines() if line]
 
     async def run() -> None:
@@ -416,12 +430,18 @@ def test_a_stream_is_kept_alive_while_its_model_is_loaded() -> None:
             assert rest[-1] == "data: [DONE]"
             for path in PATHS:
                 release.clear()
-                last = (await streamed(server, path, "b"))[-1]
-                assert "cannot be loaded" in json.loads(last[6:])["error"]["message"]
+                *_, name, last = await streamed(server, path, "b")
+                told = json.loads(last[6:])
+                if path == "/v1/responses":
+                    assert name == "event: response.failed"
+                    told = told["response"]
+                assert "cannot be loaded" in told["error"]["message"]
+            assert server.refused == [(path, "model_not_loaded") for path in PATHS]
 
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_names_are_those_of_folders_and_aliases_in_all_apis() -> None:
     shelf = Shelf(
         Entry("hub/a", "/models/a", frozenset({"a", "fast"})),
@@ -471,7 +491,7 @@ def test_models_that_are_available_are_listed_with_their_state() -> None:
             status = (await server.http.get("/status")).json()
             assert [model["name"] for model in status["models"]] == ["first", "hub/b"]
             assert {model["name"]: model["state"] for model in status["available"]} == states
-            assert 'cache_bytes{model="hub/b"}' in (await server.http.get("/metrics")).text
+            assert 'part_bytes{part="prefixes"}' in (await server.http.get("/metrics")).text
             # What has come to the disk, or left it, is noticed after a while.
             shelf.entries[0] = Entry("hub/new", "/models/new")
             server.now += 60
@@ -481,6 +501,7 @@ def test_models_that_are_available_are_listed_with_their_state() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_stored_responses_outlive_their_model() -> None:
     async def run() -> None:
         async with serving(shelf := two()) as server:
@@ -498,7 +519,9 @@ def test_stored_responses_outlive_their_model() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("times", [2, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.nightly(keep=1)
+@pytest.mark.slow
+@pytest.mark.parametrize("times", [2, 10])
 def test_an_unloaded_model_leaves_no_memory(times: int) -> None:
     async def run() -> None:
         async with serving(shelf := two()) as server:

@@ -47,7 +47,7 @@ def run_requests(
 
 
 def summed(worker: Worker, name: str) -> float:
-    return sum(sums[name] for _, sums in worker.metrics.history._sums)
+    return sum(sums[name] for _, sums in worker.metrics._sums)
 
 
 @pytest.mark.parametrize("seconds", [STEADY, DISTURBED])
@@ -67,6 +67,7 @@ def test_without_drafts_nothing_is_gained_or_lost(
     assert summed(worker, "plain_seconds") == pytest.approx(summed(worker, "seconds"))
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 3])
 def test_drafts_are_not_blamed_for_what_else_slows_steps(

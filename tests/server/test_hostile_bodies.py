@@ -92,6 +92,7 @@ def test_the_bodies_that_are_made_hostile_are_answered_before(http: httpx.Client
         assert check(http, path, json.dumps(body).encode()), path
 
 
+@pytest.mark.nightly
 @settings(max_examples=examples(40, 6_000))
 @given(bodies)
 def test_any_json_gets_a_right_answer_or_a_4xx(http: httpx.Client, sent: tuple[str, Any]) -> None:

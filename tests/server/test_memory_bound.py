@@ -22,7 +22,7 @@ from mlxspec.server import memory as server_memory
 from mlxspec.server.memory import ServerMemory
 from mlxspec.server.prefix_cache import PrefixCache
 from mlxspec.server.served_model import CacheMemory, Need, ServedModel
-from mlxspec.server.worker import Worker, WorkerLimits
+from mlxspec.server.worker import Worker
 from tests.support import heads
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import FLAT, demo, given_costs
@@ -64,12 +64,12 @@ def test_requests_for_twice_the_bound_are_all_answered_within_it() -> None:
     texts = [decoder.tokenizer.decode(tokens) for tokens in alone]
     others = mx.get_active_memory() - model.memory.weights  # of models of other tests
     mx.reset_peak_memory()
-    limits = WorkerLimits(active=COUNT)
+    limits = {"active": COUNT}
     with running_server(model, limits, memory=ServerMemory(BOUND)) as server:
         most, memory = 0, server.worker.memory
         whole = memory.reserve
 
-        def reserve(owner: object, need: Need | int) -> None:
+        def reserve(owner: object, need: Need) -> None:
             nonlocal most
             whole(owner, need)
             most = max(most, len(memory._reserved))
@@ -110,9 +110,9 @@ def two() -> tuple[ServerMemory, ServedModel, ServedModel]:
     return memory, first, second
 
 
-def keep(model: ServedModel, seed: int) -> None:
+def keep(model: ServedModel, seed: int, tokens: int = 20) -> None:
     """Answer a prompt, and keep its caches."""
-    prompt = random.Random(seed).choices(range(300, 4000), k=20)
+    prompt = random.Random(seed).choices(range(300, 4000), k=tokens)
     session = model.cache.lend(prompt)
     for _ in model.decoder.stream(prompt, 2, session=session):
         pass
@@ -122,7 +122,7 @@ def keep(model: ServedModel, seed: int) -> None:
 def test_models_share_one_room_and_the_prefix_used_longest_ago_makes_it() -> None:
     memory, first, second = two()
     for model, seed in ((first, 1), (second, 2), (first, 3)):
-        keep(model, seed)
+        keep(model, seed, 300)
     memory._cache_bytes = memory.room  # a share of less is another matter
     need = first.memory.needs(40)
     for _ in range(3):
@@ -139,7 +139,7 @@ def test_the_prefix_used_longest_ago_goes_first_whichever_model_has_it() -> None
         keep(model, seed)
     memory._cache_bytes = memory.room
     left = memory.room - sum(memory.parts[part] for part in ("forward", "prefixes"))
-    memory.reserve("more", left + 1)
+    memory.reserve("more", Need(left + 1))
     assert (first.cache.entries, second.cache.entries) == (2, 0)
     memory.release("more")
     memory.remove(first)
@@ -151,7 +151,7 @@ def test_a_model_finds_room_if_its_weights_fit_beside_what_is_reserved() -> None
     free = memory.room - memory.parts["forward"]
     assert memory.fits(Need(free))
     assert not memory.fits(Need(free + 1))
-    memory.reserve("third", free)
+    memory.reserve("third", Need(free))
     assert not memory.fits(first.memory.needs(1))
     memory.release("third")
     assert memory.fits(first.memory.needs(1))
@@ -185,6 +185,7 @@ def test_other_programs_get_the_memory_of_idle_prefixes() -> None:
         assert not memory.ever_fits(model.memory.needs(1))
 
 
+@pytest.mark.slow
 def test_a_conversation_that_takes_more_than_half_is_continued() -> None:
     model = served()
     memory = ServerMemory()

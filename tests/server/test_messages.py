@@ -20,9 +20,7 @@ import pytest
 from anthropic import Anthropic
 from anthropic.types import Message
 
-from mlxspec.server.answer import KeepAlive
 from mlxspec.server.served_model import ServedModel
-from mlxspec.server.worker import WorkerLimits
 from tests.server.test_endpoints import HELLO, PIECES, answer_alone, ids_of, scripted_caller
 from tests.server.test_messages_answer import EVENT, extras
 from tests.server.test_messages_requests import FULL_MESSAGES, WEATHER
@@ -356,6 +354,7 @@ def test_a_prompt_that_is_too_long_is_told_as_claude_code_reads_it(
         assert "prompt is too long" in bad.value.message
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("path", PATHS)
 def test_the_gates_errors_have_the_form_too(path: str) -> None:
     def error_of(answer: httpx.Response) -> tuple[int, str]:
@@ -387,7 +386,7 @@ def test_the_gates_errors_have_the_form_too(path: str) -> None:
 
 def test_who_finds_the_queue_full_or_the_server_ending_is_told_so() -> None:
     with (
-        running_server(limits=WorkerLimits(active=1, queued=1)) as server,
+        running_server(limits={"active": 1, "queued": 1}) as server,
         braked(server.decoder.model) as brake,
         ThreadPoolExecutor() as pool,
     ):
@@ -412,7 +411,7 @@ def test_who_finds_the_queue_full_or_the_server_ending_is_told_so() -> None:
 
 def test_a_stream_says_that_it_lives_and_how_it_fails() -> None:
     with (
-        running_server(keep_alive=KeepAlive(sign=0.05)) as server,
+        running_server(keep_alive=0.05) as server,
         braked(server.decoder.model) as brake,
         ThreadPoolExecutor() as pool,
     ):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
+from mlxspec import Constraint
 from mlxspec.server.body import ApiError, read_body
 from mlxspec.server.messages import parse_messages
 from mlxspec.server.openai import parse_chat
@@ -129,10 +130,7 @@ def test_a_request_of_claude_code_is_the_chat_that_it_means() -> None:
         }
     )
     request = parse_messages(FULL_MESSAGES)
-    assert vars(request) == vars(chat) | {
-        "cuts_max_tokens": True,
-        "tool_places": ("tools[0].input_schema",),
-    }
+    assert vars(request) == vars(chat) | {"cuts_max_tokens": True}
     assert request.cuts_max_tokens
     assert not chat.cuts_max_tokens
 
@@ -235,9 +233,11 @@ def test_what_only_anthropics_servers_do_is_taken() -> None:
     assert messages(**given, **CACHED) == messages()
 
 
-def test_formats_that_agree_are_taken() -> None:
-    request = messages(output_config={"format": FORMAT}, output_format=FORMAT)
-    assert request.constrained_by == "output_config.format.schema"
+def test_formats_have_two_names() -> None:
+    assert messages(output_config={"format": FORMAT}).constrained_by == "output_config.format"
+    request = messages(output_format=FORMAT)
+    assert request.constrained_by == "output_format"
+    assert request.constraint == Constraint.json_schema(FORMAT["schema"])
 
 
 def test_tokens_are_counted_without_a_bound() -> None:
@@ -246,8 +246,7 @@ def test_tokens_are_counted_without_a_bound() -> None:
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA"}}
 RESULT = {"type": "tool_result", "tool_use_id": "1"}
-FORMAT = {"type": "json_schema", "schema": {"type": "object"}}
-TEXT_FORMAT = {"type": "json_schema", "schema": {"type": "string"}}
+FORMAT: dict[str, Any] = {"type": "json_schema", "schema": {"type": "object"}}
 
 
 @pytest.mark.parametrize(
@@ -268,8 +267,8 @@ TEXT_FORMAT = {"type": "json_schema", "schema": {"type": "string"}}
             "messages[0].content[0].type",
         ),
         (
-            {"messages": [{"role": "user", "content": [{**RESULT, "content": [{}]}]}]},
-            "messages[0].content[0].content[0].type",
+            {"messages": [{"role": "user", "content": [{**RESULT, "content": [5]}]}]},
+            "messages[0].content[0].content[0]",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
@@ -279,7 +278,6 @@ TEXT_FORMAT = {"type": "json_schema", "schema": {"type": "string"}}
         ({"system": [IMAGE]}, "system[0].type"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "computer_20250124", "name": "computer"}]}, "tools[0].type"),
-        ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
         ({"tool_choice": {"type": "any"}}, "tool_choice.type"),
         ({"tool_choice": {"type": "tool", "name": "f"}, "tools": [WEATHER]}, "tool_choice.name"),
@@ -291,15 +289,14 @@ TEXT_FORMAT = {"type": "json_schema", "schema": {"type": "string"}}
         ({"stop_sequences": [""]}, "stop_sequences[0]"),
         ({"stop_sequences": ["x"] * 99}, "stop_sequences"),
         ({"temperature": -1}, "temperature"),
-        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
         ({"output_config": {"format": {"type": "regex"}}}, "output_config.format.type"),
-        ({"output_config": {"effort": "none"}}, "output_config.effort"),
-        ({"output_format": {"type": "json_schema"}}, "output_format.schema"),
+        ({"output_config": {"effort": "most"}}, "output_config.effort"),
+        ({"output_format": {"type": "json_schema"}}, "output_format"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
         ({"container": "c"}, "container"),
         ({"thread": {"type": "create"}}, "thread"),
         ({"stream": "yes"}, "stream"),
-        ({"output_config": {"format": FORMAT}, "output_format": TEXT_FORMAT}, "output_format"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"regex": "a+"}, "regex"),
         ({"guided_choice": ["a"]}, "guided_choice"),

@@ -16,8 +16,8 @@ from mlxspec.server.answer import (
     OutputFormat,
     OutputParser,
     Part,
-    output_format,
 )
+from mlxspec.server.body import ApiError
 from mlxspec.server.prompts import call_opening
 from tests.support.chat_tokenizer import chat_tokenizer
 
@@ -39,7 +39,7 @@ Call = tuple[str, Any]
 
 
 def format_of(parser: str | None = "json_tools", **changes: Any) -> OutputFormat:
-    format = output_format(chat_tokenizer(parser), TOOLS if parser else ())
+    format = OutputFormat(chat_tokenizer(parser), TOOLS if parser else ())
     return replace(format, **changes)
 
 
@@ -178,7 +178,7 @@ def test_the_cuts_between_segments_make_no_difference(data: st.DataObject) -> No
         st.sampled_from([{}, {"several_calls": False}, {"trims_space": True}, None])
     )
     if changes is None:
-        format = output_format(chat_tokenizer(parser))
+        format = OutputFormat(chat_tokenizer(parser))
     else:
         format = format_of(parser, **changes)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(output)), max_size=12)))
@@ -233,7 +233,7 @@ def test_a_call_that_is_cut_off_is_no_text(cut: str) -> None:
 
 
 def test_without_tools_calls_are_text() -> None:
-    format = output_format(chat_tokenizer())
+    format = OutputFormat(chat_tokenizer())
     expected = [Part("reasoning", "a"), Part("text", WEATHER)]
     assert read(format, f"<think>a</think>{WEATHER}") == expected
 
@@ -241,7 +241,7 @@ def test_without_tools_calls_are_text() -> None:
 def test_a_model_without_markers_writes_text() -> None:
     tokenizer = chat_tokenizer(None, markers=("<a>", "<b>"))
     expected = [Part("text", f"<think>{WEATHER}")]
-    assert read(output_format(tokenizer, TOOLS), "<think>", WEATHER) == expected
+    assert read(OutputFormat(tokenizer, TOOLS), "<think>", WEATHER) == expected
 
 
 def test_headers_between_messages_are_no_text() -> None:
@@ -253,11 +253,12 @@ def test_headers_between_messages_are_no_text() -> None:
     thought = " to=self<|message|>Hm.<|eom|><|start|>assistant to="
     said = f"{thought}user<|message|>Hi.<|eot|>"
     for tools in (TOOLS, []):
-        format = replace(output_format(tokenizer, tools), initial="header")
+        format = replace(OutputFormat(tokenizer, tools), initial="header")
         assert read(format, said) == [Part("reasoning", "Hm."), Part("text", "Hi.")]
-    deltas = read(replace(output_format(tokenizer, TOOLS), initial="header"), thought + call)
+    deltas = read(replace(OutputFormat(tokenizer, TOOLS), initial="header"), thought + call)
     assert calls_of(deltas) == [("f", {"a": 1})]
-    assert call_opening(tokenizer, None) is None
+    with pytest.raises(ApiError, match="tool_choice"):
+        call_opening(tokenizer, None)
 
 
 def test_after_the_one_call_that_there_may_be_nothing_follows() -> None:
@@ -296,7 +297,6 @@ def test_a_space_of_the_tokenizer_is_dropped_once() -> None:
 )
 def test_a_call_that_the_prompt_begins_is_read(parser: str, name: str | None, output: str) -> None:
     opening = call_opening(chat_tokenizer(parser), name)
-    assert opening is not None
     format = format_of(parser, initial="tool", call_begun=opening)
     ((called, arguments),) = calls_of(read(format, *output))
     assert called == "write"
@@ -307,5 +307,5 @@ def test_of_a_begun_call_only_what_the_model_wrote_comes_back() -> None:
     opening = call_opening(chat_tokenizer(), "write")
     format = format_of(initial="tool", call_begun=opening)
     assert read(format, " no</tool_call>") == [Part("text", " no</tool_call>")]
-    assert call_opening(chat_tokenizer("pythonic"), "write") is None
-    assert call_opening(chat_tokenizer(None), None) is None
+    with pytest.raises(ApiError, match="tool_choice"):
+        call_opening(chat_tokenizer("pythonic"), "write")

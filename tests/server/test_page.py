@@ -11,8 +11,7 @@ import httpx
 import pytest
 
 from mlxspec.server import metrics
-from mlxspec.server.metrics import SecondSums
-from mlxspec.server.worker import WorkerLimits
+from mlxspec.server.metrics import Metrics
 from tests.support.browser import shown_document
 from tests.support.serving import running_server
 
@@ -66,7 +65,7 @@ def test_the_page_shows_the_figures_of_the_status() -> None:
 
 
 def test_the_page_shows_requests_that_run_and_that_wait() -> None:
-    with running_server(limits=WorkerLimits(active=1)) as server, server.client() as client:
+    with running_server(limits={"active": 1}) as server, server.client() as client:
         asked = [
             client.chat.completions.create(**ASK, max_tokens=30_000, stream=True) for _ in range(2)
         ]
@@ -97,14 +96,14 @@ def test_the_page_asks_nobody_else_for_anything() -> None:
 def test_the_history_has_the_seconds_that_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now)
-    history = SecondSums()
-    assert history.columns()["generated"] == []
-    history.add(generated=3, steps=1)
+    counted = Metrics()
+    assert counted.history["generated"] == []
+    counted._sum(generated=3, steps=1)
     now = 1000.9
-    history.add(generated=2, forwards=1)
+    counted._sum(generated=2, forwards=1)
     now = 1002.5
-    history.add(generated=7)
-    columns = history.columns()
+    counted._sum(generated=7)
+    columns = counted.history
     assert (columns["end"], columns["generated"], columns["steps"]) == (1002, [5, 0], [1, 0])
     now = 1301.0
-    assert history.columns()["generated"] == [0, 7, *[0] * 298]
+    assert counted.history["generated"] == [0, 7, *[0] * 298]

@@ -12,7 +12,6 @@ import pytest
 from openai import OpenAI
 from openai.types.responses import Response
 
-from mlxspec.server.answer import KeepAlive
 from tests.server.test_endpoints import PIECES, WEATHER, answer_alone, ids_of, scripted_caller
 from tests.server.test_responses_answer import valid
 from tests.server.test_responses_requests import CODEX
@@ -111,18 +110,12 @@ def test_responses_are_kept_and_deleted(client: OpenAI) -> None:
         assert unknown.value.code == "previous_response_not_found"
 
 
-def test_items_are_listed_by_pages(client: OpenAI) -> None:
+def test_items_are_listed_from_the_latest(client: OpenAI) -> None:
     said = [{"role": "user", "content": str(number)} for number in range(5)]
     response = made(client, input=said)
-    for order in ("asc", "desc"):
-        listed = client.responses.input_items.list(response.id, limit=2, order=order)  # type: ignore[arg-type]
-        assert listed.has_more
-        texts = [item.content[0].text for item in listed]  # type: ignore[union-attr]
-        assert texts == [str(n) for n in (range(5) if order == "asc" else range(4, -1, -1))]
-    for query in ({"limit": "0"}, {"order": "up"}, {"after": "msg_0"}, {"limit": "x"}):
-        with pytest.raises(openai.BadRequestError) as bad:
-            client.responses.input_items.list(response.id, extra_query=query)
-        assert bad.value.param == next(iter(query))
+    listed = client.responses.input_items.list(response.id)
+    texts = [item.content[0].text for item in listed]  # type: ignore[union-attr]
+    assert texts == ["4", "3", "2", "1", "0"]
 
 
 def test_a_response_goes_on_from_an_earlier_one(client: OpenAI) -> None:
@@ -168,13 +161,8 @@ def test_errors_are_the_clients_exceptions(client: OpenAI, server: Running) -> N
         with pytest.raises(openai.BadRequestError) as bad:
             made(client, input=text)
         assert (bad.value.code, bad.value.param) == ("context_length_exceeded", "input")
-    with pytest.raises(openai.BadRequestError) as bad:
-        client.responses.cancel(made(client).id)
-    assert "close the connection" in bad.value.message
     with pytest.raises(openai.NotFoundError):
-        client.responses.cancel("resp_0")
-    with pytest.raises(openai.BadRequestError):
-        client.responses.retrieve(made(client).id, stream=True)
+        client.responses.cancel(made(client).id)
     with pytest.raises(openai.APIStatusError) as wrong:
         client.get("/responses", cast_to=object)
     assert wrong.value.status_code == 405
@@ -196,7 +184,7 @@ def test_keep_alives_come_before_the_first_token() -> None:
     """As events: comments do not count for some clients."""
     body = {"input": "Hello there", "stream": True, "max_output_tokens": 2}
     with (
-        running_server(keep_alive=KeepAlive(sign=0.02)) as server,
+        running_server(keep_alive=0.02) as server,
         braked(server.decoder.model) as brake,
         brake.holding(),
         httpx.stream("POST", f"{server.address}/v1/responses", json=body, timeout=60) as answer,
@@ -343,6 +331,7 @@ def test_a_chat_and_its_response_are_the_same(chatml: Running) -> None:
     assert response.usage.input_tokens_details.cached_tokens >= len(tokens) - 1
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("by_id", [False, True])
 def test_an_agent_of_ten_turns_runs_each_token_once(chatml: Running, by_id: bool) -> None:
     client = chatml.client()

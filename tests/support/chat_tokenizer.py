@@ -12,7 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mlxspec.models.tokenizer import wrap
+from tests.support.tokenizer_kinds import wrap
 
 CHATML = """\
 {%- if tools %}<|im_start|>tools

@@ -6,19 +6,14 @@ from collections.abc import Iterator, Sequence
 
 from rich.console import RenderableType
 
-from mlxspec.cli.explain import drawn
+from mlxspec.cli.explain import TextOf, drawn
 from mlxspec.drafting.drafter import DraftTree, VerifiedStep
 from mlxspec.drafting.sources import RecordedStep
 
 
-class Letters:
+def letters(tokens: Sequence[int]) -> str:
     """Tokens that look like the letter whose code they are."""
-
-    def __getitem__(self, token: int) -> str:
-        return chr(token)
-
-    def text(self, tokens: Sequence[int]) -> str:
-        return "".join(map(chr, tokens))
+    return "".join(map(chr, tokens))
 
 
 def verified(tree: DraftTree, choices: str, argmaxes: str = "") -> VerifiedStep:
@@ -61,7 +56,7 @@ def lookahead_step() -> RecordedStep:
     )
 
 
-def explained(*steps: RecordedStep, pieces: object = None) -> Iterator[RenderableType]:
+def explained(*steps: RecordedStep, text_of: TextOf = letters) -> Iterator[RenderableType]:
     """Steps after the prompt "Say a", as they are drawn."""
     prompt = [ord(letter) for letter in "Say a"]
-    return drawn(steps, 0, len(steps), prompt, pieces or Letters())
+    return drawn(steps, 0, len(steps), prompt, text_of)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mlxspec.bench.measure import Backend
+from mlxspec.bench.measure import Stream
 from mlxspec.engine.sampling import SamplingParams
 from mlxspec.engine.target import Progress
 from mlxspec.generation.response import SpeculationStats
@@ -46,8 +46,8 @@ class Scripted:
         self._seconds = list(seconds)
         self._log = [] if log is None else log
 
-    def __call__(self, model: object, tokenizer: object) -> Backend:
-        return Backend(self._stream)
+    def __call__(self, model: object, tokenizer: object) -> Stream:
+        return self._stream
 
     def _stream(
         self,

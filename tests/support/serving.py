@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +16,11 @@ from starlette.types import ASGIApp
 import mlxspec
 from mlxspec.engine.params import CacheOptions
 from mlxspec.server.app import create_app
-from mlxspec.server.connections import Bounds, HttpServer
+from mlxspec.server.connections import HttpServer
 from mlxspec.server.memory import ServerMemory
 from mlxspec.server.prefix_cache import PrefixCache
 from mlxspec.server.served_model import CacheMemory, Need, ServedModel
-from mlxspec.server.worker import Worker, WorkerLimits
+from mlxspec.server.worker import Worker
 from tests.support.chat_tokenizer import CHATML, chat_tokenizer, with_tools
 from tests.support.demo import FLAT, given_costs, stand_in_decoder
 from tests.support.random_models import random_model
@@ -35,14 +35,12 @@ class Running:
         worker: its worker.
         decoder: of the model that it serves, for runs beside it.
         app: its ASGI application.
-        connections: those that are open.
     """
 
     address: str
     worker: Worker
     decoder: mlxspec.Decoder
     app: ASGIApp
-    connections: Collection[object]
 
     def client(self, **options: Any) -> OpenAI:
         """OpenAI's client, which does not try again."""
@@ -97,9 +95,9 @@ def memory_with_room(model: ServedModel, nbytes: int) -> ServerMemory:
 @contextmanager
 def running_server(
     model: ServedModel | None = None,
-    limits: WorkerLimits | None = None,
+    limits: Mapping[str, Any] | None = None,
     send_buffer: int | None = None,
-    bounds: Bounds = Bounds(),  # noqa: B008  # a constant
+    unread: float = 300.0,
     memory: ServerMemory | None = None,
     **options: Any,
 ) -> Iterator[Running]:
@@ -109,16 +107,15 @@ def running_server(
         model: what it serves.
         limits: of its worker.
         send_buffer: bytes that the system takes of what a client has not read yet.
-        bounds: of its connections.
+        unread: seconds for which a client may read nothing.
         memory: its bound on memory.
         options: as for :func:`mlxspec.server.app.create_app`.
     """
     model = model or served()
-    worker = Worker([model], limits or WorkerLimits(), memory=memory)
+    worker = Worker([model], memory=memory, **(limits or {}))
     worker.start()
-    worker.wait_until_ready()
     app = create_app(worker, **options)
-    server = HttpServer(app, bounds, grace=1.0)
+    server = HttpServer(app, grace=1.0, unread=unread)
     listening = socket.create_server(("127.0.0.1", 0))
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if send_buffer:
@@ -129,8 +126,7 @@ def running_server(
     try:
         while not server.started:
             time.sleep(0.01)
-        connections = server.server_state.connections
-        yield Running(f"http://127.0.0.1:{port}", worker, model.decoder, app, connections)
+        yield Running(f"http://127.0.0.1:{port}", worker, model.decoder, app)
     finally:
         server.should_exit = True
         thread.join(10)

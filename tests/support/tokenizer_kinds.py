@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from mlxspec.models.model_files import DEMO_DIRECTORY
 from mlxspec.models.sentencepiece_tokenizer import build_tokenizer
+from mlxspec.models.tokenizer import streaming_detokenizer
 from tests.support.shared import SHARED
 
 DEMO = DEMO_DIRECTORY / "tokenizer.model"
@@ -60,3 +63,10 @@ def word_piece() -> PreTrainedTokenizerFast:
     )
     tokenizer.train_from_iterator([_SAMPLE], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", bos_token="[CLS]")
+
+
+def wrap(tokenizer: PreTrainedTokenizerFast, **settings: Any) -> TokenizerWrapper:
+    """A tokenizer in mlx-lm's wrapper, with our detokenizer as a loaded one has it."""
+    wrapper = TokenizerWrapper(tokenizer, **settings)
+    wrapper._mlxspec_detokenizer = streaming_detokenizer(tokenizer)
+    return wrapper

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import re
-import stat
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -14,15 +12,17 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from textwrap import indent, shorten
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import click
 from rich.console import Console
 
 from ...distributed import leading
 from ...engine.params import SamplingParams
-from ...errors import ChatFileError, MlxspecError, OptionError, PromptError
+from ...errors import FileError, MlxspecError, OptionError, PromptError
 from ...files import replaced
 from ...jsonl import conversation_of, load_json
 from ...models.model_files import find_directory, local_path
@@ -30,21 +30,19 @@ from ...terminal import TokenPrinter, one_line, visible
 from ..common.api_client import RemoteModel
 from ..common.generation import FORMS, Generation, room_for
 from ..common.model_choice import (
-    DEMO_CAN,
     known_names,
     model_argument,
     model_or_default,
-    note_which_model,
+    note_if_demo,
     resolved,
 )
 from ..common.notes import note
 from ..common.options import FILE, color_option, command, option, options_of
 from ..common.output import Figures, counted, error_console, output_console, prefill_bar
-from ..common.prompt import in_template, template_option
+from ..common.prompt import template_option
 from ..memory import Memories
 
 if TYPE_CHECKING:
-    from ...distributed.ranks import Leader
     from ...engine.target import Progress
     from ...generation.decoder import Decoder
     from ...generation.response import GenerationResponse
@@ -67,7 +65,9 @@ _output = partial(option, group="Output")
 @template_option("Model and prompt")
 @_model("--load FILE", "Continue a conversation written by /save.", type=FILE)
 @_model("--server URL", "Chat with a model that 'mlxspec serve' serves at this address.")
-@_model("--max-tokens N", "Generate at most N tokens per answer.", default=2048)
+@_model(
+    "--max-tokens N", "Generate at most N tokens per answer.", default=2048, type=click.IntRange(1)
+)
 @options_of(Generation, "generation", leave_out=FORMS)
 @color_option("Output")
 @_output("--markdown", "At a terminal: render answers as Markdown, without the colours of drafts.")
@@ -84,8 +84,8 @@ def chat_command(
 ) -> None:
     """Chat with a model.
 
-    Each turn continues where the last one ended: the conversation stays in the KV cache and in the
-    drafter's index, and is not processed again.
+    Each turn continues where the last one ended: the conversation stays in the KV cache, and is not
+    processed again.
 
     \b
     Examples:
@@ -100,30 +100,28 @@ def chat_command(
     from .terminal import open_input
 
     loaded = read_chat(load) if load else None
-    console = error_console(color)
+    console, template = error_console(color), chat_template_config or {}
     with leading() as leader, ExitStack() as during:
-        # First, so that keys typed while the model loads wait for the prompt.
-        turns = during.enter_context(open_input(not no_history, lambda: model.others(), color))
+        turns = open_input(not no_history, lambda: model.others(), color)
         keeps = not (generation.drafting.no_memory or server)
         memories = during.enter_context(Memories(keeps))
         model: LocalModel | RemoteModel
         if server is None:
-            model = LocalModel(generation, console, memories, chat_template_config, leader)
-            # A user at a terminal will ask for more than the demo model can do.
-            note_which_model(generation.model, "" if turns.interactive else DEMO_CAN)
+            model = LocalModel(
+                generation, lambda one: one.load(console, memories, leader), template
+            )
+            note_if_demo(generation.model)
             memories.suggest_once()
         else:
-            model = RemoteModel(server, generation, chat_template_config)
-        during.callback(model.close)
+            model = RemoteModel(server, generation, template)
         conversation = ChatConversation(model, generation.max_tokens, system_prompt)
-        shown = console, color, turns.interactive, server, markdown
+        shown = console, color, turns.interactive, markdown
         chat = Chat(conversation, generation.sampling, *shown)
         if turns.interactive:
-            chat.say(f"Chatting with {chat.model_name}. /help lists commands and keys.")
+            chat.say(f"Chatting with {one_line(model.title)}. /help lists commands and keys.")
         if loaded:
-            chat.restore(*loaded)
-            if system_prompt:
-                conversation.system_prompt = system_prompt
+            chat.restore(loaded)
+            conversation.system_prompt = system_prompt or conversation.system_prompt
         chat.run(turns)
 
 
@@ -137,7 +135,6 @@ class Chat:
         console: standard error.
         color: as for :func:`mlxspec.terminal.wants_color`.
         interactive: show figures, and continue after an error.
-        server: the URL of the model's server; None for a local model.
         markdown: whether answers are rendered as Markdown.
     """
 
@@ -146,14 +143,11 @@ class Chat:
     console: Console
     color: bool | None
     interactive: bool
-    server: str | None
     markdown: bool
 
     def __post_init__(self) -> None:
         self._retries = 0  # each has a seed of its own
         self._figures = Figures()
-        self._greedy: object = None
-        """The conversation after an answer at temperature 0, which a retry would not change."""
 
     def run(self, turns: LineInput | TerminalInput) -> None:
         """Answer messages and run commands until the user leaves."""
@@ -172,7 +166,7 @@ class Chat:
                 elif message.strip():
                     # The space marks it as a message instead of a command.
                     text = message[1:] if message.startswith(" /") else message
-                    self._answer(partial(self.conversation.answer, text), self.sampling.temp)
+                    self._answer(partial(self.conversation.answer, text))
             except MlxspecError as error:
                 if not self.interactive:
                     raise
@@ -185,12 +179,11 @@ class Chat:
                 leaves = True
                 self.say("Press Ctrl-C again or Ctrl-D to leave.")
 
-    def _answer(self, start: Callable[[Progress], _Answer], temp: float) -> None:
+    def _answer(self, start: Callable[[Progress], _Answer]) -> None:
         """Answer a message, and write the text as it is generated; Ctrl-C ends only the answer.
 
         Args:
             start: starts the answer, given a bar for the prefill.
-            temp: the temperature.
         """
         printer, conversation = self._printer(), self.conversation
         last: GenerationResponse | None = None
@@ -214,8 +207,6 @@ class Chat:
         if last is None:
             self.say("Stopped before the first word; /retry tries again.")
             return
-        if temp == 0 and not ending:
-            self._greedy = conversation.state
         if last.finish_reason == "length":
             whole = last.generation_tokens == conversation.max_tokens
             ending = "cut by --max-tokens" if whole else "cut: the model's context is full"
@@ -235,22 +226,13 @@ class Chat:
         """Print a text that is not an answer."""
         self.console.print(visible(text), style="dim", soft_wrap=not self.interactive)
 
-    @property
-    def model_name(self) -> str:
-        """The model's name, and its server's URL if it has one."""
-        at = f" at {self.server}" if self.server else ""
-        return one_line(f"{self.conversation.model.name}{at}")
-
-    def restore(self, model: str, messages: Messages) -> None:
-        """Continue a saved conversation with these messages, answered by ``model``."""
+    def restore(self, messages: Messages) -> None:
+        """Continue a saved conversation with these messages."""
         self.conversation.restore(messages)
         self._figures = Figures()
-        parts = [f"Loaded {counted(self.conversation.n_turns, 'turn')}."]
-        if model not in ("", self.conversation.model.name):
-            parts.append(f"Its model was {one_line(model)}; /model switches models.")
+        self.say(f"Loaded {counted(len(self.conversation.turns), 'turn')}.")
         if self.conversation.unanswered:
-            parts.append("The last message has no answer: /retry answers it.")
-        self.say(" ".join(parts))
+            self.say("The last message has no answer: /retry answers it.")
 
     # The commands.
 
@@ -267,14 +249,15 @@ class Chat:
                 raise OptionError(
                     f"/retry {argument}: give a temperature, for example /retry 0.8, or nothing"
                 ) from None
-        if temp == 0 and self._greedy == self.conversation.state:
-            raise OptionError(
-                "at temperature 0 the answer would be the same: use '/retry 0.8' to sample another"
-            )
         if not self.conversation.unanswered:
             self._retries += 1
+            if temp == 0:
+                note(
+                    "at temperature 0 the same conversation gets the same answer: '/retry 0.8' "
+                    "samples another"
+                )
         seed = None if seed is None else (seed + self._retries) % _SEEDS
-        self._answer(partial(self.conversation.retry, temp=temp, seed=seed), temp)
+        self._answer(partial(self.conversation.retry, temp=temp, seed=seed))
 
     def _undo(self, _: str) -> None:
         message = shorten(one_line(self.conversation.undo()), _GLANCE, placeholder=" …")
@@ -293,25 +276,21 @@ class Chat:
 
     def _model(self, name: str) -> None:
         model = self.conversation.model
+        if name:
+            model.switch(name)
+        self.say(f"Chatting with {one_line(model.title)}.")
         if not name:
-            self.say(f"Chatting with {self.model_name}.")
-            if self.server:
-                self.say(f"The server has {one_line(', '.join(model.others()))}.")
-        elif (name if self.server else resolved(name)) == model.name:
-            self.say(f"Already chatting with {one_line(model.name)}.")
-        else:
-            self.conversation.switch(name)
-            self.say(f"Now chatting with {self.model_name}.")
+            self.say(f"/model NAME switches to {one_line(', '.join(model.others()))}.")
 
     def _save(self, file: str) -> None:
         conversation, path = self.conversation, local_path(file)
-        if not conversation.messages:
+        if not conversation.turns:
             raise PromptError(_NOTHING_SAID)
-        write_chat(path, conversation.model.name, conversation.saved)
-        self.say(f"Saved {counted(len(conversation.messages), 'message')} in {one_line(path)}.")
+        write_chat(path, conversation.model.name, conversation.messages)
+        self.say(f"Saved {counted(len(conversation.turns), 'turn')} in {one_line(path)}.")
 
     def _load(self, file: str) -> None:
-        self.restore(*read_chat(local_path(file)))
+        self.restore(read_chat(local_path(file)))
 
     def _switch_markdown(self, _: str) -> None:
         self.markdown = not self.markdown
@@ -319,10 +298,7 @@ class Chat:
         self.say(f"Answers are {now}.")
 
     def _stats(self, _: str) -> None:
-        length = self.conversation.model.context_length
-        of_all = f"of {length:,}" if length else ""
-        context = ("context", f"{self._figures.context:,}", of_all)
-        self.console.print(self._figures.panel(("answers", str(self._figures.answers)), context))
+        self.console.print(self._figures.panel(("answers", str(self._figures.answers))))
 
 
 def answer_line(last: GenerationResponse, predicted_cost: float, ending: str) -> str:
@@ -412,7 +388,7 @@ def command_in(message: str) -> tuple[ChatCommand, str] | None:
     """The command in a message and its argument, or None if the message is text to be answered.
 
     A command begins with a slash. A message with a space before the slash is text, and so is one
-    that begins with a path (``/etc/hosts``). The name of a file or model may be quoted.
+    that begins with a path (``/etc/hosts``).
 
     Raises:
         OptionError: the command is unknown, or its argument is missing or not allowed.
@@ -426,13 +402,8 @@ def command_in(message: str) -> tuple[ChatCommand, str] | None:
         close = get_close_matches(word, NAMES, 1)
         guess = f"did you mean {close[0]}?" if close else "/help lists them"
         raise OptionError(f"unknown command {word} ({guess}); {_OR_TEXT}")
-    if argument and not command.takes:
-        raise OptionError(f"{word} takes no argument; {_OR_TEXT}")
-    if not argument and command.takes == "file":
-        raise OptionError(f"{word} needs the name of a file: {command.spelling}")
-    in_quotes = len(argument) > 1 and argument[0] == argument[-1] and argument[0] in "\"'"
-    if in_quotes and command.takes != "text":
-        argument = argument[1:-1]
+    if bool(argument) > bool(command.takes) or (command.takes == "file" and not argument):
+        raise OptionError(f"write it as {command.spelling}; {_OR_TEXT}")
     return command, argument
 
 
@@ -467,11 +438,9 @@ class ChatConversation:
         system_prompt: the system prompt, before all turns.
 
     Attributes:
-        messages: the turns so far, without the system prompt; the last message may have no answer.
+        system_prompt: as given; it may be changed at any time.
+        turns: messages and their answers; the last answer may be missing, as "".
         dropped: how many turns were left out for the last answer.
-
-    Raises:
-        OptionError: the model's chat template takes no system prompt.
     """
 
     def __init__(
@@ -484,65 +453,31 @@ class ChatConversation:
 
     def reset(self) -> None:
         """Forget all turns."""
-        self.messages: Messages = []
+        self.turns: list[tuple[str, str]] = []
         self.dropped = 0
         self.model.forget()
 
     @property
-    def system_prompt(self) -> str | None:
-        """The system prompt, if there is one."""
-        return self._system_prompt
-
-    @system_prompt.setter
-    def system_prompt(self, text: str | None) -> None:
-        self._check_template(text)
-        self._system_prompt = text or None
-
-    @property
     def unanswered(self) -> bool:
         """Whether the last message has no answer."""
-        return bool(self.messages) and self.messages[-1]["role"] == "user"
+        return bool(self.turns) and not self.turns[-1][1]
 
     @property
-    def n_turns(self) -> int:
-        """The number of messages with an answer."""
-        return len(self._turns()) - self.unanswered
-
-    @property
-    def state(self) -> tuple[str, Messages]:
-        """The model and the messages: what a retry depends on, apart from sampling."""
-        return self.model.name, self.saved
-
-    @property
-    def saved(self) -> Messages:
-        """All messages, with the system prompt; none if nothing has been said."""
-        system = [_said("system", self.system_prompt)] if self.system_prompt else []
-        return [*system, *self.messages] if self.messages else []
+    def messages(self) -> Messages:
+        """The system prompt and all turns; empty if nothing has been said."""
+        said = [("system", self.system_prompt)] if self.system_prompt and self.turns else []
+        for message, answer in self.turns:
+            said += [("user", message), ("assistant", answer)]
+        said = said[:-1] if self.unanswered else said
+        return [{"role": role, "content": content} for role, content in said]
 
     def restore(self, messages: Messages) -> None:
-        """Replace this conversation by one from :func:`read_chat`.
-
-        Raises:
-            OptionError: the model's chat template takes no system prompt.
-        """
+        """Replace this conversation by one from :func:`read_chat`."""
+        contents = [message["content"] for message in messages]
         has_system = bool(messages) and messages[0]["role"] == "system"
-        self.system_prompt = messages[0]["content"] if has_system else None
-        self.messages, self.dropped = messages[has_system:], 0
-
-    def switch(self, name: str) -> None:
-        """Switch to another model.
-
-        Raises:
-            MlxspecError: it is not found, or cannot continue the conversation; then the present
-                model stays.
-        """
-        before = self.model.name
-        self.model.switch(name)
-        try:
-            self._check_template(self.system_prompt)
-        except OptionError:
-            self.model.switch(before)
-            raise
+        self.system_prompt = contents.pop(0) if has_system else None
+        self.turns = [*zip_longest(contents[::2], contents[1::2], fillvalue="")]
+        self.dropped = 0
 
     def answer(self, message: str, on_progress: Progress | None = None, **sampling: Any) -> _Answer:
         """Answer a message; if the generator is closed early, the partial answer is kept.
@@ -558,8 +493,8 @@ class ChatConversation:
             PromptError: the message alone is longer than the model's context.
         """
         if self.unanswered:
-            self.messages.pop()
-        self.messages.append(_said("user", message))
+            self.turns.pop()
+        self.turns.append((message, ""))
         said = ""
         try:
             tokens = self._fitting_prompt()
@@ -569,8 +504,7 @@ class ChatConversation:
                     said += response.text
                     yield response
         finally:
-            if said:
-                self.messages.append(_said("assistant", said))
+            self.turns[-1] = message, said
 
     def retry(self, on_progress: Progress | None = None, **sampling: Any) -> _Answer:
         """Answer the last message again; arguments as for :meth:`answer`.
@@ -580,13 +514,13 @@ class ChatConversation:
         Raises:
             PromptError: there is no message.
         """
-        before, had_answer = list(self.messages), not self.unanswered
+        before = self.turns[-1:]
         message = self.undo()
         try:
             yield from self.answer(message, on_progress, **sampling)
         finally:
-            if had_answer and self.unanswered:
-                self.messages = before
+            if self.unanswered:
+                self.turns[-1:] = before
 
     def undo(self) -> str:
         """Remove the last message and its answer, and return the message.
@@ -594,105 +528,82 @@ class ChatConversation:
         Raises:
             PromptError: there is no message.
         """
-        if not self.messages:
+        if not self.turns:
             raise PromptError(_NOTHING_SAID)
-        begin = self._turns()[-1]
-        message = str(self.messages[begin]["content"])
-        del self.messages[begin:]
-        return message
-
-    def _turns(self) -> list[int]:
-        """The indices of the user's messages, with which turns begin."""
-        return [at for at, message in enumerate(self.messages) if message["role"] == "user"]
+        return self.turns.pop()[0]
 
     def _fitting_prompt(self) -> list[int]:
         """The conversation's tokens, without the oldest turns if they leave no room."""
-        tokens, length = self.model.tokenize(self.saved), self.model.context_length
+        tokens, length = self.model.tokenize(self.messages), self.model.context_length
         self.dropped = 0
         if length is None or len(tokens) + min(self.max_tokens, length // _ANSWERS_SHARE) <= length:
             return tokens
-        while len(tokens) > length // 2 and len(turns := self._turns()) > 1:
-            del self.messages[: turns[1]]
+        while len(tokens) > length // 2 and len(self.turns) > 1:
+            del self.turns[0]
             self.dropped += 1
-            tokens = self.model.tokenize(self.saved)
+            tokens = self.model.tokenize(self.messages)
         return tokens
 
-    def _check_template(self, system_prompt: str | None) -> None:
-        """Check that the chat template takes a system prompt.
 
-        Raises:
-            OptionError: it does not.
-        """
-        if system_prompt:
-            try:
-                self.model.tokenize([_said("system", system_prompt), _said("user", "?")])
-            except (OptionError, PromptError) as error:
-                raise OptionError(
-                    "this model's chat template takes no system prompt; write it into the first "
-                    "message"
-                ) from error
-
-
-def _said(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
-
-
-@dataclass(eq=False)
 class LocalModel:
     """A model in this process, used for a chat.
 
-    To switch models, the old one is unloaded first, since memory may not hold both. If the new one
-    cannot be used, the old one is loaded again for the next answer.
+    Args:
+        generation: which model to use, and how to draft and sample.
+        load: loads the model of a generation.
+        template_arguments: variables for the model's chat template.
 
     Attributes:
-        generation: which model to use, and how to draft and sample.
-        console: shows the progress of loading.
-        memories: hold the earlier answers to draft from.
-        template_arguments: variables for the model's chat template.
-        leader: splits the model over its ranks; None for one process.
+        decoder: the loaded model.
         session: holds the KV cache of the conversation.
 
     Raises:
         MlxspecError: it cannot be loaded, or has no chat template.
     """
 
-    generation: Generation
-    console: Console
-    memories: Memories
-    template_arguments: Mapping[str, Any] | None = None
-    leader: Leader | None = None
-
-    def __post_init__(self) -> None:
-        self._first = self.generation
-        self._decoder: Decoder | None = None
-        self.forget()
-        self._load()
+    def __init__(
+        self,
+        generation: Generation,
+        load: Callable[[Generation], Decoder],
+        template_arguments: Mapping[str, Any],
+    ) -> None:
+        self._load = load
+        self._template_arguments = template_arguments
+        self._use(generation)
 
     @property
     def name(self) -> str:
         """The model's name, as the user gave it."""
-        return model_or_default(self.generation.model)
+        return model_or_default(self._generation.model)
+
+    title = name
 
     @property
     def context_length(self) -> int | None:
         """The length of the model's context in tokens; None if unknown."""
         from ...engine.model_sizes import context_length
 
-        return context_length(self._load().model)
+        return context_length(self.decoder.model)
 
     @property
     def predicted_cost(self) -> float:
         """The cost of the last answer's steps, in plain steps; 0 if unknown."""
-        return self._load().predicted_cost
+        return self.decoder.predicted_cost
 
     def tokenize(self, messages: Messages) -> list[int]:
-        """The tokens of a conversation in the model's chat template."""
-        tokenizer = self._load().tokenizer
-        tokens: list[int] = in_template(messages, tokenizer, **(self.template_arguments or {}))
+        """The tokens of a conversation in the model's chat template.
+
+        Raises:
+            PromptError: the template fails, for example because it takes no system prompt.
+        """
+        from ...models.chat_template import apply_template
+
+        how = {"add_generation_prompt": True, **self._template_arguments}
+        tokens: list[int] = apply_template(self.decoder.tokenizer, messages, **how)
         return tokens
 
     def stream(
-        self, tokens: Sequence[int], max_tokens: int, on_progress: object = None, **sampling: Any
+        self, tokens: Sequence[int], max_tokens: int, on_progress: object, **sampling: Any
     ) -> _Answer:
         """Generate an answer.
 
@@ -702,33 +613,34 @@ class LocalModel:
             on_progress: called with the progress of the prefill.
             sampling: sampling options for this answer only.
         """
-        sampled = replace(self.generation.sampling, **sampling)
-        asked = replace(self.generation, max_tokens=max_tokens, sampling=sampled)
+        sampled = replace(self._generation.sampling, **sampling)
+        asked = replace(self._generation, max_tokens=max_tokens, sampling=sampled)
         how = {"session": self.session, "on_progress": on_progress}
-        return asked.stream(self._load(), tokens, templated=True, **how)
+        return asked.stream(self.decoder, tokens, templated=True, **how)
 
     def others(self) -> list[str]:
         """The names that :meth:`switch` takes, besides directories."""
         return [*known_names()]
 
     def switch(self, name: str) -> None:
-        """Load another model, and download it if necessary.
+        """Load another model, without adapters, and download it if necessary.
+
+        The present one is unloaded first, since memory may not hold both. If the other cannot be
+        used, it is loaded again.
 
         Raises:
-            MlxspecError: it cannot be loaded, or has no chat template.
+            MlxspecError: the other model cannot be loaded, or has no chat template.
         """
-        name, before, first = resolved(name), self.generation, self._first
+        before, name = self._generation, resolved(name)
+        if name == self.name:
+            return
         find_directory(name, None)  # downloads it
         self.close()
-        if name == model_or_default(first.model):
-            self.generation = first
-        else:  # which has neither the first one's head nor its adapters
-            drafting = replace(first.drafting, head=None)
-            self.generation = replace(first, model=name, drafting=drafting, adapter_path=None)
+        drafting = replace(before.drafting, head=None)
         try:
-            self._load()
+            self._use(replace(before, model=name, drafting=drafting, adapter_path=None))
         except BaseException:
-            self.generation = before
+            self._use(before)
             raise
 
     def forget(self) -> None:
@@ -742,31 +654,28 @@ class LocalModel:
         import mlx.core as mx
 
         self.forget()  # the session refers to the model, too
-        self._decoder = None
+        del self.decoder
         gc.collect()  # decoders may be part of cycles
         mx.clear_cache()
 
-    def _load(self) -> Decoder:
-        if self._decoder is None:
-            decoder = self.generation.load(self.console, self.memories, self.leader)
-            if not decoder.tokenizer.has_chat_template:
-                raise OptionError(
-                    "this model's tokenizer has no chat template: choose a chat model, or use "
-                    "'mlxspec generate --raw'"
-                )
-            self._decoder = decoder
-        return self._decoder
+    def _use(self, generation: Generation) -> None:
+        decoder = self._load(generation)
+        if not decoder.tokenizer.has_chat_template:
+            raise OptionError(
+                "this model's tokenizer has no chat template: choose a chat model, or use "
+                "'mlxspec generate --raw'"
+            )
+        self._generation, self.decoder = generation, decoder
+        self.forget()
 
 
 # --- saved chats ---
 
-_MOST_BYTES = 100_000_000
-_OURS = {"model", "created", "messages"}
 _SYSTEM = ("system", "developer")  # OpenAI's newer name for it
 
 
 def write_chat(path: Path, model: str, messages: Messages) -> None:
-    """Write a conversation, whole or not at all; replace nothing but a saved chat.
+    """Write a conversation, whole or not at all; replace only what :func:`read_chat` reads.
 
     Args:
         path: the file.
@@ -774,74 +683,39 @@ def write_chat(path: Path, model: str, messages: Messages) -> None:
         messages: the system prompt, if there is one, and the turns.
 
     Raises:
-        ChatFileError: the file exists and is not a saved chat, or cannot be written.
+        FileError: the file exists and is not a saved chat, or cannot be written.
     """
-    if os.path.lexists(path) and not _is_ours(path):
-        raise ChatFileError(f"{path}: exists and is not a saved chat; choose another name")
+    if path.is_file():
+        read_chat(path)
     record = {"model": model, "created": int(time.time()), "messages": messages}
     text = json.dumps(record, ensure_ascii=False, indent=1)
-    with replaced(path, ChatFileError) as file:
+    with replaced(path) as file:
         file.write(text.encode(errors="replace") + b"\n")
 
 
-def read_chat(path: Path) -> tuple[str, Messages]:
+def read_chat(path: Path) -> Messages:
     """Read a saved chat, or a request of OpenAI's API.
 
     Returns:
-        the model that answered, or "" if the file does not name it, and the messages: the system
-        prompt if there is one, and turns of "user" and "assistant".
+        the system prompt if there is one, and turns of "user" and "assistant".
 
     Raises:
-        ChatFileError: it cannot be read or continued.
+        FileError: it cannot be read or continued.
     """
     try:
-        record = _json_at(path)
-        model = record.get("model") if isinstance(record, dict) else None
-        return model if isinstance(model, str) else "", _messages_of(record)
+        turns, _ = conversation_of(load_json(path.read_bytes()))
     except OSError as error:
-        raise ChatFileError(
-            f"{path}: cannot be read ({error.strerror or error}); name a saved chat"
-        ) from error
+        raise FileError(f"{path}: cannot be read ({error.strerror}); name a saved chat") from error
     except (ValueError, RecursionError) as error:
-        raise ChatFileError(f"{path}: is not a saved chat ({error})") from error
-
-
-def _is_ours(path: Path) -> bool:
-    """Whether a file holds a saved chat and nothing else."""
-    try:
-        record = _json_at(path)
-        _messages_of(record)
-    except (OSError, ValueError, RecursionError):
-        return False
-    return set(record) == _OURS
-
-
-def _json_at(path: Path) -> Any:
-    """Read a JSON file; raises OSError or ValueError."""
-    if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its writer
-        raise ValueError("it is not a regular file")
-    with path.open("rb") as file:
-        data = file.read(_MOST_BYTES + 1)
-    if len(data) > _MOST_BYTES:
-        raise ValueError(f"it has more than {_MOST_BYTES:,} bytes")
-    try:
-        return load_json(data)
-    except (ValueError, RecursionError):
-        raise ValueError("it is not JSON") from None
-
-
-def _messages_of(record: Any) -> Messages:
-    """Check and return the messages of a record; raises ValueError."""
-    turns, _ = conversation_of(record)
-    system = []
-    if turns and turns[0]["role"] in _SYSTEM:
-        system = [_said("system", turns.pop(0)["content"])]
-    for turn in turns:
-        if turn["role"] not in ("user", "assistant"):
-            raise ValueError(f"a chat cannot continue a message of role {turn['role']!r}")
-    if turns and turns[0]["role"] != "user":
-        raise ValueError("the first message must be the user's")
-    return [*system, *turns]
+        raise FileError(f"{path}: is not a saved chat ({error}); name another file") from error
+    begins = turns[:1] if turns and turns[0]["role"] in _SYSTEM else []
+    roles = [turn["role"] for turn in turns[len(begins) :]]
+    if roles != [("user", "assistant")[number % 2] for number in range(len(roles))]:
+        raise FileError(
+            f"{path}: is not a saved chat (its messages must be the user's and the assistant's in "
+            "turn); name another file"
+        )
+    return [{**one, "role": "system"} for one in begins] + turns[len(begins) :]
 
 
 # --help shows this after the end of the docstring.

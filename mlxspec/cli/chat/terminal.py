@@ -3,67 +3,70 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import termios
-import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from datetime import datetime
-from io import TextIOWrapper
-from pathlib import Path
-from typing import Any
+from contextlib import suppress
 
 import click
 from markdown_it import MarkdownIt
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import get_app
-from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+from prompt_toolkit.completion import (
+    CompleteEvent,
+    Completer,
+    Completion,
+    PathCompleter,
+    WordCompleter,
+)
 from prompt_toolkit.document import Document
 from prompt_toolkit.enums import DEFAULT_BUFFER
 from prompt_toolkit.filters import Condition, has_focus
-from prompt_toolkit.history import FileHistory, InMemoryHistory
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import ColorDepth, create_output
 from prompt_toolkit.output.vt100 import Vt100_Output
-from prompt_toolkit.styles import Style
 from rich.console import Console
 from rich.live import Live
 from rich.markdown import Markdown
-from rich.segment import Segment, SegmentLines
+from rich.segment import SegmentLines
 from rich.theme import Theme
 
-from ...errors import ChatFileError, MlxspecError, PromptError
-from ...files import replaced, sole_writer
+from ...errors import MlxspecError, PromptError
 from ...terminal import visible, wants_color
 from ..common.notes import note
-from . import COMMANDS, NAMES, QUOTES, is_open, without_quotes
+from . import NAMES, QUOTES, is_open, without_quotes
 
 
-@contextmanager
 def open_input(
     history: bool, models: Callable[[], Iterable[str]], color: bool | None
-) -> Iterator[LineInput | TerminalInput]:
+) -> LineInput | TerminalInput:
     """Open standard input.
 
     Args:
         history: keep typed messages for the next chat.
         models: returns the names to complete for ``/model``.
         color: as for :func:`mlxspec.terminal.wants_color`.
-
-    Raises:
-        PromptError: standard input is closed.
     """
-    if sys.stdin is None:
-        raise PromptError("standard input is closed: chat at a terminal, or pipe the turns in")
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if not at_terminal or os.environ.get("TERM", "dumb") == "dumb":
-        yield LineInput()
-        return
-    file = history_file() if history else None
-    turns = TerminalInput(file, models, wants_color(sys.stdout, color))
-    with _quiet_keys():
-        yield turns
+        return LineInput()
+    earlier = kept_history() if history else InMemoryHistory()
+    return TerminalInput(earlier, models, wants_color(sys.stdout, color))
+
+
+def kept_history() -> History:
+    """The messages of earlier chats, in a file that only the user may read."""
+    from ...corpus import data_directory
+
+    path = data_directory() / "chat_history"
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+        path.open("ab").close()
+    except OSError as error:
+        note(f"{path}: {error.strerror}; messages are not kept for the next chat")
+        return InMemoryHistory()
+    return FileHistory(path)
 
 
 class LineInput:
@@ -77,14 +80,13 @@ class LineInput:
 
     def __init__(self) -> None:
         self.interactive = sys.stdin.isatty()
-        if isinstance(sys.stdin, TextIOWrapper):
-            if self.interactive:
-                sys.stdin.reconfigure(errors="replace")
-            else:  # bytes that are not UTF-8 become lone surrogates, which _line() finds
-                sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape")
 
     def message(self) -> str | None:
-        """The next message; None at the end of the input."""
+        """The next message; None at the end of the input.
+
+        Raises:
+            PromptError: it is not UTF-8 text.
+        """
         try:
             text = self._line("> ")
         except EOFError:
@@ -98,40 +100,20 @@ class LineInput:
     def _line(self, prompt: str) -> str:
         if self.interactive:
             click.echo(prompt, nl=False, err=True)
-        line = ""
-        try:
-            line = sys.stdin.readline()
-        finally:
-            if self.interactive and not line:  # end the prompt's line
-                click.echo(err=True)
+        line = sys.stdin.buffer.readline()
         if not line:
             raise EOFError
         try:
-            line.encode()
-        except UnicodeEncodeError as error:
+            return line.decode("utf-8-sig").rstrip("\r\n")
+        except UnicodeDecodeError as error:
             raise PromptError("standard input is not UTF-8 text: convert it to UTF-8") from error
-        return line.removesuffix("\n").removesuffix("\r")
-
-
-# The terminal's own colours, since prompt_toolkit's greys are hard to tell apart.
-_STYLE = Style.from_dict(
-    {
-        "completion-menu": "noinherit",
-        "completion-menu.completion": "noinherit",
-        "completion-menu.completion.current": "noinherit reverse",
-        "completion-menu.meta.completion": "noinherit",
-        "completion-menu.meta.completion.current": "noinherit reverse",
-        "scrollbar.background": "noinherit",
-        "scrollbar.button": "noinherit reverse",
-    }
-)
 
 
 class TerminalInput:
     """Reads messages at a terminal, where pasted lines are one message.
 
     Args:
-        history: the file of earlier messages; None keeps messages only in this process.
+        history: earlier messages.
         models: returns the names to complete for ``/model``.
         color: whether to use colours.
 
@@ -141,20 +123,15 @@ class TerminalInput:
 
     interactive = True
 
-    def __init__(
-        self, history: Path | None, models: Callable[[], Iterable[str]], color: bool
-    ) -> None:
+    def __init__(self, history: History, models: Callable[[], Iterable[str]], color: bool) -> None:
         self.forgot = False
-        self._file = history
-        earlier = kept_messages(history) if history else []
-        self._last = earlier[-1] if earlier else None
         output = create_output()
         if isinstance(output, Vt100_Output):
             # The terminal's reply to a cursor query would mix with typed text.
             output.enable_cpr = False
         self._session: PromptSession[str] = PromptSession(
             "> ",
-            history=InMemoryHistory(earlier),
+            history=history,
             completer=ChatCompleter(models),
             complete_while_typing=Condition(lambda: get_app().current_buffer.text[:1] == "/"),
             key_bindings=_bindings(),
@@ -165,7 +142,6 @@ class TerminalInput:
             enable_open_in_editor=True,
             color_depth=None if color else ColorDepth.DEPTH_1_BIT,
             output=output,
-            style=_STYLE,
         )
 
     def message(self) -> str | None:
@@ -175,76 +151,12 @@ class TerminalInput:
             KeyboardInterrupt: Ctrl-C was pressed; typed text is lost.
         """
         try:
-            typed = self._session.prompt()
+            return without_quotes(self._session.prompt().rstrip("\n"))
         except EOFError:
             return None
         except KeyboardInterrupt:
             self.forgot = bool(self._session.default_buffer.text)
             raise
-        finally:
-            click.echo(_PASTES_BRACKETED, nl=False)
-        self._keep(typed)
-        # Python has made lone surrogates of undecodable bytes.
-        return without_quotes(typed.encode(errors="replace").decode().rstrip("\n"))
-
-    def _keep(self, typed: str) -> None:
-        """Keep a message for the next chat, unless it repeats the last one."""
-        if self._file and typed and typed != self._last:
-            self._last = typed
-            try:
-                keep_message(self._file, typed)
-            except (ChatFileError, OSError) as error:
-                reason = str(error).partition(";")[0]
-                note(f"{reason}; messages are not kept for the next chat")
-                self._file = None
-
-
-_MOST_BYTES = 1_000_000
-"""The size at which the history drops its older half."""
-
-_ENTRY = b"\n# "  # the beginning of each message in prompt_toolkit's FileHistory
-
-
-def history_file() -> Path:
-    """The file of typed messages.
-
-    Raises:
-        OptionError: the environment names an impossible directory.
-    """
-    from ...corpus import data_directory
-
-    return data_directory() / "chat_history"
-
-
-def kept_messages(path: Path) -> list[str]:
-    """Read the messages of :func:`keep_message`, oldest first; none from an unreadable file."""
-    with suppress(OSError):
-        if path.is_file():
-            return [*FileHistory(path).load_history_strings()][::-1]
-    return []
-
-
-def keep_message(path: Path, message: str) -> None:
-    """Append a message to a private file that several chats may write.
-
-    Args:
-        path: the file; its directory is created if it is missing.
-        message: the message.
-
-    Raises:
-        ChatFileError, OSError: it cannot be written.
-    """
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    lines = "".join(f"+{line}\n" for line in message.split("\n"))
-    entry = f"\n# {datetime.now()}\n{lines}".encode(errors="replace")
-    with sole_writer(path, ChatFileError, create=True):
-        if path.stat().st_size <= _MOST_BYTES:
-            with open(path, "ab") as file:
-                file.write(entry)
-        else:
-            _, begin, newer = path.read_bytes()[-_MOST_BYTES // 2 :].partition(_ENTRY)
-            with replaced(path, ChatFileError) as file:
-                file.write(begin + newer + entry)
 
 
 class ChatCompleter(Completer):
@@ -256,35 +168,24 @@ class ChatCompleter(Completer):
 
     def __init__(self, models: Callable[[], Iterable[str]]) -> None:
         self._models = models
-        self._files = PathCompleter(expanduser=True)
-        self._directories = PathCompleter(expanduser=True, only_directories=True)
+        help_texts = {
+            f"{name} " if command.takes else name: command.help for name, command in NAMES.items()
+        }
+        self._commands = WordCompleter([*help_texts], meta_dict=help_texts, sentence=True)
 
     def get_completions(self, document: Document, event: CompleteEvent) -> Iterator[Completion]:
-        text = document.text_before_cursor
-        word, space, rest = text.partition(" ")
-        if not text.startswith("/") or "\n" in text:
-            return
+        word, space, rest = document.text_before_cursor.partition(" ")
         if not space:
-            for command in COMMANDS:
-                for name in (command.name, *command.aliases):
-                    if name.startswith(word):
-                        more = " " if command.takes else ""
-                        yield Completion(
-                            name + more, -len(word), display=name, display_meta=command.help
-                        )
-            return
-        takes = NAMES[word].takes if word in NAMES else ""
-        if not event.completion_requested:  # query disks and servers only at Tab
-            return
-        rest = rest.lstrip()
-        if takes == "model":
-            with suppress(MlxspecError):  # a server that is gone; the next answer reports it
-                for model in self._models():
-                    if model.startswith(rest):
-                        yield Completion(model, -len(rest))
-            yield from self._directories.get_completions(Document(rest), event)
-        elif takes == "file":
-            yield from self._files.get_completions(Document(rest), event)
+            yield from self._commands.get_completions(document, event)
+        elif event.completion_requested and word in NAMES:  # query disks and servers only at Tab
+            takes, typed = NAMES[word].takes, Document(rest.lstrip())
+            if takes == "model":
+                with suppress(MlxspecError):  # a server that is gone; the next answer reports it
+                    names = WordCompleter([*self._models()], sentence=True)
+                    yield from names.get_completions(typed, event)
+            if takes in ("file", "model"):
+                paths = PathCompleter(expanduser=True, only_directories=takes == "model")
+                yield from paths.get_completions(typed, event)
 
 
 def _bindings() -> KeyBindings:
@@ -314,43 +215,6 @@ def _bindings() -> KeyBindings:
     return bindings
 
 
-_PASTES_BRACKETED = "\x1b[?2004h"
-_PASTES_BARE = "\x1b[?2004l"
-
-
-@contextmanager
-def _quiet_keys() -> Iterator[None]:
-    """Stop the terminal from showing keys that are pressed while an answer is written.
-
-    The next prompt gets these keys, with Enter and pastes as at a prompt. Ctrl-C and Ctrl-Z still
-    work. Each prompt turns bracketed paste off, so turn it on again after each prompt.
-    """
-    terminal = sys.stdin.fileno()
-    before: list[Any] = termios.tcgetattr(terminal)
-
-    def hush(*_: object) -> None:
-        with suppress(termios.error):
-            attributes = termios.tcgetattr(terminal)
-            attributes[0] &= ~termios.ICRNL  # otherwise Enter would become Ctrl-J
-            attributes[3] &= ~(termios.ECHO | termios.ICANON)
-            termios.tcsetattr(terminal, termios.TCSADRAIN, attributes)
-
-    handler = signal.signal(signal.SIGCONT, hush)  # again after each resume by the shell
-    hush()
-    click.echo(_PASTES_BRACKETED, nl=False)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGCONT, handler)
-        with suppress(OSError, termios.error):  # the window is closed
-            click.echo(_PASTES_BARE, nl=False)
-            termios.tcsetattr(terminal, termios.TCSADRAIN, before)
-
-
-_REFRESH = 0.1  # the fewest seconds between two drawings of a growing block
-_SHARE = 20  # drawing takes at most a twentieth of the time
-
-
 def _markdown(text: str) -> Markdown:
     """Markdown that shows every word: HTML is shown as text, and links with their addresses."""
     # "ansi" themes use the terminal's own palette, which fits its background.
@@ -358,10 +222,6 @@ def _markdown(text: str) -> Markdown:
     parser = MarkdownIt("commonmark", {"html": False}).enable("strikethrough").enable("table")
     markdown.parsed = parser.parse(text)
     return markdown
-
-
-def _rendered(console: Console, text: str) -> list[list[Segment]]:
-    return console.render_lines(_markdown(text), pad=False)
 
 
 class MarkdownPrinter:
@@ -378,71 +238,45 @@ class MarkdownPrinter:
         self._console = console
         # Rich's own style for inline code has a black background, even in a light window.
         console.push_theme(Theme({"markdown.code": "bold cyan"}))
-        self._live: Live | None = None
         self._text = ""
-        """The text from the last written block on."""
-        self._written = 0
-        """The number of rendered lines of :attr:`_text` that are written."""
-        self._next = 0.0
-        """The earliest time of the next drawing."""
+        """The text of the last block."""
+        self._between = ""
+        """What comes before the next block: a blank line, except before the first one."""
+        self._live = Live(
+            console=console,
+            get_renderable=self._picture,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
 
     def write(self, text: str, from_draft: bool) -> None:
         """Write a token's text."""
+        self._live.start()
         self._text += visible(text)
         if "\n" in text:
-            self._write_complete()
-        if time.monotonic() >= self._next:
-            began = time.monotonic()
-            self._draw()
-            ended = time.monotonic()
-            self._next = ended + max(_REFRESH, _SHARE * (ended - began))
+            # A line that is still growing may turn out to belong to the block before it.
+            lines = self._text[: self._text.rfind("\n")].split("\n")
+            blocks = _markdown("\n".join(lines)).parsed or []  # paragraphs, lists, …
+            *_, begin = 0, *(block.map[0] for block in blocks if block.map and not block.level)
+            if begin:
+                complete, rest = lines[:begin], self._text.split("\n")[begin:]
+                self._text = "\n".join(rest)
+                self._print("\n".join(complete))
 
     def finish(self) -> None:
         """Write the rest of the answer."""
-        self._erase()
-        if self._text.strip():
-            self._print(self._text)
-        self._text, self._written = "", 0
+        rest, self._text = self._text, ""
+        self._live.stop()
+        if rest.strip():
+            self._print(rest)
 
-    def _write_complete(self) -> None:
-        """Write the blocks before the last one, if they are not yet written."""
-        # A line that is still growing may turn out to belong to the block before it.
-        lines = self._text[: self._text.rfind("\n") + 1].split("\n")
-        blocks = _markdown("\n".join(lines)).parsed  # paragraphs, lists, …
-        begins = [block.map[0] for block in blocks if block.map and block.level == 0]
-        earlier = 1 if self._written else 0
-        if len(begins) - earlier < 2:
-            return
-        complete = "\n".join(lines[: begins[-1]]) + "\n"
-        self._erase()
-        self._print(complete)
-        # Keep the last of them, since the space between two blocks depends on both.
-        self._text = "\n".join(self._text.split("\n")[begins[-2] :])
-        last = "\n".join(lines[begins[-2] : begins[-1]])
-        self._written = len(_rendered(self._console, last))
+    def _print(self, block: str) -> None:
+        self._console.print(self._between, end="")
+        self._console.print(_markdown(block))
+        self._between = "\n"
 
-    def _print(self, text: str) -> None:
-        """Write the lines of a text that are not yet written."""
-        lines = _rendered(self._console, text)[self._written :]
-        self._console.print(SegmentLines(lines, new_lines=True), end="")
-
-    def _draw(self) -> None:
-        room = max(1, self._console.height - 1)
-        lines = _rendered(self._console, self._text)[self._written :][-room:]
-        picture = SegmentLines(lines, new_lines=True)
-        if self._live is None:
-            self._live = Live(
-                picture,
-                console=self._console,
-                auto_refresh=False,
-                transient=True,
-                redirect_stdout=False,
-                redirect_stderr=False,
-            )
-            self._live.start()
-        self._live.update(picture, refresh=True)
-
-    def _erase(self) -> None:
-        if self._live:
-            self._live.stop()
-            self._live = None
+    def _picture(self) -> SegmentLines:
+        """The last lines of the growing block that fit into the window."""
+        lines = self._console.render_lines(_markdown(self._text), pad=False)
+        return SegmentLines(lines[-max(1, self._console.height - 2) :], new_lines=True)

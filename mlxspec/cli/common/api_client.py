@@ -8,13 +8,12 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from http.client import HTTPException, HTTPResponse
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
-from urllib.parse import urlsplit
 
-from ...engine.params import CacheOptions, SamplingParams
+from ...engine.params import CacheOptions
 from ...errors import OptionError, PromptError
 from ...models.model_files import given_name
 from .generation import API_KEY, DraftingOptions, Generation, without_first_space
@@ -49,13 +48,9 @@ class ApiClient:
     """
 
     def __init__(self, address: str) -> None:
-        from ...server.auth import is_loopback
-
         self.address = address.rstrip("/").removesuffix("/v1")
-        self._opener = urllib.request.build_opener()
-        with suppress(ValueError):  # the first request reports it
-            if is_loopback(urlsplit(self.address).hostname or ""):  # no proxy can reach it
-                self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        # The server is on this machine or in its network, which a proxy may not reach.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def models(self, first: str | None = None) -> list[ModelCard]:
         """List the server's models.
@@ -74,7 +69,7 @@ class ApiClient:
                 raise TypeError(models)
             names = [model.name for model in models]
             name = first or names[0]
-        except (AttributeError, LookupError, TypeError) as error:
+        except (AttributeError, LookupError, TypeError, json.JSONDecodeError) as error:
             raise OptionError(
                 f"--server {self.address} sent no list of models: start one with 'mlxspec serve'"
             ) from error
@@ -96,12 +91,7 @@ class ApiClient:
             PromptError: the server reports an error.
         """
         with closing(self.open(path, body)) as answer:
-            try:
-                return json.loads(answer.read())
-            except (OSError, ValueError, HTTPException) as error:
-                raise OptionError(
-                    f"--server {self.address} sent no JSON ({error}): is it 'mlxspec serve'?"
-                ) from error
+            return json.loads(answer.read())
 
     def open(self, path: str, body: dict[str, Any] | None = None) -> HTTPResponse:
         """Send a request; the arguments and errors are the same as for :meth:`ask`."""
@@ -114,17 +104,12 @@ class ApiClient:
             return cast(HTTPResponse, self._opener.open(request, timeout=_SILENCE))
         except urllib.error.HTTPError as error:
             with error:
-                if error.code == 401:
-                    state = "is wrong" if key else "is not set"
-                    raise PromptError(
-                        f"--server {self.address} needs a key, and {API_KEY} {state}: "
-                        "set it to the server's key"
-                    ) from error
                 try:
                     message = json.loads(error.read())["error"]["message"]
                 except (OSError, ValueError, LookupError, TypeError, HTTPException):
                     message = f"{error.code} {error.reason}"
-                raise PromptError(f"the server: {message}") from error
+                remedy = f"; {API_KEY} must hold the server's key" if error.code == 401 else ""
+                raise PromptError(f"--server {self.address}: {message}{remedy}") from error
         except (OSError, ValueError, HTTPException) as error:
             reason = getattr(error, "reason", error)
             reason = getattr(reason, "strerror", None) or reason
@@ -149,7 +134,9 @@ class RemoteModel:
 
     Attributes:
         name: the model's name.
+        title: the name with the server's address.
         context_length: in tokens; None if unknown.
+        predicted_cost: 0, since servers do not report it.
 
     Raises:
         OptionError: the server does not answer or has no such model, or an option is given that
@@ -157,13 +144,9 @@ class RemoteModel:
     """
 
     predicted_cost = 0.0
-    """Servers do not report it."""
 
     def __init__(
-        self,
-        address: str,
-        generation: Generation,
-        template_arguments: Mapping[str, Any] | None = None,
+        self, address: str, generation: Generation, template_arguments: Mapping[str, Any]
     ) -> None:
         of_server = generation.drafting, generation.caches, generation.adapter_path
         if of_server != (DraftingOptions(), CacheOptions(), None):
@@ -171,11 +154,9 @@ class RemoteModel:
                 "options for drafts, caches and adapters are for 'mlxspec serve': leave them out "
                 "with --server"
             )
-        if generation.sampling.min_tokens_to_keep != SamplingParams().min_tokens_to_keep:
-            raise OptionError("--min-tokens-to-keep: servers do not take it; leave it out")
         self._client = ApiClient(address)
         self._generation = generation
-        self._template_arguments = dict(template_arguments or {})
+        self._template_arguments = template_arguments
         self.switch(generation.model)
 
     def switch(self, name: str | None) -> None:
@@ -186,6 +167,7 @@ class RemoteModel:
         """
         model, *_ = self._client.models(name)
         self.name, self.context_length = model.name, model.context_length
+        self.title = f"{self.name} at {self._client.address}"
 
     def others(self) -> list[str]:
         """The names of the server's models."""
@@ -201,7 +183,7 @@ class RemoteModel:
         return [*self._client.ask("/v1/tokenize", body)["tokens"]]
 
     def stream(
-        self, tokens: Sequence[int], max_tokens: int, on_progress: object = None, **sampling: Any
+        self, tokens: Sequence[int], max_tokens: int, on_progress: object, **sampling: Any
     ) -> Generator[GenerationResponse, None, None]:
         """Generate an answer; a response may have several tokens.
 
@@ -215,7 +197,7 @@ class RemoteModel:
         """
         from ...generation.response import SpeculationStats
 
-        ends, params = self._generation.ends, replace(self._generation.sampling, **sampling)
+        params = replace(self._generation.sampling, **sampling)
         sent = {name: value for name, value in vars(params).items() if name not in _NOT_SENT}
         body = {
             **sent,
@@ -223,8 +205,8 @@ class RemoteModel:
             "model": self.name,
             "prompt": list(tokens),
             "max_tokens": max_tokens,
-            "stop": ends.stop,
-            "stop_token_ids": ends.stop_tokens,
+            "stop": self._generation.stop,
+            "stop_token_ids": self._generation.stop_tokens,
             "stream": True,
             "stream_options": {"include_usage": True},
             "mlxspec": {"drafts": True},
@@ -244,13 +226,15 @@ class RemoteModel:
                         stats = SpeculationStats(steps=count, rows=count, emitted=count)
                         yield trimmed(response(text, accepted, len(tokens), stats, begun))
                 if usage := chunk.get("usage"):
-                    yield _last(usage, reason, started, begun or started)
+                    last = response("", False, len(tokens), _stats(usage), begun or started)
+                    last.reused_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+                    if begun:
+                        last.prompt_tps = (len(tokens) - last.reused_tokens) / (begun - started)
+                    last.finish_reason = reason
+                    yield last
 
     def forget(self) -> None:
         """Do nothing: the server keeps the caches of conversations."""
-
-    def close(self) -> None:
-        """Do nothing: each request closes its own connection."""
 
 
 def _events(answer: HTTPResponse) -> Iterator[dict[str, Any]]:
@@ -267,23 +251,15 @@ def _events(answer: HTTPResponse) -> Iterator[dict[str, Any]]:
         raise PromptError(f"the connection to the server was lost ({error}): try again") from error
 
 
-def _last(
-    usage: dict[str, Any], reason: str | None, started: float, begun: float
-) -> GenerationResponse:
-    """The last response, with the answer's figures."""
+def _stats(usage: dict[str, Any]) -> SpeculationStats:
+    """The figures of an answer, from the usage that the server reports."""
     from ...generation.response import SpeculationStats
 
     generated, details = usage["completion_tokens"], usage["completion_tokens_details"]
     accepted = details["accepted_prediction_tokens"]
     drafted = accepted + details["rejected_prediction_tokens"]
     steps = max(1, generated - accepted)
-    stats = SpeculationStats(steps, steps + drafted, drafted, accepted, generated)
-    last = response("", False, usage["prompt_tokens"], stats, begun)
-    last.reused_tokens = usage["prompt_tokens_details"]["cached_tokens"]
-    if begun > started:
-        last.prompt_tps = (last.prompt_tokens - last.reused_tokens) / (begun - started)
-    last.finish_reason = reason
-    return last
+    return SpeculationStats(steps, steps + drafted, drafted, accepted, generated)
 
 
 def response(

@@ -22,16 +22,11 @@ from .model_choice import MODEL, model_or_default
 from .notes import note
 from .options import (
     ADAPTERS,
-    ADAPTERS_HELP,
     DRAFTER,
     HEAD,
-    HEAD_HELP,
     NAME,
     NO_HEAD,
-    NO_HEAD_HELP,
     NO_MEMORY,
-    NO_MEMORY_HELP,
-    check_least,
     check_one,
     nested,
     option_field,
@@ -59,15 +54,15 @@ if TYPE_CHECKING:
 API_KEY = "MLXSPEC_API_KEY"
 """The environment variable that holds a server's key, for the server and its clients."""
 
-_DECODERS = ("auto", "prompt-lookup", "lookahead", "combined", "plain")
+_DECODERS = ("auto", "prompt-lookup", "lookahead", "plain")
 # Decoders that take certain options. The default decoder is the first that takes all given options.
-PLANNED = ("auto", "combined")  # a trained head drafts with these
-_LOOKUP = ("prompt-lookup", "combined")
-_LOOKAHEAD = ("lookahead", "combined")
+PLANNED = ("auto",)  # a trained head drafts with these
+_lookup = partial(option_field, of=("prompt-lookup",))
+_lookahead = partial(option_field, of=("lookahead",))
 
 
-_lookup = partial(option_field, of=_LOOKUP)
-_lookahead = partial(option_field, of=_LOOKAHEAD)
+def _number_or_auto(text: str) -> int | str:
+    return text if text == "auto" else int(text)
 
 
 @dataclass(frozen=True)
@@ -81,13 +76,13 @@ class DraftingOptions:
     decoder: str | None = option_field(
         "--decoder",
         "auto chooses each draft by its measured cost; prompt-lookup has fixed parameters; "
-        "lookahead drafts from the model's own guesses; combined is auto with lookahead.  "
+        "lookahead drafts from the model's own guesses.  "
         "[default: auto, or the one that the given options need]",
         type=click.Choice(_DECODERS),
     )
     store: str | None = option_field(
         "--store FILE",
-        "With auto and combined: also draft from a store made by 'mlxspec store'.",
+        "With auto: also draft from a store made by 'mlxspec store'.",
         type=NAME,
         of=PLANNED,
     )
@@ -101,12 +96,15 @@ class DraftingOptions:
         type=MODEL,
         of=("auto",),
     )
-    num_draft_tokens: int | None = option_field(
-        "--num-draft-tokens N", "Draft at most N tokens with --draft-model.  [default: 2]"
+    num_draft_tokens: int = option_field(
+        "--num-draft-tokens N",
+        "Draft at most N tokens with --draft-model.",
+        default=2,
+        type=click.IntRange(1),
     )
-    head: str | None = option_field(HEAD, HEAD_HELP, type=MODEL, of=PLANNED)
-    no_head: bool = option_field(NO_HEAD, NO_HEAD_HELP, default=False)
-    no_memory: bool = option_field(NO_MEMORY, NO_MEMORY_HELP, default=False)
+    head: str | None = option_field(*HEAD, type=MODEL, of=PLANNED)
+    no_head: bool = option_field(*NO_HEAD, default=False)
+    no_memory: bool = option_field(*NO_MEMORY, default=False)
     n_draft: int | None = _lookup(
         "--n-draft --prompt-lookup-num-tokens N",
         "Draft at most N tokens per step; 0 is plain decoding.  [default: 10]",
@@ -119,10 +117,11 @@ class DraftingOptions:
     prompt_lookup_config: str | None = _lookup(
         "--prompt-lookup-config [N,N,[0]]", "Set --n-draft and --ngram-max in TensorRT-LLM's form."
     )
-    window_size: str | None = _lookahead(
+    window_size: int | str | None = _lookahead(
         "-W --window-size --WINDOW_SIZE W",
         "Lookahead: columns of the window; auto uses look-ups instead, as many as pay.  "
         "[default: auto]",
+        type=_number_or_auto,
     )
     ngram_size: int | None = _lookahead(
         "-N --ngram-size --LEVEL N",
@@ -144,9 +143,6 @@ class DraftingOptions:
                     f"--{name.replace('_', '-')} is for --decoder {' and '.join(decoders)}, not "
                     f"{self.kind}"
                 )
-        check_least(1, num_draft_tokens=self.num_draft_tokens)
-        if self.num_draft_tokens is not None and self.draft_model is None:
-            raise OptionError("--num-draft-tokens needs a draft model: name it with --draft-model")
         check_one(drafter=self.drafter, draft_model=self.draft_model)
         check_one(head=self.head, no_head=self.no_head, draft_model=self.draft_model)
         _ = self.lookup, self.lookahead  # raises an error for a wrong value
@@ -159,26 +155,15 @@ class DraftingOptions:
             if "of" in own.metadata and getattr(self, own.name) is not None
         }
 
-    @property
-    def wanted_head(self) -> str | bool | None:
-        """The head to load, as for :func:`.models.heads.loading.load_with_head`.
-
-        A draft model drafts in the place of the head that comes with a model.
-        """
-        uses_one = self.kind in PLANNED and self.draft_model is None and not self.no_head
-        return self.head if uses_one else False
-
     def _given(self, *names: str) -> dict[str, Any]:
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     @cached_property
     def kind(self) -> str:
         """The name of the decoder: the requested one, or the first that takes the given options."""
-        if self.decoder:
-            return self.decoder
-        options = self._for_some_decoders().items()
-        taking = [of for name, of in options if name not in ("store", "head")]
-        return next((kind for kind in _DECODERS if all(kind in of for of in taking)), "auto")
+        takers = self._for_some_decoders().values()
+        taking = (kind for kind in _DECODERS if all(kind in of for of in takers))
+        return self.decoder or next(taking, "auto")
 
     @cached_property
     def lookup(self) -> PromptLookup:
@@ -197,13 +182,6 @@ class DraftingOptions:
         from ...generation.drafting import Lookahead
 
         given = self._given("window_size", "ngram_size", "guess_set_size", "pool_from_prompt")
-        if given.get("window_size", "auto") != "auto":
-            try:
-                given["window_size"] = int(given["window_size"])
-            except ValueError:
-                raise OptionError(
-                    f"--window-size is {self.window_size!r}: give a number, or auto"
-                ) from None
         return Lookahead(**given)
 
     def of_model(
@@ -222,7 +200,7 @@ class DraftingOptions:
             head: the model's trained head.
 
         Raises:
-            StoreError: the store cannot be read, or belongs to another tokenizer.
+            FileError: the store cannot be read, or belongs to another tokenizer.
         """
         from ...corpus import Memory
         from ...corpus.store import open_store
@@ -235,43 +213,11 @@ class DraftingOptions:
         if self.kind == "lookahead":
             return self.lookahead
         store = None if self.store is None else open_store(self.store, tokenizer)
-        lookahead = None
-        if self.kind == "combined":
-            looks_up = any(of is _LOOKUP for of in self._for_some_decoders().values())
-            lookahead = replace(self.lookahead, first=self.lookup.new if looks_up else None)
-        return Auto(memory or Memory(), store, extra, lookahead, head=head)
-
-
-@dataclass(frozen=True)
-class Ends:
-    """What ends the output before ``max_tokens``."""
-
-    stop: tuple[str, ...] = option_field("--stop TEXT", "End before TEXT; repeatable.", default=())
-    stop_tokens: tuple[int | str, ...] = option_field(
-        "--stop-token --extra-eos-token TOKEN",
-        "Also end at this token, given by id or by its text; repeatable.",
-        default=(),
-    )
-
-
-def _biases(texts: Sequence[str]) -> dict[int, float]:
-    parsed = {}
-    for text in texts:
-        token, _, value = text.partition("=")
-        try:
-            parsed[int(token)] = float(value)
-        except ValueError:
-            raise OptionError(
-                f"--logit-bias is {text!r}: write it as ID=VALUE, for example 42=-5"
-            ) from None
-    return parsed
-
-
-def _ids_or_texts(tokens: Sequence[str]) -> tuple[int | str, ...]:
-    return tuple(int(token) if token.isdecimal() else token for token in tokens)
+        return Auto(memory or Memory(), store, extra, head=head)
 
 
 FORMS = ("json_schema", "regex", "grammar")
+_end = partial(option_field, group="End of the output")
 _form = partial(option_field, group="Form of the output")
 _model = partial(option_field, group="Model and prompt")
 
@@ -287,15 +233,20 @@ class Generation:
         max_tokens: the most tokens to generate.
 
     Raises:
-        OptionError: ``max_tokens`` is below 1, or the form of the output cannot be read.
+        OptionError: the form of the output cannot be read.
     """
 
     model: str | None
     max_tokens: int
     drafting: DraftingOptions = nested(DraftingOptions, "Drafting")
-    ends: Ends = nested(Ends, "End of the output", stop_tokens=_ids_or_texts)
-    sampling: SamplingParams = nested(SamplingParams, "Sampling", logit_bias=_biases)
+    sampling: SamplingParams = nested(SamplingParams, "Sampling")
     caches: CacheOptions = nested(CacheOptions, "Memory")
+    stop: tuple[str, ...] = _end("--stop TEXT", "End before TEXT; repeatable.", default=())
+    stop_tokens: tuple[int | str, ...] = _end(
+        "--stop-token --extra-eos-token TOKEN",
+        "Also end at this token, given by id or by its text; repeatable.",
+        default=(),
+    )
     json_schema: str | None = _form(
         "--json-schema FILE",
         "Generate JSON that is valid under the JSON Schema in FILE.",
@@ -309,10 +260,9 @@ class Generation:
         "Generate text in the grammar in FILE: Lark in llguidance's variant, or llama.cpp's GBNF.",
         type=NAME,
     )
-    adapter_path: str | None = _model(ADAPTERS, ADAPTERS_HELP, type=NAME)
+    adapter_path: str | None = _model(*ADAPTERS, type=NAME)
 
     def __post_init__(self) -> None:
-        check_least(1, max_tokens=self.max_tokens)
         _ = self.constraint  # raises an error for a wrong value
 
     @cached_property
@@ -325,35 +275,22 @@ class Generation:
             return _read_form("--grammar", self.grammar, Constraint.grammar)
         return None if self.regex is None else Constraint.regex(self.regex)
 
-    def load(self, console: Console, memories: Memories, leader: Leader | None = None) -> Decoder:
-        """Load the model, and measure the cost of its steps if that is needed and unknown.
-
-        Args:
-            console: shows the progress of the measurement.
-            memories: hold the earlier answers to draft from.
-            leader: splits the model over its ranks; None for one process.
-        """
-        with ProgressBar("Measuring step times", console=console) as bar:
-            decoder = self.load_unmeasured(memories, leader, on_measuring=bar)
-            measure(decoder)
-        return decoder
-
-    def load_unmeasured(
+    def load(
         self,
+        console: Console | None,
         memories: Memories,
         leader: Leader | None = None,
         on_read: OnRead = lambda nbytes: None,
-        on_measuring: Callable[[float], None] | None = None,
     ) -> Decoder:
-        """As :meth:`load`, but without running the model, which :func:`measure` does.
+        """Load the model, and measure the cost of its steps if that is needed and unknown.
 
         Args:
-            memories, leader: as for :meth:`load`.
+            console: shows the progress of the measurement; None leaves it to :func:`measure`.
+            memories: hold the earlier answers to draft from.
+            leader: splits the model over its ranks; None for one process.
             on_read: as for :func:`.models.model.evaluate`.
-            on_measuring: as for :class:`mlxspec.Decoder`.
         """
         from ...drafting.drafter import load_drafter
-        from ...drafting.sources import parse_lookup_config
         from ...engine.draft_model import DraftModelDrafter, check_vocabularies
         from ...models.heads.loading import load_with_head
         from ...models.model import load
@@ -365,9 +302,6 @@ class Generation:
                     f"--{name} is not for a model that is split over several machines: leave it "
                     "out, or run without mlx.launch"
                 )
-        config = drafting.prompt_lookup_config
-        if config and (ignored := parse_lookup_config(config)[2]):
-            note(ignored)
         name = model_or_default(self.model)
         extra: Callable[[], Drafter] | None = None
         draft_model = head = None
@@ -375,18 +309,24 @@ class Generation:
             extra = load_drafter(drafting.drafter)
         if drafting.draft_model is not None:
             draft_model, _ = load(drafting.draft_model)
-            extra = partial(DraftModelDrafter, draft_model, drafting.num_draft_tokens or 2)
+            extra = partial(DraftModelDrafter, draft_model, drafting.num_draft_tokens)
         if leader:
             model, tokenizer = leader.load(name)
         else:
-            wanted = drafting.wanted_head
+            # A draft model drafts in the place of the head that comes with a model.
+            plans = drafting.kind in PLANNED and not (drafting.draft_model or drafting.no_head)
+            wanted = drafting.head if plans else False
             model, tokenizer, head = load_with_head(name, wanted, self.adapter_path, on_read)
         memory = memories.of(tokenizer, name) if drafting.kind in PLANNED else None
         drafts_from = drafting.of_model(tokenizer, memory, extra, head)
-        decoder = mlxspec.Decoder(model, tokenizer, drafts_from, on_measuring=on_measuring)
+        bar = ProgressBar("Measuring step times", console=console) if console else None
+        decoder = mlxspec.Decoder(model, tokenizer, drafts_from, on_measuring=bar)
         decoder.keeps_experience = memories.keeps
         if draft_model is not None:
             check_vocabularies(draft_model, decoder.vocab_size, len(decoder.tokenizer))
+        if bar:
+            with bar:
+                measure(decoder)
         return decoder
 
     def request(
@@ -452,7 +392,8 @@ class Generation:
         kept = [*decoder.tokenizer.encode("\n"), *decoder.tokenizer.eos_token_ids]
         sampling = replace(self.sampling, xtc_special_tokens=kept)
         options = {"sampling": sampling, "constraint": self.constraint}
-        return cast("GenerationOptions", vars(self.ends) | vars(self.caches) | options)
+        ends = {"stop": self.stop, "stop_tokens": self.stop_tokens}
+        return cast("GenerationOptions", ends | vars(self.caches) | options)
 
     def note_if_full(self, model: nn.Module, finish_reason: str | None, generated: int) -> None:
         """Print a note if the output ended because the model's context is full."""
@@ -476,16 +417,15 @@ def _read_form(option: str, file: str, read: Callable[[str], Constraint]) -> Con
     """Read a constraint from the file of an option.
 
     Raises:
-        OptionError: the file cannot be read, or does not hold such a constraint.
+        PromptError: the file cannot be read.
+        OptionError: it does not hold such a constraint.
     """
     source = f"{option} {file}"
+    text = read_text(file, source)
     try:
-        return read(read_text(file, source))
+        return read(text)
     except MlxspecError as error:
-        message = str(error)
-        if not message.startswith(source):
-            message = f"{source}: {message}"
-        raise OptionError(message) from error
+        raise OptionError(f"{source}: {error}") from error
 
 
 def without_first_space(applies: bool) -> Callable[[GenerationResponse], GenerationResponse]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -12,12 +11,12 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from ...errors import MlxspecError, OptionError
-from ...models.model_files import DEMO, hub_repository, is_repository_name, local_path
+from ...errors import MlxspecError
+from ...models.model_files import DEMO, is_repository_name
 from ..settings import MODEL as SETTING
 from ..settings import MODEL_VARIABLE, load_config
 from .notes import note
-from .options import ARGUMENTS, Decorator, Name, argument, option
+from .options import ARGUMENTS, Decorator, argument, option
 
 DIRECTORY = "mlx_model"
 """Where ``mlxspec convert`` writes, and the default model if it exists."""
@@ -31,17 +30,16 @@ DEMO_CAN = 'Repeat this 3 times: "The red fox sees the river."'
 ABOUT = "A model directory, a Hub repository, an alias of 'mlxspec config', or 'demo'."
 
 
-class _Model(Name):
+class _Model(click.ParamType):
     """A model's name; an alias is replaced by the model's name.
 
     An alias or "demo" takes precedence over a directory with its name; "./demo" is the directory.
     """
 
+    name = "model"
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        name = os.fsdecode(super().convert(value, param, ctx))
-        if ctx is not None and ctx.resilient_parsing:
-            return name
-        return resolved(name)
+        return value if ctx and ctx.resilient_parsing else resolved(value)
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
@@ -52,7 +50,7 @@ class _Model(Name):
         return [CompletionItem(incomplete or "./", type="dir"), *named]
 
 
-MODEL = _Model(readable=False)
+MODEL = _Model()
 """A model, as a name that can be loaded."""
 
 
@@ -60,12 +58,9 @@ def resolved(name: str) -> str:
     """The model that a name stands for.
 
     Raises:
-        SettingsError: the settings file is invalid.
+        FileError: the settings file is invalid.
     """
-    model = load_config().resolved(name)
-    if model != name and Path(name).is_dir():
-        note(f"{name} is an alias of {model}; the directory here is ./{name}")
-    return model
+    return load_config().resolved(name)
 
 
 def known_names() -> Iterator[str]:
@@ -81,82 +76,37 @@ def known_names() -> Iterator[str]:
             yield name
 
 
-def default_model() -> tuple[str, str] | None:
-    """The default model and what sets it; None if nothing does.
+def default_model() -> str | None:
+    """The default model; None if nothing sets it.
 
     Raises:
-        OptionError: it is set to something that is not a model.
-        SettingsError: the settings file is invalid.
+        FileError: the settings file is invalid.
     """
     config = load_config()
-    for source, name in (
-        (MODEL_VARIABLE, os.environ.get(MODEL_VARIABLE)),
-        ("'mlxspec config'", config.values.get(SETTING)),
-    ):
-        if name:
-            model = config.resolved(name)
-            if not (
-                local_path(model).is_dir()
-                or is_repository_name(hub_repository(model)[0])
-                or model == DEMO
-            ):
-                raise OptionError(
-                    f"{source} names the model {model}: it is neither a directory nor the name of "
-                    "a Hub repository; set it to another model"
-                )
-            return model, source
-    return (DIRECTORY, f"./{DIRECTORY}") if Path(DIRECTORY).is_dir() else None
+    if name := os.environ.get(MODEL_VARIABLE) or config.values.get(SETTING):
+        return config.resolved(name)
+    return DIRECTORY if Path(DIRECTORY).is_dir() else None
 
 
 def model_or_default(model: str | None) -> str:
     """The given model, or the default one, or else the demo model.
 
     Raises:
-        SettingsError: the settings file is invalid.
+        FileError: the settings file is invalid.
     """
-    if model:
-        return model
-    default = default_model()
-    return default[0] if default else DEMO
+    return model or default_model() or DEMO
 
 
-def note_which_model(asked: str | None, prompt: str = DEMO_CAN) -> None:
-    """Print a note about which model answers, if the user may expect another one.
+def note_if_demo(model: str | None) -> None:
+    """Print a note if the demo model answers because no model is named or set.
 
-    That is so for the demo model, if none was named or the prompt is beyond it, and for a default
-    that overrides ``mlx_model``. Call it when no error can come before the answer any more.
-
-    Args:
-        asked: the model that was named for this command.
-        prompt: the prompt, to judge whether it is beyond the demo model.
+    Call it when no error can come before the answer any more.
     """
-    default = None if asked else default_model()
-    answers, source = default or (asked or DEMO, "")
-    unnamed, here = not (asked or default), Path(DIRECTORY).resolve()
-    if answers == DEMO and (unnamed or is_beyond_demo(prompt)):
+    if not (model or default_model()):
         note(
-            f"{'no model is named, so ' * unnamed}the demo model answers: a toy that repeats, "
-            f"copies, edits and quotes text, such as '{DEMO_CAN}'; for more try "
-            f"--model {SMALL_MODEL}"
+            "no model is named, so the demo model answers: a toy that repeats, copies, edits and "
+            f"quotes text, such as '{DEMO_CAN}'; for more try --model {SMALL_MODEL}"
         )
-    elif default and Path(DIRECTORY).is_dir() and local_path(answers).resolve() != here:
-        note(f"{answers} answers, set by {source}; to use the model here, add --model {DIRECTORY}")
-
-
-_GIVEN = re.compile(r"\n|(?<!\w)[\"'`“].+[\"'`”](?!\w)")
-_TASK = re.compile(
-    r"^(please )?(repeat|say|copy|quote|rename|edit|set)\b|\b(who|what|where|which|how)\b.*\?", re.I
-)
-
-
-def is_beyond_demo(prompt: str) -> bool:
-    """Whether a prompt asks for more than the demo model can do, judged by its form.
-
-    The demo model does a few tasks on a text in the prompt. The text is in quotation marks, or
-    before or after the line with the task.
-    """
-    lines = prompt.strip().splitlines() or [""]
-    return not (_GIVEN.search(prompt.strip()) and any(map(_TASK.search, (lines[0], lines[-1]))))
 
 
 # --- as options and arguments ---
@@ -201,12 +151,10 @@ def needed_model(model: str | None) -> str:
     Raises:
         click.UsageError: no model is given or set.
     """
-    if model:
-        return model
-    default = default_model()
-    if default is None:
+    found = model or default_model()
+    if found is None:
         raise click.UsageError(
             "name a MODEL: a directory, a Hub repository, an alias, or demo; 'mlxspec models' "
             "lists those on this machine"
         )
-    return default[0]
+    return found

@@ -5,25 +5,20 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import re
-import shlex
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
-from difflib import get_close_matches
+from contextlib import contextmanager, suppress
 from io import TextIOWrapper
-from typing import NoReturn, TextIO, cast
+from typing import NoReturn
 
 import click
-from click.exceptions import NoSuchCommand
 
-from ...errors import MlxspecError, OptionError, shortened
+from ...errors import MlxspecError, shortened
 from ...process import INTERRUPTED
 from ...terminal import one_line
 
 _QUIET = f"{__name__}.quiet"
-_SHORT = 40  # characters; shorter prompts are repeated in messages
 
 
 def silence_notes() -> None:
@@ -34,22 +29,12 @@ def silence_notes() -> None:
 def note(message: object) -> None:
     """Print a note on one line of standard error."""
     context = click.get_current_context(silent=True)
-    if context and context.meta.get(_QUIET):
-        return
-    _write(f"Note: {in_one_line(message)}")
-
-
-@contextmanager
-def dispensable() -> Iterator[None]:
-    """Run the body; if it cannot write to standard error, drop all further output there."""
-    try:
-        yield
-    except OSError:  # such as a full disk, which is no reason to lose the answer
-        _discard(sys.stderr)
+    if not (context and context.meta.get(_QUIET)):
+        _write(f"Note: {in_one_line(message)}")
 
 
 def _write(line: str) -> None:
-    with dispensable():
+    with suppress(OSError):  # a full disk, for example: no reason to lose the answer
         click.echo(line, err=True)
 
 
@@ -65,12 +50,9 @@ def reported() -> Iterator[None]:
     When the reader of its output closes the pipe (``| head -1``), the command ends quietly with
     status 0.
     """
-    if sys.stdout is None:  # closed by the shell: `>&-`
-        _fail("standard output is closed: send it to a file, or to /dev/null")
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     hush_transformers()
-    write_plainly()
+    if isinstance(sys.stdout, TextIOWrapper):  # for characters that its encoding lacks
+        sys.stdout.reconfigure(errors="replace")
     with _errors_in_one_line(), _warnings_as_notes():
         yield
         sys.stdout.flush()
@@ -99,27 +81,12 @@ def run_command(command: click.Command, name: str) -> None:
             sys.exit(0)
         except click.UsageError as error:
             hint = f" ({error.ctx.command_path} --help)" if error.ctx else ""
-            _fail(_misuse(error) + hint, error.exit_code)
+            _fail(error.format_message().rstrip(".") + hint, error.exit_code)
         except click.ClickException as error:
             _fail(error.format_message(), error.exit_code)
         except click.Abort:  # click has already ended the line
             _write("Interrupted.")
             sys.exit(INTERRUPTED)
-
-
-def _misuse(error: click.UsageError) -> str:
-    """What is wrong with the arguments; for a mistyped option or command, the nearest one."""
-    if isinstance(error, click.NoSuchOption):
-        unknown, near = f"option {error.option_name}", error.possibilities
-    elif isinstance(error, NoSuchCommand) and error.ctx:
-        name, group = error.command_name, cast(click.Group, error.ctx.command)
-        if len(name.split()) > 1 and error.ctx.parent is None:  # probably a prompt
-            prompt = shlex.quote(name) if len(name) < _SHORT else '"..."'
-            return f"unknown command {name!r}: to use it as a prompt, run mlxspec generate {prompt}"
-        unknown, near = f"command {name!r}", get_close_matches(name, group.list_commands(error.ctx))
-    else:
-        return error.format_message().rstrip(".")
-    return f"unknown {unknown}" + (f": did you mean {near[0]}?" if near else "")
 
 
 @contextmanager
@@ -128,31 +95,20 @@ def _errors_in_one_line() -> Iterator[None]:
     try:
         yield
     except MlxspecError as error:
-        _fail(in_option_names(str(error)) if isinstance(error, OptionError) else error)
+        _fail(error)
     except KeyboardInterrupt:
         _write("\nInterrupted.")
         sys.exit(INTERRUPTED)
-    except BrokenPipeError:
-        _discard_output()
-        sys.exit(0)
     except OSError as error:
-        if error.errno == errno.ENOSPC:
-            _discard_output()
-            _fail("no space is left for the output: send it elsewhere")
-        _fail(_complaint(error))
-
-
-def _complaint(error: OSError) -> str:
-    """The message for a file that cannot be read, written or found.
-
-    Raises:
-        OSError: the error names no file, so it is shown with its traceback.
-    """
-    if isinstance(error.filename, str):
-        return f"{error.filename}: {error.strerror}; name another one"
-    if error.errno == errno.ENOENT:  # raised by os.getcwd()
-        return "the working directory is gone: change to another one"
-    raise error
+        if isinstance(error.filename, str):
+            _fail(f"{error.filename}: {error.strerror}; name another one")
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        # Otherwise Python complains at exit about output that it cannot write.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            sys.exit(0)
+        _fail("no space is left for the output: send it elsewhere")
 
 
 @contextmanager
@@ -191,43 +147,3 @@ def _fail(message: object, status: int = 1) -> NoReturn:
 def in_one_line(message: object) -> str:
     """Make a message safe to print: on one line, and not too long."""
     return shortened(one_line(message))
-
-
-def _discard_output() -> None:
-    """Drop output that cannot be written; otherwise Python complains about it at exit."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            _discard(stream)
-
-
-def _discard(stream: TextIO) -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def in_option_names(message: str) -> str:
-    """Write ``top_k`` in an API's error as ``--top-k``, for all options of the running command.
-
-    A name of a single word is replaced only at the beginning of the message.
-    """
-    context = click.get_current_context(silent=True)
-    for option in context.command.params if context else ():
-        if isinstance(option, click.Option) and option.name:
-            spelled = next((name for name in option.opts if name.startswith("--")), None)
-            place = rf"(?<![\w./'-]){option.name}(?![\w./'-])"
-            if "_" not in option.name:
-                place = rf"^{option.name}(?= is | holds )"
-            message = re.sub(place, spelled or option.name, message)
-    return message
-
-
-def write_plainly() -> None:
-    """Make the standard streams replace characters that they cannot encode, instead of failing.
-
-    Standard error gets Python's escapes, which keep file names readable.
-    """
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
-    if isinstance(sys.stderr, TextIOWrapper):
-        sys.stderr.reconfigure(errors="backslashreplace")

@@ -6,18 +6,15 @@ command, which then gets an instance of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import Field, field, fields
 from functools import partial, wraps
 from inspect import cleandoc
 from pathlib import Path
-from shutil import get_terminal_size
 from typing import Any
 
 import click
-
-import mlxspec
 
 from ...errors import MlxspecError, OptionError
 from ..settings import load_config
@@ -30,40 +27,16 @@ ARGUMENTS = "Arguments"
 """The heading of arguments, and of options that replace them."""
 
 
-class _Context(click.Context):
-    """A context whose help is no wider than the terminal."""
+class Command(click.Command):
+    """A command whose help has a section for each group of options.
 
-    def make_formatter(self) -> click.HelpFormatter:
-        """Like click's, but without its minimum of 50 columns."""
-        width = self.terminal_width or min(get_terminal_size().columns, 80) - 2
-        return click.HelpFormatter(width=width)
-
-
-_NARROW = 60  # columns
-_SHORT_NAME = 14  # characters; longer ones would leave too little room for the help
-_version = click.version_option(mlxspec.__version__, prog_name="mlxspec")
-
-
-class _Described(click.Command):
-    """A command with ``--version``.
-
-    Its help shows the docstring's examples, and the text after them, below the options.
+    The arguments come first and ``--help`` last, and then the docstring's examples with the text
+    after them. Errors are printed on one line: see :func:`.common.notes.reported`.
     """
-
-    context_class = _Context
 
     def __init__(self, name: str, help: str, **more: Any) -> None:
         about, examples, rest = cleandoc(help).partition("\b\nExamples:")
         super().__init__(name, help=about, **{"epilog": examples + rest, **more})
-        _version(self)
-
-
-class Command(_Described):
-    """A command whose help has a section for each group of options.
-
-    The arguments come first, and ``--version`` and ``--help`` last. Errors are printed on one line:
-    see :func:`.common.notes.reported`.
-    """
 
     def make_context(self, *args: Any, **more: Any) -> click.Context:
         """Like click's, with the user's settings as the defaults of options."""
@@ -87,14 +60,13 @@ class Command(_Described):
             if record := param.get_help_record(ctx):
                 sections.setdefault(group, []).append(record)
         ungrouped = "Help" if len(sections) > 2 else "Options"
-        widest = 30 if formatter.width >= _NARROW else _SHORT_NAME
         for heading, records in sections.items():
             if records:
                 with formatter.section(heading or ungrouped):
-                    formatter.write_dl(records, col_max=widest)
+                    formatter.write_dl(records)
 
 
-class Group(_Described, click.Group):
+class Group(click.Group):
     """A command with subcommands."""
 
     command_class = Command
@@ -112,46 +84,16 @@ def argument(name: str, help: str, **more: Any) -> Decorator:
 
 
 class Option(click.Option):
-    """An option with a heading.
-
-    Text must be UTF-8; file names need not be.
-    """
+    """An option with a heading, ``group``."""
 
     def __init__(self, *args: Any, group: str | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.group = group
 
-    def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
-        """Like click's, but decode text as UTF-8, whatever the locale."""
-        if self.type is click.STRING and value is not None:
-            try:
-                value = [*map(_as_utf8, value)] if self.multiple else _as_utf8(value)
-            except UnicodeError:
-                name = next((one for one in self.opts if one.startswith("--")), self.opts[0])
-                raise click.UsageError(
-                    f"{name} is not UTF-8 text: convert it to UTF-8", ctx
-                ) from None
-        return super().type_cast_value(ctx, value)
 
-
-def _as_utf8(text: str) -> str:
-    """Decode an argument in which Python has left undecodable bytes as lone surrogates."""
-    return text.encode(errors="surrogateescape").decode() if isinstance(text, str) else text
-
-
-class Name(click.Path):
-    """A name that must not be empty: as a path, "" would be the working directory."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if value == "":
-            self.fail("it is empty; give a name, or leave it out", param, ctx)
-        return super().convert(value, param, ctx)
-
-
-# A file that cannot be read is reported by the code that reads it.
-NAME = Name(readable=False)
-"""A name of a model, a file or a directory, as a text."""
-FILE = Name(readable=False, path_type=Path)
+NAME = click.Path()
+"""A name of a file or a directory, as a text."""
+FILE = click.Path(path_type=Path)
 """A name of a file, as a path."""
 
 # Subcommands inherit them.
@@ -186,18 +128,43 @@ def option_field(spelling: str, help: str, *, default: Any = None, **more: Any) 
     return field(default=default, metadata={"spelling": spelling, "help": help, **more})
 
 
-_TYPES = {"float": float, "int": int, "str": str, "Path": FILE}
+def _biases(ctx: click.Context, param: click.Parameter, texts: Sequence[str]) -> dict[int, float]:
+    """Parse texts such as "42=-5"."""
+    parsed = {}
+    for text in texts:
+        token, _, value = text.partition("=")
+        try:
+            parsed[int(token)] = float(value)
+        except ValueError:
+            raise click.BadParameter(f"{text!r}: write it as ID=VALUE, for example 42=-5") from None
+    return parsed
 
 
-def nested(kind: type, group: str, **read: Callable) -> Any:
-    """A field that is itself a dataclass of options, for :func:`options_of`.
+def _text(value: str) -> str:
+    value.encode()  # ValueError: Python makes lone surrogates of bytes that are not UTF-8
+    return value
 
-    Args:
-        kind: the field's class.
-        group: the heading of its options.
-        read: functions, by field, that make the value from the given texts.
-    """
-    return field(metadata={"options": kind, "group": group, "read": read})
+
+def _id_or_text(token: str) -> int | str:
+    return int(token) if token.isdecimal() else _text(token)
+
+
+_TYPES: dict[str, dict[str, Any]] = {
+    "bool": {},
+    "float": {"type": float},
+    "int": {"type": int},
+    "str": {"type": _text},
+    "Path": {"type": FILE},
+    "tuple[str, ...]": {"multiple": True, "type": _text},
+    "tuple[int | str, ...]": {"multiple": True, "type": _id_or_text},
+    "Mapping[int, float]": {"multiple": True, "callback": _biases},
+}
+"""What an option takes, by the type of its field; for other types it can be repeated."""
+
+
+def nested(kind: type, group: str) -> Any:
+    """A field that is itself a dataclass of options under a heading, for :func:`options_of`."""
+    return field(metadata={"options": kind, "group": group})
 
 
 def options_of(
@@ -205,7 +172,7 @@ def options_of(
 ) -> Decorator:
     """Give a command an option for each field of a dataclass whose metadata has a ``help``.
 
-    The option of a field with several values can be repeated. A field without a ``help`` takes the
+    A field without a ``help`` takes the
     command's option of the same name, if it has one.
 
     Args:
@@ -215,16 +182,18 @@ def options_of(
         leave_out: fields that are not options of this command.
     """
 
+    added = [*_options_in(kind, group, leave_out)]
+
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def called(**options: Any) -> Any:
             taken = _taken(kind, options)
             return function(**{argument: taken}, **options)
 
-        optioned: Callable[..., Any] = called
-        for add in reversed([*_options_in(kind, group, leave_out)]):
-            optioned = add(optioned)
-        return optioned
+        made: Callable[..., Any] = called
+        for add in reversed(added):
+            made = add(made)
+        return made
 
     return decorate
 
@@ -237,15 +206,14 @@ def _options_in(kind: type, group: str | None, leave_out: Collection[str]) -> It
             yield _option_of(own, group)
 
 
-def _taken(kind: type, options: dict[str, Any], **read: Callable) -> Any:
+def _taken(kind: type, options: dict[str, Any]) -> Any:
     """Make the dataclass from a command's options, and remove its fields from ``options``."""
     values = {}
     for own in fields(kind):
         if "options" in own.metadata:
-            values[own.name] = _taken(own.metadata["options"], options, **own.metadata["read"])
+            values[own.name] = _taken(own.metadata["options"], options)
         elif own.name in options:
-            value = options.pop(own.name)
-            values[own.name] = read[own.name](value) if own.name in read else value
+            values[own.name] = options.pop(own.name)
     return kind(**values)
 
 
@@ -255,9 +223,8 @@ def _option_of(own: Field, group: str | None) -> Decorator:
         more["default"] = own.default
     named = f"--{own.name.replace('_', '-')} {more.pop('metavar', '')}"
     more.pop("of", None)
-    kind = str(own.type).partition(" | ")[0]
-    if "type" not in more and kind != "bool":
-        more |= {"type": _TYPES[kind]} if kind in _TYPES else {"multiple": True}
+    if "type" not in more:
+        more |= _TYPES.get(str(own.type).removesuffix(" | None"), {"multiple": True})
     return option(more.pop("spelling", named), more.pop("help"), own.name, **more)
 
 
@@ -282,22 +249,22 @@ def names_completed(names: Callable[[], Iterable[str]]) -> Callable[..., list[st
     return complete
 
 
+# Spelling and help of options that several commands have.
 DRAFTER = "--drafter MODULE:CLASS"
-"""The option for a custom drafter, which :func:`mlxspec.drafting.drafter.load_drafter` loads."""
-
-ADAPTERS = "--adapter-path DIR"
-ADAPTERS_HELP = "Apply adapters (LoRA, DoRA) that mlx_lm.lora has trained for the model."
-
-HEAD = "--head PATH_OR_REPO"
-HEAD_HELP = (
-    "With auto and combined: also draft with this trained head, where no text is likely.  "
-    "[default: the one that comes with the model, if it has one]"
+ADAPTERS = (
+    "--adapter-path DIR",
+    "Apply adapters (LoRA, DoRA) that mlx_lm.lora has trained for the model.",
 )
-NO_HEAD = "--no-head"
-NO_HEAD_HELP = "Leave out the trained head that comes with the model."
-
-NO_MEMORY = "--no-memory"
-NO_MEMORY_HELP = "Neither draft from nor add to the answers that 'mlxspec memory on' keeps."
+HEAD = (
+    "--head PATH_OR_REPO",
+    "With auto: also draft with this trained head, where no text is likely.  "
+    "[default: the one that comes with the model, if it has one]",
+)
+NO_HEAD = "--no-head", "Leave out the trained head that comes with the model."
+NO_MEMORY = (
+    "--no-memory",
+    "Neither draft from nor add to the answers that 'mlxspec memory on' keeps.",
+)
 
 
 def check_least(least: int, **options: int | None) -> None:

@@ -6,16 +6,14 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.bar import Bar
 from rich.box import SIMPLE
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.progress import (
     BarColumn,
@@ -27,7 +25,6 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 from rich.table import Table
-from rich.text import Text
 
 from ...errors import OptionError
 from ...files import SHARED, check_writable, replaced
@@ -40,14 +37,7 @@ if TYPE_CHECKING:
 
 _UNLIMITED = 10_000  # columns
 _LONG_PROMPT = 1000  # tokens; shorter ones are processed in a blink
-_BAR = 60  # columns of the longest bar
 _PAGE_WIDTH = 160  # columns
-
-
-class _OutputConsole(Console):
-    def on_broken_pipe(self) -> None:
-        """Raise, and let :func:`.common.notes.reported` end the command."""
-        raise BrokenPipeError
 
 
 def output_console(color: bool | None = None) -> Console:
@@ -59,7 +49,7 @@ def output_console(color: bool | None = None) -> Console:
     limited = sys.stdout.isatty() or "COLUMNS" in os.environ
     in_color = wants_color(sys.stdout, color)
     # Colours that the user asks for go into a pipe, too.
-    return _OutputConsole(
+    return Console(
         force_terminal=in_color or None, width=None if limited else _UNLIMITED, **_look(in_color)
     )
 
@@ -78,7 +68,7 @@ def _look(in_color: bool) -> dict[str, Any]:
 
 def at_terminal() -> bool:
     """Whether the command can ask the user at a terminal."""
-    return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
+    return sys.stdin.isatty() and sys.stderr.isatty()
 
 
 def confirm(asking: str, question: str, refused: str) -> None:
@@ -94,7 +84,7 @@ def confirm(asking: str, question: str, refused: str) -> None:
         sys.exit(1)
 
 
-class ProgressBar:
+class ProgressBar(Progress):
     """Shows a bar on an interactive terminal, nothing elsewhere.
 
     Call it with the amount done and the total, or None if the total is unknown. It is erased when
@@ -105,8 +95,6 @@ class ProgressBar:
         figures: the columns after it; by default the percentage.
         console: where it is drawn; by default standard error.
         least: the smallest total for which a bar is shown.
-        then: the words before the full bar, if uncounted work follows. The bar then stays until
-            the end of the block.
     """
 
     def __init__(
@@ -115,10 +103,9 @@ class ProgressBar:
         *figures: ProgressColumn,
         console: Console | None = None,
         least: float = 0,
-        then: str | None = None,
     ) -> None:
         console = console or error_console()
-        self._bar = Progress(
+        super().__init__(
             TextColumn("{task.description}"),
             BarColumn(bar_width=10),  # so that all fits into 40 columns, with an echoed ^C
             *(figures or [TaskProgressColumn()]),
@@ -128,24 +115,18 @@ class ProgressBar:
             redirect_stderr=False,
             disable=not console.is_interactive,
         )
-        self._task = self._bar.add_task(what, total=None)
-        self._least, self._then = least, then
+        self._only = self.add_task(what, total=None)
+        self._least = least
 
     def __enter__(self) -> ProgressBar:
-        return self
+        return self  # not started yet
 
     def __call__(self, done: float, total: float | None = 1.0) -> None:
-        self._bar.update(self._task, completed=done, total=total)
+        self.update(self._only, completed=done, total=total)
         if total is not None and done >= total:
-            if self._then:
-                self._bar.update(self._task, description=self._then)
-            else:
-                self._bar.stop()
+            self.stop()
         elif total is None or total >= self._least:
-            self._bar.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+            self.start()
 
 
 def prefill_bar(console: Console) -> ProgressBar:
@@ -154,26 +135,19 @@ def prefill_bar(console: Console) -> ProgressBar:
     return ProgressBar("prefill", *figures, console=console, least=_LONG_PROMPT)
 
 
-class FoldingTable(Table):
+def folding_table(heading: str, *others: str, caption: str | None = None) -> Table:
     """A table of names and figures; its cells wrap on a narrow terminal.
 
     Args:
         heading: the heading of the names.
         others: the headings of the figures.
-        caption: a text below the table, as wide as the terminal.
+        caption: a text below the table.
     """
-
-    def __init__(self, heading: str, *others: str, caption: str = "") -> None:
-        super().__init__(box=SIMPLE, pad_edge=False)
-        self._below = caption
-        self.add_column(heading, overflow="fold")
-        for name in others:
-            self.add_column(name, justify="right", overflow="fold")
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from super().__rich_console__(console, options)
-        if self._below:
-            yield Text(f"{self._below}\n", style="dim")
+    table = Table(box=SIMPLE, pad_edge=False, caption=caption, caption_justify="left")
+    table.add_column(heading, overflow="fold")
+    for name in others:
+        table.add_column(name, justify="right", overflow="fold")
+    return table
 
 
 def print_tables(parts: Iterable[RenderableType], color: bool | None = None) -> None:
@@ -190,49 +164,12 @@ def print_rows(*rows: tuple[str, object]) -> None:
         click.echo(f"{name:<{width}}  {one_line(value)}")
 
 
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="generator" content="mlxspec">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>TITLE</title>
-<style>
-body {{ margin: 1.5rem; color: {foreground}; background: {background}; }}
-pre {{ font: 14px/1.4 ui-monospace, Menlo, "DejaVu Sans Mono", monospace; overflow-x: auto; }}
-</style>
-</head>
-<body><pre>{code}</pre></body>
-</html>
-"""
-
-
-def html_page(parts: Iterable[RenderableType], title: str) -> str:
+def html_page(parts: Iterable[RenderableType]) -> str:
     """Make an HTML page of tables and lines of text; text is escaped."""
     console = Console(file=io.StringIO(), record=True, width=_PAGE_WIDTH, force_terminal=True)
     for part in parts:
         console.print(part, highlight=False, markup=False, emoji=False)
-    return console.export_html(code_format=_PAGE.replace("TITLE", title), inline_styles=True)
-
-
-def speed_bars(speeds: Mapping[str, float | None], slow: float, without: str = "") -> Table:
-    """Draw speeds as bars: the highest in blue, those below ``slow`` in yellow.
-
-    Args:
-        speeds: by name, relative to a baseline of 1; None if unknown.
-        slow: speeds below this are slow.
-        without: a name whose speed does not count as the highest.
-    """
-    best = max((value or 0 for name, value in speeds.items() if name != without), default=0)
-    full = max((value or 0 for value in speeds.values()), default=0)
-    grid = Table.grid(padding=(0, 1))
-    for name, value in speeds.items():
-        fast = "blue" if value == best and name != without else "bright_black"
-        color = "yellow" if value is not None and value < slow else fast
-        bar = Bar(full or 1, 0, value or 0, width=_BAR, color=color)
-        grid.add_row(Text(name), bar, Text(ratio(value), "bold" if color == "blue" else ""))
-    return grid
+    return console.export_html(inline_styles=True)
 
 
 def write_json(report: dict[str, Any], indent: int | None = None) -> None:
@@ -249,53 +186,12 @@ def json_text(report: dict[str, Any], indent: int | None = None) -> str:
     return json.dumps(report, indent=indent).replace("\x7f", "\\u007f")
 
 
-_MARK = b'<meta name="generator" content="mlxspec">'
-_BEGINNING = 1024  # bytes of a page that include the mark
-
-
-def check_page(path: Path, *, force: bool) -> None:
-    """Check that a page can be written, before the work for it begins.
-
-    Args:
-        path: the file. An older page is replaced.
-        force: replace any regular file.
-
-    Raises:
-        OptionError: ``path`` cannot be written, or holds something else.
-    """
-    try:
-        check_writable(path, OptionError)
-    except OptionError as error:
-        raise OptionError(f"--html {error}") from error
-    if path.exists() and not force:
-        with suppress(OSError), path.open("rb") as file:
-            beginning = file.read(_BEGINNING)
-            if not beginning or _MARK in beginning:
-                return
-        raise OptionError(
-            f"--html {path}: exists and is not a report of mlxspec; name another file, or add "
-            "--force to replace it"
-        )
-
-
-def write_page(path: Path, content: str, *, force: bool) -> None:
-    """Write a page, whole or not at all; arguments as for :func:`check_page`.
-
-    Raises:
-        OptionError: it cannot be written; an existing file is unchanged.
-    """
-    check_page(path, force=force)
-    with replaced(path, OptionError, SHARED) as file:
-        file.write(content.encode(errors="replace"))  # file names need not be UTF-8
-
-
 @dataclass(frozen=True)
 class ReportOptions:
     """How to show a report: as tables or as one JSON object, and optionally as a page."""
 
-    html: Path | None = option_field("--html FILE", "Also write the report as an HTML page.")  # noqa: RUF009
-    force: bool = option_field(
-        "--force", "Replace any file with the page, not only an older report.", default=False
+    html: Path | None = option_field(  # noqa: RUF009
+        "--html FILE", "Also write the report as an HTML page, FILE.html."
     )
     as_json: bool = option_field(
         "--json", "Write one JSON object instead of tables.", default=False
@@ -307,52 +203,35 @@ class ReportOptions:
         Raises:
             OptionError: it cannot be written.
         """
-        if not self.html:
-            return
-        check_page(self.html, force=self.force)
-        given = {**click.get_current_context().params, "html": None}.values()
-        paths = (one for value in given for one in (value if isinstance(value, tuple) else [value]))
-        page = os.path.realpath(self.html)
-        if any(isinstance(one, Path) and os.path.realpath(one) == page for one in paths):
-            raise OptionError(
-                f"--html {self.html} would overwrite a file that this command reads; name another"
-            )
+        if self.html:
+            if self.html.suffix != ".html":
+                raise OptionError(f"--html {self.html}: choose a name *.html")
+            check_writable(self.html)
 
     def show_tables(
         self,
-        title: str,
         figures: dict[str, Any],
         tables: Callable[[], Iterable[RenderableType]],
-        page: Callable[[], Iterable[RenderableType]] | None = None,
-        brief: Iterable[str] = (),
         color: bool | None = None,
     ) -> None:
         """Show a report as JSON or as tables, and write it as a page if requested.
 
-        The page is written first, since a reader who closes the pipe ends the command. The report
-        is shown even if the page cannot be written.
-
         Args:
-            title: the page's title.
             figures: the JSON object.
             tables: makes the tables.
-            page: makes the content of the page; by default the tables.
-            brief: lines to show instead of the tables if a page is written.
             color: as for :func:`mlxspec.terminal.wants_color`.
 
         Raises:
-            OptionError: the page cannot be written.
+            OptionError: the page cannot be written; an existing file is unchanged.
         """
-        try:
-            if self.html:
-                write_page(self.html, html_page((page or tables)(), title), force=self.force)
-        finally:
-            if self.as_json:
-                write_json(figures)
-            elif self.html and brief:
-                print_tables([*brief, shown(f"The tables are in {self.html}.")], color)
-            else:
-                print_tables(tables(), color)
+        if self.as_json:
+            write_json(figures)
+        else:
+            print_tables(tables(), color)
+        if self.html:
+            content = html_page(tables())
+            with replaced(self.html, SHARED) as file:
+                file.write(content.encode(errors="replace"))  # file names need not be UTF-8
 
 
 def shown(name: str) -> str:
@@ -393,7 +272,6 @@ class Figures:
     """Sums over answers, and their panel.
 
     Attributes:
-        context: tokens of the last answer and its prompt.
         prompt_tokens, reused_tokens, generated_tokens: sums over all answers.
         prefill_seconds, seconds: the time for prompts and for generated tokens.
         stats: sums of the answers' stats; None before the first answer.
@@ -403,7 +281,6 @@ class Figures:
         answers: how many there were.
     """
 
-    context: int = 0
     prompt_tokens: int = 0
     reused_tokens: int = 0
     generated_tokens: int = 0
@@ -425,7 +302,6 @@ class Figures:
             cost: the cost of its steps, in plain steps; 0 if unknown.
         """
         self.answers += 1
-        self.context = answer.prompt_tokens + generated
         self.prompt_tokens += answer.prompt_tokens
         self.reused_tokens += answer.reused_tokens
         self.generated_tokens += generated

@@ -10,13 +10,13 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ...errors import OptionError, PromptError
 from .model_choice import model_option as named_model
-from .notes import hush_transformers, note
+from .notes import note
 from .options import NAME, argument, option, option_field
 
 if TYPE_CHECKING:
@@ -24,66 +24,37 @@ if TYPE_CHECKING:
 
     from ...models.chat_template import Messages
 
-_MOST_BYTES = 100_000_000  # more than any context holds; some devices never end
-_SOURCES = ("prompt", "prompt_file", "prompt_ids")
 _PATIENCE = 10.0  # seconds of waiting for a pipe's first byte
 
 model_option = named_model("Model and prompt")
 
 
-def _one_prompt(ctx: click.Context, param: click.Parameter, words: tuple[str, ...]) -> str | None:
-    if len(words) > 1:
-        raise click.UsageError(
-            f"{words[1]!r} follows the prompt {words[0]!r}: put the whole prompt in quotes", ctx
-        )
-    return words[0] if words else None
-
-
-prompt_argument = argument(
-    "argument",
-    "What to ask the model.",
-    nargs=-1,
-    metavar="[PROMPT]",
-    callback=_one_prompt,
-    type=click.UNPROCESSED,
-)
+prompt_argument = argument("argument", "What to ask the model.", required=False, metavar="[PROMPT]")
 """The prompt as an argument; it becomes :attr:`PromptOptions.argument`."""
 
 
-def _template_arguments(value: Any) -> Mapping[str, Any]:
-    """Read a JSON object of variables for a chat template.
-
-    Raises:
-        click.BadParameter: it is not a JSON object, or sets a variable that mlxspec sets.
-    """
-    if isinstance(value, Mapping):
-        return value
+def _json_object(text: str) -> Mapping[str, Any]:
     try:
-        arguments = json.loads(value)
+        value = json.loads(text)
     except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise click.BadParameter(f"{value!r} is not a JSON object: write, for example, {_EXAMPLE}")
-
-    hush_transformers()
-    from ...models.chat_template import reserved_arguments
-
-    if reserved := sorted(reserved_arguments().intersection(arguments)):
-        raise click.BadParameter(f"{reserved[0]} is set by mlxspec: leave it out")
-    return arguments
+        value = None
+    if not isinstance(value, dict):
+        raise click.BadParameter(f"{text!r} is not a JSON object: write, for example, {_EXAMPLE}")
+    return value
 
 
 _EXAMPLE = "'{\"enable_thinking\": false}'"
 _TEMPLATE = "Chat template"
 _in_template = partial(option_field, group=_TEMPLATE)
-_ARGUMENTS = "--chat-template-config --chat-template-args JSON"
-_ARGUMENTS_HELP = f"Variables of the chat template, such as {_EXAMPLE}."
+_ARGUMENTS = (
+    "--chat-template-config --chat-template-args JSON",
+    f"Variables of the chat template, such as {_EXAMPLE}.",
+)
 
 
 def template_option(group: str) -> Any:
     """``--chat-template-config`` for a command without :class:`PromptOptions`."""
-    name = "chat_template_config"
-    return option(_ARGUMENTS, _ARGUMENTS_HELP, name, type=_template_arguments, group=group)
+    return option(*_ARGUMENTS, "chat_template_config", type=_json_object, group=group)
 
 
 @dataclass(frozen=True)
@@ -115,9 +86,7 @@ class PromptOptions:
         "the model has a template]",
     )
     system_prompt: str | None = _in_template("--system-prompt TEXT", "The system prompt.")
-    chat_template_config: Mapping[str, Any] | None = _in_template(
-        _ARGUMENTS, _ARGUMENTS_HELP, type=_template_arguments
-    )
+    chat_template_config: Mapping[str, Any] | None = _in_template(*_ARGUMENTS, type=_json_object)
     prefill_response: str | None = _in_template(
         "--prefill-response TEXT", "Begin the model's answer with TEXT; the output continues it."
     )
@@ -125,12 +94,11 @@ class PromptOptions:
 
     def __post_init__(self) -> None:
         given = self.for_template()
-        if given and self.prompt_ids is not None:
-            raise OptionError(f"{given[0]} needs a text: leave it out with --prompt-ids")
-        if given and self.chat is False:
-            raise OptionError(f"--raw and {given[0]} are given together: choose one")
-        if self.prefill_response == "":
-            raise OptionError("--prefill-response is empty: write a text, or leave it out")
+        if given and (self.prompt_ids is not None or self.chat is False):
+            raise OptionError(
+                f"{given[0]} is for a text in the chat template: leave it out with --prompt-ids "
+                "and --raw"
+            )
 
     def for_template(self) -> list[str]:
         """The given options that apply only to a text in a chat template."""
@@ -138,16 +106,15 @@ class PromptOptions:
         given = [name for name in names if getattr(self, name) not in (None, False)]
         return [f"--{name.replace('_', '-')}" for name in given]
 
-    @property
-    def reads_standard_input(self) -> bool:
-        """Whether standard input is named, as -."""
-        return "-" in (self.argument, self.prompt, self.prompt_file)
-
     def named(self) -> list[str]:
         """The given sources of a prompt, as the help names them."""
-        options = {f"--{name.replace('_', '-')}": getattr(self, name) for name in _SOURCES}
-        named = {"PROMPT": self.argument, **options}
-        return [name for name, value in named.items() if value is not None]
+        sources = {
+            "PROMPT": self.argument,
+            "--prompt": self.prompt,
+            "--prompt-file": self.prompt_file,
+            "--prompt-ids": self.prompt_ids,
+        }
+        return [name for name, value in sources.items() if value is not None]
 
     def read(self, *, piped: bool = True) -> str | list[int]:
         """Read the prompt: a text, an instruction, both with a blank line between them, or ids.
@@ -168,24 +135,21 @@ class PromptOptions:
                 prompt is empty or cannot be read.
         """
         given = self.named()
-        alone = self.prompt_ids is not None or self.argument == "-" or self.prompt == "-"
-        if len(given) > 1 and (alone or given[:2] == ["PROMPT", "--prompt"]):
+        if given[:2] == ["PROMPT", "--prompt"] or ("--prompt-ids" in given and len(given) > 1):
             raise PromptError(f"{' and '.join(given)} are given together: choose one")
         if self.prompt_ids is not None:
             return _parse_ids(self.prompt_ids)
-        if alone:
-            return _standard_input()
         instruction = self.prompt if self.argument is None else self.argument
         parts: list[str] = []
-        if instruction is not None:
+        if self.prompt_file is not None:
+            parts.append(read_text(self.prompt_file, f"--prompt-file {self.prompt_file}"))
+        elif piped and instruction != "-" and (text := _piped_text(waits=instruction is None)):
+            parts.append(text)
+        if instruction == "-":
+            parts.append(read_text("-", "standard input"))
+        elif instruction is not None:
             # Python has made lone surrogates of bytes that are not UTF-8.
             parts.append(_decode(instruction.encode(errors="surrogateescape"), given[0]))
-        if self.prompt_file == "-":
-            parts.insert(0, _standard_input())
-        elif self.prompt_file is not None:
-            parts.insert(0, read_text(self.prompt_file, f"--prompt-file {self.prompt_file}"))
-        elif piped and (text := _piped_text(waits=instruction is None)):
-            parts.insert(0, text)
         if not parts:
             raise PromptError(
                 "no prompt: give one in quotes, --prompt-file FILE or --prompt-ids IDS, or pipe a "
@@ -219,7 +183,7 @@ class PromptOptions:
         """
         if self.system_prompt is not None and all(one["role"] != "system" for one in messages):
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
-        if ended and self.prefill_response is not None:
+        if ended and self.prefill_response:
             messages = [*messages, {"role": "assistant", "content": self.prefill_response}]
             ended = False
         turn = {"add_generation_prompt": True} if ended else _UNENDED
@@ -239,8 +203,9 @@ class PromptOptions:
             the ids, and whether the text went into the chat template, as the user's message.
 
         Raises:
-            OptionError: the chat template does not apply.
+            OptionError: a template is required, and the model has none, or it fails.
         """
+        from ...models.chat_template import apply_template
         from ...models.model import encode_prompt
 
         templated = self.uses_template(prompt, tokenizer)
@@ -249,34 +214,28 @@ class PromptOptions:
         if not templated:
             return encode_prompt(tokenizer, prompt), False
         messages, how = self.turns([{"role": "user", "content": prompt}], ended)
-        return in_template(messages, tokenizer, **how), True
+        try:
+            return apply_template(tokenizer, messages, **how), True
+        except PromptError as error:
+            raise OptionError(f"{error}: use --raw, or no options of the chat template") from error
 
 
 _UNENDED = {"add_generation_prompt": False, "continue_final_message": True}
 
 
 def read_text(name: str, source: str) -> str:
-    """Read a file of UTF-8 text; ``source`` names it in errors.
+    """Read a file of UTF-8 text, or standard input as -; ``source`` names it in errors.
 
     Raises:
-        PromptError: it cannot be read, is too long, empty, or not text.
+        PromptError: it cannot be read, is empty, or not text.
     """
     try:
-        with open(name, "rb") as file:
-            return _read(file, source)
+        with click.open_file(name, "rb") as file:
+            return _text(file.read(), source)
     except OSError as error:
         raise PromptError(
             f"{source} cannot be read ({error.strerror}): name a readable text file"
         ) from error
-
-
-def _standard_input() -> str:
-    """Read all of standard input."""
-    if sys.stdin is None:
-        raise PromptError("standard input is closed: give --prompt TEXT or --prompt-file FILE")
-    if sys.stdin.isatty():
-        note("type the prompt; Ctrl-D at the beginning of a line ends it")
-    return _read(sys.stdin.buffer, "standard input")
 
 
 def _piped_text(waits: bool) -> str | None:
@@ -295,11 +254,9 @@ def _piped_text(waits: bool) -> str | None:
             comes = os.lseek(descriptor, 0, os.SEEK_CUR) == 0
         else:
             comes = stat.S_ISFIFO(kind) and _begins(descriptor, waits)
-        if not comes:
-            return None
         os.set_blocking(descriptor, True)  # another process may have made it non-blocking
-        data = sys.stdin.buffer.read(_MOST_BYTES + 1)
-    except (AttributeError, OSError):  # closed, replaced by an object, or open only for writing
+        data = sys.stdin.buffer.read() if comes else b""
+    except OSError:  # replaced by an object, or open only for writing
         return None
     return _text(data, "standard input") if data.strip() else None
 
@@ -319,13 +276,7 @@ def _parse_ids(ids: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def _read(file: BinaryIO, source: str) -> str:
-    return _text(file.read(_MOST_BYTES + 1), source)
-
-
 def _text(data: bytes, source: str) -> str:
-    if len(data) > _MOST_BYTES:
-        raise PromptError(f"{source} has more than {_MOST_BYTES:,} bytes: give a shorter text")
     return _decode(data.removesuffix(b"\n").removesuffix(b"\r"), source)
 
 
@@ -337,29 +288,6 @@ def _decode(data: bytes, source: str) -> str:
         raise PromptError(
             f"{source} is not UTF-8 text (byte {error.start}): convert it to UTF-8"
         ) from error
-    if "\0" in text:
-        raise PromptError(f"{source} is binary: give a text in UTF-8")
     if not text:
         raise PromptError(f"{source} is empty: write a text, or give --prompt-ids with the BOS id")
     return text
-
-
-def in_template(messages: Messages, tokenizer: TokenizerWrapper, **how: Any) -> Any:
-    """Apply the chat template: return tokens, or with ``tokenize=False`` a text.
-
-    Args:
-        messages: the conversation; the model's turn comes next.
-        tokenizer: the model's tokenizer.
-        how: arguments of ``apply_chat_template`` of transformers.
-
-    Raises:
-        OptionError: the chat template does not apply.
-    """
-    from ...models.chat_template import apply_template
-
-    try:
-        return apply_template(tokenizer, messages, **{"add_generation_prompt": True, **how})
-    except PromptError as error:
-        raise OptionError(
-            f"{error}: use --raw, or leave out the options of the chat template"
-        ) from error

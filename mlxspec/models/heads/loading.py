@@ -20,10 +20,7 @@ from ...errors import LoadError, OptionError, printable
 from ..model import OnRead, evaluate, find_adapters, load, reason, widen
 from ..model_files import (
     BESIDE,
-    MOST_LAYERS,
     WEIGHTS,
-    check_layers,
-    check_readable,
     check_weights_file,
     find_directory,
     instead_of_files,
@@ -39,6 +36,8 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 _log = logging.getLogger(__name__)
+
+_DEEPEST = 1000  # layers of a target that is not known
 
 _KINDS: dict[str, type[Head]] = {
     "gemma4_assistant": Gemma4Assistant,
@@ -84,8 +83,8 @@ class HeadFiles:
     @property
     def nbytes(self) -> int:
         """The size of its tensors."""
-        sizes = (item for path in self.files for item in check_weights_file(path).items())
-        return sum(size for name, (_, size) in sizes if not self.own or _OWN.match(name))
+        tensors = (item for path in self.files for item in check_weights_file(path).items())
+        return sum(one.nbytes for name, one in tensors if not self.own or _OWN.match(name))
 
     @property
     def needs(self) -> dict[str, int]:
@@ -109,7 +108,6 @@ def find_head(directory: Path) -> HeadFiles:
     Raises:
         LoadError: there is no head, none of a kind that is supported, or a file is damaged.
     """
-    check_readable(directory)
     config = read_config(directory)
     if (name := named_kind(config)) is None:
         if (own := own_head(directory)) is not None:
@@ -280,14 +278,12 @@ def load_lazily(
     from mlx_lm.utils import infer_quant_config
 
     if target_config is None:
-        sizes = {"num_hidden_layers": MOST_LAYERS, **found.needs}
+        sizes = {"num_hidden_layers": _DEEPEST, **found.needs}
         target_config = {**text_of(found.config), **sizes}
-    count = sum(len(check_weights_file(path)) for path in found.files)
+    tensors: dict[str, mx.array] = {}
+    for path in found.files:
+        tensors |= _tensors(path, own=found.own)
     try:
-        check_layers(found.config, count)
-        tensors: dict[str, mx.array] = {}
-        for path in found.files:
-            tensors |= _tensors(path, own=found.own)
         weights = tensors if found.config.get(CONVERTED) else found.kind.sanitize(tensors)
         head = found.kind(found.config, target_config)
 
@@ -309,8 +305,7 @@ def load_lazily(
 
 def _tensors(path: Path, *, own: bool) -> dict[str, mx.array]:
     """A head's unevaluated tensors in a file, by their names without ``mtp.``."""
-    loaded = mx.load(str(path))
-    assert isinstance(loaded, dict)
+    loaded = check_weights_file(path)
     if not own or not any(map(_OWN.match, loaded)):
         return loaded
     return {_OWN.sub("", name, 1): loaded[name] for name in loaded if _OWN.match(name)}
