@@ -164,9 +164,7 @@ class Session:
             if not isinstance(target, Target):
                 return Session(target.copied(length, room), tokens[:length])
             session = Session(tokens=tokens[:length])
-            session._target = forked = target.fork(length, room)
-            if target.head and forked.head:
-                forked.head.resume(target.head.kept(length), session._tokens)
+            session._target = target.fork(length, room)
             return session
 
     @property
