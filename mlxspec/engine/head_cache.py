@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import mlx.core as mx
+from mlx_lm.models.cache import KVCache
 
 from ..models.heads import Head
 from ..models.heads.blocks import DFlash
@@ -80,6 +81,31 @@ class HeadCache:
         """All that it holds."""
         unseen = (array for rows in self._unseen for array in (rows.tokens, *rows.states))
         return [*held_arrays(self.caches), *unseen]
+
+    @property
+    def kept(self) -> list[mx.array]:
+        """What a file keeps: the entries' positions, then each cache's keys and values."""
+        if not self._positions:
+            return []
+        states = [array for cache in self.caches for array in cache.state]
+        entries = [one[:, :, : len(self._positions)] for one in states if isinstance(one, mx.array)]
+        return [mx.array(self._positions), *entries]
+
+    def resume(self, kept: Sequence[mx.array], length: int) -> None:
+        """Begin after ``length`` positions with what a file keeps, unless another head kept it."""
+        self._seen = length
+        own = HeadCache(self._head, self._hidden, 0)
+        own.append(mx.zeros(1, mx.int32), mx.zeros((1, self._head.width)))
+        shapes = [array.shape for cache in own.caches for array in held_arrays([cache])]
+        places = cast(list[int], kept[0].tolist()) if kept and kept[0].ndim == 1 else []
+        fitting = [(*shape[:2], len(places), *shape[3:]) for shape in shapes]
+        rising = sorted({place for place in places if 0 <= place < length})
+        if places and rising == places and fitting == [array.shape for array in kept[1:]]:
+            self._positions = places
+            pairs = zip(kept[1::2], kept[2::2], strict=True)
+            # Slices, since a cache may write into its own arrays.
+            layers = [(keys[:], values[:], len(places)) for keys, values in pairs]
+            self.caches = [for_steps(KVCache.from_state(layer)) for layer in layers]
 
     @property
     def behind(self) -> int:
