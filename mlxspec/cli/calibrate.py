@@ -205,7 +205,7 @@ def measured_curves(
     wanted: list[int | None] = [*sorted(set(contexts))] or [None, *longer]
     for context in wanted:
         with ProgressBar("Prefill") as prefill, ProgressBar("Measuring step times") as measuring:
-            measured = calibrate(
+            times, split = calibrate(
                 model,
                 CAREFUL,
                 context=context,
@@ -213,12 +213,12 @@ def measured_curves(
                 on_prefill=prefill,
                 on_progress=measuring,
             )
-        if problem := noise(measured.times):
+        if problem := noise(times):
             raise MlxspecError(
                 f"{name}: {problem}; nothing is kept, and what was known stays: close other "
                 "programs and measure again"
             )
-        found[context or short] = known_times(measured, CAREFUL, "careful", name)
+        found[context or short] = known_times(times, split, CAREFUL, "careful", name)
     key = cost_key(model).of_sequences(sequences)
     cache.update(key, found)
     return [_curve(key, context, known, name) for context, known in found.items()]
