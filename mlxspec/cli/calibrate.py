@@ -234,7 +234,7 @@ def _times_of_head(trained: TrainedHead, plain_step: float) -> dict[str, Any]:
 
     times = []
     for tokens in range(1, trained.head.most + 1):
-        seconds = trained.times.seconds(tokens)
+        seconds = trained.experience.seconds(tokens)
         times.append({"tokens": tokens, "seconds": seconds, "cost": seconds / plain_step})
     return {"kind": trained.head.title, "times": times}
 

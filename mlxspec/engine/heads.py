@@ -19,8 +19,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import KVCache
 
-from ..drafting.heads import HeadSource, HeadTimes
-from ..drafting.kept import Experience
+from ..drafting.heads import HeadExperience, HeadSource
 from ..errors import LoadError
 from ..models.heads import Head
 from ..models.heads.blocks import DFlash
@@ -36,6 +35,7 @@ from .target import Capability, Target, evaluate_constants, vocabulary_size
 _log = logging.getLogger(__name__)
 
 _TIMED_DRAFTS = 3
+_FEW_ROWS = 8  # as after a step
 
 
 class TrainedHead:
@@ -75,8 +75,8 @@ class TrainedHead:
         return own.caches
 
     @cached_property
-    def times(self) -> HeadTimes:
-        """What drafts take, measured at first use and corrected by every draft."""
+    def experience(self) -> HeadExperience:
+        """What its drafts take, measured at first use, and what they have shown since."""
         target = Target(self.model, Capability.CHAIN, vocabulary_size(self.model))
         with mx.stream(generation_stream):
             target.prefill([0] * 8)
@@ -84,7 +84,8 @@ class TrainedHead:
                 min(self._timed(target, depth) for _ in range(_TIMED_DRAFTS))
                 for depth in (1, self.head.most)
             )
-        return HeadTimes(first, max(0.0, most - first) / max(1, self.head.most - 1))
+        further = max(0.0, most - first) / max(1, self.head.most - 1)
+        return HeadExperience(first, further, self.head.most)
 
     def _timed(self, target: Target, depth: int) -> float:
         cache = cast(HeadCache, target.head)
@@ -189,7 +190,7 @@ def attach_head(head: Head, model: nn.Module) -> TrainedHead | None:
     """
     try:
         trained = TrainedHead(head, model)
-        _ = trained.times
+        _ = trained.experience
     except Exception as error:  # whatever the classes of heads and models raise
         reason = one_line(error) or type(error).__name__
         if head.asked:
@@ -271,11 +272,10 @@ class HeadDrafts(HeadSource):
 
     Args:
         trained: the head, attached to the generation's model.
-        experience: of earlier generations.
     """
 
-    def __init__(self, trained: TrainedHead, experience: Experience) -> None:
-        super().__init__(trained.times, experience.of_head(trained.head.most))
+    def __init__(self, trained: TrainedHead) -> None:
+        super().__init__(trained.experience)
         self._trained = trained
 
     def attach(self, target: Target, perturb: Perturb) -> None:
@@ -286,13 +286,12 @@ class HeadDrafts(HeadSource):
         cache = self._target.head
         return cache is not None and cache.is_ready(self._target.length)
 
-    @property
-    def behind(self) -> int:
-        cache = self._target.head
-        return cache.behind if cache else 0
-
     @classmethod
     def run(cls, heads: Sequence[Self], depth: int) -> list[tuple[list[int], list[float]]]:
         members = [Member(head._target, head.last, head._perturb) for head in heads]
+        behind, started = max(member.cache.behind for member in members), time.perf_counter()
         with mx.stream(generation_stream):
-            return heads[0]._trained.draft(members, depth)
+            drafts = heads[0]._trained.draft(members, depth)
+        if behind <= _FEW_ROWS:  # a head that has not run for long takes longer once
+            heads[0].experience.record(depth, len(members), time.perf_counter() - started)
+        return drafts

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import mlxspec
 from mlxspec.corpus import Memory
-from mlxspec.drafting.heads import HeadTimes
+from mlxspec.drafting.heads import HeadExperience
 from mlxspec.engine.heads import Member, TrainedHead
 from mlxspec.engine.sampling import SamplingParams
 from mlxspec.generation.drafting import Auto
@@ -69,7 +69,8 @@ class Instructed(TrainedHead):
         self.right, self.random = right, random.Random(4)
         self.contexts: list[list[int]] = []
         self.drafted = 0
-        self.times = HeadTimes(1e-6, 1e-6)  # so that it runs even if it is hardly ever right
+        # So that it runs even if it is hardly ever right.
+        self.experience = HeadExperience(1e-6, 1e-6, self.head.most)
 
     def draft(self, members: Sequence[Member], depth: int) -> list[tuple[list[int], list[float]]]:
         drafts = super().draft(members, depth)
