@@ -45,7 +45,7 @@ _CAUSES: dict[int, str] = {
 
 Outline = dict[str, Any]
 """The parts of a tokenizer that the other process needs, as JSON values: the arguments of
-:class:`~mlxspec.engine.compiling_process.OutlinedTokenizer`."""
+:func:`~mlxspec.engine.compiling_process._outlined`."""
 
 
 def compiled(

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -67,7 +68,7 @@ def tried(
     Args:
         kind, text, lead: as in :class:`mlxspec.engine.params.Constraint`.
         json_format: llguidance's options for white space in JSON.
-        outline: arguments of :class:`OutlinedTokenizer`.
+        outline: arguments of :func:`_outlined`.
         limits: llguidance's limits.
 
     Returns:
@@ -87,9 +88,9 @@ def tried(
             (own,) = json.loads(definition)["grammars"]
         lark = f"start: LEAD? @output\nLEAD: /{lead}/"
         definition = json.dumps({"grammars": [{"lark_grammar": lark}, {**own, "name": "output"}]})
-    tokenizer = OutlinedTokenizer(**outline)
+    tokenizer = _outlined(**outline)
     tokens = LLTokenizer(
-        TokenizerWrapper(tokenizer), n_vocab=len(tokenizer.tokens), eos_token=tokenizer.ends
+        TokenizerWrapper(tokenizer), n_vocab=len(tokenizer.tokens), eos_token=outline["ends"]
     )
     matcher = LLMatcher(tokens, definition, log_level=0, limits=LLParserLimits(**limits))
     if not matcher.is_error():
@@ -99,8 +100,35 @@ def tried(
     return definition, matcher.get_error()
 
 
-class OutlinedTokenizer:
-    """A stand-in for the model's tokenizer: its special tokens, which grammars may name, and bytes.
+class ByteTokens:
+    """The tokenizer that llguidance calls.
+
+    Args:
+        tokens: the bytes of each.
+        special: the ids of those without text, which grammars may name.
+        end: the first id that ends an output.
+        encode: returns the ids of a text.
+    """
+
+    bos_token_id = None
+
+    def __init__(
+        self,
+        tokens: Sequence[bytes],
+        special: Sequence[int],
+        end: int,
+        encode: Callable[[bytes], list[int]],
+    ) -> None:
+        self.tokens, self.special_token_ids = tokens, special
+        self.eos_token_id = end
+        self._encode = encode
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._encode(text)
+
+
+def _outlined(size: int, ends: list[int], special: dict[str, str]) -> ByteTokens:
+    """A stand-in for the model's tokenizer: its special tokens and single bytes.
 
     The other tokens barely affect the time and memory of compiling.
 
@@ -109,20 +137,11 @@ class OutlinedTokenizer:
         ends: the ids that end an output.
         special: the text of each special token, a character per byte, by the id in decimal.
     """
-
-    bos_token_id = None
-
-    def __init__(self, size: int, ends: list[int], special: dict[str, str]) -> None:
-        self.tokens = [b""] * size + [bytes([byte]) for byte in range(256)]
-        for token, text in special.items():
-            self.tokens[int(token)] = text.encode("latin-1")
-        self.special_token_ids = list(map(int, special))
-        self.ends = ends
-        self.eos_token_id = ends[0]
-        self._size = size
-
-    def __call__(self, text: bytes) -> list[int]:
-        return [self._size + byte for byte in text]
+    tokens = [b""] * size + [bytes([byte]) for byte in range(256)]
+    for token, text in special.items():
+        tokens[int(token)] = text.encode("latin-1")
+    special_ids = [*map(int, special)]
+    return ByteTokens(tokens, special_ids, ends[0], lambda text: [size + byte for byte in text])
 
 
 def _peak() -> int:

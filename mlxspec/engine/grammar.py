@@ -21,6 +21,7 @@ from ..drafting.drafter import DraftTree
 from ..errors import OptionError
 from ..models.tokenizer import token_bytes
 from .compiling import compiled, in_one_line
+from .compiling_process import ByteTokens
 from .params import Constraint, Phase, Phases
 
 _KEPT = 64  # compiled constraints per tokenizer
@@ -65,7 +66,9 @@ class Vocabulary:
             )
         self._encode = _encoder(tokenizer)
         self.tokens = llguidance.LLTokenizer(
-            llguidance.TokenizerWrapper(_Tokens(self, bytes_of, sorted(special))),
+            llguidance.TokenizerWrapper(
+                ByteTokens(bytes_of, sorted(special), self.ends[0], self._encode_bytes)
+            ),
             n_vocab=vocab_size,
             eos_token=self.ends,
         )
@@ -97,6 +100,10 @@ class Vocabulary:
             ids = anchored[len(anchor) :] if anchored[: len(anchor)] == anchor else []
         return ids if self._stands_for(ids, wanted) else self.tokens.greedy_tokenize(text)
 
+    def _encode_bytes(self, text: bytes) -> list[int]:
+        # llguidance's constructor encodes a test text and ignores the result.
+        return self.encode(text.decode()) if hasattr(self, "tokens") else []
+
     def _stands_for(self, ids: Sequence[int], text: bytes) -> bool:
         known = all(0 <= token < len(self._texts) and self._texts[token] for token in ids)
         return known and b"".join(self._texts[token] for token in ids) == text
@@ -104,22 +111,6 @@ class Vocabulary:
     def matcher(self, constraint: Constraint) -> llguidance.LLMatcher:
         """A matcher at the beginning of a constraint; raises as :func:`compiled` does."""
         return self.compiled(constraint).deep_copy()
-
-
-class _Tokens:
-    """The tokenizer that llguidance calls."""
-
-    bos_token_id = None
-
-    def __init__(self, vocabulary: Vocabulary, tokens: Sequence[bytes], special: Sequence[int]):
-        self.eos_token_id = vocabulary.ends[0]
-        self.tokens = tokens
-        self.special_token_ids = special
-        self._vocabulary = vocabulary
-
-    def __call__(self, text: bytes) -> list[int]:
-        # llguidance's constructor encodes a test text and ignores the result.
-        return self._vocabulary.encode(text.decode()) if hasattr(self._vocabulary, "tokens") else []
 
 
 def _special_tokens(tokenizer: TokenizerWrapper, vocab_size: int) -> set[int]:
