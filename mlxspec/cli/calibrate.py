@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import MlxspecError
+from ..errors import MlxspecError, OptionError
 from ..terminal import visible
 from .common.model_choice import ABOUT, DEFAULT, MODEL, model_argument, needed_model
 from .common.options import (
@@ -97,6 +97,8 @@ def calibrate_command(
     check_least(1, context=min(context, default=1), sequences=sequences)
     check_one(head=head, no_head=no_head)
     check_one(head=head, show=show, sequences=sequences > 1)
+    if show and adapter_path is not None and model is None:
+        raise OptionError("--adapter-path is given without its MODEL: name that, too")
     cache = CostCache()
     if show:
         curves, of_head = _known(cache, model, adapter_path, context), None

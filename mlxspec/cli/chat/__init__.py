@@ -567,7 +567,7 @@ class LocalModel:
         load: Callable[[Generation], Decoder],
         template_arguments: Mapping[str, Any],
     ) -> None:
-        self._load = load
+        self._first, self._load = generation, load
         self._template_arguments = template_arguments
         self._use(generation)
 
@@ -623,7 +623,9 @@ class LocalModel:
         return [*known_names()]
 
     def switch(self, name: str) -> None:
-        """Load another model, without adapters, and download it if necessary.
+        """Load another model, and download it if necessary.
+
+        Only the chat's first model has the head and the adapters of the command line.
 
         The present one is unloaded first, since memory may not hold both. If the other cannot be
         used, it is loaded again.
@@ -637,8 +639,9 @@ class LocalModel:
         find_directory(name, None)  # downloads it
         self.close()
         drafting = replace(before.drafting, head=None)
+        other = replace(before, model=name, drafting=drafting, adapter_path=None)
         try:
-            self._use(replace(before, model=name, drafting=drafting, adapter_path=None))
+            self._use(self._first if name == model_or_default(self._first.model) else other)
         except BaseException:
             self._use(before)
             raise
