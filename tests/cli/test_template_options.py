@@ -216,8 +216,7 @@ def test_a_template_that_refuses_them_is_one_line(endless: Path, tmp_path: Path)
     result = run(generate_command, "a", "--model", model, "--system-prompt", "b")
     assert result.exit_code == 1
     assert result.stderr == (
-        "Error: the chat template failed (no): use --raw, or leave out the options of the "
-        "chat template\n"
+        "Error: the chat template failed (no): use --raw, or no options of the chat template\n"
     )
 
 

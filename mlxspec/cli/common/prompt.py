@@ -161,9 +161,12 @@ class PromptOptions:
         """Whether the prompt goes into the chat template.
 
         Raises:
-            OptionError: a template is required, and the model has none.
+            OptionError: a template is required, and the model has none, or the prompt is token ids.
         """
-        if (given := self.for_template()) and not tokenizer.has_chat_template:
+        given = self.for_template()
+        if given and not isinstance(prompt, str):
+            raise OptionError(f"token ids are in no chat template: leave out {given[0]}")
+        if given and not tokenizer.has_chat_template:
             raise OptionError(
                 f"{given[0]}: this model's tokenizer has no chat template, leave it out"
             )
