@@ -95,7 +95,9 @@ class BenchOptions:
 @model_argument(ABOUT + DEFAULT)
 @options_of(BenchOptions, "asked")
 @options_of(ReportOptions, "shows", "Output")
-@option("--include-text", "Include prompts and outputs in the JSON.", group="Output")
+@option(
+    "--include-text", "Include prompts and outputs in the JSON.", group="Output", needs=("--json",)
+)
 @option(
     "--submit",
     "Also measure what rows cost, and write a report. It is shown, and opened as an issue on "

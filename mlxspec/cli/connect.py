@@ -165,6 +165,8 @@ def connect_command(
     check_one(server=server, port=port)
     console = output_console(color)
     if client is None:
+        if write or yes:
+            raise OptionError("--write needs a CLIENT: 'mlxspec connect' lists them")
         print_rows(*((name, f"{title}: {way}") for name, (title, way) in CLIENTS.items()))
         return
     title, _ = CLIENTS[client]

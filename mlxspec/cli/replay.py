@@ -16,6 +16,7 @@ from .common.options import (
     FILE,
     argument,
     check_least,
+    check_one,
     command,
     names_completed,
     option_field,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 _ALL = "all"
 _OWN = "own curve"
+_USUAL_CHIP = ("M4 Pro",)
 
 
 def _decoder_names() -> Iterator[str]:
@@ -50,8 +52,9 @@ class ReplayOptions:
     )
     chips: tuple[str, ...] = option_field(
         "--chip NAME",
-        "A chip with a known cost curve, such as 'M3 Max', or 'all'; repeatable.",
-        default=("M4 Pro",),
+        "A chip with a known cost curve, such as 'M3 Max', or 'all'; repeatable.  [default: M4 "
+        "Pro]",
+        default=(),
     )
     curve: Path | None = option_field(  # noqa: RUF009
         "--curve FILE", "Instead of a chip's, a cost curve written by 'mlxspec calibrate --json'."
@@ -124,6 +127,7 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
     from ..bench.replay import compare, verdict
     from ..models.tokenizer import load_tokenizer_of, vocabulary_classes
 
+    check_one(chip=asked.chips or None, curve=asked.curve)
     check_least(1, concurrency=asked.concurrency, limit=asked.limit)
     policies = _policies(asked)
     chips = _chips(asked.chips, asked.curve)
@@ -176,7 +180,7 @@ def _chips(names: tuple[str, ...], file: Path | None) -> dict[str, Chip]:
 
     if file:
         return {_OWN: Chip(_OWN, read_curve(file), "measured on the user's machine")}
-    chips = map(known_chip, chip_names() if _ALL in names else names)
+    chips = map(known_chip, chip_names() if _ALL in names else names or _USUAL_CHIP)
     return {chip.name: chip for chip in chips}
 
 

@@ -339,6 +339,12 @@ def test_a_file_without_a_curve_is_refused(traces: Path, tmp_path: Path, content
     assert result.stderr.startswith(f"Error: {curve}: no cost curve")
 
 
+def test_a_curve_takes_the_place_of_chips(traces: Path) -> None:
+    result = replay(traces, "--tokenizer", TOKENIZER, "--chip", "M5 Max", "--curve", "curve.json")
+    assert result.exit_code == 1
+    assert result.stderr == "Error: --chip and --curve are given together: choose one\n"
+
+
 def test_a_place_without_a_tokenizer_is_refused(traces: Path, tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "missing"):
         result = replay(traces, "--tokenizer", place)

@@ -101,6 +101,7 @@ class DraftingOptions:
         "Draft at most N tokens with --draft-model.",
         default=2,
         type=click.IntRange(1),
+        needs=("--draft-model",),
     )
     head: str | None = option_field(*HEAD, type=MODEL, of=PLANNED)
     no_head: bool = option_field(*NO_HEAD, default=False)
