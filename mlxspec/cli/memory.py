@@ -333,7 +333,7 @@ def _chosen(
 @memory_command.command("export")
 @_model_option
 @option("-o --output FILE", "Write to FILE instead of standard output.", type=FILE)
-@option("--force", "Replace an existing file.")
+@option("--force", "Replace an existing file.", needs=("--output",))
 def export_command(model: str | None, output: Path | None, force: bool) -> None:
     """Write the answers as a chat log, the oldest first.
 

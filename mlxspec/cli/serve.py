@@ -43,6 +43,7 @@ from .common.notes import note
 from .common.options import (
     ADAPTERS,
     NAME,
+    check_one,
     color_option,
     command,
     option_field,
@@ -216,6 +217,7 @@ def checked(
     Raises:
         OptionError: a value is wrong, or the server would be open to other machines.
     """
+    check_one(quiet=options.quiet, log_json=options.log_json)
     count = len(models) or int(not options.available)  # without any, the default one is loaded
     for option, value, most in (
         ("--adapter-path", options.adapter_path, 1),
