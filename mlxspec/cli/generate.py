@@ -21,7 +21,7 @@ from ..terminal import TokenPrinter, colored
 from .common.generation import Generation
 from .common.model_choice import model_or_default, note_if_demo
 from .common.notes import silence_notes
-from .common.options import NAME, check_one, color_option, command, option, options_of
+from .common.options import COUNT, NAME, check_one, color_option, command, option, options_of
 from .common.output import (
     Figures,
     error_console,
@@ -61,10 +61,10 @@ _output = partial(option, group="Output")
     "--concurrency N",
     "With --prompts: answer N at once.",
     default=8,
-    type=click.IntRange(1),
+    type=COUNT,
     needs=("--prompts",),
 )
-@_model("--max-tokens N", "Generate at most N tokens.", default=250, type=click.IntRange(1))
+@_model("--max-tokens N", "Generate at most N tokens.", default=250, type=COUNT)
 @options_of(Generation, "generation")
 @_output("-q --quiet", "Show only the text: no figures, progress or notes.")
 @color_option("Output")

@@ -12,10 +12,10 @@ from rich.console import RenderableType
 from ..errors import OptionError
 from .common.model_choice import MODEL
 from .common.options import (
+    COUNT,
     DRAFTER,
     FILE,
     argument,
-    check_least,
     check_one,
     command,
     names_completed,
@@ -60,7 +60,10 @@ class ReplayOptions:
         "--curve FILE", "Instead of a chip's, a cost curve written by 'mlxspec calibrate --json'."
     )
     limit: int = option_field(
-        "--limit N", "At most N conversations per category, evenly spaced.", default=240
+        "--limit N",
+        "At most N conversations per category, evenly spaced.",
+        default=240,
+        type=COUNT,
     )
     drafter: str | None = option_field(
         DRAFTER, "Also replay your own drafter class, alone and with auto."
@@ -82,6 +85,7 @@ class ReplayOptions:
         "--concurrency N",
         "Run N outputs at once, which share each step, with and without drafts.",
         default=1,
+        type=COUNT,
     )
     memory: str | None = option_field(
         "--memory N[,N...]",
@@ -128,7 +132,6 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
     from ..models.tokenizer import load_tokenizer_of, vocabulary_classes
 
     check_one(chip=asked.chips or None, curve=asked.curve)
-    check_least(1, concurrency=asked.concurrency, limit=asked.limit)
     policies = _policies(asked)
     chips = _chips(asked.chips, asked.curve)
     shows.check()

@@ -42,6 +42,7 @@ from .common.model_choice import (
 from .common.notes import note
 from .common.options import (
     ADAPTERS,
+    COUNT,
     NAME,
     check_one,
     color_option,
@@ -133,7 +134,7 @@ class ServeOptions:
         "--concurrency N",
         "Generate for N requests per model at once.",
         default=8,
-        type=click.IntRange(1),
+        type=COUNT,
     )
     queue: int = _request_option(
         "--queue N",
@@ -145,7 +146,7 @@ class ServeOptions:
         "--max-tokens N",
         "Generate at most N tokens if a request sets no limit.",
         default=8192,
-        type=click.IntRange(1),
+        type=COUNT,
     )
     stall: float = _request_option(
         "--stall SECONDS",

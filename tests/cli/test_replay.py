@@ -301,7 +301,6 @@ def test_memories_are_compared_with_several_outputs_at_once(repeating: tuple[Pat
     [
         (("--decoder", "warp"), "'warp': choose among auto"),
         (("--decoder", "warp", "--concurrency", "2"), "'warp': choose among auto"),
-        (("--concurrency", "0"), "--concurrency is 0: give at least 1"),
         (("--chip", "Z80"), "'Z80': choose one of M2 Pro"),
         (("--chip", "M4 Max"), "'M4 Max': the nearest known ones are M4 Pro and M3 Max"),
         (("--curve", "missing.json"), "missing.json: no cost curve"),

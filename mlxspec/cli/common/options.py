@@ -111,6 +111,8 @@ def _check_needs(ctx: click.Context) -> None:
             )
 
 
+COUNT = click.IntRange(1)
+"""A number of things, at least one."""
 NAME = click.Path()
 """A name of a file or a directory, as a text."""
 FILE = click.Path(path_type=Path)
@@ -285,17 +287,6 @@ NO_MEMORY = (
     "--no-memory",
     "Neither draft from nor add to the answers that 'mlxspec memory on' keeps.",
 )
-
-
-def check_least(least: int, **options: int | None) -> None:
-    """Check that numbers are at least ``least``; each is named as its option.
-
-    Raises:
-        OptionError: a number is too small.
-    """
-    for name, value in options.items():
-        if value is not None and value < least:
-            raise OptionError(f"--{name.replace('_', '-')} is {value}: give at least {least}")
 
 
 def check_one(**options: object) -> None:
