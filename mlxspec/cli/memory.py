@@ -316,7 +316,8 @@ def forget_command(
         path.unlink(missing_ok=True)
     if taught:
         say(f"Forgot which drafts were right for {counted(len(taught), 'model')}.")
-    say(f"Forgot {counted(sum(len(rows) for _, rows in found), 'answer')}.")
+    if found or not taught:
+        say(f"Forgot {counted(sum(len(rows) for _, rows in found), 'answer')}.")
 
 
 def _chosen(
