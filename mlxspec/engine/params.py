@@ -214,6 +214,8 @@ class Constraint:
         Raises:
             OptionError: the schema is not an object, or too long.
         """
+        if isinstance(schema, str):
+            cls("json_schema", schema)  # a long text is refused before it is parsed
         try:
             parsed = json.loads(schema) if isinstance(schema, str) else schema
             text = json.dumps({} if parsed is True else parsed, allow_nan=False)
