@@ -155,7 +155,7 @@ class SamplingParams:
                 f"temp is {self.temp}: choose 0 (greedy), or a finite number from {_COLDEST} up"
             )
         for token, bias in (self.logit_bias or {}).items():
-            if not isinstance(bias, SupportsFloat) or not float(bias) < math.inf:
+            if not isinstance(bias, float | SupportsFloat) or not float(bias) < math.inf:
                 raise OptionError(f"logit_bias of token {token} is {bias}: choose a number")
 
     @property

@@ -383,6 +383,7 @@ class Endpoints:
             ApiError: an option is out of range, a prompt is too long, the queue is full, or a
                 generation failed before anything was sent.
         """
+        self._worker.check_queue(served, len(prompts) * body.n)  # before thousands are made
         prediction: Sequence[int] = ()
         if body.prediction:
             if not served.predicts:

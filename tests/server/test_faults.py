@@ -706,8 +706,8 @@ def test_a_fault_in_planning_fails_no_request(
     def broken(*args: object) -> None:
         raise ValueError("math domain error")
 
-    monkeypatch.setattr(LiveCosts, "for_sequences", broken)
     with running_server() as server, braked(server.decoder.model) as brake:
+        monkeypatch.setattr(LiveCosts, "for_sequences", broken)  # after the server's first steps
         check_answers_together(server, brake)
     (line,) = planning_faults
     assert "planning drafts has failed (ValueError: math domain error, in " in line
