@@ -3,11 +3,11 @@
     python benchmarks/serve_soak.py [MINUTES] [--model MODEL | --memory SIZE] [--seed SEED]
 
 First the server is killed a few times, while it works and while it writes its files, and must start
-again without reading a broken file. Then, for MINUTES (20 by default), clients with several keys send
-random requests: streamed or not, several choices, sampled with seeds, long prompts, constraints,
-tools, conversations of several turns. They disconnect, read slowly, send invalid requests, and one
-is a process that gets killed. At the end Ctrl-C ends the server, and another one continues from its
-files.
+again without reading a broken file. Then, for MINUTES (20 by default), clients with several keys
+send random requests: streamed or not, several choices, sampled with seeds, long prompts,
+constraints, tools, conversations of several turns. They disconnect, read slowly, send invalid
+requests, and one is a process that gets killed. At the end Ctrl-C ends the server, and another one
+continues from its files.
 
 It checks that valid requests succeed, that complete answers equal those of generations alone, that
 the server is always healthy, and that it is idle at the end. Each minute it prints the server's
