@@ -60,7 +60,7 @@ _HEADERS = {
     "json_tools": re.compile(
         r'\s*\{\s*"name"\s*:\s*"([^"\\\x00-\x1f]+)"\s*,\s*"arguments"\s*:\s*(?=\{)'
     ),
-    "mistral": re.compile(r"\s*(?:\[TOOL_CALLS\])?\s*([\w-]+)\s*\[ARGS\]\s*(?=\{)"),
+    "mistral": re.compile(r"\s*(?:\[TOOL_CALLS\]\s*)?([\w-]+)\s*\[ARGS\]\s*(?=\{)"),
 }
 """By the name of mlx-lm's parser: the formats whose arguments are streamed."""
 
