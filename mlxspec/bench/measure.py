@@ -42,7 +42,6 @@ from ..generation.decoder import AutoDecoder, Decoder, LookaheadDecoder
 from ..generation.response import SpeculationStats
 from ..models.chat_template import apply_template
 from ..models.heads import Head
-from ..models.heads.loading import NAMES
 from ..models.model import encode_prompt
 from ..models.model_files import given_name
 from ..process import mlx_settings
@@ -474,7 +473,7 @@ def model_facts(model: nn.Module, name: str, head: Head | None = None) -> Report
         "name": given_name(name),
         **model_identity(model),
         "dtype": str(max(nbytes, key=nbytes.__getitem__)).removeprefix("mlx.core."),
-        **({} if head is None else {"head": NAMES[type(head)]}),
+        **({} if head is None else {"head": head.title}),
     }
 
 

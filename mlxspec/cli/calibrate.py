@@ -231,13 +231,12 @@ def _times_of_head(trained: TrainedHead, plain_step: float) -> dict[str, Any]:
         trained: a head, attached to its target.
         plain_step: the seconds of a plain step, the unit of the cost.
     """
-    from ..models.heads.loading import NAMES
 
     times = []
     for tokens in range(1, trained.head.most + 1):
         seconds = trained.times.seconds(tokens)
         times.append({"tokens": tokens, "seconds": seconds, "cost": seconds / plain_step})
-    return {"kind": NAMES[type(trained.head)], "times": times}
+    return {"kind": trained.head.title, "times": times}
 
 
 def _known(

@@ -74,10 +74,8 @@ def inspect_command(model: str | None, adapter_path: str | None, as_json: bool) 
 
 def _where(found: HeadFiles, directory: Path) -> dict[str, Any]:
     """A head's kind, its files in the model's folder, and the size of its tensors."""
-    from ..models.heads.loading import NAMES
-
     files = [path.relative_to(directory).as_posix() for path in found.files]
-    return {"kind": NAMES[found.kind], "files": files, "bytes": found.nbytes}
+    return {"kind": found.kind.title, "files": files, "bytes": found.nbytes}
 
 
 def _head_report(found: HeadFiles) -> dict[str, Any]:
@@ -94,7 +92,7 @@ def _head_report(found: HeadFiles) -> dict[str, Any]:
         "quantisation": _quantised_layers(head),
         "most": head.most,
         "reads": len(head.reads),  # which ones may depend on the target
-        "target": {"families": list(found.families), **found.needs},
+        "target": {"families": list(found.kind.families), **found.needs},
     }
 
 
@@ -104,14 +102,13 @@ def _report(model: nn.Module) -> dict[str, Any]:
     ``bits_per_weight`` is the average in memory, including scales. On the CPU it exceeds the
     checkpoint's, since weights and scales in half precision become float32.
     """
-    from ..engine.capability import examine, examine_chunks, examine_joint
+    from ..engine.capability import examine, examine_joint
     from ..engine.costs import machine_identity, model_identity
     from ..engine.model_sizes import cache_kinds, context_length
     from ..engine.target import vocabulary_size
 
     identity, finding = model_identity(model), examine(model)
     joint, joint_reason = examine_joint(model, finding.capability)
-    chunk_end, chunk_reason = examine_chunks(finding.capability, finding.draft_end)
     return {
         "type": identity["type"],
         "parameters": identity["parameters"],
@@ -122,12 +119,9 @@ def _report(model: nn.Module) -> dict[str, Any]:
         "context": context_length(model),
         "caches": [asdict(kind) for kind in cache_kinds(model)],
         "tier": finding.capability.value,
-        "draft_end": finding.draft_end,
         "reason": finding.reason,
         "joint": joint.value,
         "joint_reason": joint_reason,
-        "chunk_end": chunk_end,
-        "chunk_reason": chunk_reason,
         "blas": machine_identity().get("blas"),
     }
 
@@ -156,10 +150,7 @@ def _quantisation(report: dict[str, Any]) -> str:
 def _rows(report: dict[str, Any]) -> list[tuple[str, object]]:
     context, head = report["context"], report["head"]
     size = f"{report['parameters'] / 1e6:,.1f} M, {report['bits_per_weight']} bits each in memory"
-    chunks, end = "in any chunks", report["chunk_end"]
-    if end is not None:
-        longer = f"beyond {end:,} tokens " if end else ""
-        chunks = f"{longer}in mlx-lm's chunks and never shared"
+    plain = report["tier"] == "plain"
     rows: list[tuple[str, object]] = [
         ("architecture", f"{report['type']}, {report['layers']} layers"),
         ("parameters", size),
@@ -170,7 +161,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, object]]:
         ("drafts", _DRAFTS[report["tier"]]),
         ("why", report["reason"]),
         ("sequences", f"{report['joint']}: {report['joint_reason']}"),
-        ("prompts", f"{chunks}: {report['chunk_reason']}"),
+        ("prompts", "in mlx-lm's chunks and never shared" if plain else "in chunks of any size"),
         ("head", f"{head['kind']}, {size_in_words(head['bytes'])}" if head else "none"),
     ]
     if report["blas"]:  # on Linux's CPU back end it decides what rows cost

@@ -660,7 +660,6 @@ def _place(directory: Path, path: str) -> Path:
 
 def _about(address: str, worker: Worker, catalog: Catalog, with_key: bool) -> Table:
     """The server's address and models, and how to use it."""
-    from ..models.heads.loading import NAMES
     from ..server.memory import in_words
     from ..server.prompts import why_no_tools
 
@@ -671,7 +670,7 @@ def _about(address: str, worker: Worker, catalog: Catalog, with_key: bool) -> Ta
         context = f"{length:,} tokens of context" if length else "context length unknown"
         rows.add_row("model", f"{shown(served.name)}, {context}")
         if trained := getattr(served.decoder.model, "trained_head", None):
-            rows.add_row("head", NAMES[type(trained.head)])
+            rows.add_row("head", trained.head.title)
         if reason := why_no_tools(served.decoder.tokenizer):
             rows.add_row("tools", f"not supported, since {reason}")
     if others := sum(not entry.served for entry in catalog.entries):

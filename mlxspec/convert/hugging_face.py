@@ -54,9 +54,7 @@ def load_head_alone(directory: Path) -> tuple[Head, dict[str, Any], str]:
     found = heads.find_head(directory)
     head, tensors = heads.load_lazily(found)
     config = dict(found.config)
-    if not any(name.endswith(".scales") for name in tensors):  # in a model that is quantised
-        config.pop("quantization", None)
-    about = heads.NAMES[found.kind]
+    about = found.kind.title
     if found.kind is QwenMTP and not config.get(heads.CONVERTED):
         about += f", {_norms(tensors)}"
     return head, {**config, heads.CONVERTED: True}, about

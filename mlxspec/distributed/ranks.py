@@ -195,7 +195,7 @@ class Leader:
         vocab_size: int,
         options: CacheOptions | None = None,
         cache: Sequence[Any] | None = None,
-        *kept: int,
+        marks: int = 0,
     ) -> LeadingTarget:
         """Make a target at every rank, with the arguments of :class:`Target`.
 
@@ -208,8 +208,8 @@ class Leader:
                 "or run without mlx.launch"
             )
         options = options or CacheOptions()
-        target = LeadingTarget(model, capability, vocab_size, options, None, *kept)
-        own = capability.value, vocab_size, asdict(options), *kept
+        target = LeadingTarget(model, capability, vocab_size, options, None, marks)
+        own = capability.value, vocab_size, asdict(options), marks
         self.share_result(target, _new_target, model, *own)
         return target
 
@@ -365,7 +365,7 @@ _OF_TARGETS: Sequence[Callable[..., Any]] = (
     *(Target._prefill_chunk, Target._change_for_steps, Target._quantize_if_due, Target.mark),
     *(Target.truncate, Target.rewind),
 )
-_OF_JOINTS: Sequence[Callable[..., Any]] = (Joint.prefill, Joint.join, Joint.leave)
+_OF_JOINTS: Sequence[Callable[..., Any]] = (Joint.join, Joint.leave)
 for kind, methods in ((LeadingTarget, _OF_TARGETS), (LeadingJoint, _OF_JOINTS)):
     for method in methods:
         setattr(kind, method.__name__, _repeated(method))
@@ -383,9 +383,9 @@ def _load(name: str) -> nn.Module:
 
 
 def _new_target(
-    model: nn.Module, capability: str, vocab_size: int, options: dict[str, Any], *kept: int
+    model: nn.Module, capability: str, vocab_size: int, options: dict[str, Any], marks: int
 ) -> Target:
-    return Target(model, Capability(capability), vocab_size, CacheOptions(**options), None, *kept)
+    return Target(model, Capability(capability), vocab_size, CacheOptions(**options), None, marks)
 
 
 def _new_joint(model: nn.Module, mode: str, spare: int | None) -> Joint:

@@ -432,13 +432,10 @@ def compact(caches: Iterable[Any]) -> None:
 
 
 def drop_unseen(caches: Iterable[Any]) -> None:
-    """Drop the positions of windows and chunks that the next row does not see."""
+    """Drop the positions of windows that the next row does not see."""
     for cache in parts(caches):
         if isinstance(cache, WindowKVCache):
             cache.compact()
-        elif isinstance(cache, ChunkedKVCache) and cache.keys is not None:
-            cache.maybe_trim_front()
-            cache.keys, cache.values = mx.contiguous(cache.keys), mx.contiguous(cache.values)
 
 
 def parts(caches: Iterable[Any]) -> list[Any]:
@@ -564,9 +561,7 @@ def can_be_cut(cache: Any, length: int) -> bool:
     """Whether a row after a cache's first ``length`` positions would still see all it needs."""
     if isinstance(cache, WindowKVCache):
         return cache.reaches_back_to(length)
-    if isinstance(cache, ChunkedKVCache):
-        return bool(cache.start_position <= length // cache.chunk_size * cache.chunk_size)
-    return is_trimmable(cache)
+    return is_trimmable_anywhere(cache)
 
 
 def first_positions(cache: Any, length: int, room: int) -> Any:
@@ -599,10 +594,7 @@ def first_positions(cache: Any, length: int, room: int) -> Any:
         keys, values = tree_map(taken, (cache.keys, cache.values))
         settings = cache.state[3:] if kind is QuantizedKVCache else ()
         return kind.from_state((keys, values, length, *settings))
-    taken_over = copy.deepcopy(cache)
-    if isinstance(taken_over, ChunkedKVCache):
-        taken_over.trim(taken_over.offset - length)
-    return taken_over
+    return copy.deepcopy(cache)
 
 
 class Snapshot:

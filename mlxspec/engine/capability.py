@@ -1,10 +1,10 @@
 """What a model can verify: found by running a few small forwards, whatever its architecture's name.
 
-:func:`examine` asks four questions in order. What do the caches allow (:func:`cache_capability`)?
-Do several rows in one forward give the same as one by one (:func:`chain_capability`)? From which
-position on do they not, because a rule for positions changes (:func:`draft_end`)? Does a branching
-step give the same as each of its branches? :func:`examine_joint` tries how several sequences share
-a forward. Logits agree if they differ by no more than rounding (:func:`rounding_noise`).
+:func:`examine` asks three questions in order. What do the caches allow (:func:`cache_capability`)?
+Do several rows in one forward give the same as one by one, wherever they are in a context
+(:func:`chain_capability`)? Does a branching step give the same as each of its branches?
+:func:`examine_joint` tries how several sequences share a forward. Logits agree if they differ by no
+more than rounding (:func:`rounding_noise`).
 """
 
 from __future__ import annotations
@@ -45,26 +45,14 @@ _MOST_ROUNDING_FLOAT32, _MOST_ROUNDING_HALF = 1e-3, 3e-2
 
 
 class Finding(NamedTuple):
-    """A model's capability, and what keeps it from a richer one.
-
-    Attributes:
-        capability: for drafts before ``draft_end``.
-        reason: what keeps the model from a richer capability, in words.
-        draft_end: the first position at which it verifies no drafts; None without one.
-    """
+    """A model's capability, and what keeps it from a richer one, in words."""
 
     capability: Capability
     reason: str
-    draft_end: int | None = None
 
 
 def examine(model: nn.Module) -> Finding:
     """Find out which drafts the model verifies correctly, and what keeps it from richer ones."""
-    return find_capability(model, draft_end(model))
-
-
-def find_capability(model: nn.Module, end: int | None) -> Finding:
-    """:func:`examine` with a known :func:`draft_end`."""
     capability = chain_capability(model)
     if capability is Capability.PLAIN:
         return Finding(capability, _ROWS_DIFFER)
@@ -75,13 +63,11 @@ def find_capability(model: nn.Module, end: int | None) -> Finding:
     elif cache_capability(caches) is Capability.CHAIN:
         names = _names(cache for cache in caches if not isinstance(cache, TREE_CACHES))
         reason = f"{names} can be cut back, but takes no tree mask"
-    elif (position := _failing_position(model, end)) is not None:
+    elif (position := _failing_position(model)) is not None:
         reason = f"branching steps differ from separate branches at position {position}"
     else:
         capability, reason = Capability.TREE, "branching steps equal separate branches"
-    if end is not None:
-        reason += f"; from position {end} on {_ROWS_DIFFER}: no drafts there"
-    return Finding(capability, reason, end)
+    return Finding(capability, reason)
 
 
 def _names(caches: Iterable[Any]) -> str:
@@ -142,11 +128,14 @@ def check_quantization(model: nn.Module, options: CacheOptions) -> None:
 
 
 def chain_capability(model: nn.Module) -> Capability:
-    """What the model verifies of unbranched drafts, found once by a few forwards."""
+    """What the model verifies of unbranched drafts, found once by a few forwards.
+
+    PLAIN also if rows differ only somewhere in the context, as with dynamic NTK.
+    """
     if (known := getattr(model, "chain_capability", None)) is not None:
         return known
     capability = capability_with(make_prompt_cache(model), Capability.CHAIN)
-    if not _verifies_chains(model, capability):
+    if not _verifies_chains(model, capability) or _rows_differ_somewhere(model):
         capability = Capability.PLAIN
     model.chain_capability = capability
     return capability
@@ -267,28 +256,25 @@ _ROWS = 8  # of a trial step: a small change of a rule shows only in many rows
 _SAMPLES = 3  # of tokens: in half precision, rounding routes some rows to other experts
 
 
-def draft_end(model: nn.Module) -> int | None:
-    """The first position at which a model verifies no drafts; None if none is found.
+def _rows_differ_somewhere(model: nn.Module) -> bool:
+    """Whether rows give something else in one forward than one by one, far inside a context.
 
-    A step whose rows all come before it gives the same as its rows one by one. Trial steps straddle
-    the positions that the model's configuration names, with three or four small forwards each.
+    Trial steps straddle the positions that the model's configuration names, with three or four
+    small forwards each.
     """
     kinds = {type(cache) for cache in parts(make_prompt_cache(model))}
     with_positions = {kind for kind in kinds if issubclass(kind, _WITH_POSITIONS)}
     if not with_positions or not all(issubclass(k, ArraysCache) for k in kinds - with_positions):
-        return None  # no positions, or caches that cannot claim another position
+        return False  # no positions, or caches that cannot claim another position
     noise = together(rounding_noise, model)
 
-    def differs(start: int, fill: bool = False) -> bool:
-        samples = range(_SAMPLES)
+    def differs(middle: int, fill: bool = False) -> bool:
+        start, samples = middle - _ROWS // 2, range(_SAMPLES)
         return not any(together(rows_agree, model, start, n, noise, fill) for n in samples)
 
-    if (sparse := sparse_crossing(model)) is not None and differs(sparse - _ROWS // 2, fill=True):
-        return 0
-    for position in sorted(named_positions(model) - _learned_positions(model)):
-        if differs(start := position - _ROWS // 2):
-            return start
-    return None
+    if (sparse := sparse_crossing(model)) is not None and differs(sparse, fill=True):
+        return True
+    return any(map(differs, sorted(named_positions(model) - _learned_positions(model))))
 
 
 def _learned_positions(model: nn.Module) -> set[int]:
@@ -326,7 +312,7 @@ _ROOT, _BRANCHES = 1, ((5, 2, 6), (7, 2, 1))
 _DEPTH = len(_BRANCHES[0])
 
 
-def _failing_position(model: nn.Module, end: int | None) -> int | None:
+def _failing_position(model: nn.Module) -> int | None:
     """The first position tried at which a branching step differs from separate branches.
 
     Steps are tried at the beginning of a context and across all crossings, which reveal positions
@@ -334,20 +320,18 @@ def _failing_position(model: nn.Module, end: int | None) -> int | None:
 
     Args:
         model: the target, whose caches are all of a kind that verifies trees.
-        end: no step reaches this position; None without a limit.
 
     Returns:
         None if no step differs.
     """
     noise = together(rounding_noise, model)
-    if (sparse := sparse_crossing(model)) is not None and (end is None or sparse < end):
+    if (sparse := sparse_crossing(model)) is not None:
         start = sparse - 1 - _DEPTH  # the second branch comes after the crossing
         if not together(tree_agrees, model, start, noise, True):
             return start
     # From two below each crossing, the step's positions lie on both sides of it.
     for start in (len(_PREFIX), *(position - 2 for position in crossings(model))):
-        inside = end is None or start + 1 + _DEPTH <= end
-        if inside and not together(tree_agrees, model, start, noise, False):
+        if not together(tree_agrees, model, start, noise, False):
             return start - len(_PREFIX)
     return None
 
@@ -518,24 +502,3 @@ def _joint_logits(
     except (AttributeError, IndexError, TypeError, ValueError):
         return None  # the model uses keys, masks or positions in ways that joint forwards lack
     return [found[span] for span in spans]
-
-
-# --- prompts in chunks ---
-
-
-def examine_chunks(capability: Capability, end: int | None) -> tuple[int | None, str]:
-    """The longest prompt that gives the same in chunks of any size, and the reason in words.
-
-    Rows that differ in a draft differ in a chunk, too.
-
-    Args:
-        capability, end: the model's, from :func:`examine`.
-
-    Returns:
-        the prompt's length in positions; None without a limit.
-    """
-    if capability is Capability.PLAIN:
-        return 0, _ROWS_DIFFER
-    if end is not None:
-        return end, f"from position {end} on {_ROWS_DIFFER}"
-    return None, "rows give the same in chunks of any size"

@@ -338,9 +338,7 @@ def _fill(target: Target, length: int) -> None:
     missing = length - target.length
     _repeat(target.cache, target.length, missing)
     drop_unseen(target.cache)
-    head, target.head = target.head, None  # it has seen none of these positions
     target.prefilled(missing)
-    target.head = head
     mx.eval(target.arrays)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from ..models.heads import BlockHead, ChainHead, Head
-from .caches import cut, for_steps, held_arrays
+from ..models.heads import Head
+from ..models.heads.blocks import DFlash
+from .caches import cut, first_positions, for_steps, held_arrays
 from .patches import HiddenStates
 
 _MOST_UNSEEN = 64  # rows of steps that a head has not seen
@@ -40,28 +41,6 @@ class _Rows(NamedTuple):
         if rows[-1] - rows[0] == len(rows) - 1:
             return array[start : start + len(rows)]
         return array[mx.array([first + row for row in rows])]
-
-
-class KeptHead(NamedTuple):
-    """What a head knows of a context, for sessions and files; nothing writes into the arrays.
-
-    Attributes:
-        identity: the head's.
-        positions: those of the entries in its caches, and then that of the first unseen row.
-        states: what the head reads of the unseen rows, side by side, (rows, width of all).
-        layers: keys and values of each layer of the head, (1, heads, entries, head_dim); empty
-            without entries.
-    """
-
-    identity: str
-    positions: list[int]
-    states: mx.array
-    layers: list[tuple[mx.array, mx.array]]
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        """All that it holds."""
-        return [self.states, *(array for layer in self.layers for array in layer)]
 
 
 class HeadCache:
@@ -104,14 +83,40 @@ class HeadCache:
         return [*held_arrays(self.caches), *unseen]
 
     @property
+    def kept(self) -> list[mx.array]:
+        """What a file keeps: the entries' positions, then each cache's keys and values."""
+        if not self._positions:
+            return []
+        states = [array for cache in self.caches for array in cache.state]
+        entries = [one[:, :, : len(self._positions)] for one in states if isinstance(one, mx.array)]
+        return [mx.array(self._positions), *entries]
+
+    def resume(self, kept: Sequence[mx.array], length: int) -> None:
+        """Begin after ``length`` positions with what a file keeps, unless another head kept it."""
+        self._seen = length
+        own = HeadCache(self._head, self._hidden, 0)
+        own.append(mx.zeros(1, mx.int32), mx.zeros((1, self._head.width)))
+        shapes = [array.shape for cache in own.caches for array in held_arrays([cache])]
+        places = cast(list[int], kept[0].tolist()) if kept and kept[0].ndim == 1 else []
+        fitting = [(*shape[:2], len(places), *shape[3:]) for shape in shapes]
+        rising = sorted({place for place in places if 0 <= place < length})
+        if places and rising == places and fitting == [array.shape for array in kept[1:]]:
+            self._positions = places
+            pairs = zip(kept[1::2], kept[2::2], strict=True)
+            # Slices, since a cache may write into its own arrays.
+            layers = [(keys[:], values[:], len(places)) for keys, values in pairs]
+            self.caches = [for_steps(KVCache.from_state(layer)) for layer in layers]
+
+    @property
     def behind(self) -> int:
         """The rows that the head has not seen."""
         return self.length - self._seen
 
     def waiting_bytes(self, rows: int) -> int:
         """The most bytes of rows that wait for the head, if forwards of steps have ``rows``."""
-        state = self._head.embed(mx.array([0]))
-        return (_MOST_HELD + rows) * (self._width * state.dtype.size + mx.int32.size)
+        embedded = self._head.embed(mx.array([0]))
+        states = max(1, len(self._head.reads)) * embedded.nbytes
+        return (_MOST_HELD + rows) * (states + mx.int32.size)
 
     def is_ready(self, length: int) -> bool:
         """Whether it can draft after ``length`` positions: it knows the states of the last one."""
@@ -146,23 +151,23 @@ class HeadCache:
         tokens, features = self._tokens_and_features()
         if len(tokens) == 1:
             return
-        self._append(tokens[1:], features[:-1])
+        self.append(tokens[1:], features[:-1])
         last = self._unseen[-1]
         own = last._replace(kept=last.kept[-1:])
         states = [mx.contiguous(own.taken(array, own.first)) for array in own.states]
         self.has_seen([_Rows(tokens[-1:], states, 0, (0,))])
 
-    def _append(self, tokens: mx.array, features: mx.array) -> None:
+    def append(self, tokens: mx.array, features: mx.array) -> None:
         """Append entries.
 
         Args:
             tokens: the one after each row, (rows,).
             features: of the rows, (rows, width).
         """
-        if isinstance(self._head, BlockHead):
+        if isinstance(self._head, DFlash):
             self._head.see(features[None], self.caches)
         elif self.caches:
-            cast(ChainHead, self._head)(tokens[None], features[None], self.caches)
+            self._head(tokens[None], features[None], self.caches)
 
     def to_see(self, last: int) -> tuple[mx.array, mx.array]:
         """The rows that the head has not seen.
@@ -181,14 +186,11 @@ class HeadCache:
     def _tokens_and_features(self) -> tuple[mx.array, mx.array]:
         """Those of all rows that the head has not seen, (rows,) and (rows, width)."""
         tokens = [rows.taken(rows.tokens) for rows in self._unseen]
-        return mx.concatenate(tokens), self._head.features(self._states())
-
-    def _states(self) -> list[mx.array]:
-        """What the head reads of these rows, (rows, width of the target) each."""
-        return [
+        states = [
             mx.concatenate([rows.taken(rows.states[n], rows.first) for rows in self._unseen])
             for n in range(len(self._unseen[0].states))
         ]
+        return mx.concatenate(tokens), self._head.features(states)
 
     def has_seen(self, left: Sequence[_Rows] = ()) -> None:
         """The head has seen its rows, except those that are left; drop what it drafted."""
@@ -214,60 +216,14 @@ class HeadCache:
         """How many entries stay if it is cut."""
         return bisect_left(self._positions, min(length - 1, self._seen))
 
-    def kept(self, length: int) -> KeptHead:
+    def copied(self, length: int) -> HeadCache:
         """A copy of what it knows of the first ``length`` positions."""
-        entries, seen = self._entries(length), min(self._seen, length)
-        states = self._states() if self._unseen else [mx.zeros((0, self._width))]
-        layers = [
-            (mx.contiguous(keys[:, :, :entries]), mx.contiguous(values[:, :, :entries]))
-            for keys, values in ((cache.keys, cache.values) for cache in self.caches)
-            if entries
-        ]
-        positions = [*self._positions[:entries], seen]
-        unseen = mx.concatenate(states, axis=-1)[: length - seen]
-        kept = KeptHead(self._head.identity, positions, mx.contiguous(unseen), layers)
-        mx.eval(kept.arrays)
-        return kept
-
-    def resume(self, kept: KeptHead, tokens: Sequence[int]) -> None:
-        """Continue with what was kept, unless another head has kept it.
-
-        Args:
-            kept: of a context that begins with these tokens.
-            tokens: the context.
-        """
-        if kept.identity != self._head.identity or not self._takes(kept):
-            return
-        *self._positions, self._seen = kept.positions
-        unseen = tokens[self._seen : self._seen + len(kept.states)]
-        if unseen:
-            states = mx.split(kept.states, self._n_states, axis=-1)
-            rows = range(len(unseen))
-            self._unseen = [_Rows(mx.array([*unseen]), [*states], 0, rows, len(kept.states))]
-        if entries := len(self._positions):
-            # Slices, since a cache may write into its own arrays.
-            layers = [(keys[:], values[:], entries) for keys, values in kept.layers]
-            self.caches = [for_steps(KVCache.from_state(layer)) for layer in layers]
-        self.cut(len(tokens))
-
-    def _takes(self, kept: KeptHead) -> bool:
-        """Whether the arrays have the head's shapes; a file's may have any."""
-        own, width = HeadCache(self._head, self._hidden, 0), self._head.width
-        own._append(mx.zeros(1, mx.int32), mx.zeros((1, width)))
-
-        def layout(keys: mx.array, values: mx.array) -> tuple[Any, ...]:
-            return keys.shape[:2], keys.shape[3:], values.shape[:2], values.shape[3:]
-
-        entries = len(kept.positions) > 1
-        layouts = [layout(cache.keys, cache.values) for cache in own.caches if entries]
-        fits = layouts == [layout(*layer) for layer in kept.layers]
-        return fits and kept.states.shape[1:] == (self._width,)
-
-    @property
-    def _n_states(self) -> int:
-        return max(1, len(self._head.reads))
-
-    @property
-    def _width(self) -> int:
-        """Of all that the head reads of a row."""
-        return self._n_states * self._head.embed(mx.array([0])).shape[-1]
+        other, entries = HeadCache(self._head, self._hidden, self._seen), self._entries(length)
+        if entries:
+            copies = [first_positions(cache, entries, room=0) for cache in self.caches]
+            other.caches = [for_steps(cache) for cache in copies]
+        other._positions = self._positions[:entries]
+        other._unseen = [*self._unseen]
+        other.cut(length)
+        mx.eval(other.arrays)
+        return other

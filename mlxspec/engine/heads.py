@@ -17,17 +17,19 @@ from typing import Any, NamedTuple, Self, cast
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
+from mlx_lm.models.cache import KVCache
 
 from ..drafting.heads import HeadSource, HeadTimes
 from ..drafting.kept import Experience
 from ..errors import LoadError
-from ..models.heads import BlockHead, ChainHead, Head
-from ..models.heads.loading import LEFT_OUT, NAMES
+from ..models.heads import Head
+from ..models.heads.blocks import DFlash
+from ..models.heads.loading import LEFT_OUT
 from ..models.model_files import one_line
 from .caches import SlotKVCache, TreeKVCache, WindowKVCache
 from .head_cache import HeadCache
 from .joint import JointCache, JointMode
-from .patches import HiddenStates, find_body, forward_at, install, logits_of
+from .patches import HiddenStates, forward_at, install
 from .sampling import Perturb, draft_values
 from .target import Capability, Target, evaluate_constants, vocabulary_size
 
@@ -48,18 +50,15 @@ class TrainedHead:
             generation with the head run this model.
 
     Raises:
-        LoadError: the model's hidden states or its embedding cannot be found.
+        LoadError, ValueError: the model's hidden states or its embedding cannot be found.
     """
 
     def __init__(self, head: Head, model: nn.Module) -> None:
-        body = find_body(model)
-        if body is None:
-            raise LoadError("the model's hidden states cannot be read")
         self.head = head
-        self._hidden = HiddenStates(model, body, head.reads)
+        self._hidden = HiddenStates(model, head.reads)
         self.model = self._hidden.model
         self.model.trained_head = self
-        head.bind(_embedding(model), lambda states: logits_of(model, body, states))
+        head.bind(_embedding(model), self._hidden.logits)
         install(head)
         mx.eval(head.parameters())
         evaluate_constants(head)
@@ -70,13 +69,10 @@ class TrainedHead:
 
     def small_caches(self) -> list[Any]:
         """Its caches with one entry, lazy, which show the size of more."""
-        caches, tokens = self.head.make_cache(), mx.zeros((1, 1), mx.int32)
-        features = mx.zeros((1, 1, self.head.width), self.head.embed(tokens).dtype)
-        if isinstance(self.head, BlockHead):
-            self.head.see(features, caches)
-        elif caches:
-            cast(ChainHead, self.head)(tokens, features, caches)
-        return caches
+        own = self.new_cache(0)
+        dtype = self.head.embed(mx.array([0])).dtype
+        own.append(mx.zeros(1, mx.int32), mx.zeros((1, self.head.width), dtype))
+        return own.caches
 
     @cached_property
     def times(self) -> HeadTimes:
@@ -109,7 +105,7 @@ class TrainedHead:
         Returns:
             per sequence, the tokens and the confidence in each.
         """
-        steps = self._block if isinstance(self.head, BlockHead) else self._chain
+        steps = self._block if isinstance(self.head, DFlash) else self._chain
         tokens, confidences = zip(*steps(members, depth), strict=True)
         drafted = mx.stack(list(tokens), axis=1), mx.stack(list(confidences), axis=1)
         mx.eval(*drafted, [member.cache.arrays for member in members])
@@ -117,7 +113,7 @@ class TrainedHead:
 
     def _chain(self, members: Sequence[Member], depth: int) -> Iterator[tuple[mx.array, mx.array]]:
         """The tokens of each depth, (sequences,), and their confidences."""
-        head = cast(ChainHead, self.head)
+        head = self.head
         rows = [member.cache.to_see(member.last) for member in members]
         counts = [len(tokens) for tokens, _ in rows]
         caches = [member.cache.caches or _keys_of(member.target) for member in members]
@@ -135,10 +131,10 @@ class TrainedHead:
 
     def _block(self, members: Sequence[Member], depth: int) -> Iterator[tuple[mx.array, mx.array]]:
         """As :meth:`_chain`, from one forward."""
-        head = cast(BlockHead, self.head)
+        head = cast(DFlash, self.head)
         tokens = mx.array([member.last for member in members])
         features = [member.cache.to_see(member.last)[1][None] for member in members]
-        hidden = head(tokens, depth, features, [member.cache.caches for member in members])
+        hidden = head.block(tokens, depth, features, [member.cache.caches for member in members])
         logits = head.logits(hidden)
         for place in range(depth):
             tokens, confidences = _choose(members, head.after(logits[:, place], tokens), place)
@@ -161,13 +157,12 @@ class TrainedHead:
             counts: per sequence, the number of its rows.
             caches: per sequence, a cache for each layer.
         """
-        head = cast(ChainHead, self.head)
+        head = self.head
         if len(caches) == 1:
             return head(tokens[None], features[None], caches[0])
         ends = [*accumulate(counts)]
         spans = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
-        kind = _JointKeys if isinstance(caches[0][0], _Keys) else JointCache
-        layers = [kind(layer, spans, JointMode.SPLIT) for layer in zip(*caches, strict=True)]
+        layers = [JointCache(layer, spans, JointMode.SPLIT) for layer in zip(*caches, strict=True)]
         positions = [
             own[0].offset + row
             for own, count in zip(caches, counts, strict=True)
@@ -198,7 +193,7 @@ def attach_head(head: Head, model: nn.Module) -> TrainedHead | None:
     except Exception as error:  # whatever the classes of heads and models raise
         reason = one_line(error) or type(error).__name__
         if head.asked:
-            about = f"the head, {NAMES[type(head)]}, cannot draft for this model"
+            about = f"the head, {head.title}, cannot draft for this model"
             raise LoadError(f"{about} ({reason}); leave it out") from error
         _log.warning(LEFT_OUT, reason)
         return None
@@ -250,42 +245,25 @@ def _choose(members: Sequence[Member], logits: mx.array, place: int) -> tuple[mx
     return mx.argmax(values, axis=-1), confidence
 
 
-class _Keys:
-    """What a row sees of one of the target's layers, for a head without caches of its own.
+def _keys_of(target: Target) -> list[KVCache]:
+    """What a row sees of two of the target's layers: of its last layer that sees everything, and of
+    its last with a window.
 
-    Args:
-        cache: the target's, of the layer.
-        size: the number of the latest positions that are seen.
-
-    Attributes:
-        offset: the position of the row: that of the current token, all along a draft.
+    A head without caches of its own reads them. Their ``offset`` is the position of the current
+    token, all along a draft.
     """
 
-    def __init__(self, cache: Any, size: int) -> None:
-        self.offset = cache.offset
+    def seen(cache: Any, size: int) -> KVCache:
         end = cache.index(cache.offset)
-        seen = cache.place, ..., slice(max(0, end - size), end), slice(None)
-        self._held = cache.keys[seen], cache.values[seen]
+        entries = cache.place, ..., slice(max(0, end - size), end), slice(None)
+        held = KVCache()
+        held.keys, held.values = cache.keys[entries], cache.values[entries]
+        held.offset = cache.offset
+        return held
 
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Keys and values, (1, heads, entries, head_dim)."""
-        return self._held
-
-
-class _JointKeys(JointCache):
-    """Stands in for the :class:`_Keys` of several sequences."""
-
-    def keys_and_values(self) -> tuple[Any, Any]:
-        """This object, whose ``attend`` is called."""
-        self._entries = [cache.keys_and_values() for cache, _ in self._alone]
-        return self.state
-
-
-def _keys_of(target: Target) -> list[_Keys]:
-    """The keys of the target's last layer that sees everything, and of its last with a window."""
     full = [cache for cache in target.trimmable if isinstance(cache, TreeKVCache | SlotKVCache)]
     windows = [cache for cache in target.trimmable if isinstance(cache, WindowKVCache)]
-    return [_Keys(full[-1], full[-1].offset), _Keys(windows[-1], windows[-1].max_size)]
+    return [seen(full[-1], full[-1].offset), seen(windows[-1], windows[-1].max_size)]
 
 
 class HeadDrafts(HeadSource):

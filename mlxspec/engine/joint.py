@@ -8,8 +8,8 @@ rows run once for all sequences. The file follows a forward inwards:
    JointCache computes attention for each sequence over its own cache. JointStates run a recurrent
    block once for each number of rows. (:mod:`mlxspec.engine.patches` makes attention and recurrent
    blocks call them.)
-3. If caches of several sequences are in slots, attention over :class:`SlotRows` is one call for
-   all plain steps.
+3. In a plain step of sequences whose caches are all in slots, the rows lie in the model's batch
+   dimension, and each layer gets one :class:`SlotCaches`. That saves several calls per layer.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ from .caches import (
     Slots,
     TreeKVCache,
     TreeRows,
-    held_arrays,
     masked_for,
-    parts,
     whole_steps,
 )
 from .patches import Tape, forward_at, install
@@ -44,10 +42,6 @@ from .target import Capability, Target
 # Contexts in slots are padded to the longest one. Attention may read at most _MOST_PADDING times
 # the positions that it needs, plus _SHORT.
 _MOST_PADDING, _SHORT = 2, 4096
-
-# The overhead of another call of attention, as rows times positions of a typical layer (32 heads of
-# 128): some ten operations on a CPU, a launch on a GPU.
-_CALL = 1024
 
 
 class JointMode(enum.Enum):
@@ -85,7 +79,7 @@ class Joint:
         model: an mlx-lm model.
         mode: the model's, from :func:`mlxspec.engine.capability.joint_mode`; not ``ALONE``.
         spare: the most positions in slots beside those that the contexts would take in caches of
-            their own. By default they may be three times as many as the contexts', and more.
+            their own.
     """
 
     def __init__(self, model: nn.Module, mode: JointMode, spare: int | None = None) -> None:
@@ -95,8 +89,6 @@ class Joint:
         self._slots: list[Slots] = []
         self._seated: list[Target] = []
         """The targets with caches in slots, in the order of the slots."""
-        self._in_slots_only = False
-        """Whether these targets have no other caches."""
         install(model)
 
     def takes(self, target: Target) -> bool:
@@ -105,50 +97,31 @@ class Joint:
         # rarely take quantised ones.
         return self.mode is JointMode.SPLIT or not target.quantized
 
-    def prefill(self, prompts: Sequence[tuple[Target, Sequence[int]]]) -> None:
-        """Prefill several sequences in one forward.
-
-        Args:
-            prompts: per sequence, its target, with ``prefills_jointly``, and the tokens.
-        """
-        positions = [target.length + n for target, tokens in prompts for n in range(len(tokens))]
-        rows = [mx.array(list(tokens)) for _, tokens in prompts]
-        _, spans = self.logits(rows, positions, [target.cache for target, _ in prompts])
-        for (target, tokens), own, span in zip(prompts, rows, spans, strict=True):
-            if target.head:
-                target.head.note(own, span.start)
-            target.prefilled(len(tokens))
-
     def forward(self, members: Sequence[JointRows]) -> tuple[mx.array, list[slice]]:
         """Run the rows of several sequences, without waiting for the result.
 
         Returns:
             lazy logits, (rows of all, vocabulary), and per member the slice of its rows.
         """
-        trees = {target: tree for target, _, tree in members}
         self._leave_long_ones()
-        in_slots = SlotRows.of(
-            [(target.length, trees.get(target)) for target in self._seated],
-            all_in_slots=len(members) == len(self._seated) and self._in_slots_only,
-        )
-        seats = {self._seated[slot]: slot for slot in in_slots.slots} if in_slots else {}
-        ordered = sorted(members, key=lambda member: seats.get(member.target, len(self._seated)))
-        for target, _, tree in ordered:
-            target.begin_forward(tree)
-        rows = [tokens for _, tokens, _ in ordered]
+        plain = all(len(tree) == 1 for *_, tree in members)
+        batch = plain and {target for target, *_ in members} == {*self._seated}
+        ordered = [*members]
+        if batch:
+            ordered.sort(key=lambda member: self._seated.index(member.target))
         positions: list[int] = []
+        tape = None
         with ExitStack() as masked:
             for target, _, tree in ordered:
+                target.begin_forward(tree)
                 positions += [target.length + depth for depth in tree.depths]
                 if self.mode is JointMode.BLOCK or not tree.is_chain:
-                    mask = TreeRows(tree)
-                    masked.enter_context(masked_for(mask, target.trimmable))
-            tape = None
-            for target, *_, tree in ordered:
+                    masked.enter_context(masked_for(TreeRows(tree), target.trimmable))
                 if target.capability is Capability.REPLAY and len(tree) > 1:
                     target.tape = tape = tape or Tape()
+            rows = [tokens for _, tokens, _ in ordered]
             caches = [target.cache for target, *_ in ordered]
-            logits, spans = self.logits(rows, positions, caches, in_slots, tape)
+            logits, spans = self.logits(rows, positions, caches, tape, batch)
         own = {target: span for (target, *_), span in zip(ordered, spans, strict=True)}
         for target, tokens, _ in members:
             if target.head:
@@ -160,8 +133,8 @@ class Joint:
         tokens: Sequence[mx.array],
         positions: Sequence[int],
         caches: Sequence[Sequence[Any]],
-        in_slots: SlotRows | None = None,
         tape: Tape | None = None,
+        batch: bool = False,
     ) -> tuple[mx.array, list[slice]]:
         """Run one forward.
 
@@ -169,52 +142,43 @@ class Joint:
             tokens: per sequence, (rows,).
             positions: the positions of all rows.
             caches: per sequence, its caches, one per layer.
-            in_slots: the rows of the first sequences, if their caches are in slots, in this order.
             tape: records the calls that lead to recurrent states.
+            batch: whether there is one row for each slot, in their order.
 
         Returns:
             lazy logits, (rows of all, vocabulary), and per sequence the slice of its rows.
         """
         ends = list(itertools.accumulate(map(len, tokens)))
         spans = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-        of_layer = functools.partial(
-            _of_layer, spans=spans, mode=self.mode, in_slots=in_slots, tape=tape
-        )
-        layers = [*map(of_layer, zip(*caches, strict=True))]
-        rows = mx.concatenate(list(tokens))
-        batch = rows[:, None] if in_slots and in_slots.are_batch else rows[None]
+        rows, masks = mx.concatenate(list(tokens)), dict[int | None, mx.array]()
+        layers = [
+            SlotCaches(of_layer, masks) if batch else _of_layer(of_layer, spans, self.mode, tape)
+            for of_layer in zip(*caches, strict=True)
+        ]
         at = mx.array(list(positions), dtype=mx.int32)
-        logits = forward_at(self.model, batch, layers, at, tape)
+        logits = forward_at(self.model, rows[:, None] if batch else rows[None], layers, at, tape)
         return logits.reshape(len(rows), -1), spans
 
     def join(self, target: Target) -> None:
-        """Move a target's caches into slots if that saves time.
+        """Move a target's caches into slots if it has plain ones only, and they fit.
 
         The target may take part in :meth:`forward` in any case.
         """
-        layers = [cache for cache in target.cache if type(cache) is TreeKVCache]
         lengths = [target.length, *(other.length for other in self._seated)]
+        plain = all(type(cache) is TreeKVCache and cache.keys is not None for cache in target.cache)
         if (
             self.mode is not JointMode.SPLIT
             or target.options.kv_bits is not None
-            or not layers
-            or any(cache.keys is None for cache in layers)
-            or len(lengths) * max(lengths) > _MOST_PADDING * sum(lengths) + _SHORT
-            or not self._spares(lengths)
+            or not plain
+            or not self._fit(lengths)
         ):
             return
-        slots = self._slots or [Slots() for _ in layers]
-        numbers = itertools.count()
-
-        def seated(cache: Any) -> Any:
-            if type(cache) is not TreeKVCache:
-                return cache
-            of_layer = slots[next(numbers)]
-            of_layer.put(len(self._seated), cache)
-            return SlotKVCache(of_layer, len(self._seated), cache.offset)
-
-        target.use([seated(cache) for cache in target.cache])
-        self._slots, self._in_slots_only = slots, len(slots) == len(target.cache)
+        self._slots = self._slots or [Slots() for _ in target.cache]
+        number, seated = len(self._seated), []
+        for slots, cache in zip(self._slots, target.cache, strict=True):
+            slots.put(number, cache)
+            seated.append(SlotKVCache(slots, number, cache.offset))
+        target.use(seated)
         self._seated.append(target)
 
     def leave(self, target: Target, keep: bool = True) -> None:
@@ -228,19 +192,18 @@ class Joint:
         slot, last = self._seated.index(target), self._seated.pop()
         if last is not target:
             self._seated[slot] = last
-        lengths = [other.length for other in self._seated]
-        most = min(_MOST_PADDING * _MOST_PADDING * sum(lengths) + _SHORT, self._most(lengths))
-        kept = []
+        lengths, kept = [other.length for other in self._seated], []
         # One layer after the other, so that only one is in memory twice.
         for cache, moving in zip(target.cache, last.cache, strict=True):
             if keep:
-                kept.append(_unseated(cache))
-                mx.eval(held_arrays(parts(kept[-1:])))  # before the slot is reused
-            if isinstance(moving, SlotKVCache):
-                if last is not target:
-                    moving.move(slot)
-                if not lengths or moving.slots.capacity > most:
-                    moving.slots.cut(len(lengths), max(lengths, default=0))
+                own = TreeKVCache()
+                own.update_and_fetch(*cache.keys_and_values())
+                mx.eval(own.state)  # before the slot is reused
+                kept.append(own)
+            if last is not target:
+                moving.move(slot)
+            if not lengths or moving.slots.capacity > self._most(lengths):
+                moving.slots.cut(len(lengths), max(lengths, default=0))
         target.use(kept)
         mx.eval(target.arrays)
         if not lengths:
@@ -251,16 +214,17 @@ class Joint:
 
         Contexts that share slots grow apart if some of them pause.
         """
-        while not self._spares([target.length + 1 for target in self._seated]):
+        while not self._fit([target.length + 1 for target in self._seated]):
             self.leave(max(self._seated, key=lambda target: target.length))
 
-    def _spares(self, lengths: Sequence[int]) -> bool:
-        """Whether slots for contexts of these lengths are not too much."""
+    def _fit(self, lengths: Sequence[int]) -> bool:
+        """Whether contexts of these lengths fit into slots, each padded to the longest."""
         return len(lengths) * whole_steps(max(lengths, default=0)) <= self._most(lengths)
 
     def _most(self, lengths: Sequence[int]) -> float:
         """The most positions in slots for contexts of these lengths."""
-        return sum(map(whole_steps, lengths)) + self._spare
+        own = sum(map(whole_steps, lengths))
+        return min(_MOST_PADDING * own + _SHORT, own + self._spare)
 
 
 def joint_for(model: nn.Module, mode: JointMode, spare: int | None = None) -> Joint:
@@ -270,30 +234,16 @@ def joint_for(model: nn.Module, mode: JointMode, spare: int | None = None) -> Jo
     return make(model, mode, spare)
 
 
-def _unseated(cache: Any) -> Any:
-    """A cache with the same content outside the slots."""
-    if not isinstance(cache, SlotKVCache):
-        return cache
-    own = TreeKVCache()
-    own.update_and_fetch(*cache.keys_and_values())
-    return own
-
-
 def _of_layer(
-    members: Sequence[Any],
-    spans: Sequence[slice],
-    mode: JointMode,
-    in_slots: SlotRows | None,
-    tape: Tape | None,
+    members: Sequence[Any], spans: Sequence[slice], mode: JointMode, tape: Tape | None
 ) -> Any:
     """Make the stand-in for one layer's caches, from the arguments of :class:`JointCache`."""
     if isinstance(members[0], CacheList):
         lists = zip(*(member.caches for member in members), strict=True)
-        return CacheList(*(_of_layer(each, spans, mode, in_slots, tape) for each in lists))
+        return CacheList(*(_of_layer(each, spans, mode, tape) for each in lists))
     if isinstance(members[0], ArraysCache):
         return JointStates(members, spans, tape)
-    seated = isinstance(members[0], SlotKVCache)
-    return JointCache(members, spans, mode, in_slots if seated else None)
+    return JointCache(members, spans, mode)
 
 
 class JointCache:
@@ -303,24 +253,14 @@ class JointCache:
         members: per sequence, its cache.
         spans: per sequence, the slice of its rows.
         mode: the model's.
-        in_slots: the rows of the first sequences, if their caches are in slots.
     """
 
     offset = 0
     """0, since rows have absolute positions."""
 
-    def __init__(
-        self,
-        members: Sequence[Any],
-        spans: Sequence[slice],
-        mode: JointMode,
-        in_slots: SlotRows | None = None,
-    ) -> None:
-        pairs = list(zip(members, spans, strict=True))
-        seated = len(in_slots.slots) if in_slots else 0
-        self._seated, self._alone = pairs[:seated], pairs[seated:]
+    def __init__(self, members: Sequence[Any], spans: Sequence[slice], mode: JointMode) -> None:
+        self._members = list(zip(members, spans, strict=True))
         self._mode = mode
-        self._in_slots = in_slots
         self._entries: list[tuple[Any, Any]] = []
         """The keys and values of each sequence whose attention is computed alone."""
 
@@ -330,23 +270,21 @@ class JointCache:
             cache.make_mask(
                 span.stop - span.start, return_array=return_array, window_size=window_size
             )
-            for cache, span in self._alone
+            for cache, span in self._members
         ]
-        if self._mode is JointMode.BLOCK:
-            return _block(masks)
-        return [self._in_slots.mask(window_size), *masks] if self._in_slots else masks
+        return _block(masks) if self._mode is JointMode.BLOCK else masks
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append each sequence's rows to its cache; return the visible keys and values."""
-        if self._in_slots:
-            self._in_slots.write(self._seated[0][0].slots, keys, values)
-            for cache, span in self._seated:
-                cache.offset += span.stop - span.start
         # All write before the first reads: with a view of a slot in use, the next write would copy
         # the whole array.
-        for cache, span in self._alone:
+        for cache, span in self._members:
             cache.update_and_fetch(keys[:, :, span], values[:, :, span])
-        self._entries = [cache.keys_and_values() for cache, _ in self._alone]
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        """What the sequences hold, for a layer that adds no rows."""
+        self._entries = [cache.keys_and_values() for cache, _ in self._members]
         return self.state
 
     @property
@@ -378,16 +316,14 @@ class JointCache:
             what ``attention`` returns, for all rows.
         """
         own = functools.partial(attention, scale=scale, sinks=sinks)
-        masks = [*mask] if isinstance(mask, list) else [mask] * (1 + len(self._alone))
-        outputs = []
-        if self._in_slots:
-            keys_and_values = self._in_slots.held(self._seated[0][0].slots)
-            rows = self._in_slots.spread(queries)
-            rows = own(rows, *keys_and_values, cache=None, mask=masks.pop(0))
-            outputs.append(self._in_slots.gathered(rows))
-        for (member, span), held, own_mask in zip(self._alone, self._entries, masks, strict=False):
-            outputs.append(own(queries[:, :, span], *held, cache=member, mask=own_mask))
-        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
+        masks = mask if isinstance(mask, list) else [mask] * len(self._members)
+        outputs = [
+            own(queries[:, :, span], *held, cache=member, mask=own_mask)
+            for (member, span), held, own_mask in zip(
+                self._members, self._entries, masks, strict=True
+            )
+        ]
+        return mx.concatenate(outputs, axis=2)
 
 
 def _block(masks: Sequence[mx.array]) -> mx.array:
@@ -399,10 +335,6 @@ def _block(masks: Sequence[mx.array]) -> mx.array:
         rows.append(mx.pad(mask, [(0, 0), (start, width - end)]))
         start = end
     return mx.concatenate(rows)
-
-
-class StateRead(TypeError):
-    """A block reads states itself, so it must run on batches of sequences."""
 
 
 _readers: set[Callable[..., Any]] = set()
@@ -444,7 +376,7 @@ class JointStates:
         """None: a batch has no padding to hide."""
 
     def __getitem__(self, index: int) -> Any:
-        raise StateRead("run this block on one batch of sequences at a time")
+        raise TypeError("run this block on one batch of sequences at a time")
 
     def run_block(
         self, block: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]
@@ -462,7 +394,7 @@ class JointStates:
         if block not in _readers:
             try:
                 return block(*args, **named)
-            except StateRead:
+            except TypeError:
                 _readers.add(block)
         outputs = []
         for members, rows in self._batches:
@@ -509,92 +441,38 @@ def _joined(members: Sequence[ArraysCache]) -> ArraysCache:
     return joined
 
 
-class SlotRows:
-    """The rows of plain steps with caches in slots: one row per slot.
+class SlotCaches:
+    """Stands in for the caches of one layer in slots, in a step with one row per slot.
 
     Args:
-        lengths: per slot, the number of positions that its cache holds.
-        slots: the slots that have a row. These are the forward's first rows, in this order.
-        all_in_slots: whether all layers of all members of the forward are in slots.
-
-    Attributes:
-        longest: the number of positions of the longest context, including its row.
-        are_batch: whether the rows, one per slot and no others, lie in the model's batch
-            dimension. That saves moving them there and back in each layer.
+        members: per slot, its cache.
+        masks: shared by all layers, which make each mask once; by the size of the window.
     """
 
-    def __init__(self, lengths: Sequence[int], slots: Sequence[int], all_in_slots: bool) -> None:
-        self.slots = slots
-        self.longest = max(lengths) + 1
-        self._n_slots = len(lengths)
-        self._all_used = len(slots) == len(lengths)
-        self.are_batch = all_in_slots and self._all_used
-        self._lengths = mx.array(list(lengths))[:, None]
-        if not self._all_used:
-            # A slot without a row gets any other row, and the result is dropped.
-            rows = np.searchsorted(slots, range(len(lengths)))
-            self._row_of_slot = mx.array(np.minimum(rows, len(slots) - 1))
-            self._used = mx.array(list(slots))
-        self._masks: dict[int | None, mx.array] = {}
+    offset = 0
+    """0, since rows have absolute positions."""
 
-    @classmethod
-    def of(
-        cls, seated: Sequence[tuple[int, DraftTree | None]], all_in_slots: bool
-    ) -> SlotRows | None:
-        """The rows to compute together; None if computing each sequence alone takes less time.
+    def __init__(self, members: Sequence[SlotKVCache], masks: dict[int | None, mx.array]) -> None:
+        self._members, self._masks = members, masks
+        lengths = [member.offset for member in members]
+        self._longest = max(lengths) + 1
+        self._lengths = mx.array(lengths)[:, None]
 
-        Sequences with drafts are computed alone.
-
-        Args:
-            seated: per slot, the number of positions that its cache holds, and the tree of its
-                rows, or None if it takes no part.
-            all_in_slots: as for the class.
-        """
-        lengths = [length for length, _ in seated]
-        slots = [slot for slot, (_, tree) in enumerate(seated) if tree and len(tree) == 1]
-        alone = sum(lengths[slot] + 1 + _CALL for slot in slots)
-        if not slots or alone <= len(lengths) * (max(lengths) + 1) + _CALL:
-            return None
-        return cls(lengths, slots, all_in_slots)
-
-    def write(self, slots: Slots, keys: mx.array, values: mx.array) -> None:
-        """Append all rows, (1, heads, rows, dim), to a layer's slots.
-
-        A slot without a row gets an entry, too. Nothing reads it, and the slot's own next row
-        overwrites it.
-        """
-        places = self._lengths[:, None, :, None]
-        slots.write(places, self.longest, self.spread(keys), self.spread(values))
-
-    def held(self, slots: Slots) -> tuple[mx.array, mx.array]:
-        """A layer's keys and values, including the rows of this forward."""
-        held = slice(self._n_slots), slice(None), slice(self.longest)
-        return slots.keys[held], slots.values[held]
-
-    def spread(self, rows: mx.array) -> mx.array:
-        """All rows, (1, heads, rows, dim), as (slots, heads, 1, dim)."""
-        if self.are_batch:
-            return rows
-        each = rows.transpose(2, 1, 0, 3)
-        return each[: self._n_slots] if self._all_used else each[self._row_of_slot]
-
-    def gathered(self, spread: mx.array) -> mx.array:
-        """The inverse of :meth:`spread`, for the rows in ``slots`` only."""
-        if self.are_batch:
-            return spread
-        each = spread if self._all_used else spread[self._used]
-        return each.transpose(2, 1, 0, 3)
-
-    def mask(self, window_size: int | None) -> mx.array:
-        """The rows' mask, (slots, 1, 1, longest); made once for all layers.
-
-        Args:
-            window_size: the number of positions that a row sees, including its own; None for all.
-        """
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        """The rows' mask, (slots, 1, 1, longest)."""
         if window_size not in self._masks:
-            entries = mx.arange(self.longest)
+            entries = mx.arange(self._longest)
             seen = entries <= self._lengths
             if window_size is not None:
                 seen &= entries > self._lengths - window_size
             self._masks[window_size] = seen[:, None, None]
         return self._masks[window_size]
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Append one row per slot, (slots, heads, 1, head_dim); return all keys and values."""
+        slots = self._members[0].slots
+        slots.write(self._lengths[:, None, :, None], self._longest, keys, values)
+        for member in self._members:
+            member.offset += 1
+        held = slice(len(self._members)), slice(None), slice(self._longest)
+        return slots.keys[held], slots.values[held]

@@ -28,8 +28,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar, copy_context
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 from weakref import WeakValueDictionary
 
 import mlx.core as mx
@@ -59,53 +58,49 @@ that have an axis of rows, that axis, and the argument that is the state."""
 _signature = functools.cache(inspect.signature)  # the slowest part of recording a call
 
 
-@dataclass(frozen=True, eq=False)
-class Convolution:
-    """A call of a convolution; its inputs, (batch, kept + rows, channels), begin with its state."""
-
-    inputs: mx.array
-
-    def state_after(self, rows: int, of: int, place: slice) -> mx.array:
-        kept = self.inputs.shape[1] - of
-        return mx.contiguous(self.inputs[place, rows : rows + kept])
-
-    def leads_to(self, state: Any, rows: int) -> bool:
-        batch, length, channels = self.inputs.shape
-        shape = batch, length - rows, channels
-        return state is not None and bool(state.shape == shape)
-
-
-@dataclass(frozen=True, eq=False)
-class Recurrence:
-    """A call of one of :data:`RECURRENCES`: its arguments by name, and the state it returned."""
-
-    function: Function
-    arguments: dict[str, Any]
-    state: mx.array
-
-    def state_after(self, rows: int, of: int, place: slice) -> mx.array:
-        names, axis, state = RECURRENCES[self.function.__name__]
-        before = self.arguments.get(state)
-        changed = {state: None if before is None else before[place]}
-        first = (place, *[slice(None)] * (axis - 1), slice(rows))
-        changed |= {name: self.arguments[name][first] for name in names}
-        return self.function(**self.arguments | changed)[1]
-
-    def leads_to(self, state: Any, rows: int) -> bool:
-        return state is self.state and self.arguments.get("mask") is None
+_Call = tuple[Callable[[Any, int], bool], Callable[[int, int, slice], mx.array]]
+"""Of a call: whether it led to a state after so many rows; and the state after the first rows, of
+so many, in a slice of the batch."""
 
 
 class Tape:
-    """The calls of a forward that lead to recurrent states.
-
-    Attributes:
-        calls: the calls that no state is assigned to yet, in order.
-    """
+    """The calls of a forward that lead to recurrent states."""
 
     def __init__(self) -> None:
-        self.calls: list[Convolution | Recurrence] = []
-        self._calls_of: dict[int, tuple[list[Convolution | Recurrence], int, slice]] = {}
+        self._calls: list[_Call] = []
+        """Those that no state is assigned to yet, in order."""
+        self._calls_of: dict[int, tuple[list[_Call], int, slice]] = {}
         """By a cache's id: the call for each state, the number of rows, its slice of the batch."""
+
+    def note_convolution(self, inputs: mx.array) -> None:
+        """Note a convolution; its inputs, (batch, kept + rows, channels), begin with its state."""
+        batch, length, channels = inputs.shape
+
+        def led_to(state: Any, rows: int) -> bool:
+            return state is not None and bool(state.shape == (batch, length - rows, channels))
+
+        def state_after(rows: int, of: int, place: slice) -> mx.array:
+            return mx.contiguous(inputs[place, rows : rows + length - of])
+
+        self._calls.append((led_to, state_after))
+
+    def note_recurrence(
+        self, function: Function, arguments: dict[str, Any], returned: mx.array
+    ) -> None:
+        """Note a call of one of :data:`RECURRENCES`: its arguments by name, and its new state."""
+        names, axis, name_of_state = RECURRENCES[function.__name__]
+        before = arguments.get(name_of_state)
+
+        def led_to(state: Any, rows: int) -> bool:
+            return state is returned and arguments.get("mask") is None
+
+        def state_after(rows: int, of: int, place: slice) -> mx.array:
+            first = (place, *[slice(None)] * (axis - 1), slice(rows))
+            changed = {name: arguments[name][first] for name in names}
+            changed[name_of_state] = None if before is None else before[place]
+            return function(**arguments | changed)[1]
+
+        self._calls.append((led_to, state_after))
 
     def assign(self, states: Sequence[Any], members: Sequence[ArraysCache], rows: int) -> None:
         """Find the calls that led to the states of a layer.
@@ -115,12 +110,12 @@ class Tape:
             members: the caches that hold the states, one for each entry of their first axis.
             rows: the number of rows of each member.
         """
-        found: list[Convolution | Recurrence] = []
+        found: list[_Call] = []
         for state in states:
-            call = next((call for call in self.calls if call.leads_to(state, rows)), None)
+            call = next((call for call in self._calls if call[0](state, rows)), None)
             if call is None:
                 return
-            self.calls.remove(call)
+            self._calls.remove(call)
             found.append(call)
         for place, member in enumerate(members):
             self._calls_of[id(member)] = found, rows, slice(place, place + 1)
@@ -140,7 +135,7 @@ class Tape:
             if id(cache) not in self._calls_of:
                 return None
             calls, of, place = self._calls_of[id(cache)]
-            states.append([call.state_after(rows, of, place) for call in calls])
+            states.append([state_after(rows, of, place) for _, state_after in calls])
         return states
 
 
@@ -158,8 +153,6 @@ _split_from: ContextVar[int | None] = ContextVar("split_from", default=None)
 _ATTENTION = "scaled_dot_product_attention"
 _FUSED_ROWS = 8  # of a head's queries
 _FUSED_QUERIES = 32  # of all heads that share one head of keys
-_FUSED_SIZES = (64, 96, 128, 256)  # of a head
-_MOST_SPLIT_ROWS = 16  # whether splitting more pays is not measured
 
 _installed: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 _wrappers: set[Function] = set()
@@ -308,8 +301,7 @@ def _split(
 ) -> mx.array:
     """Attention in calls of as many rows as the fused kernel takes.
 
-    Quantised keys, which are three arrays, are left whole: no fused kernel reads them. So are
-    more than 16 rows, such as those of prompts that share a forward.
+    Quantised keys, which are three arrays, are left whole: no fused kernel reads them.
 
     Args:
         queries: (batch, heads, rows, head_dim).
@@ -318,11 +310,7 @@ def _split(
     """
     own = functools.partial(attention, cache=cache, scale=scale, sinks=sinks)
     rows, entries = queries.shape[2], keys.shape[2] if isinstance(keys, mx.array) else 0
-    fused = (
-        queries.shape[-1] in _FUSED_SIZES
-        and entries >= max(least_keys, 1)
-        and rows <= _MOST_SPLIT_ROWS
-    )
+    fused = entries >= max(least_keys, 1)
     width = min(_FUSED_ROWS, _FUSED_QUERIES * keys.shape[1] // queries.shape[1]) if fused else rows
     if not 0 < width < rows:
         return own(queries, keys, values, mask=mask)
@@ -356,7 +344,7 @@ def _convolving(convolution: Function) -> Function:
     def convolve(module: nn.Module, x: mx.array) -> mx.array:
         """Note the inputs of a convolution, (batch, length, channels)."""
         if tape := _tape.get():
-            tape.calls.append(Convolution(x))
+            tape.note_convolution(x)
         return convolution(module, x)
 
     return convolve
@@ -368,122 +356,61 @@ def _recurring(recurrence: Function) -> Function:
         outputs, state = recurrence(*args, **kwargs)
         if tape := _tape.get():
             arguments = _signature(recurrence).bind(*args, **kwargs).arguments
-            tape.calls.append(Recurrence(recurrence, arguments, state))
+            tape.note_recurrence(recurrence, arguments, state)
         return outputs, state
 
     return recur
 
 
 # --- hidden states ---
-#
-# mlx-lm's models return logits alone. HiddenStates makes a copy of a model that shares all weights,
-# in which the copies of a few modules note what they return; the model itself is not changed.
-# find_body finds by trial forwards where these copies have to be.
 
-_TOKENS = 3, 1  # of a trial forward
 _FINAL = -1  # instead of a layer's index
-_ROUNDING = 1e-3  # as a share of the logits' spread; a norm would change far more
-
-
-def find_body(model: nn.Module) -> str | None:
-    """Find the module whose output a model's head turns into logits, with small forwards.
-
-    Returns:
-        its path, such as ``model``, or that of its last norm; None if there is none, since what
-        lies between the layers and the head is in no module.
-    """
-    tokens = mx.array([_TOKENS])
-    expected = finite(model(tokens, cache=make_prompt_cache(model)))[0]
-    paths = [path for path, _ in model.named_modules() if path]
-    outside_lists = [path for path in paths if not any(map(str.isdigit, path.split(".")))]
-    for path in sorted(outside_lists, key=lambda path: path.count(".")):
-        states = HiddenStates(model, path)
-        states.model(tokens, cache=make_prompt_cache(model))
-        if states.noted and _leads_to(expected, states.final, model, path):
-            return path
-    return None
-
-
-def _leads_to(expected: mx.array, states: Any, model: nn.Module, body: str) -> bool:
-    """Whether each row's logits follow from its hidden state alone, without a norm.
-
-    Args:
-        expected: the logits, (rows, vocabulary).
-        states: what ``body`` has returned, (rows, width) if it can be the body.
-        model: an mlx-lm model.
-        body: the path of a module.
-    """
-    if not isinstance(states, mx.array) or states.ndim != 2 or len(states) != len(expected):
-        return False
-    if states.shape == expected.shape:
-        return False  # it has the head inside
-    trials = (states, states[::-1], 2 * states)
-    found, swapped, doubled = (finite(logits_of(model, body, each[None]))[0] for each in trials)
-    bound = _ROUNDING * (mx.max(expected) - mx.min(expected))
-    follow = mx.maximum(mx.abs(found - expected), mx.abs(swapped - expected[::-1])).max() <= bound
-    normed = mx.abs(doubled - expected).max() > bound
-    return cast(bool, (follow & normed).item())
-
-
-def logits_of(model: nn.Module, body: str, states: mx.array) -> mx.array:
-    """The logits that a model's head computes from hidden states.
-
-    Args:
-        model: an mlx-lm model.
-        body: from :func:`find_body`.
-        states: after the final norm, (batch, rows, width).
-
-    Returns:
-        lazy logits, (batch, rows, vocabulary).
-    """
-    head = _copied_along(model, body)
-    _override(_at(head, body), lambda original, *args, **kwargs: states)
-    return head(mx.zeros(states.shape[:2], mx.int32))
-
-
-class _Noted(threading.local):
-    def __init__(self) -> None:
-        self.states: dict[int, Any] = {}
 
 
 class HiddenStates:
     """Notes the hidden states of a model's forwards, one forward at a time in each thread.
 
-    Run :attr:`model` instead of the model: in a :class:`mlxspec.engine.target.Target`, or in a
-    :class:`mlxspec.engine.joint.Joint` for several sequences.
+    mlx-lm's models return logits alone. Run :attr:`model` instead: a copy that shares all weights,
+    in which the copies of a few modules note what they return. The given model is not changed.
 
     Args:
-        model: an mlx-lm model.
-        body: from :func:`find_body`.
+        model: an mlx-lm model, whose layers and last norm are in a module of their own.
         layers: indices of further layers to record; that of layer i is what enters
             layer i + 1.
 
     Attributes:
         model: returns the same as the given one, whose weights it shares.
+
+    Raises:
+        ValueError: the model has no such module.
     """
 
-    def __init__(self, model: nn.Module, body: str, layers: Sequence[int] = ()) -> None:
-        self._noted = _Noted()
+    def __init__(self, model: nn.Module, layers: Sequence[int] = ()) -> None:
+        self._noted = threading.local()
         self._layers = tuple(layers)
-        owner, name = _list_of_layers(model)
-        self.model = _copied_along(_copied_along(model, owner), body)
-        copies = _at(self.model, owner)[name].copy()
+        self._original = model
+        self._body, name = _list_of_layers(model)
+        if not self._body:
+            raise ValueError("the model's hidden states cannot be read")
+        self.model = _copied_along(model, self._body)
+        body = _at(self.model, self._body)
+        copies = body[name].copy()
         for index in layers:
             copies[index] = copy.copy(copies[index])
             _override(copies[index], functools.partial(self._note, index))
-        _at(self.model, owner)[name] = copies
-        _override(_at(self.model, body), functools.partial(self._note, _FINAL))
+        body[name] = copies
+        _override(body, functools.partial(self._note, _FINAL))
 
     def _note(self, index: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         output = original(*args, **kwargs)
         states = output[0] if isinstance(output, tuple) else output
-        self.noted[index] = states.flatten(0, 1) if isinstance(states, mx.array) else states
+        self._of_thread[index] = states.flatten(0, 1)
         return output
 
     @property
-    def noted(self) -> dict[int, Any]:
-        """By the index of a layer, or -1 for the body, what it returned in the last forward."""
-        return self._noted.states
+    def _of_thread(self) -> dict[Any, mx.array]:
+        """What the copies have returned in this thread's last forward, by a layer's index."""
+        return vars(self._noted)
 
     @property
     def final(self) -> mx.array:
@@ -491,12 +418,25 @@ class HiddenStates:
 
         The rows are all of the forward, in a joint one also those of other sequences.
         """
-        return self.noted[_FINAL]
+        return self._of_thread[_FINAL]
 
     @property
     def of_layers(self) -> list[mx.array]:
         """Those behind each of the ``layers``, (rows, …) as the layer returns them."""
-        return [self.noted[index] for index in self._layers]
+        return [self._of_thread[index] for index in self._layers]
+
+    def logits(self, states: mx.array) -> mx.array:
+        """The logits that the model's head computes from hidden states.
+
+        Args:
+            states: after the final norm, (batch, rows, width).
+
+        Returns:
+            lazy logits, (batch, rows, vocabulary).
+        """
+        head = _copied_along(self._original, self._body)
+        _override(_at(head, self._body), lambda original, *args, **kwargs: states)
+        return head(mx.zeros(states.shape[:2], mx.int32))
 
 
 def _list_of_layers(model: nn.Module) -> tuple[str, str]:

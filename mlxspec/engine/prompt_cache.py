@@ -2,7 +2,8 @@
 
 A file is a safetensors file in mlx-lm's format, with the states of a list of caches, and metadata
 for the reader. Those of mlxspec name the tokens that the caches hold, so that later generations can
-draft from them. mlxspec and mlx-lm read each other's.
+draft from them, and a session's end with what a trained head knows, which mlx-lm ignores: it reads
+as many states as there are classes. mlxspec and mlx-lm read each other's.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, cast, overload
+from typing import Any, BinaryIO, Literal, cast, overload
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -165,6 +166,7 @@ def save_prompt_cache(
     metadata: Mapping[str, str] | None = None,
     *,
     tokens: Sequence[int] = (),
+    head: Sequence[mx.array] = (),
 ) -> None:
     """Save a prompt cache for :func:`load_prompt_cache` and for mlx-lm.
 
@@ -176,6 +178,7 @@ def save_prompt_cache(
         metadata: for the reader. ``mlx_lm.generate`` expects "model", the model's
             directory or repository, and "tokenizer_config", a JSON object.
         tokens: the tokens that the cache holds, which later generations can draft from.
+        head: what a trained head knows of them, from :attr:`.HeadCache.kept`.
 
     Raises:
         FileError: the file cannot be written; an existing one is unchanged.
@@ -184,10 +187,24 @@ def save_prompt_cache(
     held = {**(metadata or {}), **({_TOKENS: json.dumps(list(tokens))} if tokens else {})}
     try:
         with replaced(path) as file:
-            mlx_lm_caches.save_prompt_cache(cast(Any, file), list(cache), held)
+            _write(file, cache, held, head)
     except RuntimeError as error:  # MLX's
         reason = " ".join(str(error).split())[:150]
         raise FileError(f"{path}: cannot be written ({reason}); try again") from error
+
+
+def _write(file: BinaryIO, cache: Sequence[Any], metadata: Any, head: Sequence[mx.array]) -> None:
+    """Write what mlx-lm would write, and the head's arrays after the states."""
+    values: dict[str, Any] = dict(tree_flatten([*(layer.state for layer in cache), [*head]]))
+    others: list[Any] = [""]  # what is not an array; never empty, since that would not be written
+    for name, value in values.items():
+        if not isinstance(value, mx.array):
+            kind = "none" if value is None else "string" if isinstance(value, str) else "scalar"
+            others.append((name, kind))
+            values[name] = mx.array([*map(ord, value)] if kind == "string" else value or 0)
+    classes = [type(layer).__name__ for layer in cache]
+    described = dict(tree_flatten([metadata, classes, others]))
+    mx.save_safetensors(cast(Any, file), values, described)
 
 
 @overload
@@ -218,6 +235,15 @@ def load_prompt_cache(
         mx.eval([part.state for part in cache])
     metadata = metadata or {}  # "" if the file has none
     return (cache, metadata) if return_metadata else cache
+
+
+def head_in(file_name: str | os.PathLike[str], layers: int) -> list[mx.array]:
+    """What a file of a cache with so many layers keeps of a trained head; empty without one."""
+    with _read_errors(Path(file_name)):
+        arrays = cast(dict[str, mx.array], mx.load(str(file_name)))
+        found = [arrays[f"{layers}.{n}"] for n in range(len(arrays)) if f"{layers}.{n}" in arrays]
+        mx.eval(found)
+    return found
 
 
 def read_prompt_cache_metadata(path: Path) -> dict[str, str]:

@@ -6,7 +6,6 @@ A :class:`Sequence` is one generation, :func:`joint_step` runs a step of one or 
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import abc
 from collections.abc import Callable, Generator, Iterable
@@ -48,7 +47,6 @@ class Sequence:
         max_tokens: the most tokens to emit, at least 1.
         ends: called with each emitted token in order; returns True to end the output after it.
         n_cached: how many of the prompt's first tokens the target's cache holds; less than all.
-        draft_end: the first position at which the model verifies no drafts; None without one.
         in_mlx_lms_chunks: whether the prompt must run in mlx-lm's chunks, because others would
             change the output.
 
@@ -76,7 +74,6 @@ class Sequence:
         max_tokens: int,
         ends: Callable[[int], bool],
         n_cached: int = 0,
-        draft_end: int | None = None,
         in_mlx_lms_chunks: bool = False,
     ) -> None:
         self.prompt = tuple(prompt)  # a copy, which no drafter can change
@@ -93,19 +90,19 @@ class Sequence:
         self.fault: Exception | None = None
         self.ends = ends
         self._n_cached = n_cached
-        self._draft_end = sys.maxsize if draft_end is None else draft_end
         self.in_mlx_lms_chunks = in_mlx_lms_chunks
         self._steps = 0
         self._open = False
         self._uncounted = 0.0  # seconds of the drafter's last ``observe``
 
-    def begin(self, on_progress: Progress | None = None) -> None:
+    def begin(self, on_progress: Progress = lambda done, total: None) -> None:
         """Run the prompt except its last token."""
-        self.open_drafter()
-        with mx.stream(generation_stream):
-            self.target.prefill(self.to_prefill, on_progress, self.in_mlx_lms_chunks)
+        for done, total in self.begin_in_chunks():
+            on_progress(done, total)
 
-    def begin_in_chunks(self, chunk: Callable[[], int]) -> Generator[tuple[int, int], None, None]:
+    def begin_in_chunks(
+        self, chunk: Callable[[], int] | None = None
+    ) -> Generator[tuple[int, int], None, None]:
         """:meth:`begin`, one chunk per iteration.
 
         Args:
@@ -114,7 +111,9 @@ class Sequence:
         Yields:
             the number of prompt tokens processed so far, and the total.
         """
-        self.open_drafter()
+        self.drafter.attach(self.target, self.chooser.perturb)
+        self.drafter.begin(list(self.prompt))
+        self._open = True
         chunks = self.target.prefill_in_chunks(self.to_prefill, chunk, self.in_mlx_lms_chunks)
         with closing(chunks) as progress:
             while True:
@@ -123,12 +122,6 @@ class Sequence:
                 if done is None:
                     return
                 yield done, len(self.to_prefill)
-
-    def open_drafter(self) -> None:
-        """Pass the prompt to the drafter, before anything runs."""
-        self.drafter.attach(self.target, self.chooser.perturb)
-        self.drafter.begin(list(self.prompt))
-        self._open = True
 
     @property
     def to_prefill(self) -> tuple[int, ...]:
@@ -180,8 +173,7 @@ class Sequence:
     @property
     def max_depth(self) -> int:
         """The greatest depth of the next draft."""
-        room = self._draft_end - 1 - self.target.length
-        return min(self.remaining - 1, self.target.max_depth, max(0, room))
+        return min(self.remaining - 1, self.target.max_depth)
 
     @property
     def may_go_on(self) -> bool:
@@ -474,9 +466,6 @@ def keep(sequences: Iterable[Sequence]) -> None:
             move_rows(moved)
 
 
-SHORT = 128  # tokens; longer prompts gain nothing by sharing a forward
-
-
 class Batch:
     """Runs the steps of several sequences of one model, which may join and leave between steps.
 
@@ -515,25 +504,6 @@ class Batch:
                 self._has_failed = True
                 log_fault(error)
             return None
-
-    def begins_together(self, sequence: Sequence) -> bool:
-        """Whether :meth:`begin` takes a sequence that has not begun."""
-        if self._joint is None or self._joint.mode is not JointMode.SPLIT:
-            return False
-        short = 0 < len(sequence.to_prefill) <= SHORT
-        return short and sequence.target.prefills_jointly and not sequence.in_mlx_lms_chunks
-
-    def begin(self, sequences: abc.Sequence[Sequence]) -> dict[Sequence, Exception]:
-        """Run prompts, except their last tokens, in one forward; return the drafters' exceptions.
-
-        Args:
-            sequences: for which :meth:`begins_together` is true.
-        """
-        assert self._joint
-        if begun := each(Sequence.open_drafter, sequences):
-            with mx.stream(generation_stream):
-                self._joint.prefill([(own.target, own.to_prefill) for own in begun])
-        return {own: own.fault for own in sequences if own.fault is not None}
 
     def join(self, sequence: Sequence) -> None:
         """Add a sequence that has begun."""

@@ -15,12 +15,11 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import maybe_quantize_kv_cache
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 from ..drafting.drafter import DraftTree
 from .caches import (
     Snapshot,
-    TreeKVCache,
     TreeRows,
     are_quantized,
     cached_length,
@@ -127,10 +126,7 @@ class ContextCache:
         return self._quantizes_later or are_quantized(self.cache)
 
     def prefilled(self, tokens: int) -> None:
-        """Count prompt tokens that a forward of several sequences has put into the caches."""
-        if self.head:
-            self.head.keep(self.length, range(tokens))
-            self.head.see()
+        """Count tokens that were put into the caches without a forward."""
         self.length += tokens
         self._change_for_steps()
 
@@ -403,12 +399,14 @@ class Target(ContextCache):
         self.mark()
 
     def fork(self, length: int, room: int) -> Target:
-        """A target that begins with a copy of the first positions, but not of what a head knows.
+        """A target that begins with a copy of the first positions.
 
         The arguments are those of :meth:`copied`.
         """
         forked = self._beside(self.copied(length, room))
         forked.begin_at(length)
+        if self.head:
+            forked.head = self.head.copied(length)
         return forked
 
     def _beside(self, cache: Sequence[Any]) -> Target:
@@ -490,12 +488,6 @@ class Target(ContextCache):
         finally:
             self._change_for_steps()
         yield start
-
-    @property
-    def prefills_jointly(self) -> bool:
-        """Whether prompt tokens may run in a forward of several sequences."""
-        plain = all(type(cache) in (KVCache, TreeKVCache) for cache in parts(self.cache))
-        return plain and not self._quantizes_later and self.capability is not Capability.PLAIN
 
     def _prefill_chunk(self, tokens: Sequence[int], ends: bool = True) -> None:
         """Run the next tokens of a prompt; ``ends`` says whether they are its last ones."""

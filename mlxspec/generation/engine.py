@@ -177,13 +177,8 @@ class Engine:
         while prefilling := self._in(State.PREFILL):
             if (hurried or self._in(State.DECODE)) and self._deadline == math.inf:
                 self._deadline = time.perf_counter() + self.stall
-            short = self._short_prompts(prefilling)
-            if len(short) > 1:
-                self._run_together(short)
-            # Long prompts get their turn even if short ones keep coming.
-            if left := self._in(State.PREFILL):
-                self._move_to_end(left[0])
-                self._run_chunk(left[0])
+            self._move_to_end(prefilling[0])
+            self._run_chunk(prefilling[0])
             # Even without decoding requests it stops, so that requests can be cancelled.
             if time.perf_counter() >= min(self._deadline, started + self.stall):
                 return
@@ -191,41 +186,6 @@ class Engine:
     def _move_to_end(self, request: Request) -> None:
         self._running.append(request)  # first, so that an interrupt does not lose it
         self._running.remove(request)
-
-    def _short_prompts(self, prefilling: list[Request]) -> dict[Request, Sequence]:
-        """Requests whose prompts can share a forward and fit into one chunk together."""
-        found: dict[Request, Sequence] = {}
-        left = self._chunk()
-        for request in prefilling:
-            sequence = request.sequence
-            if request.prefill is None and sequence and self._batch.begins_together(sequence):
-                left -= len(sequence.to_prefill)
-                if left < 0:
-                    break
-                found[request] = sequence
-        return found
-
-    def _run_together(self, short: dict[Request, Sequence]) -> None:
-        """Run several prompts in one forward; then their requests decode."""
-        started = time.perf_counter()
-        try:
-            faults = self._batch.begin([*short.values()])
-        except Exception as error:  # from the forward itself
-            for request in short:
-                self._end(request, error)
-            return
-        self._note_speed(sum(len(s.to_prefill) for s in short.values()), started)
-        for request, sequence in short.items():
-            tokens = len(sequence.to_prefill)
-            try:
-                if sequence in faults:
-                    raise faults[sequence]
-                request.on_progress(0, tokens)
-                request.on_progress(tokens, tokens)
-                self._move_to_end(request)
-                self._decode(request, sequence)
-            except Exception as error:
-                self._end(request, error)
 
     def _decode(self, request: Request, sequence: Sequence) -> None:
         """Let a request whose prompt has run take part in steps."""

@@ -18,10 +18,8 @@ from ..drafting.kept import Experience, experience_path
 from ..engine.caches import smallest_keeping_window
 from ..engine.capability import (
     chain_capability,
-    draft_end,
-    examine_chunks,
+    examine,
     examine_joint,
-    find_capability,
 )
 from ..engine.costs import KeptCosts, costs_for, model_identity
 from ..engine.joint import JointMode
@@ -73,7 +71,7 @@ class LoadedModel:
     @cached_property
     def capability(self) -> Capability:
         """What drafts the model can verify, found out with a few forwards."""
-        finding = find_capability(self.model, self.draft_end)
+        finding = examine(self.model)
         _log.info("what the model verifies: %s (%s)", finding.capability.value, finding.reason)
         return finding.capability
 
@@ -89,15 +87,6 @@ class LoadedModel:
         _log.info("how several sequences share forwards: %s", mode.value)
         return mode
 
-    @cached_property
-    def draft_end(self) -> int | None:
-        """The position where drafting ends, since the model verifies no draft beyond it.
-
-        It is None unless the model's RoPE changes with the context's length (dynamic NTK), which a
-        few forwards find out.
-        """
-        return draft_end(self.model)
-
     def chunks_matter(self, length: int, caches: Sequence[Any]) -> bool:
         """Whether a prompt's result depends on the chunks that it runs in.
 
@@ -112,8 +101,7 @@ class LoadedModel:
         bound = smallest_keeping_window(caches)
         if bound is not None and length > bound:
             return True
-        end, _ = examine_chunks(self.chain_capability, self.draft_end)
-        return end is not None and length > end
+        return self.chain_capability is Capability.PLAIN
 
     @cached_property
     def vocab_size(self) -> int:

@@ -218,7 +218,6 @@ class Request:
             max_tokens=self.max_tokens,
             ends=self.output.add,
             n_cached=self.n_cached,
-            draft_end=decoder.draft_end,
             in_mlx_lms_chunks=decoder.chunks_matter(length, target.cache),
         )
         self.prefilled = self.n_cached

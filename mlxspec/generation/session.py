@@ -22,6 +22,7 @@ from ..engine.prompt_cache import (
     Loan,
     as_mlx_lms,
     check_fits,
+    head_in,
     load_prompt_cache,
     save_prompt_cache,
     tokens_in,
@@ -116,6 +117,7 @@ class Session:
         if cache:
             own = map(for_steps, copy.deepcopy(cache))  # MLX copies on write
             self._target = ContextCache([*own], CacheOptions(), replays=False)
+        self._head: list[mx.array] = []  # what a file keeps of a trained head
         self._lent: tuple[Target, list[int]] | None = None
         """The target and the prompt of the generation that is using the session, if any."""
         self._in_use = threading.Lock()
@@ -136,7 +138,9 @@ class Session:
                 f"{file_name} does not list its cache's tokens: load it with load_prompt_cache and "
                 "pass it as prompt_cache"
             )
-        return cls(cache, tokens)
+        session = cls(cache, tokens)
+        session._head = head_in(file_name, len(cache))
+        return session
 
     def reach(self, length: int) -> int:
         """How many of the first ``length`` tokens another session can begin with.
@@ -164,9 +168,7 @@ class Session:
             if not isinstance(target, Target):
                 return Session(target.copied(length, room), tokens[:length])
             session = Session(tokens=tokens[:length])
-            session._target = forked = target.fork(length, room)
-            if target.head and forked.head:
-                forked.head.resume(target.head.kept(length), session._tokens)
+            session._target = target.fork(length, room)
             return session
 
     @property
@@ -183,7 +185,7 @@ class Session:
     @property
     def nbytes(self) -> int:
         """The bytes of MLX arrays that the session keeps between two generations."""
-        held = self._target.kept_arrays if self._target else []
+        held = [*(self._target.kept_arrays if self._target else ()), *self._head]
         return sum(array.nbytes for array in {id(array): array for array in held}.values())
 
     def save(
@@ -203,7 +205,8 @@ class Session:
             if isinstance(target, Target) and getattr(target.model, "leader", None):
                 raise OptionError("session holds a part of a split model's cache: it is not saved")
             cache = [as_mlx_lms(layer) for layer in target.cache]
-            save_prompt_cache(file_name, cache, metadata, tokens=self._tokens)
+            head = target.head.kept if target.head else self._head
+            save_prompt_cache(file_name, cache, metadata, tokens=self._tokens, head=head)
 
     @contextmanager
     def _used(self) -> Iterator[None]:
@@ -246,6 +249,9 @@ class Session:
         if lent:
             target = new(capability_with(lent, capability), cache=lent)
             target.begin_at(len(tokens))
+            if target.head:
+                target.head.resume(self._head, len(tokens))
+            self._head = []
         if not isinstance(target, Target) or not _serves(target, model, capability, options):
             return new(capability)
         # The prompt's last token belongs to the first step.

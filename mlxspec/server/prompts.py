@@ -269,7 +269,7 @@ def _answer_phases(
 
 
 def _calls_constraint(request: ChatRequest, tokenizer: TokenizerWrapper) -> Constraint | None:
-    """The constraint of the output after a call's marker; None if calls are not JSON.
+    """The constraint of the output after a call's marker; None if the format is not known.
 
     If a call is demanded or its tool strict, its arguments match the tool's schema. Others are any
     object.
@@ -290,18 +290,60 @@ def _calls_constraint(request: ChatRequest, tokenizer: TokenizerWrapper) -> Cons
         before, separator, after, tail = "", start, "", ""
     elif parser == "mistral":
         before, separator, after = '"[" ', '", "', ' "]"'
+    elif parser == "qwen3_coder":
+        heads = [_quoted(f"<function={name}>\n") for name in names]
+        before, after, tail = '"\\n" ', f' "</function>\\n" {end}', ""
+        separator = f'{after} {_SPACE} {start} "\\n"'
     else:
         return None
     if forced:  # the prompt has the head, without the space at its end
-        rules = [f"start: {_SPACE} args_0{tail}{after}"]
+        space = "" if parser == "qwen3_coder" else f"{_SPACE} "
+        rules = [f"start: {space}args_0{tail}{after}"]
     else:
         more = f" ({separator} call)*" if request.parallel_tool_calls else ""
         calls = [f"{head} args_{number}{tail}" for number, head in enumerate(heads)]
         rules = [f"start: {before}call{more}{after}", f"call: {' | '.join(calls)}"]
     demanded = request.tool_choice != "auto"
-    schemas = [json.dumps(_arguments_schema(tool, demanded)) for tool in tools]
-    rules += [f"args_{number}: %json {schema}" for number, schema in enumerate(schemas)]
+    for number, tool in enumerate(tools):
+        schema = _arguments_schema(tool, demanded)
+        if parser == "qwen3_coder":
+            rules += _elements(f"args_{number}", schema)
+        else:
+            rules.append(f"args_{number}: %json {json.dumps(schema)}")
+    rules += _ELEMENT if parser == "qwen3_coder" else []
     return Constraint("lark", "\n".join(rules))
+
+
+def _elements(rule: str, schema: dict[str, Any]) -> list[str]:
+    """The rules of arguments as Qwen 3 Coder writes them, each in an element of its own.
+
+    mlx-lm's parser reads a value by its ``type``: a string is any text, without quotes.
+    """
+    properties, required = schema.get("properties"), schema.get("required")
+    if not isinstance(properties, dict):
+        return [f"{rule}: element*"]
+    shared = {
+        name: schema[name] for name in ("$defs", "definitions", "x-guidance") if name in schema
+    }
+    elements, rules = [], []
+    for number, (name, value) in enumerate(properties.items()):
+        value = value if isinstance(value, dict) else {}
+        kind, options, content = value.get("type"), value.get("enum"), "text"
+        if kind == "string" and isinstance(options, list) and options:
+            content = f"({' | '.join(_quoted(str(option)) for option in options)}) end"
+        elif kind in ("array", "boolean", "integer", "number", "object"):
+            content = f"%json {json.dumps({**value, **shared})} end"
+        rules.append(f"{rule}_{number}: {_quoted(f'<parameter={name}>' + chr(10))} {content}")
+        optional = "" if isinstance(required, list) and name in required else "?"
+        elements.append(f"{rule}_{number}{optional}")
+    return [f"{rule}: {' '.join(elements) or _quoted('')}", *rules]
+
+
+_ELEMENT = [
+    'element: "<parameter=" /[^<>\\s]+/ ">\\n" text',
+    'text[suffix="\\n</parameter>\\n"]: /(?s:.*)/',
+    'end: "\\n</parameter>\\n"',
+]
 
 
 _SPACE = "(/[ \\n]{1,2}/)?"

@@ -19,7 +19,6 @@ from ..drafting.drafter import Drafter
 from ..engine.costs import forward_memory
 from ..engine.model_sizes import CacheKind, cache_kinds, context_length
 from ..engine.params import CacheOptions
-from ..engine.step import SHORT
 from ..engine.target import UNDOABLE, together, vocabulary_size
 from ..generation.decoder import Decoder
 from ..generation.drafting import Auto
@@ -42,12 +41,10 @@ class Need(NamedTuple):
     Attributes:
         caches: bytes of its caches and of the index that it drafts from, which are its own.
         forward: bytes of the buffers of its largest forward; forwards follow each other.
-        shared: its part in a forward that several prompts share.
     """
 
     caches: int
     forward: int = 0
-    shared: int = 0
 
 
 class CacheMemory:
@@ -86,7 +83,7 @@ class CacheMemory:
         if self._draft:
             drafts = self._draft.needs(tokens)
             caches, forward = caches + drafts.caches, max(forward, drafts.forward)
-        return Need(caches, forward, self.forward_bytes(tokens, min(tokens, SHORT)))
+        return Need(caches, forward)
 
     def bytes_for(self, tokens: int) -> int:
         """The most bytes that the caches of one sequence with a session take.

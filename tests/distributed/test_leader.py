@@ -150,7 +150,6 @@ def test_a_follower_has_the_leaders_caches_after_each_turn(
     run(Checked(decoder, echo, cache), decoder, cache, options)
     changes = {f"ContextCache.{name}" for name in ("commit", "truncate", "rewind")}
     assert echo.names >= {"_forward", "Joint.join", "Joint.leave", "Target.fork", *changes}
-    assert "Joint.prefill" in echo.names or kind != "llama3"
     assert 0 < cache.forks < cache.hits
     cache.make_room(1 << 40)
     gc.collect()

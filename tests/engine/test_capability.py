@@ -28,8 +28,6 @@ ROPES = {
     "linear": (Capability.TREE, scaled_rope("linear", factor=2.0)),
     "llama3": (Capability.TREE, LLAMA_3_SCALING),
     "yarn": (Capability.TREE, YARN_SCALING),
-    # Its base depends on an integer offset.
-    "dynamic": (Capability.CHAIN, scaled_rope("dynamic", factor=4.0)),
 }
 
 

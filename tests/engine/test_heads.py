@@ -13,15 +13,23 @@ import mlx.core as mx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import load_prompt_cache as mlx_lm_load
 
 from mlxspec.drafting.drafter import DraftTree
 from mlxspec.engine import head_cache
 from mlxspec.engine import heads as engine_heads
 from mlxspec.engine.capability import Capability
-from mlxspec.engine.head_cache import HeadCache, KeptHead
+from mlxspec.engine.head_cache import HeadCache
 from mlxspec.engine.heads import Member, TrainedHead
+from mlxspec.engine.prompt_cache import (
+    as_mlx_lms,
+    head_in,
+    load_prompt_cache,
+    save_prompt_cache,
+)
 from mlxspec.engine.target import Target
-from mlxspec.models.heads import BlockHead
+from mlxspec.models.heads.blocks import DFlash
 from tests.support import heads
 from tests.support.architectures import ARCHITECTURES
 from tests.support.examples import examples
@@ -65,7 +73,7 @@ def trained(kind: str) -> TrainedHead:
 
 def target_of(kind: str, **options: Any) -> Target:
     capability = ARCHITECTURES[KINDS[kind][0]].capability
-    return Target(trained(kind).model, capability, 64, undoable=2, marks=2, **options)
+    return Target(trained(kind).model, capability, 64, marks=2, **options)
 
 
 def close(found: mx.array, expected: mx.array) -> bool:
@@ -82,8 +90,8 @@ class Checked:
         other: the context from which this one was copied, if any. They draft together.
     """
 
-    def __init__(self, kind: str, directory: Path) -> None:
-        self.kind, self.directory = kind, directory
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
         self.trained, self.target = trained(kind), target_of(kind)
         self.random = random.Random(3)
         self.tokens: list[int] = []
@@ -101,6 +109,8 @@ class Checked:
 
     def prefill(self, tokens: list[int]) -> None:
         rows = [self.last, *tokens[:-1]]
+        if self.head.behind > MOST_UNSEEN:  # some will be forgotten
+            self.lost |= {*range(self.head._seen, self.head.length)}
         self.target.prefill(rows)
         self.tokens += rows
         self.last = tokens[-1]
@@ -168,7 +178,7 @@ class Checked:
         try:
             cut(round(share * len(self.tokens)))
         except ValueError:  # no state was kept
-            self.__init__(self.kind, self.directory)  # type: ignore[misc]
+            self.__init__(self.kind)  # type: ignore[misc]
         else:
             self.shortened()
 
@@ -184,15 +194,8 @@ class Checked:
         if length:
             self.other = copy.copy(self)
             self.other.other, self.other.tokens = None, [*self.tokens]
-            self.begin_with(self.target.copied(length, room=0), self.head.kept(length), length)
-
-    def begin_with(self, layers: list[Any], head: KeptHead, length: int) -> None:
-        self.target = target_of(self.kind, cache=layers)
-        self.head.resume(head, self.tokens[:length])
-        self.target.prefill([])
-        self.target.length = length
-        self.target.mark()
-        self.shortened()
+            self.target = self.target.fork(length, room=0)
+            self.shortened()
 
     # --- what is true ---
 
@@ -228,7 +231,7 @@ class Checked:
         """The head's caches after these positions, and what a chain head returns."""
         head, caches = self.trained.head, self.trained.head.make_cache()
         rows = features[mx.array(places)][None]
-        if isinstance(head, BlockHead):
+        if isinstance(head, DFlash):
             head.see(rows, caches)
             return caches, None
         following = [*self.tokens, self.last][1:]
@@ -244,11 +247,11 @@ class Checked:
             fresh.prefill(self.tokens)
             caches: Any = engine_heads._keys_of(fresh)
             returned = head(mx.array([[last]]), features[None, -1:], caches)
-        elif isinstance(head, BlockHead):
+        elif isinstance(head, DFlash):
             rows = features[mx.array(places)][None]
 
             def of_block(tokens: list[int]) -> list[mx.array]:
-                hidden = head(mx.array([last]), len(tokens), [rows], [head.make_cache()])
+                hidden = head.block(mx.array([last]), len(tokens), [rows], [head.make_cache()])
                 before = [last, *tokens]
                 return [
                     head.after(head.logits(hidden)[:, n], mx.array(before[n : n + 1]))[0]
@@ -272,11 +275,11 @@ class Checked:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_whatever_happens_the_head_knows_the_context(kind: str, tmp_path: Path) -> None:
+def test_whatever_happens_the_head_knows_the_context(kind: str) -> None:
     @settings(max_examples=examples(12, long=300), deadline=None, derandomize=True)
     @given(ACTIONS)
     def check(actions: list[tuple[str, Any]]) -> None:
-        checked = Checked(kind, tmp_path)
+        checked = Checked(kind)
         for name, argument in actions:
             getattr(checked, name)(argument)
             checked.check()
@@ -291,43 +294,71 @@ def test_whatever_happens_the_head_knows_the_context(kind: str, tmp_path: Path) 
 PROMPT = [token * 7 % 60 + 3 for token in range(40)]
 
 
-def prefilled(kind: str) -> tuple[Target, KeptHead]:
-    target = target_of(kind)
+def test_copies_do_not_write_into_each_other() -> None:
+    target = target_of("EAGLE-3")
     target.prefill(PROMPT)
     assert target.head
-    return target, target.head.kept(len(PROMPT))
-
-
-def test_copies_do_not_write_into_each_other() -> None:
-    _, kept = prefilled("EAGLE-3")
-    before = [array.tolist() for array in kept.arrays]
+    before = [array.tolist() for array in target.head.arrays]
     for last in (7, 8):
-        target = target_of("EAGLE-3")
-        assert target.head
-        target.prefill(PROMPT[:30])
-        target.head.resume(kept, PROMPT[:30])
-        assert len(target.head._positions) == 29
-        target.head.note(mx.array([last]))
-        target.head.keep(30, [0])
-        trained("EAGLE-3").draft([Member(target, 9, lambda logprobs, _: logprobs)], 3)
-    assert [array.tolist() for array in kept.arrays] == before
+        forked = target.fork(30, room=0)
+        assert forked.head
+        assert len(forked.head._positions) == 29
+        forked.forward(mx.array([last]), DraftTree.chain(last))
+        forked.commit([0])
+        trained("EAGLE-3").draft([Member(forked, 9, lambda logprobs, _: logprobs)], 3)
+    assert [array.tolist() for array in target.head.arrays] == before
 
 
-def test_another_head_or_other_shapes_are_ignored() -> None:
-    _, kept = prefilled("EAGLE-3")
-    (keys, values), wide = kept.layers[0], mx.zeros((len(kept.states), 99))
-    for other in (
-        prefilled("DFlash")[1],
-        kept._replace(identity="Eagle3 0"),
-        kept._replace(states=wide),
-        kept._replace(layers=[]),
-        kept._replace(layers=[(keys, values)] * 2),
-        kept._replace(layers=[(keys[:, :1], values[:, :1])]),
-        kept._replace(layers=[(keys[..., :4], values)]),
-    ):
-        target = target_of("EAGLE-3")
-        assert target.head
-        target.head.resume(other, PROMPT)
-        assert target.head.length == 0
-    target.head.resume(kept, PROMPT)
-    assert target.head.length == len(PROMPT)
+# --- files ---
+
+
+@pytest.mark.parametrize("kind", ["EAGLE-3", pytest.param("MTP", marks=pytest.mark.slow), "DFlash"])
+def test_a_file_keeps_what_a_head_knows_and_mlx_lm_reads_it(kind: str, tmp_path: Path) -> None:
+    target, outputs = target_of(kind), []
+    target.prefill(PROMPT)
+    assert target.head
+    layers = [as_mlx_lms(layer) for layer in target.cache]
+    for name, head in (("with", target.head.kept), ("without", [])):
+        path = tmp_path / f"{name}.safetensors"
+        save_prompt_cache(path, layers, {"model": "m"}, tokens=PROMPT, head=head)
+        loaded, metadata = mlx_lm_load(str(path), return_metadata=True)
+        assert (len(loaded), metadata["model"]) == (len(layers), "m")
+        for own in (loaded, load_prompt_cache(path)):
+            steps = generate_step(
+                mx.array([5]), trained(kind).model, max_tokens=9, prompt_cache=own
+            )
+            outputs.append([int(token) for token, _ in steps])
+    assert len(outputs[0]) == 9
+    assert outputs == [outputs[0]] * 4
+
+    again = target_of(kind, cache=layers)
+    assert again.head
+    again.head.resume(head_in(tmp_path / "with.safetensors", len(layers)), len(PROMPT))
+    assert again.head.length == len(PROMPT)
+    pairs = zip(again.head.kept, target.head.kept, strict=True)
+    assert all(mx.array_equal(one, other) for one, other in pairs)
+    assert target.head.kept
+    assert head_in(tmp_path / "without.safetensors", len(layers)) == []
+
+
+OTHERS: dict[str, Callable[[mx.array, mx.array, mx.array], list[mx.array]]] = {
+    "nothing": lambda *_: [],
+    "positions that fall": lambda places, *states: [places[::-1], *states],
+    "positions beyond the context": lambda places, *states: [places + 9, *states],
+    "negative positions": lambda places, *states: [places - 1, *states],
+    "positions in two dimensions": lambda places, *states: [places[None], *states],
+    "fewer positions": lambda places, *states: [places[1:], *states],
+    "fewer heads": lambda places, keys, values: [places, keys[:, :1], values],
+    "narrower heads": lambda places, keys, values: [places, keys[..., :4], values[..., :4]],
+    "more layers": lambda places, keys, values: [places, keys, values, keys, values],
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_what_another_head_has_kept_is_ignored(other: str) -> None:
+    target, fresh = target_of("EAGLE-3"), target_of("EAGLE-3")
+    target.prefill(PROMPT)
+    assert target.head
+    assert fresh.head
+    fresh.head.resume(OTHERS[other](*target.head.kept), len(PROMPT))
+    assert (fresh.head.length, fresh.head.kept) == (len(PROMPT), [])

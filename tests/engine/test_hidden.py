@@ -12,14 +12,13 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlxspec.drafting.drafter import DraftTree
 from mlxspec.engine.capability import Capability, joint_mode
 from mlxspec.engine.joint import Joint, JointRows
-from mlxspec.engine.patches import HiddenStates, find_body, finite, logits_of
+from mlxspec.engine.patches import HiddenStates, finite
 from tests.support.architectures import ARCHITECTURES
+from tests.support.examples import LONG
 from tests.support.harness import new_target
 
-WITHOUT_BODY = {"talkie"}  # its last norm is a function, and no module returns what it makes
-LAYERS_RUN_APART = {"iquestloopcoder"}  # runs the parts of its layers, and twice
-SEVERAL_STREAMS = {"gemma3n", "deepseek_v41"}  # between layers
 COMMON = ("llama3", "qwen3_next", "gemma2", "gemma3", "gpt_oss", "deepseek_v3", "mamba2")
+WITH_HEADS = ("llama3", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "gemma4", "gpt_oss")
 PROMPT = [3, 1, 4, 1, 5, 9]
 TREE = DraftTree((2, 6, 5, 8), (-1, 0, 0, 1))
 
@@ -29,29 +28,22 @@ def close(found: mx.array, expected: mx.array) -> bool:
 
 
 def hidden_states(name: str, layers: tuple[int, ...]) -> tuple[nn.Module, HiddenStates]:
-    """A model whose body is found, and what notes its hidden states."""
+    """A model, and what notes its hidden states."""
     model = ARCHITECTURES[name].model()
-    body = find_body(model)
-    assert body
-    return model, HiddenStates(model, body, layers)
+    return model, HiddenStates(model, layers)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", {*COMMON, *WITH_HEADS} if LONG else WITH_HEADS)
 def test_the_logits_follow_from_the_hidden_states(name: str) -> None:
     model = ARCHITECTURES[name].model()
     modules = [(path, type(module), id(module)) for path, module in model.named_modules()]
-    body = find_body(model)
-    assert (body is None) == (name in WITHOUT_BODY)
-    if not body:
-        return
-    states = HiddenStates(model, body, () if name in LAYERS_RUN_APART else (0, 1))
+    states = HiddenStates(model, (0, 1))
     tokens = mx.array([PROMPT])
     logits = model(tokens, cache=make_prompt_cache(model))
     assert mx.array_equal(states.model(tokens, cache=make_prompt_cache(model)), logits)
     assert states.final.ndim == 2
-    assert close(logits_of(model, body, states.final[None]), logits)
-    for of_layer in states.of_layers if name not in SEVERAL_STREAMS else ():
+    assert close(states.logits(states.final[None]), logits)
+    for of_layer in states.of_layers:
         assert of_layer.shape == states.final.shape
     assert modules == [(path, type(module), id(module)) for path, module in model.named_modules()]
 
@@ -83,7 +75,7 @@ def test_rows_of_a_draft_have_the_states_that_they_have_in_a_row(name: str) -> N
     target = new_target(states.model, architecture.capability)
     target.prefill(PROMPT)
     trees = [TREE if architecture.capability is Capability.TREE else DraftTree.chain(2, [6, 8])]
-    trees.append(trees[0])  # in a replaying target tokens are pending then
+    trees.append(trees[0])
     context = PROMPT
     for tree in trees:
         target.forward(mx.array(tree.tokens), tree)

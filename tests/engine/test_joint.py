@@ -20,7 +20,6 @@ from mlxspec.drafting.drafter import DraftTree, NoDraft, VerifiedStep
 from mlxspec.drafting.lookahead import LookaheadDrafter
 from mlxspec.drafting.sources import PromptLookupDrafter
 from mlxspec.engine import caches
-from mlxspec.engine import joint as engine
 from mlxspec.engine.capability import Capability, joint_mode
 from mlxspec.engine.joint import Joint, JointMode, JointRows
 from mlxspec.engine.params import CacheOptions
@@ -132,17 +131,9 @@ def assert_wrote_what_it_writes_alone(member: Member) -> None:
 
 
 @pytest.mark.nightly(keep=3)
-@pytest.mark.parametrize(
-    ("name", "call"),
-    # With a call of attention that costs little, long drafts are served by themselves.
-    [*((name, None) for name in MODES), ("llama3", 16), ("gemma3", 16)],
-)
-def test_whoever_joins_and_leaves_each_sequence_writes_what_it_writes_alone(
-    name: str, call: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", MODES)
+def test_whoever_joins_and_leaves_each_sequence_writes_what_it_writes_alone(name: str) -> None:
     model, joint = joint_model(name)
-    if call:
-        monkeypatch.setattr(engine, "_CALL", call)
 
     @settings(max_examples=examples(3, long=200), deadline=None)
     @given(st.lists(PLANS, min_size=2, max_size=8))

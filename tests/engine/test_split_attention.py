@@ -32,7 +32,6 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A fused kernel for small models and small drafts; the rows of all calls of attention."""
     monkeypatch.setattr(patches, "_FUSED_ROWS", MOST_ROWS)
     monkeypatch.setattr(patches, "_FUSED_QUERIES", MOST_QUERIES)
-    monkeypatch.setattr(patches, "_FUSED_SIZES", range(1, 1000))
     rows: list[int] = []
     fused = mx.fast.scaled_dot_product_attention
 
@@ -181,20 +180,6 @@ def test_short_contexts_prompts_and_quantised_keys_are_left_whole(narrow: list[i
     assert max(narrow) == len(LONG_PROMPT)
     split_attention(model, None)
     assert rows_of_a_draft(30) == 9
-
-
-def test_prompts_that_share_a_forward_are_left_whole(narrow: list[int]) -> None:
-    model = ARCHITECTURES["llama3"].model()
-    split_attention(model, 0)
-    joint = Joint(model, joint_mode(model))
-    prompts = []
-    for count in (patches._MOST_SPLIT_ROWS + 1, 2 * patches._MOST_SPLIT_ROWS):
-        target = new_target(model)
-        target.prefill(LONG_PROMPT)
-        prompts.append((target, [token % 50 for token in range(count)]))
-    narrow.clear()
-    joint.prefill(prompts)
-    assert set(narrow) == {patches._MOST_SPLIT_ROWS + 1, 2 * patches._MOST_SPLIT_ROWS}
 
 
 @pytest.mark.parametrize(

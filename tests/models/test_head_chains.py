@@ -11,7 +11,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxspec.errors import LoadError
-from mlxspec.models.heads import ChainHead
+from mlxspec.models.heads import Head
 from mlxspec.models.heads.chains import (
     Eagle3,
     Gemma4Assistant,
@@ -45,7 +45,7 @@ def random_weights(module: nn.Module) -> dict[str, mx.array]:
     }
 
 
-def load(head: ChainHead, weights: dict[str, mx.array], embedding: nn.Embedding) -> None:
+def load(head: Head, weights: dict[str, mx.array], embedding: nn.Embedding) -> None:
     head.load_weights(list(head.sanitize(weights).items()))
     head.bind(embedding, embedding.as_linear)
 
@@ -84,7 +84,7 @@ def generation(
     return mx.concatenate(rows, axis=1)
 
 
-def generation_of(head: ChainHead, states: mx.array, from_scratch: bool = False) -> mx.array:
+def generation_of(head: Head, states: mx.array, from_scratch: bool = False) -> mx.array:
     """The same of our head, each forward after the first in a new cache if from scratch."""
     cache = head.make_cache()
     pairs: list[tuple[mx.array, mx.array]] = []
@@ -194,12 +194,6 @@ def test_eagle_3_reads_the_layers_that_its_configuration_names() -> None:
     assert Eagle3(flat, {"text_config": TARGET}).reads == (1, 3, 4)
 
 
-@pytest.mark.parametrize("name", ["hidden_size", "intermediate_size", "vocab_size"])
-def test_eagle_3_without_a_size(name: str) -> None:
-    config = {key: value for key, value in EAGLE_3["sglang"].items() if key != name}
-    assert repr(name) in refused(lambda: Eagle3(config, TARGET))
-
-
 def test_eagle_3_of_another_target() -> None:
     config = EAGLE_3["sglang"]
     message = refused(lambda: Eagle3(config, {**TARGET, "hidden_size": 40}))
@@ -208,7 +202,6 @@ def test_eagle_3_of_another_target() -> None:
     assert "vocab_size is 64, but this model's is 70" in message
     message = refused(lambda: Eagle3(config, {**TARGET, "num_hidden_layers": 3}))
     assert "layers 1, 0, -1, but the model has 3" in message
-    assert "several layers" in refused(lambda: Eagle3({**config, "num_hidden_layers": 2}, TARGET))
 
 
 def test_eagle_3_with_ids_outside_the_vocabulary() -> None:
@@ -323,23 +316,10 @@ def test_each_norm_of_qwen_s_mtp_is_centred_by_itself() -> None:
         assert mx.allclose(sanitized[name], weight, atol=1e-6).item(), name
 
 
-def test_mtp_that_does_not_work() -> None:
-    def without(config: dict[str, Any], name: str) -> dict[str, Any]:
-        return {key: value for key, value in config.items() if key != name}
-
-    assert "'intermediate_size'" in refused(
-        lambda: QwenMTP(without(QWEN, "intermediate_size"), TARGET)
-    )
-    assert "'moe_intermediate_size'" in refused(
-        lambda: QwenMTP(without({**QWEN, **EXPERTS}, "moe_intermediate_size"), TARGET)
-    )
-    assert "2 layers" in refused(lambda: QwenMTP({**QWEN, "mtp_num_hidden_layers": 2}, TARGET))
+def test_mtp_of_another_target() -> None:
     for name in ("hidden_size", "vocab_size"):
         target = {"text_config": {**TARGET, name: 8}}
         assert f"{name} is" in refused(lambda target=target: QwenMTP(QWEN, target))
-    weights = original(random_weights(QwenMTP({**QWEN, **EXPERTS}, TARGET)), fused=False)
-    del weights["mtp.layers.0.mlp.experts.1.up_proj.weight"]
-    assert "lacks experts" in refused(lambda: QwenMTP.sanitize(weights))
 
 
 class View(NamedTuple):
@@ -521,14 +501,10 @@ def test_an_assistant_that_does_not_work() -> None:
     def message_of(config: dict[str, Any]) -> str:
         return refused(lambda: Gemma4Assistant(config, GEMMA_TARGET))
 
-    assert "'num_attention_heads'" in message_of(with_text(num_attention_heads=None))
-    assert "'backbone_hidden_size'" in message_of({"text_config": GEMMA_TEXT})
     assert "hidden_size is 48" in message_of({**GEMMA, "backbone_hidden_size": 48})
     assert "vocab_size is 80" in message_of(with_text(vocab_size=80))
     assert "global_head_dim is 32" in message_of(with_text(global_head_dim=32))
-    assert "output layer of its own" in message_of({**GEMMA, "tie_word_embeddings": False})
     masked = {**GEMMA, "use_ordered_embeddings": True}
-    assert "7 num_centroids" in message_of({**masked, "num_centroids": 7})
     head = Gemma4Assistant(masked, GEMMA_TARGET)
     head.masked_embedding.token_ordering = mx.full(VOCABULARY, -1)
     embedding = nn.Embedding(VOCABULARY, WIDTH)

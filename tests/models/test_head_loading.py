@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 
 from mlxspec.errors import LoadError
 from mlxspec.models.heads import Head, loading
-from mlxspec.models.heads.loading import find_head, head_directory, load_head, own_head
+from mlxspec.models.heads.loading import find_head, head_directory, own_head
 from mlxspec.models.model import load
 from tests.support.head_files import (
     EAGLE_3,
@@ -36,6 +36,10 @@ def assert_has(head: Head, weights: Weights) -> None:
     assert parameters.keys() == weights.keys()
     for name, array in parameters.items():
         assert mx.allclose(array, weights[name], atol=1e-6).item(), name
+
+
+def load_head(path_or_repo: str | Path, target_config: Config) -> Head:
+    return loading.load_head(find_head(head_directory(path_or_repo)), target_config)
 
 
 def refused(call: Callable[[], object]) -> str:
@@ -78,7 +82,7 @@ def test_a_head_in_the_place_of_a_model_is_told(tmp_path: Path, name: str) -> No
 )
 def test_other_names_of_the_kinds(tmp_path: Path, config: Config, name: str) -> None:
     found = find_head(write(tmp_path, config, {"a": mx.zeros(1)}))
-    assert loading.NAMES[found.kind] == name
+    assert found.kind.title == name
 
 
 @pytest.mark.parametrize(
@@ -88,7 +92,7 @@ def test_other_names_of_the_kinds(tmp_path: Path, config: Config, name: str) -> 
         ({"speculators_model_type": "medusa"}, "medusa"),
         ({"architectures": ["DFlash2DraftModel"], "dflash_config": {}}, "DFlash2DraftModel"),
         ({"dflash_config": {"projector_type": "new\nkind"}}, "new\\nkind"),
-        ({"model_type": "deepseek_v3", "num_nextn_predict_layers": 1}, "deepseek_v3"),
+        ({"model_type": "deepseek_v3", "num_nextn_predict_layers": 1}, "name the original model"),
         ({"model_type": "llama"}, "neither a trained head nor a model"),
     ],
 )
@@ -200,6 +204,9 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert "fc.weight" in refused(lambda: load_head(tmp_path, TARGET))
     write(tmp_path, EAGLE_3, {**random_weights("EAGLE-3"), "evil": mx.zeros(1)})
     assert "evil" in refused(lambda: load_head(tmp_path, TARGET))
+    incomplete = {name: value for name, value in EAGLE_3.items() if name != "hidden_size"}
+    write(tmp_path, incomplete, random_weights("EAGLE-3"))
+    assert "config.json lacks 'hidden_size'" in refused(lambda: load_head(tmp_path, TARGET))
     write(tmp_path, {**EAGLE_3, "num_key_value_heads": 10**6}, random_weights("EAGLE-3"))
     assert "the weights do not fit config.json" in refused(lambda: load_head(tmp_path, TARGET))
 

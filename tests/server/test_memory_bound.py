@@ -103,7 +103,7 @@ def two() -> tuple[ServerMemory, ServedModel, ServedModel]:
     for one in (first, second):
         whole.add(one)
     each = first.memory.needs(40)
-    bound = whole.bound_for(Need(3 * each.caches + each.shared, each.forward))
+    bound = whole.bound_for(Need(3 * each.caches, each.forward))
     memory = ServerMemory(bound)
     for one in (first, second):
         memory.add(one)

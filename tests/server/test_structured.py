@@ -337,6 +337,32 @@ def test_a_demanded_response_is_a_valid_call(thinker: Running) -> None:
         jsonschema.validate(json.loads(item.arguments), PARAMETERS)
 
 
+@pytest.mark.nightly(keep=1)
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "find"}}])
+def test_a_demanded_call_in_elements_has_the_parameters_of_the_schema(choice: Any) -> None:
+    values = {
+        "where": {"type": "string", "enum": ["here", "there"]},
+        "count": {"type": "integer", "minimum": 1, "maximum": 99},
+        "among": {"type": "array", "items": {"$ref": "#/$defs/one"}, "maxItems": 3},
+        "sure": {"type": "boolean"},
+    }
+    parameters = {
+        **{"type": "object", "properties": values, "required": [*values][:-1]},
+        **{"additionalProperties": False, "$defs": {"one": {"enum": [1, 2]}}},
+    }
+    tool = {"type": "function", "function": {"name": "find", "parameters": parameters}}
+    markers = tuple(marker for marker in MARKERS if "think" not in marker)
+    with running_server(served_random(markers, parser="qwen3_coder")) as coder:
+        for seed in range(3):
+            fields = {"temperature": 1.0, "seed": seed, "max_tokens": 400}
+            fields |= {"tools": [tool], "tool_choice": choice, "parallel_tool_calls": False}
+            answer = chat(coder.client(), **fields).choices[0]
+            (call,) = answer.message.tool_calls
+            assert call.function.name == "find"
+            jsonschema.validate(json.loads(call.function.arguments), parameters)
+
+
 def test_unsupported_keywords_of_a_demanded_call_are_left_to_the_model(thinker: Running) -> None:
     """Sets of pydantic have uniqueItems."""
     where = {"type": "array", "items": {"enum": ["here", "there"]}, "uniqueItems": True}

@@ -12,7 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import MODEL_REMAPPING
 
 from mlxspec.engine.caches import parts
-from mlxspec.engine.capability import Finding, examine, examine_chunks, examine_joint
+from mlxspec.engine.capability import Capability, Finding, examine, examine_joint
 from tests.support.architectures import ARCHITECTURES, Architecture
 from tests.support.rarer_architectures import NOT_TRIED
 
@@ -34,8 +34,7 @@ a mask that hides them from each other. **one at a time**: each sequence has for
 
 The last column shows in which chunks prompts may run. **any**: the answer is the same in all
 chunks. **mlx-lm's**: other chunks could change the answer, so these prompts run in mlx-lm's,
-and the server shares no part of them. This applies to all prompts if the model verifies
-no drafts. Otherwise it applies to prompts that go beyond the position in the column "why".
+and the server shares no part of them. This applies to models that verify no drafts.
 
 | Models | mlx-lm's architecture | caches | drafts | why | several sequences | chunks |
 |---|---|---|---|---|---|---|
@@ -79,8 +78,7 @@ def row(architecture: Architecture, finding: Finding, model: nn.Module | None = 
     if model is None:
         return line
     joint, _ = examine_joint(model, finding.capability)
-    chunk_end, _ = examine_chunks(finding.capability, finding.draft_end)
-    chunked = "any" if chunk_end is None else "mlx-lm's"
+    chunked = "mlx-lm's" if finding.capability is Capability.PLAIN else "any"
     return f"{line} {joint.value} | {chunked} |"
 
 

@@ -54,7 +54,7 @@ def decode(
     prompt: Sequence[int],
     drafter: Drafter,
     chooser: Chooser,
-    on_progress: Progress | None = None,
+    on_progress: Progress = lambda done, total: None,
     **options: Any,
 ) -> Generator[VerifiedStep, None, None]:
     """The steps of a generation."""

@@ -266,12 +266,12 @@ RARER: Rarer = {
         {"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}},
     ),
     "internlm2": (
-        Capability.CHAIN,
+        Capability.PLAIN,
         "InternLM 2 and 2.5",
         {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
     ),
     "internlm3": (
-        Capability.CHAIN,
+        Capability.PLAIN,
         "InternLM 3",
         {"rope_scaling": {"rope_type": "dynamic", "factor": 6.0}},
     ),

@@ -1,8 +1,7 @@
 """Trained heads: small modules that draft from the target's hidden states.
 
-Every kind of head is a :class:`Head`. A :class:`ChainHead` drafts one token after the other
-(:mod:`.chains`), a :class:`BlockHead` drafts several at once (:mod:`.blocks`). :mod:`.loading`
-finds and loads them.
+Every kind of head is a :class:`Head`. Those of :mod:`.chains` draft one token after the other,
+those of :mod:`.blocks` several at once. :mod:`.loading` finds and loads them.
 
 In formulas, t is a token, h a hidden state of the target and i a position. A head has one entry
 per *pair* (t[i + 1], h[i]), from which it predicts t[i + 2].
@@ -10,14 +9,15 @@ per *pair* (t[i + 1], h[i]), from which it predicts t[i + 2].
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+
+from ...errors import LoadError, printable
+
+Config = dict[str, Any]
 
 NO_MODEL = (
     "a trained head, not a model; name the model that it was made for, and the head beside it: "
@@ -26,7 +26,7 @@ NO_MODEL = (
 """What is wrong with a head's folder as a model."""
 
 
-def named_kind(config: dict[str, Any]) -> str | None:
+def named_kind(config: Config) -> str | None:
     """The kind of head that a ``config.json`` names, known or not; None if it is no head's."""
     model_type = str(config.get("speculators_model_type") or config.get("model_type"))
     architectures, blocks = config.get("architectures"), config.get("dflash_config")
@@ -48,11 +48,11 @@ def named_kind(config: dict[str, Any]) -> str | None:
 class Head(nn.Module):
     """A head; :meth:`bind` attaches it to its target.
 
-    Args:
-        config: its ``config.json``.
-        target_config: its target's.
+    It is made of two ``config.json``: its own and its target's.
 
     Attributes:
+        title: the kind, as messages name it.
+        families: how the model types of its targets begin; empty if it fits any type.
         reads: the target's layers whose outputs it reads; layer i's output enters layer i + 1.
             Empty if it reads the states after the final norm.
         most: the most tokens that it drafts at once.
@@ -61,21 +61,16 @@ class Head(nn.Module):
             if it cannot draft.
     """
 
+    title: str
+    families: tuple[str, ...] = ()
     asked: bool = True
     reads: tuple[int, ...]
     most: int = 8
     width: int
 
-    def __init__(self, config: dict[str, Any], target_config: dict[str, Any]) -> None:
+    def __init__(self, config: Config, target_config: Config) -> None:
         super().__init__()
         self.reads = ()
-
-    @cached_property
-    def identity(self) -> str:
-        """Its kind and a digest of its sizes, which fine-tuned heads share."""
-        sizes = [(name, array.shape) for name, array in tree_flatten(self.parameters())]
-        digest = hashlib.sha256(repr(sorted(sizes)).encode()).hexdigest()
-        return f"{type(self).__name__} {digest[:16]}"
 
     def bind(
         self, embed: Callable[[mx.array], mx.array], output: Callable[[mx.array], mx.array]
@@ -114,14 +109,10 @@ class Head(nn.Module):
         """
         raise NotImplementedError
 
-
-class ChainHead(Head):
-    """Drafts a chain, one token per forward."""
-
     def __call__(
         self, tokens: mx.array, features: mx.array, cache: Sequence[Any]
     ) -> tuple[mx.array, mx.array]:
-        """Run the head over pairs, and append them to its caches.
+        """Run a head that drafts chains over pairs, and append them to its caches.
 
         Args:
             tokens: (1, rows), t[i + 1] of each pair.
@@ -135,44 +126,39 @@ class ChainHead(Head):
         raise NotImplementedError
 
 
-class BlockHead(Head):
-    """Drafts a block of tokens in one forward. Its caches hold verified positions only."""
+def text_of(config: Config) -> Config:
+    """The part of a configuration that describes text."""
+    return config.get("text_config") or config
 
-    def see(self, features: mx.array, cache: Sequence[Any]) -> None:
-        """Append verified positions of one sequence to its caches.
 
-        Args:
-            features: (1, rows, ``width``).
-            cache: one per layer.
-        """
-        raise NotImplementedError
+def check_target(needed: Config, target: Config) -> None:
+    """Raise LoadError unless a target has the sizes that its head needs; None is any size."""
+    for name, size in needed.items():
+        if size not in (None, target.get(name)):
+            raise LoadError(
+                f"the head was made for a model whose {name} is {printable(size)}, but this "
+                f"model's is {target.get(name)}; use a head that was made for this model"
+            )
 
-    def __call__(
-        self,
-        tokens: mx.array,
-        depth: int,
-        features: Sequence[mx.array],
-        caches: Sequence[Sequence[Any]],
-    ) -> mx.array:
-        """Run a block for each of several sequences.
 
-        Args:
-            tokens: (sequences,), the last token of each.
-            depth: how many tokens to draft, at most ``most``.
-            features: per sequence, those of the verified positions that its caches lack,
-                (1, rows, ``width``). They are appended.
-            caches: per sequence, one cache per layer.
+def checked_layers(layers: Sequence[int], target: Config) -> tuple[int, ...]:
+    """The layers that a head reads.
 
-        Returns:
-            what :meth:`logits` takes, (sequences, depth, …).
-        """
-        raise NotImplementedError
+    Raises:
+        LoadError: the target does not have them.
+    """
+    count = target["num_hidden_layers"]
+    if not all(0 <= layer < count for layer in layers):
+        raise LoadError(
+            f"the head reads the outputs of layers {', '.join(map(str, layers))}, but the model "
+            f"has {count} layers; use a head that was made for this model"
+        )
+    return tuple(layers)
 
-    def after(self, logits: mx.array, previous: mx.array) -> mx.array:
-        """Correct a slot's logits once the token before it is drafted.
 
-        Args:
-            logits: (sequences, vocabulary).
-            previous: (sequences,), the tokens before.
-        """
-        return logits
+def check_ids(name: str, ids: mx.array, vocabulary: int) -> None:
+    """Refuse ids outside the vocabulary: MLX would read or write outside an array."""
+    if mx.any((ids < 0) | (ids >= vocabulary)).item():
+        raise LoadError(
+            f"the head's {name} is outside the vocabulary of {vocabulary}; download the head again"
+        )

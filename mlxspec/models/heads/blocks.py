@@ -17,76 +17,54 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.qwen3 import ModelArgs, TransformerBlock
 
-from ...errors import LoadError, printable
-from . import BlockHead
-
-_SLIDING = "sliding_attention"
+from . import Config, Head, check_ids, check_target, checked_layers, text_of
 
 
-class DFlash(BlockHead):
+class DFlash(Head):
     """Slot i of a block predicts the i-th token after the last one; slot 0 predicts nothing.
 
     A block has only as many slots as its depth needs. Its slots see each other, so a shorter block
     also changes the logits of the slots that remain. Heads are trained on whole blocks, but other
-    engines draft shorter ones in this way, too.
+    engines draft shorter ones in this way, too. The caches hold verified positions only.
+
+    Raises:
+        LoadError: it was made for another target.
     """
 
+    title = "DFlash"
     _first = 1  # the slot that predicts the next token
-    # What some heads of other kinds vary.
-    _fixed: Mapping[str, Any] = {
-        "attention_bias": False,
-        "attention_sink_bias": False,
-        "hidden_act": "silu",
-        "rope_is_neox_style": True,
-        "use_swa": False,
-    }
 
-    def __init__(self, config: dict[str, Any], target_config: dict[str, Any]) -> None:
-        """Make a head with random weights.
-
-        Args:
-            config: the head's config.json.
-            target_config: the target's, whose text part may be under ``text_config``.
-
-        Raises:
-            LoadError: a setting is missing, wrong or not supported, or the head is for another
-                model.
-        """
+    def __init__(self, config: Config, target_config: Config) -> None:
         super().__init__(config, target_config)
-        target = target_config.get("text_config") or target_config
-        settings = _settings(config)
-        self._check(settings, target)
-        self.width = _positive(settings, "hidden_size")
-        self.most = _positive(settings, "block_size") - self._first
+        target, settings = text_of(target_config), _settings(config)
+        sizes = {name: settings.get(name) for name in ("hidden_size", "vocab_size")}
+        check_target({**sizes, "num_hidden_layers": settings.get("num_target_layers")}, target)
+        self.width = settings["hidden_size"]
+        self.most = settings["block_size"] - self._first
         self._mask_token = settings["mask_token_id"]
-        self._is_sliding = [kind == _SLIDING for kind in settings["layer_types"]]
-        self._window = _positive(settings, "sliding_window") if any(self._is_sliding) else 0
+        check_ids("mask_token_id", mx.array(self._mask_token), target["vocab_size"])
+        count = settings["num_hidden_layers"]
+        kinds = settings.get("layer_types") or [""] * count
+        self._is_sliding = [kind == "sliding_attention" for kind in kinds]
+        self._window = settings["sliding_window"] if any(self._is_sliding) else 0
         # If the checkpoint does not say it, slots of sliding layers do not see later ones.
         causal = settings.get("is_causal", settings.get("causal"))
         self._causal = {kind: kind if causal is None else bool(causal) for kind in (False, True)}
-        self.layers = _layers(settings)
-        self.reads = tuple(settings["target_layer_ids"])
+        # Layers as Qwen 3 has them.
+        args = ModelArgs.from_dict(
+            {
+                "head_dim": self.width // settings["num_attention_heads"],
+                **settings,
+                "model_type": "qwen3",
+                "vocab_size": 0,
+                "tie_word_embeddings": True,
+            }
+        )
+        self.layers = [TransformerBlock(args) for _ in range(count)]
+        self.reads = checked_layers(settings["target_layer_ids"], target)
         self.fc = nn.Linear(len(self.reads) * self.width, self.width, bias=False)
-        self.hidden_norm = nn.RMSNorm(self.width, settings["rms_norm_eps"])
-        self.norm = nn.RMSNorm(self.width, settings["rms_norm_eps"])
-
-    def _check(self, settings: Mapping[str, Any], target: Mapping[str, Any]) -> None:
-        for key, value in self._fixed.items():
-            if (given := settings.get(key)) not in (None, value):
-                raise _error(f"the key {key!r} is {printable(given)}, only {value!r} is supported")
-        of_target = {"num_target_layers": "num_hidden_layers"}
-        for key in ("hidden_size", "vocab_size", "num_target_layers"):
-            given, its = settings.get(key), target.get(of_target.get(key, key))
-            if given not in (None, its):
-                raise _error(f"its {key} is {printable(given)}, but this model's is {its}")
-        if _positive(settings, "block_size") <= self._first:
-            raise _error("its blocks have no slot to draft with (block_size)")
-        if not _is_below(target.get("vocab_size", 0), settings.get("mask_token_id")):
-            raise _error("its mask_token_id is not a token of this model")
-        ids = settings.get("target_layer_ids")
-        below = target.get("num_hidden_layers", 0)
-        if not (isinstance(ids, list) and ids and all(_is_below(below, i) for i in ids)):
-            raise _error("its target_layer_ids are not layers of this model")
+        self.hidden_norm = nn.RMSNorm(self.width, args.rms_norm_eps)
+        self.norm = nn.RMSNorm(self.width, args.rms_norm_eps)
 
     @staticmethod
     def sanitize(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
@@ -111,15 +89,33 @@ class DFlash(BlockHead):
         return [KVCache() for _ in self.layers]
 
     def see(self, features: mx.array, cache: Sequence[Any]) -> None:
+        """Append verified positions of one sequence to its caches.
+
+        Args:
+            features: (1, rows, ``width``).
+            cache: one per layer.
+        """
         self._append([features], [cache])
 
-    def __call__(
+    def block(
         self,
         tokens: mx.array,
         depth: int,
         features: Sequence[mx.array],
         caches: Sequence[Sequence[Any]],
     ) -> mx.array:
+        """Run a block for each of several sequences.
+
+        Args:
+            tokens: (sequences,), the last token of each.
+            depth: how many tokens to draft, at most ``most``.
+            features: per sequence, those of the verified positions that its caches lack,
+                (1, rows, ``width``). They are appended.
+            caches: per sequence, one cache per layer.
+
+        Returns:
+            what :meth:`logits` takes, (sequences, depth, …).
+        """
         self._append(features, caches)
         masks = mx.full((len(caches), self._first + depth - 1), self._mask_token, tokens.dtype)
         x = self.embed(mx.concatenate([tokens[:, None], masks], axis=1))
@@ -136,6 +132,15 @@ class DFlash(BlockHead):
 
     def logits(self, hidden: mx.array) -> mx.array:
         return self._target["output"](hidden)
+
+    def after(self, logits: mx.array, previous: mx.array) -> mx.array:
+        """Correct a slot's logits once the token before it is drafted.
+
+        Args:
+            logits: (sequences, vocabulary).
+            previous: (sequences,), the tokens before.
+        """
+        return logits
 
     def _append(self, features: Sequence[mx.array], caches: Sequence[Sequence[Any]]) -> None:
         """Append the verified positions of several sequences to their caches."""
@@ -178,19 +183,15 @@ class DSpark(DFlash):
     With a ``markov_rank`` of 0 they do not: DeepSpec's own DFlash checkpoints.
     """
 
+    title = "DSpark"
     _first = 0
-    _fixed: Mapping[str, Any] = {
-        **DFlash._fixed,
-        "markov_head_type": "vanilla",
-        "sample_from_anchor": True,
-    }
 
-    def __init__(self, config: dict[str, Any], target_config: dict[str, Any]) -> None:
+    def __init__(self, config: Config, target_config: Config) -> None:
         super().__init__(config, target_config)
         settings = _settings(config)
         self.most -= bool(settings.get("dspark_bonus_anchor"))  # block_size counts the last token
-        if settings.get("markov_rank"):
-            rank, vocabulary = (_positive(settings, key) for key in ("markov_rank", "vocab_size"))
+        if rank := settings.get("markov_rank"):
+            vocabulary = settings["vocab_size"]
             self.markov_head = {
                 "markov_w1": nn.Embedding(vocabulary, rank),
                 "markov_w2": nn.Linear(rank, vocabulary, bias=False),
@@ -248,55 +249,6 @@ def _of_heads(norm: Any, x: mx.array, heads: int) -> mx.array:
     return norm(x.reshape(*x.shape[:2], heads, -1)).transpose(0, 2, 1, 3)
 
 
-def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(config: Config) -> Config:
     """A head's settings, whether flat (DeepSpec) or partly under ``dflash_config`` (z-lab)."""
-    of_dflash = config.get("dflash_config") or {}
-    if not isinstance(of_dflash, Mapping):
-        raise _error(f"the key 'dflash_config' is {printable(of_dflash)}, not an object")
-    settings = {**config, **of_dflash}
-    full = ["full_attention"] * _positive(settings, "num_hidden_layers")
-    kinds = settings["layer_types"] = settings.get("layer_types") or full
-    known = isinstance(kinds, list) and all(kind in (full[0], _SLIDING) for kind in kinds)
-    if not known or len(kinds) != len(full):
-        raise _error(f"its layer_types are not {len(full)} of {full[0]} and {_SLIDING}")
-    return settings
-
-
-def _layers(settings: Mapping[str, Any]) -> list[TransformerBlock]:
-    """Layers as Qwen 3 has them."""
-    width, heads, key_heads = (
-        _positive(settings, key)
-        for key in ("hidden_size", "num_attention_heads", "num_key_value_heads")
-    )
-    args = {
-        **settings,
-        "intermediate_size": _positive(settings, "intermediate_size"),
-        "head_dim": _positive(settings, "head_dim", width // heads),
-        "rms_norm_eps": _positive(settings, "rms_norm_eps", kind=int | float),
-        # What the layers do not have, but their arguments.
-        "model_type": "qwen3",
-        "vocab_size": 0,
-        "tie_word_embeddings": True,
-    }
-    if args["head_dim"] % 2 or heads % key_heads:
-        raise _error("its head_dim is odd, or num_key_value_heads does not divide its heads")
-    try:
-        return [TransformerBlock(ModelArgs.from_dict(args)) for _ in settings["layer_types"]]
-    except (AssertionError, KeyError, TypeError, ValueError) as error:
-        raise _error(f"its positions (RoPE) are not supported ({error!r})") from error
-
-
-def _positive(settings: Mapping[str, Any], key: str, default: Any = None, kind: Any = int) -> Any:
-    value = settings.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, kind) or not value > 0:
-        what = "whole number" if kind is int else "number"
-        raise _error(f"the key {key!r} is {printable(value)}, not a positive {what}")
-    return value
-
-
-def _is_below(bound: int, value: object) -> bool:
-    return isinstance(value, int) and 0 <= value < bound
-
-
-def _error(problem: str) -> LoadError:
-    return LoadError(f"the head's config.json: {problem}; use a head that was made for this model")
+    return {**config, **(config.get("dflash_config") or {})}

@@ -1,8 +1,7 @@
 """Heads that draft a chain: EAGLE-3, the MTP of Qwen, the assistants of Gemma 4.
 
-Each is made of two ``config.json``: its own and the target's. Parameters have the names of
-published checkpoints; ``sanitize`` brings their variants to one form. Formulas and names were
-compared with those of mlx-vlm 0.7.10, vLLM and transformers.
+Parameters have the names of published checkpoints; ``sanitize`` brings their variants to one form.
+Formulas and names were compared with those of mlx-vlm 0.7.10, vLLM and transformers.
 """
 
 from __future__ import annotations
@@ -20,14 +19,12 @@ from mlx_lm.models import gemma4_text, llama, qwen3_5, qwen3_next
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
-from ...errors import LoadError
-from . import ChainHead
+from . import Config, Head, check_ids, check_target, checked_layers, text_of
 
-Config = dict[str, Any]
 Weights = dict[str, mx.array]
 
 
-class Eagle3(ChainHead):
+class Eagle3(Head):
     """EAGLE-3 (Li et al. 2025, arXiv 2503.01840), of SGLang, AngelSlim or speculators.
 
     One layer of Llama's, whose attention sees the token's embedding beside the features. It drafts
@@ -35,19 +32,16 @@ class Eagle3(ChainHead):
     target's.
 
     Raises:
-        LoadError: the configuration is incomplete, not supported, or of another target.
+        LoadError: it was made for another target.
     """
+
+    title = "EAGLE-3"
 
     def __init__(self, config: Config, target_config: Config) -> None:
         super().__init__(config, target_config)
         layer = config.get("transformer_layer_config") or config  # that of speculators is nested
-        target = _text(target_config)
-        sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-        _require(layer, *sizes)
-        for name in ("hidden_size", "vocab_size"):
-            _match(name, layer[name], target)
-        if layer.get("num_hidden_layers", 1) != 1:
-            raise LoadError("the head has several layers; only EAGLE-3 heads of one layer work")
+        target = text_of(target_config)
+        check_target({name: layer[name] for name in ("hidden_size", "vocab_size")}, target)
         args = llama.ModelArgs.from_dict(
             {
                 "rms_norm_eps": 1e-6,
@@ -58,7 +52,7 @@ class Eagle3(ChainHead):
             }
         )
         self.width = args.hidden_size
-        self.reads = _layers_read(config, target["num_hidden_layers"])
+        self.reads = checked_layers(_layers_read(config, target["num_hidden_layers"]), target)
         inputs = len(self.reads) * self.width
         if config.get("norm_before_fc"):
             self.input_norm = nn.RMSNorm(inputs, eps=args.rms_norm_eps)
@@ -78,7 +72,7 @@ class Eagle3(ChainHead):
     ) -> None:
         super().bind(embed, output)
         if "d2t" in self:
-            _check_ids("d2t", self._ids(), self._vocabulary)
+            check_ids("d2t", self._ids(), self._vocabulary)
 
     def features(self, states: Sequence[mx.array]) -> mx.array:
         x = mx.concatenate(list(states), axis=-1)
@@ -158,18 +152,11 @@ def _layers_read(config: Config, target_layers: int) -> tuple[int, ...]:
     entered = config.get("eagle_aux_hidden_state_layer_ids")
     of_sglang = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     if entered is None and of_sglang:
-        layers = tuple(of_sglang)
-    else:
-        layers = tuple(layer - 1 for layer in entered or (2, target_layers // 2, target_layers - 3))
-    if not all(0 <= layer < target_layers for layer in layers):
-        raise LoadError(
-            f"the head reads the outputs of layers {', '.join(map(str, layers))}, but the model "
-            f"has {target_layers} layers; use a head that was made for this model"
-        )
-    return layers
+        return tuple(of_sglang)
+    return tuple(layer - 1 for layer in entered or (2, target_layers // 2, target_layers - 3))
 
 
-class QwenMTP(ChainHead):
+class QwenMTP(Head):
     """The multi-token prediction of Qwen 3 Next, 3.5, 3.6 and 3.8, dense and with experts.
 
     One of the target's layers with full attention, which sees the token's embedding and the
@@ -177,25 +164,17 @@ class QwenMTP(ChainHead):
     back.
 
     Raises:
-        LoadError: the configuration is incomplete, not supported, or of another target.
+        LoadError: it was made for another target.
     """
+
+    title = "Qwen MTP"
+    families = ("qwen3_5", "qwen3_next")
 
     def __init__(self, config: Config, target_config: Config) -> None:
         super().__init__(config, target_config)
-        text = _text(config)
-        sizes = ["hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads"]
-        if text.get("num_experts"):
-            sizes += ["num_experts_per_tok", "moe_intermediate_size"]
-            sizes += ["shared_expert_intermediate_size"]
-        else:
-            sizes += ["intermediate_size"]
-        _require(text, *sizes)
-        for name in ("hidden_size", "vocab_size"):
-            _match(name, text[name], _text(target_config))
-        if _mtp_layers(text) != 1:
-            raise LoadError(
-                f"the head has {_mtp_layers(text)} layers; only MTP heads of one layer work"
-            )
+        text = text_of(config)
+        sizes = {name: text[name] for name in ("hidden_size", "vocab_size")}
+        check_target(sizes, text_of(target_config))
         # Qwen 3 Next has no rope_parameters, mlx-lm's class has them by default. It also changes
         # those that it is given.
         args = qwen3_5.TextModelArgs.from_dict(
@@ -253,9 +232,7 @@ class QwenMTP(ChainHead):
             else:
                 kept[name] = weight + 1.0 if full_name in centred else weight
         for name, of_each in experts.items():
-            if sorted(of_each) != list(range(len(of_each))):
-                raise LoadError(f"the head lacks experts of {name}; download the head again")
-            kept[name] = mx.stack([of_each[index] for index in range(len(of_each))])
+            kept[name] = mx.stack([of_each[index] for index in sorted(of_each)])
         return kept
 
 
@@ -272,11 +249,7 @@ def norms_centred_at_zero(weights: Weights) -> list[str]:
     ]
 
 
-def _mtp_layers(text: Config) -> int:
-    return text.get("mtp_num_hidden_layers") or text.get("num_nextn_predict_layers") or 1
-
-
-class Gemma4Assistant(ChainHead):
+class Gemma4Assistant(Head):
     """The assistant of Gemma 4.
 
     Its layers have no keys and values: they attend to those of the target's last layer with full
@@ -286,17 +259,15 @@ class Gemma4Assistant(ChainHead):
     head_dim).
 
     Raises:
-        LoadError: the configuration is incomplete, not supported, or of another target.
+        LoadError: it was made for another target.
     """
+
+    title = "Gemma 4 assistant"
+    families = ("gemma4",)
 
     def __init__(self, config: Config, target_config: Config) -> None:
         super().__init__(config, target_config)
-        text, target = _text(config), _text(target_config)
-        _require(config, "backbone_hidden_size")
-        sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        _require(text, *sizes, "vocab_size")
-        if not config.get("tie_word_embeddings", True):
-            raise LoadError("the head has an output layer of its own; only tied ones work")
+        text, target = text_of(config), text_of(target_config)
         args = gemma4_text.ModelArgs.from_dict(
             {
                 **text,
@@ -304,16 +275,16 @@ class Gemma4Assistant(ChainHead):
                 "hidden_size_per_layer_input": 0,
             }
         )
-        targets = vars(gemma4_text.ModelArgs.from_dict(target))
-        _match("hidden_size", config["backbone_hidden_size"], targets)
-        for name in ("vocab_size", "head_dim", "global_head_dim"):
-            _match(name, getattr(args, name), targets)
+        sizes = {
+            name: getattr(args, name) for name in ("vocab_size", "head_dim", "global_head_dim")
+        }
+        sizes["hidden_size"] = config["backbone_hidden_size"]
+        check_target(sizes, vars(gemma4_text.ModelArgs.from_dict(target)))
         self.width = config["backbone_hidden_size"]
         self.pre_projection = nn.Linear(2 * self.width, args.hidden_size, bias=False)
         self.post_projection = nn.Linear(args.hidden_size, self.width, bias=False)
         self.model = _Gemma4Layers(args)
         if config.get("use_ordered_embeddings"):
-            _require(config, "num_centroids", "centroid_intermediate_top_k")
             self.masked_embedding = _MaskedEmbedding(args, config)
 
     def bind(
@@ -322,7 +293,7 @@ class Gemma4Assistant(ChainHead):
         super().bind(embed, output)
         if "masked_embedding" in self:
             ids = self.masked_embedding.token_ordering
-            _check_ids("token_ordering", ids, len(ids))
+            check_ids("token_ordering", ids, len(ids))
 
     def make_cache(self) -> list[Any]:
         return []
@@ -367,11 +338,6 @@ class _MaskedEmbedding(nn.Module):
     def __init__(self, args: gemma4_text.ModelArgs, config: Config) -> None:
         super().__init__()
         clusters, most = config["num_centroids"], config["centroid_intermediate_top_k"]
-        if args.vocab_size % clusters or most > clusters:
-            raise LoadError(
-                f"the head's config.json has {clusters} num_centroids for a vocabulary of "
-                f"{args.vocab_size}, and {most} centroid_intermediate_top_k; download it again"
-            )
         self.centroids = nn.Linear(args.hidden_size, clusters, bias=False)
         self.token_ordering = mx.zeros(args.vocab_size, dtype=mx.int32)
         self.freeze(keys="token_ordering", recurse=False)
@@ -386,11 +352,6 @@ class _MaskedEmbedding(nn.Module):
         return mx.put_along_axis(everywhere, tokens, logits, axis=-1)
 
 
-def _text(config: Config) -> Config:
-    """The part of a configuration that describes text."""
-    return config.get("text_config") or config
-
-
 def _rope(config: Config) -> Config:
     """What mlx-lm's Llama takes; transformers 5 has one dictionary of all."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -398,28 +359,3 @@ def _rope(config: Config) -> Config:
         "rope_theta": config.get("rope_theta") or rope.get("rope_theta", 10000.0),
         "rope_scaling": rope or None,
     }
-
-
-def _require(config: Config, *names: str) -> None:
-    for name in names:
-        if not isinstance(config.get(name), int) or config[name] < 1:
-            raise LoadError(
-                f"the head's config.json has no positive integer {name!r}; download the head again"
-            )
-
-
-def _match(name: str, expected: int, target: Config) -> None:
-    if expected != target.get(name):
-        raise LoadError(
-            f"the head was made for a model whose {name} is {expected}, but this model's is "
-            f"{target.get(name)}; use a head that was made for this model"
-        )
-
-
-def _check_ids(name: str, ids: mx.array, vocabulary: int) -> None:
-    """Refuse ids outside the vocabulary: MLX would write or read outside an array."""
-    if mx.any((ids < 0) | (ids >= vocabulary)).item():
-        raise LoadError(
-            f"the head's {name} names tokens outside the vocabulary of {vocabulary}; "
-            "download the head again"
-        )

@@ -28,7 +28,7 @@ from ..model_files import (
     read_config,
     read_weight_map,
 )
-from . import Head, named_kind
+from . import Config, Head, named_kind, text_of
 from .blocks import DFlash, DSpark
 from .chains import Eagle3, Gemma4Assistant, QwenMTP
 
@@ -39,15 +39,6 @@ _log = logging.getLogger(__name__)
 
 _DEEPEST = 1000  # layers of a target that is not known
 
-NAMES: dict[type[Head], str] = {
-    Gemma4Assistant: "Gemma 4 assistant",
-    QwenMTP: "Qwen MTP",
-    Eagle3: "EAGLE-3",
-    DFlash: "DFlash",
-    DSpark: "DSpark",
-}
-"""The kinds of heads, as messages name them."""
-
 _KINDS: dict[str, type[Head]] = {
     "gemma4_assistant": Gemma4Assistant,
     "gemma4_unified_assistant": Gemma4Assistant,
@@ -55,10 +46,6 @@ _KINDS: dict[str, type[Head]] = {
     "eagle3": Eagle3,
     "dflash": DFlash,
     "dspark": DSpark,
-}
-_FAMILIES: dict[type[Head], tuple[str, ...]] = {
-    Gemma4Assistant: ("gemma4",),
-    QwenMTP: ("qwen3_5", "qwen3_next"),
 }
 
 LEFT_OUT = "the head that comes with the model is left out: %s"
@@ -89,7 +76,7 @@ class HeadFiles:
 
     directory: Path
     kind: type[Head]
-    config: dict[str, Any] = field(repr=False)
+    config: Config = field(repr=False)
     files: tuple[Path, ...]
     own: bool = False
 
@@ -100,25 +87,17 @@ class HeadFiles:
         return sum(one.nbytes for name, one in tensors if not self.own or _OWN.match(name))
 
     @property
-    def families(self) -> tuple[str, ...]:
-        """How the model types of its targets begin; empty if it fits any type."""
-        return _FAMILIES.get(self.kind, ())
-
-    @property
     def needs(self) -> dict[str, int]:
         """What its target must have: ``hidden_size``, ``vocab_size`` and ``num_hidden_layers``.
 
         Those that ``config.json`` leaves open are missing.
         """
-        config = self.config
-        text = _part(config, "text_config") or _part(config, "transformer_layer_config") or config
-        blocks = _part(config, "dflash_config")
+        config = {**self.config, **(self.config.get("dflash_config") or {})}
+        text = config.get("transformer_layer_config") or text_of(config)
         found = {
-            "hidden_size": config.get("backbone_hidden_size")
-            or config.get("target_hidden_size")
-            or text.get("hidden_size"),
+            "hidden_size": config.get("backbone_hidden_size") or text.get("hidden_size"),
             "vocab_size": text.get("vocab_size"),
-            "num_hidden_layers": blocks.get("num_target_layers", config.get("num_target_layers")),
+            "num_hidden_layers": config.get("num_target_layers"),
         }
         return {name: size for name, size in found.items() if type(size) is int}
 
@@ -133,7 +112,10 @@ def find_head(directory: Path) -> HeadFiles:
     if (name := named_kind(config)) is None:
         if (own := own_head(directory)) is not None:
             return own
-        raise LoadError(f"{directory}: {_why_none(config)}")
+        raise LoadError(
+            f"{directory}: neither a trained head nor a model that carries one (most converted "
+            f"models do not): name the original model or a published head; {_SUPPORTED}"
+        )
     if name not in _KINDS:
         raise LoadError(f"{directory}: a head of the unknown kind {printable(name)}; {_SUPPORTED}")
     files = tuple(sorted(directory.glob(WEIGHTS)))
@@ -141,19 +123,6 @@ def find_head(directory: Path) -> HeadFiles:
         remedy = instead_of_files([path.name for path in directory.glob("*")])
         raise LoadError(f"{directory}: no {WEIGHTS}; {remedy or 'fetch the whole head'}")
     return HeadFiles(directory, _KINDS[name], config, files)
-
-
-def _why_none(config: dict[str, Any]) -> str:
-    """Why a folder with these settings has no head."""
-    if _belongs(QwenMTP, config):
-        return (
-            "it has no tensors of a head (mtp.*), as most converted models; name the original "
-            "model or a published head"
-        )
-    text = _text(config)
-    if text.get("num_nextn_predict_layers") or text.get("mtp_num_hidden_layers"):
-        return f"its head is that of {printable(config.get('model_type'))}; {_SUPPORTED}"
-    return f"neither a trained head nor a model that carries one; {_SUPPORTED}"
 
 
 def own_head(directory: Path) -> HeadFiles | None:
@@ -172,7 +141,8 @@ def own_head(directory: Path) -> HeadFiles | None:
     if _belongs(QwenMTP, config):
         files = _files_with_head(directory) or [directory / "mtp.safetensors"]
         if files[0].is_file():
-            return HeadFiles(directory, QwenMTP, _own_config(config), tuple(files), own=True)
+            own = {"model_type": "qwen3_5_mtp", "text_config": text_of(config)}
+            return HeadFiles(directory, QwenMTP, own, tuple(files), own=True)
     for name in _FOLDERS:
         if (directory / name / "config.json").is_file():
             return find_head(directory / name)
@@ -234,8 +204,8 @@ def head_for(
 
     Args:
         model: the loaded model.
-        head: a loaded head, or one as for :func:`load_head`; None or True takes the one that comes
-            with the model, if there is one; False takes none.
+        head: a loaded head, or one as for :func:`head_directory`; None or True takes the one that
+            comes with the model, if there is one; False takes none.
         directory: the model's, where its own head may be.
 
     Raises:
@@ -247,7 +217,7 @@ def head_for(
         return head
     config = dict(getattr(getattr(model, "args", None), "__dict__", {}))
     if isinstance(head, str | Path):
-        return load_head(head, config)
+        return load_head(find_head(head_directory(head)), config)
     if head is True and directory is None:
         raise OptionError(
             "head is True, but the model is given loaded: name the head's directory or repository, "
@@ -258,7 +228,7 @@ def head_for(
     try:
         if (found := own_head(directory)) is None:
             return None
-        own = _load(found, config)
+        own = load_head(found, config)
     except LoadError as error:
         _log.warning(LEFT_OUT, error)
         return None
@@ -266,26 +236,22 @@ def head_for(
     return own
 
 
-def load_head(path_or_repo: str | Path, target_config: dict[str, Any]) -> Head:
+def load_head(found: HeadFiles, target_config: Config) -> Head:
     """Load a head for a target, without binding it.
 
     On the CPU back end half-precision weights become float32, as those of models do.
 
     Args:
-        path_or_repo: a folder or a Hub repository with a head, or with a model that carries one.
+        found: its files.
         target_config: the target's settings, as in its ``config.json``.
 
     Raises:
-        LoadError: there is no head, it does not belong to the target, or its files are damaged.
+        LoadError: it does not belong to the target, or its files are damaged.
     """
-    return _load(find_head(head_directory(path_or_repo)), target_config)
-
-
-def _load(found: HeadFiles, target_config: dict[str, Any]) -> Head:
     if not _belongs(found.kind, target_config):
         has = printable(target_config.get("model_type"))
         raise LoadError(
-            f"{found.directory}: {NAMES[found.kind]}, a head for targets of another architecture "
+            f"{found.directory}: {found.kind.title}, a head for targets of another architecture "
             f"than this one's, {has}; name a head that was trained for this target"
         )
     head, _ = load_lazily(found, target_config)
@@ -295,7 +261,7 @@ def _load(found: HeadFiles, target_config: dict[str, Any]) -> Head:
 
 
 def load_lazily(
-    found: HeadFiles, target_config: dict[str, Any] | None = None
+    found: HeadFiles, target_config: Config | None = None
 ) -> tuple[Head, dict[str, mx.array]]:
     """Load a head without evaluating its weights.
 
@@ -313,7 +279,7 @@ def load_lazily(
 
     if target_config is None:
         sizes = {"num_hidden_layers": _DEEPEST, **found.needs}
-        target_config = {**_text(found.config), **sizes}
+        target_config = {**text_of(found.config), **sizes}
     tensors: dict[str, mx.array] = {}
     for path in found.files:
         tensors |= _tensors(path, own=found.own)
@@ -356,30 +322,7 @@ def _files_with_head(directory: Path) -> list[Path]:
     return [path for path in paths if any(map(_OWN.match, check_weights_file(path)))]
 
 
-def _own_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a head that comes with its target."""
-    own: dict[str, Any] = {"model_type": "qwen3_5_mtp", "text_config": _text(config)}
-    quantization = config.get("quantization")
-    if isinstance(quantization, dict):
-        own["quantization"] = {
-            _OWN.sub("", name, 1): value
-            for name, value in quantization.items()
-            if "." not in name or _OWN.match(name)
-        }
-    return own
-
-
-def _belongs(kind: type[Head], target_config: dict[str, Any]) -> bool:
+def _belongs(kind: type[Head], target_config: Config) -> bool:
     """Whether heads of this kind have targets of this architecture."""
-    types = (target_config.get("model_type"), _text(target_config).get("model_type"))
-    return kind not in _FAMILIES or any(str(one).startswith(_FAMILIES[kind]) for one in types)
-
-
-def _text(config: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a model's text part."""
-    return _part(config, "text_config") or config
-
-
-def _part(config: dict[str, Any], name: str) -> dict[str, Any]:
-    part = config.get(name)
-    return part if isinstance(part, dict) else {}
+    types = (target_config.get("model_type"), text_of(target_config).get("model_type"))
+    return not kind.families or any(str(one).startswith(kind.families) for one in types)
