@@ -108,7 +108,7 @@ class ServerMemory:
         """The bytes of a forward, the largest of those that may run."""
         needs = [*self._reserved.copy().values(), *more]
         steps = (one.memory.step_bytes() for one in self._models.copy().values())
-        return max(*(need.forward for need in needs), *steps, 0)
+        return max([*(need.forward for need in needs), *steps, 0])
 
     def fits(self, need: Need) -> bool:
         """Whether a need could be reserved now, with idle entries evicted if necessary."""
