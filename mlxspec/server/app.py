@@ -531,7 +531,7 @@ def status_of(worker: Worker, catalog: Catalog) -> dict[str, Any]:
                 "name": served.name,
                 "context_length": served.context_length,
                 "cost_curve": _curve(served) if worker.ready else None,
-                "cache": {"bytes": served.cache.nbytes, "max_bytes": worker.memory.most_idle}
+                "cache": {"bytes": served.cache.nbytes, "max_bytes": worker.memory.most_idle()}
                 | {name: getattr(served.cache, name) for name in _CACHE_FIGURES},
             }
             for served in worker.models.values()
