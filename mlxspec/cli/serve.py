@@ -483,7 +483,7 @@ class _Loader:
         )
         memory = CacheMemory(model, caches, draft_model)
         if self._options.cache_dir:
-            most = max(0, self._memory.most_idle - memory.weights) // max(1, len(self._asked))
+            most = self._memory.most_idle(memory.weights) // max(1, len(self._asked))
             prefixes.load(_place(self._options.cache_dir, path), most)
         return ServedModel(
             *(name, decoder, prefixes, memory),
