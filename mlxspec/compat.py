@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial, wraps
 from importlib import import_module
 from inspect import signature
@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+from mlx_lm.generate import BatchResponse, generate_step
 from mlx_lm.generate import batch_generate as generate_in_batch
-from mlx_lm.generate import generate_step
 from mlx_lm.generate import stream_generate as stream_generate_plainly
 from mlx_lm.generate_utils import BatchStats
 from mlx_lm.models.cache import make_prompt_cache
@@ -49,31 +49,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from typing_extensions import Unpack
 
-    @dataclass
-    class BatchResponse:
-        """mlx-lm's class, for type checkers, which do not find its types."""
-
-        texts: list[str]
-        stats: BatchStats
-        caches: list[list[Any] | None] | None
-        token_ids: list[list[int]] | None = None
-        logprobs: list[list[float]] | None = None
-
-else:
-    from mlx_lm.generate import BatchResponse
-
-
-class StreamOptions(GenerationOptions, total=False):
-    """The options of :func:`mlxspec.stream_generate`."""
-
-    max_tokens: int
-    draft_model: nn.Module | None
-    stream: Any
-    num_draft_tokens: int
-    prompt_progress_callback: Progress | None
-    input_embeddings: mx.array | None
-
-
 _PLAIN_OPTIONS = signature(generate_step).parameters
 
 
@@ -82,7 +57,7 @@ def generate(
     tokenizer: TokenizerWrapper | PreTrainedTokenizerBase,
     prompt: Prompt,
     verbose: bool = False,
-    **options: Unpack[StreamOptions],
+    **options: Any,
 ) -> str:
     """Generate a whole answer.
 

@@ -10,7 +10,7 @@ from typing import Self, cast
 
 from ..drafting.costs import CostCurve, FixedCosts
 from ..drafting.drafter import Drafter, NoDraft, VerifiedStep
-from ..drafting.heads import HeadExperience, HeadSource, HeadTimes
+from ..drafting.heads import HeadExperience, HeadSource
 from ..drafting.planner import Planner
 from ..errors import OptionError
 from .policies import AUTO, POLICIES, NewDrafter, ReplayPolicy
@@ -45,13 +45,6 @@ def parse_head_curve(text: str) -> tuple[list[float], float]:
     return p_reached, cost
 
 
-class FixedTimes(HeadTimes):
-    """Times that are never corrected by measured drafts."""
-
-    def record(self, depth: int, sequences: int, seconds: float) -> None:
-        """Nothing to do: they stay as they are."""
-
-
 class ReplayedHead(HeadSource):
     """Drafts a recorded output's next tokens, the first of which are right as a curve says.
 
@@ -59,7 +52,6 @@ class ReplayedHead(HeadSource):
     the same luck. The confidence tells no more than the curve does.
 
     Args:
-        times: what its drafts take.
         experience: of all outputs.
         output: what the target answers, from the first token after the prompt.
         p_reached: as :func:`parse_head_curve` returns it.
@@ -67,12 +59,11 @@ class ReplayedHead(HeadSource):
 
     def __init__(
         self,
-        times: HeadTimes,
         experience: HeadExperience,
         output: Sequence[int],
         p_reached: Sequence[float],
     ) -> None:
-        super().__init__(times, experience)
+        super().__init__(experience)
         self._output = output
         luck = Random(repr(output))
         self._right = [sum(draw < p for p in p_reached) for draw in (luck.random() for _ in output)]
@@ -102,12 +93,12 @@ def policies_with_head(p_reached: Sequence[float], cost: float) -> dict[str, Rep
 
     def with_head(alone: Callable[[CostCurve, bytes], NewDrafter]) -> ReplayPolicy:
         def drafters(curve: CostCurve, classes: bytes) -> NewDrafter:
-            times, experience = FixedTimes(cost, cost), HeadExperience(len(p_reached))
+            experience = HeadExperience(cost, cost, len(p_reached))
             new_planner = alone(curve, classes)
 
             def new(output: Sequence[int]) -> Drafter:
                 planner = cast(Planner, new_planner(output))
-                planner.head = ReplayedHead(times, experience, output, p_reached)
+                planner.head = ReplayedHead(experience, output, p_reached)
                 return planner
 
             return new

@@ -206,7 +206,7 @@ def measured_curves(
     wanted: list[int | None] = [*sorted(set(contexts))] or [None, *longer]
     for context in wanted:
         with ProgressBar("Prefill") as prefill, ProgressBar("Measuring step times") as measuring:
-            measured = calibrate(
+            times, split = calibrate(
                 model,
                 CAREFUL,
                 context=context,
@@ -214,12 +214,12 @@ def measured_curves(
                 on_prefill=prefill,
                 on_progress=measuring,
             )
-        if problem := noise(measured.times):
+        if problem := noise(times):
             raise MlxspecError(
                 f"{name}: {problem}; nothing is kept, and what was known stays: close other "
                 "programs and measure again"
             )
-        found[context or short] = known_times(measured, CAREFUL, "careful", name)
+        found[context or short] = known_times(times, split, CAREFUL, "careful", name)
     key = cost_key(model).of_sequences(sequences)
     cache.update(key, found)
     return [_curve(key, context, known, name) for context, known in found.items()]
@@ -235,7 +235,7 @@ def _times_of_head(trained: TrainedHead, plain_step: float) -> dict[str, Any]:
 
     times = []
     for tokens in range(1, trained.head.most + 1):
-        seconds = trained.times.seconds(tokens)
+        seconds = trained.experience.seconds(tokens)
         times.append({"tokens": tokens, "seconds": seconds, "cost": seconds / plain_step})
     return {"kind": trained.head.title, "times": times}
 

@@ -10,6 +10,7 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Mapping
 from difflib import unified_diff
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from rich.text import Text
 
 from ..errors import FileError, OptionError
 from ..terminal import visible
-from .common.api_client import ApiClient, ModelCard
+from .common.api_client import ApiClient
 from .common.generation import API_KEY
 from .common.model_choice import MODEL
 from .common.notes import say
@@ -55,7 +56,7 @@ Setup = dict[str, Any]
 to enter, the ``commands`` that start it, and ``notes``: further sentences for the user."""
 
 
-def _setup(client: str, address: str, models: list[ModelCard]) -> Setup:
+def _setup(client: str, address: str, models: Mapping[str, int | None]) -> Setup:
     """Fill in a client's template.
 
     Raises:
@@ -65,13 +66,12 @@ def _setup(client: str, address: str, models: list[ModelCard]) -> Setup:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     known = []
-    for model in models:
-        context = model.context_length
+    for name, context in models.items():
         output = min(_MOST_OUTPUT, context // 4) if context else None
-        known.append({"name": model.name, "context": context, "output": output})
+        known.append({"name": name, "context": context, "output": output})
         if client == "zed" and not context:
             raise OptionError(
-                f"Zed needs the context length of {model.name}, which the server does not know: "
+                f"Zed needs the context length of {name}, which the server does not know: "
                 "give it with --context-length"
             )
     needs_key = bool(os.environ.get(API_KEY))
@@ -172,7 +172,7 @@ def connect_command(
     asked = ApiClient(server or f"{_SERVER}:{port or _PORT}")
     models = asked.models(model)
     if context_length:
-        models = [one._replace(context_length=context_length) for one in models]
+        models = dict.fromkeys(models, context_length)
     setup = _setup(client, asked.address, models)
     if not (write or yes):
         _show(console, setup)

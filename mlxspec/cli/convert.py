@@ -63,10 +63,11 @@ def convert_command(model: str | None, **options: Any) -> None:
     options["mlx_path"] = options["mlx_path"] or ("mlx_head" if options["head"] else "mlx_model")
     with ProgressBar("Converting") as bar:
         bar(0, None)
-        result = convert(**options)
-    takes = f"--model{' MODEL --head' * bool(result.head)} {shlex.quote(str(result.path))}"
-    head = f"{result.head}. " if result.head else ""
+        nbytes, parameters, about = convert(**options)
+    path = options["mlx_path"]
+    takes = f"--model{' MODEL --head' * bool(about)} {shlex.quote(path)}"
+    head = f"{about}. " if about else ""
     say(
-        f"Wrote {result.path}: {result.nbytes / 1e6:,.1f} MB, {result.bits_per_weight:.2f} bits "
+        f"Wrote {path}: {nbytes / 1e6:,.1f} MB, {8 * nbytes / parameters:.2f} bits "
         f'per weight. {head}Next: mlxspec generate {takes} --prompt "..."'
     )

@@ -107,8 +107,8 @@ def _report(model: nn.Module) -> dict[str, Any]:
     from ..engine.model_sizes import cache_kinds, context_length
     from ..engine.target import vocabulary_size
 
-    identity, finding = model_identity(model), examine(model)
-    joint, joint_reason = examine_joint(model, finding.capability)
+    identity, (capability, reason) = model_identity(model), examine(model)
+    joint, joint_reason = examine_joint(model, capability)
     return {
         "type": identity["type"],
         "parameters": identity["parameters"],
@@ -118,8 +118,8 @@ def _report(model: nn.Module) -> dict[str, Any]:
         "vocabulary": vocabulary_size(model),
         "context": context_length(model),
         "caches": [asdict(kind) for kind in cache_kinds(model)],
-        "tier": finding.capability.value,
-        "reason": finding.reason,
+        "tier": capability.value,
+        "reason": reason,
         "joint": joint.value,
         "joint_reason": joint_reason,
         "blas": machine_identity().get("blas"),

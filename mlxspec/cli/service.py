@@ -21,7 +21,7 @@ import click
 from ..errors import MlxspecError, OptionError
 from .common.generation import API_KEY
 from .common.notes import say
-from .common.options import Command, group, option
+from .common.options import group, option
 from .common.output import output_console
 from .connect import write_texts
 from .serve import bracketed, checked, serve_options
@@ -33,20 +33,12 @@ _KILL = 10  # seconds beyond --grace after which the process is killed
 _PATIENCE = 5.0  # seconds for the server's answer
 
 
-class _Given(Command):
-    """A command whose object is the words that it was given, without ``--yes``."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.obj = [word for word in args if word != "--yes"]
-        return super().parse_args(ctx, args)
-
-
 @group("service", short_help="Keep a server running.")
 def service_command() -> None:
     """Keep 'mlxspec serve' running from login on, by launchd on macOS and systemd on Linux."""
 
 
-@service_command.command("install", cls=_Given)
+@service_command.command("install")
 @serve_options
 @option("--yes", "Write without asking.", group="Writing")
 @click.pass_obj
@@ -70,7 +62,7 @@ def install_command(words: list[str], *, yes: bool, color: bool | None, **given:
     if os.environ.get(API_KEY) and not options.api_key_file:
         raise OptionError(f"{API_KEY} is set, and is not written: use --api-key-file, or unset it")
     system.check()
-    command = [_stable_path(), "serve", *words]
+    command = [_stable_path(), "serve", *(word for word in words if word != "--yes")]
     about = f"{_ABOUT}http://{bracketed(options.host)}:{options.port}"
     text = system.text(command, _variables(), about, int(options.grace) + _KILL)
     for model in given["models"]:  # the service would end, again and again, where nobody looks

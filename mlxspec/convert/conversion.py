@@ -3,7 +3,6 @@
 import contextlib
 import io
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,28 +26,6 @@ _HALVES = ("float16", "bfloat16")
 _DTYPES = (*_HALVES, "float32")
 
 
-@dataclass(frozen=True)
-class Conversion:
-    """What was converted.
-
-    Attributes:
-        path: its directory.
-        nbytes: the bytes of its weights.
-        parameters: their number.
-        head: for a trained head, its kind and what was done to its norms.
-    """
-
-    path: Path
-    nbytes: int
-    parameters: int
-    head: str | None = None
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Mean size of a parameter in bits, quantisation scales included."""
-        return 8 * self.nbytes / self.parameters
-
-
 def convert(
     *,
     torch_path: str | Path | None = None,
@@ -62,7 +39,7 @@ def convert(
     force: bool = False,
     revision: str | None = None,
     head: bool = False,
-) -> Conversion:
+) -> tuple[int, int, str | None]:
     """Convert one checkpoint; ``mlx_path`` appears complete or not at all.
 
     Args:
@@ -78,6 +55,10 @@ def convert(
         force: replace an existing model at ``mlx_path``.
         revision: branch, tag or commit of a repository on the Hub.
         head: convert only the trained head that ``hf_path`` is or carries.
+
+    Returns:
+        the bytes of the weights, quantisation scales included; the number of parameters; for a
+        trained head, its kind and what was done to its norms.
 
     Raises:
         OptionError: the options contradict each other, or MLX does not support them.
@@ -111,7 +92,7 @@ def convert(
         except RuntimeError as error:  # MLX's
             raise FileError(f"{target}: cannot be written ({one_line(error)})") from error
         save_config(config, directory / "config.json", keep_vision_config=has_vision)
-    return Conversion(Path(mlx_path), nbytes, parameters, about)
+    return nbytes, parameters, about
 
 
 def _quantization(

@@ -187,17 +187,10 @@ EXCERPT_TOKENS = 48
 """The most tokens of an excerpt: drafts go no deeper."""
 
 
-class Excerpts(NamedTuple):
-    """What followed occurrences of a text's end in other texts.
-
-    Attributes:
-        tokens: the excerpts, with a SEPARATOR after each.
-        occurrences: the longest match first; ``position`` is where its excerpt begins in
-            ``tokens``.
-    """
-
-    tokens: list[int]
-    occurrences: list[Occurrence]
+Excerpts = tuple[list[int], list[Occurrence]]
+"""What followed occurrences of a text's end in other texts: tokens, with a SEPARATOR after each
+excerpt, and the occurrences, the longest match first, whose ``position`` is where their excerpt
+begins among the tokens."""
 
 
 def excerpts(
@@ -227,7 +220,7 @@ def excerpts(
         if not piece or 0 <= min(piece) <= max(piece) < vocab_size:
             occurrences.append(Occurrence(length, len(tokens)))
             tokens += [*piece, SEPARATOR]
-    return Excerpts(tokens, occurrences)
+    return tokens, occurrences
 
 
 _LENGTH = itemgetter(0)

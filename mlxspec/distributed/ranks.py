@@ -355,7 +355,7 @@ class LeadingJoint(Joint):
         targets, tokens, trees = zip(*members, strict=True)
         rows = [(target, tree.tokens, tree.parents) for target, _, tree in members]
         with leader.repeating(_forward, self, rows):
-            shared = [*map(JointRows, targets, share(trees, tokens), trees)]
+            shared = [*zip(targets, share(trees, tokens), trees, strict=True)]
             logits, spans = super().forward(shared)
             leader.dispatch(logits)
         return logits, spans
@@ -400,7 +400,7 @@ def _forward(
     trees = [DraftTree(tuple(tokens), tuple(parents)) for _, tokens, parents in members]
     tokens = share(trees)
     if isinstance(runs, Joint):
-        logits, _ = runs.forward([*map(JointRows, targets, tokens, trees)])
+        logits, _ = runs.forward([*zip(targets, tokens, trees, strict=True)])
     else:
         logits = runs.forward(tokens[0], trees[0])
     mx.async_eval(logits)  # the other ranks need its values; this rank does not read the logits

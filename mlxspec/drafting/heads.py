@@ -24,15 +24,24 @@ _TIME_RATE = 0.2  # weight of the newest time, as a power
 _MOST_SURPRISE = 4.0  # factor by which one time may differ from what was expected
 
 
-class HeadTimes:
-    """The seconds that drafts of a head take, by their depth and the sequences that share them.
+class HeadExperience:
+    """What drafts of a head take, by their depth and the sequences that share them, and how often
+    they are right.
 
     Args:
         first: the seconds of a draft of one token for one sequence.
         further: the seconds that each further token adds.
+        most: the most tokens that the head drafts at once.
+
+    Attributes:
+        p_accept: by depth, how often a token is right if those before are.
+        seen: by depth, the drafts from which that is known.
+        corrections: of the logits of its own confidence.
     """
 
-    def __init__(self, first: float, further: float) -> None:
+    def __init__(self, first: float, further: float, most: int) -> None:
+        self.p_accept, self.seen = [_FIRST_P_ACCEPT] * most, [0] * most
+        self.corrections = Corrections()
         self._scale = {1: 1.0}
         self._first, self._further = first, further
 
@@ -52,23 +61,6 @@ class HeadTimes:
         self._scale[sequences] *= surprise**_TIME_RATE
 
 
-class HeadExperience:
-    """What generations with a head have shown.
-
-    Args:
-        most: the most tokens that the head drafts at once.
-
-    Attributes:
-        p_accept: by depth, how often a token is right if those before are.
-        seen: by depth, the drafts from which that is known.
-        corrections: of the logits of its own confidence.
-    """
-
-    def __init__(self, most: int) -> None:
-        self.p_accept, self.seen = [_FIRST_P_ACCEPT] * most, [0] * most
-        self.corrections = Corrections()
-
-
 class HeadSource:
     """The drafts of a head for one generation.
 
@@ -76,16 +68,16 @@ class HeadSource:
     A subclass runs it.
 
     Args:
-        times: what its drafts take.
         experience: of earlier generations, which this one adds to.
 
     Attributes:
+        experience: as given.
         p_accept: by depth, how often its token is right if those before are.
         last: the current token.
     """
 
-    def __init__(self, times: HeadTimes, experience: HeadExperience) -> None:
-        self.times, self._experience = times, experience
+    def __init__(self, experience: HeadExperience) -> None:
+        self.experience = experience
         self.p_accept = list(experience.p_accept)
         self._seen = [min(times_seen, _TRUSTED) for times_seen in experience.seen]
         self._idle, self._trial = 0, _TRIAL  # tokens since it has run, and until it is tried
@@ -103,11 +95,6 @@ class HeadSource:
     def ready(self) -> bool:
         """Whether it can draft after the current token."""
         return True
-
-    @property
-    def behind(self) -> int:
-        """The rows that it has to see before it drafts, which takes time."""
-        return 0
 
     @classmethod
     def run(cls, heads: Sequence[Self], depth: int) -> list[tuple[list[int], list[float]]]:
@@ -147,7 +134,7 @@ class HeadSource:
             sure = min(int(_CONFIDENCES * confidence), _CONFIDENCES - 1)
             features = depth, -1 - sure  # below 0, so that they are not depths
             self._logits.append((logit, features))
-            right *= probability(logit + self._experience.corrections.logit(features))
+            right *= probability(logit + self.experience.corrections.logit(features))
             p_reached.append(right)
         self._draft = self._chain(tokens, p_reached)
         return self._draft
@@ -160,7 +147,7 @@ class HeadSource:
             return
         for node, right in self._draft.judged(step.tokens):
             depth = node - 1
-            known = self._experience
+            known = self.experience
             for p_accept, seen, least in (
                 (self.p_accept, self._seen, _RATE),
                 (known.p_accept, known.seen, _RATE_OF_ALL),
@@ -169,7 +156,7 @@ class HeadSource:
                 rate = max(least, 1 / (_FIRST_WEIGHT + seen[depth]))
                 p_accept[depth] += rate * (right - p_accept[depth])
             logit, features = self._logits[depth]
-            self._experience.corrections.learn(features, logit, right)
+            self.experience.corrections.learn(features, logit, right)
         self._draft = None
 
     def _chain(self, tokens: Sequence[int], p_reached: Sequence[float]) -> DraftTree:

@@ -22,7 +22,6 @@ from ..errors import MlxspecError
 from ..files import directory_in, replaced
 from .acceptance import MOST_SEEN, TOKEN_FEATURES, Corrections
 from .costs import KnownTime
-from .heads import HeadExperience
 from .measurement import COST_PER_ROW, is_whole
 
 _log = logging.getLogger(__name__)
@@ -290,7 +289,6 @@ class Experience:
         self.probe_step = 0
         self._kinds: dict[tuple[int, ...], Corrections | None] = {}  # the last used last
         self._of_texts: defaultdict[str, Corrections] = defaultdict(Corrections)
-        self._of_head: HeadExperience | None = None
         self._path, self._clock = path, clock
         self._next_save = clock()
         kept = _usable("experience", path, _read_experience) if path else None
@@ -310,16 +308,6 @@ class Experience:
     def of_texts(self, name: str) -> Corrections:
         """What was learned about other texts, such as a memory; it is not saved."""
         return self._of_texts[name]
-
-    def of_head(self, most: int) -> HeadExperience:
-        """What was learned about drafts of a trained head; it is not saved.
-
-        Args:
-            most: the most tokens that it drafts at once.
-        """
-        if self._of_head is None:
-            self._of_head = HeadExperience(most)
-        return self._of_head
 
     def end(self) -> None:
         """Save what was learned, if there is a path and the last save is not recent."""

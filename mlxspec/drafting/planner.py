@@ -30,7 +30,7 @@ from .policy import (
     expected_tokens,
     gains_of,
 )
-from .sources import DrafterSource, Guide, guided
+from .sources import DrafterSource, and_forced
 from .suffix_source import SuffixSource
 
 _log = logging.getLogger(__name__)
@@ -39,7 +39,6 @@ _log = logging.getLogger(__name__)
 # (notes/planner.md, "Constants").
 _FIRST_DRAFT = [0.6**depth for depth in range(1, 9)]
 
-_FEW_ROWS = 8  # as after a step
 _UNSURE = 0.5  # a head is tried only if nothing else is as likely as this
 _WITHOUT_HEAD = "steps run without the trained head"
 
@@ -102,12 +101,12 @@ class Planner(Drafter):
         branching: as given.
         policy: the current generation's.
         failed: whether planning has failed in the current generation.
-        guide: knows what a constrained output allows; None without a constraint.
+        guide: a constrained output's :class:`mlxspec.engine.grammar.GrammarState`, or None.
         head: drafts where nothing else is likely enough; None without a trained head, or after it
             has failed.
     """
 
-    guide: Guide | None = None
+    guide: Any = None
     head: HeadSource | None = None
 
     def __init__(
@@ -178,7 +177,9 @@ class Planner(Drafter):
 
     def _united(self, trees: Sequence[DraftTree], limits: Limits) -> DraftTree:
         tree = united(trees, limits)
-        return guided(tree, self.guide, limits) if self.guide else tree
+        if self.guide is None:
+            return tree
+        return and_forced(self.guide.allowed(tree), self.guide.forced(), limits)
 
     @property
     def head_time(self) -> float:
@@ -242,10 +243,10 @@ class Planner(Drafter):
     def _outlook(self, costs: Sequence[float]) -> float:
         """The allowed gain of a draft by the head alone."""
         assert self.head
-        times, plain = self.head.times, self.costs.seconds(1)
+        experience, plain = self.head.experience, self.costs.seconds(1)
         p_reached = self.head.outlook(len(costs)).p_reached
         later = enumerate(costs[2 : 2 + len(p_reached)], start=1)
-        with_head = [*costs[:2], *(cost + times.seconds(n) / plain for n, cost in later)]
+        with_head = [*costs[:2], *(cost + experience.seconds(n) / plain for n, cost in later)]
         return self._gain_of_chain(p_reached, with_head)
 
     def _gain_of_chain(self, p_reached: Sequence[float], costs: Sequence[float]) -> float:
@@ -481,12 +482,9 @@ class _Step:
         if not depth:
             return plans
         members = [*heads.values()]
-        times, behind = members[0].times, max(head.behind for head in members)
         started = time.perf_counter()
         drafts = members[0].run(members, depth)
         seconds = time.perf_counter() - started
-        if behind <= _FEW_ROWS:  # a head that has not run for long takes longer once
-            times.record(depth, len(members), seconds)
         taken = self._time_of_heads(depth, members)
         plans = [plan._replace(head=taken, head_seconds=seconds) for plan in plans]
         for (index, head), draft in zip(heads.items(), drafts, strict=True):
@@ -501,7 +499,7 @@ class _Step:
 
     def _time_of_heads(self, depth: int, heads: Sequence[HeadSource]) -> float:
         """What a draft of several heads takes, in plain steps."""
-        seconds = heads[0].times.seconds(depth, len(heads))
+        seconds = heads[0].experience.seconds(depth, len(heads))
         return seconds / self._costs.seconds(1)
 
     def _depth_of_heads(self, plans: Sequence[Plan], heads: Mapping[int, HeadSource]) -> int:

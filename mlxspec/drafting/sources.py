@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from ..errors import OptionError
 from .drafter import (
@@ -279,52 +279,45 @@ class CombinedDrafter(Drafter):
 GRAMMAR = "grammar"
 """The origin of forced tokens."""
 
+Forced = Callable[[], Sequence[int]]
+"""Returns the tokens that must come next, whatever the model predicts; none if it has a choice."""
+
 _P_ACCEPT = 0.99  # of a forced token; nothing is certain
 
 
-class Guide(Protocol):
-    """Knows how a constrained output may continue after the accepted tokens."""
-
-    def forced(self) -> Sequence[int]:
-        """The tokens that must come next, whatever the model predicts; empty if it has a choice."""
-
-    def allowed(self, tree: DraftTree) -> DraftTree:
-        """The nodes of a draft that the constraint allows."""
-
-
 class ForcedDrafter(NoDraft):
-    """Drafts the tokens that a constraint forces, and nothing else."""
+    """Drafts the tokens that a constraint forces, which ``forced`` returns, and nothing else."""
 
-    def __init__(self, guide: Guide) -> None:
-        self._guide = guide
+    def __init__(self, forced: Forced) -> None:
+        self._forced = forced
 
     def propose(self, max_depth: int) -> DraftTree:
-        return DraftTree.chain(self._last, self._guide.forced()[:max_depth], GRAMMAR)
+        return DraftTree.chain(self._last, self._forced()[:max_depth], GRAMMAR)
 
 
-def with_forced(drafter: Drafter, guide: Guide) -> Drafter:
+def with_forced(drafter: Drafter, forced: Forced) -> Drafter:
     """A drafter for a constrained output that also drafts the forced tokens."""
-    both = CombinedDrafter(ForcedDrafter(guide), drafter)
+    both = CombinedDrafter(ForcedDrafter(forced), drafter)
     # No alternative to a forced token is allowed, so the two never make a branch together.
     both.branching = drafter.branching
     return both
 
 
-def guided(tree: DraftTree, guide: Guide, limits: Limits) -> DraftTree:
-    """The best allowed nodes of a draft, and the forced tokens.
+def and_forced(tree: DraftTree, forced: Sequence[int], limits: Limits) -> DraftTree:
+    """The best nodes of a draft, and the tokens that a constraint forces.
 
     Args:
-        tree: a draft with probabilities and origins.
-        guide: the output's.
+        tree: a draft that the constraint allows, with probabilities and origins.
+        forced: empty if the model has a choice.
         limits: the result's.
     """
-    allowed, forced = guide.allowed(tree), guide.forced()[: limits.max_depth]
+    forced = forced[: limits.max_depth]
     if not forced:
-        return allowed
+        return tree
     tokens, parents = (tree.tokens[0], *forced), range(-1, len(forced))
     p_reached = tuple(_P_ACCEPT**depth for depth in range(1, len(tokens)))
     chain = DraftTree(tokens, tuple(parents), p_reached, (GRAMMAR,) * len(forced))
-    return united([chain, allowed], limits)
+    return united([chain, tree], limits)
 
 
 @dataclass(frozen=True)

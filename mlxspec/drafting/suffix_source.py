@@ -111,9 +111,9 @@ class SuffixSource(Drafter):
         own = CONTEXT, index.tokens, index.occurrences(), self._acceptance
         self._trees = [SuffixTree(last, *own, limits)]
         for name, (look_up, acceptance) in self._others.items():
-            found = look_up(tail, _EARLIER_OCCURRENCES, depth)
-            if found.occurrences:
-                tree = SuffixTree(last, name, found.tokens, found.occurrences, acceptance, limits)
+            tokens, occurrences = look_up(tail, _EARLIER_OCCURRENCES, depth)
+            if occurrences:
+                tree = SuffixTree(last, name, tokens, occurrences, acceptance, limits)
                 self._trees.append(tree)
         return united([tree.tree() for tree in self._trees], limits)
 

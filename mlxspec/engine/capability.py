@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -44,18 +44,15 @@ _LEAST_ROUNDING = 1e-4
 _MOST_ROUNDING_FLOAT32, _MOST_ROUNDING_HALF = 1e-3, 3e-2
 
 
-class Finding(NamedTuple):
-    """A model's capability, and what keeps it from a richer one, in words."""
+def examine(model: nn.Module) -> tuple[Capability, str]:
+    """Find out which drafts the model verifies correctly.
 
-    capability: Capability
-    reason: str
-
-
-def examine(model: nn.Module) -> Finding:
-    """Find out which drafts the model verifies correctly, and what keeps it from richer ones."""
+    Returns:
+        the model's capability, and what keeps it from a richer one, in words.
+    """
     capability = chain_capability(model)
     if capability is Capability.PLAIN:
-        return Finding(capability, _ROWS_DIFFER)
+        return capability, _ROWS_DIFFER
     caches = parts(map(for_steps, make_prompt_cache(model)))
     if capability is Capability.REPLAY:
         names = _names(cache for cache in caches if not is_trimmable(cache))
@@ -67,7 +64,7 @@ def examine(model: nn.Module) -> Finding:
         reason = f"branching steps differ from separate branches at position {position}"
     else:
         capability, reason = Capability.TREE, "branching steps equal separate branches"
-    return Finding(capability, reason)
+    return capability, reason
 
 
 def _names(caches: Iterable[Any]) -> str:

@@ -16,7 +16,7 @@ from dataclasses import asdict, is_dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -239,19 +239,6 @@ def measured_contexts(model: nn.Module, sequences: int = 1) -> list[int]:
     return [short, *[middle] * (long > middle), long]
 
 
-class Measured(NamedTuple):
-    """What :func:`calibrate` has measured.
-
-    Attributes:
-        times: one entry per number of rows, fewest first. A model that cannot verify drafts has
-            one.
-        split: whether wide drafts are faster with their attention split; None if not measured.
-    """
-
-    times: list[KnownTime]
-    split: bool | None
-
-
 def check_context(model: nn.Module, plan: MeasurementPlan, context: int) -> None:
     """Raise OptionError unless steps can be measured behind so many tokens."""
     longest = (context_length(model) or _UNENDING) - plan.within(0).room
@@ -271,7 +258,7 @@ def calibrate(
     sequences: int = 1,
     on_prefill: Progress | None = None,
     on_progress: ShareDone | None = None,
-) -> Measured:
+) -> tuple[list[KnownTime], bool | None]:
     """Measure how long plain and drafted steps of a model take.
 
     Afterwards the model's attention is split if that was faster here; see
@@ -287,6 +274,10 @@ def calibrate(
             plain step of all, and each further row is one of a draft.
         on_prefill: called with context tokens done and context tokens in all.
         on_progress: called with the share of the steps that is done, 0 to 1.
+
+    Returns:
+        one time per number of rows, fewest first, of which a model that cannot verify drafts has
+        one; and whether wide drafts are faster with their attention split, None if not measured.
 
     Raises:
         OptionError: ``context`` is below 1, or too long for the model; ``sequences`` is below 1,
@@ -313,7 +304,7 @@ def calibrate(
         if context >= _LEAST_LONG and room >= _SPLIT_ROWS and sequences == 1:
             split = steps.splits_attention(started + plan.seconds / 2)
         run = steps.plain, steps.drafted
-        return Measured(measure(*run, plan, room, started, time.perf_counter, on_progress), split)
+        return measure(*run, plan, room, started, time.perf_counter, on_progress), split
 
 
 _SPLIT_ROWS = 12  # wider than any fused attention, and narrow enough to be fast
@@ -553,20 +544,19 @@ def _measured(model: nn.Module, only_long: bool, on_progress: ShareDone) -> Time
     for number, (plan, context) in enumerate(wanted):
         is_long = context > short
         left = QUICK.seconds + QUICK_LONG.seconds - (time.perf_counter() - started)
-        measured = calibrate(
+        times, split = calibrate(
             model,
             replace(plan, seconds=max(plan.seconds, left)) if found else plan,
             context=context if is_long else None,
             on_progress=partial(part_done, number / len(wanted)),
         )
-        times, seconds = measured.times, time.perf_counter() - started
-        about = context, seconds, _in_words(times)
+        about = context, time.perf_counter() - started, _in_words(times)
         _log.info("measured step times behind %d tokens, after %.1f s: %s", *about)
         problem = noise(times)
         if problem is None and not (len(times) > 1 if is_long else _is_enough(times, model)):
             problem = "there was no time for steps over 2, 4 and 8 rows"
         if problem is None:
-            found[context] = known_times(measured, plan, "quick")
+            found[context] = known_times(times, split, plan, "quick")
         elif not is_long:
             _log.warning(
                 "step times were measured while the machine was busy, or it is slow for this model "
@@ -602,11 +592,15 @@ def _in_words(times: list[KnownTime]) -> str:
 
 
 def known_times(
-    measured: Measured, plan: MeasurementPlan, source: Source, name: str = ""
+    measured: abc.Iterable[KnownTime],
+    split: bool | None,
+    plan: MeasurementPlan,
+    source: Source,
+    name: str = "",
 ) -> KnownTimes:
     """A measurement as the cache keeps it; ``name`` is what the user calls the model."""
-    times = [time.at_best(plan.least_uncertainty) for time in measured.times]
-    return KnownTimes.now(times, source, name, measured.split)
+    times = [time.at_best(plan.least_uncertainty) for time in measured]
+    return KnownTimes.now(times, source, name, split)
 
 
 class KeptCosts(LiveCosts):

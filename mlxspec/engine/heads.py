@@ -12,15 +12,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, Self, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import KVCache
 
-from ..drafting.heads import HeadSource, HeadTimes
-from ..drafting.kept import Experience
+from ..drafting.heads import HeadExperience, HeadSource
 from ..errors import LoadError
 from ..models.heads import Head
 from ..models.heads.blocks import DFlash
@@ -36,6 +35,7 @@ from .target import Capability, Target, evaluate_constants, vocabulary_size
 _log = logging.getLogger(__name__)
 
 _TIMED_DRAFTS = 3
+_FEW_ROWS = 8  # as after a step
 
 
 class TrainedHead:
@@ -75,31 +75,37 @@ class TrainedHead:
         return own.caches
 
     @cached_property
-    def times(self) -> HeadTimes:
-        """What drafts take, measured at first use and corrected by every draft."""
+    def experience(self) -> HeadExperience:
+        """What its drafts take, measured at first use, and what they have shown since."""
         target = Target(self.model, Capability.CHAIN, vocabulary_size(self.model))
+        drafts = HeadDrafts(self, HeadExperience(1, 0, self.head.most))
+        drafts.attach(target, lambda logprobs, _: logprobs)
+        drafts.begin([0] * 8)
         with mx.stream(generation_stream):
             target.prefill([0] * 8)
             first, most = (
-                min(self._timed(target, depth) for _ in range(_TIMED_DRAFTS))
+                min(self._timed(drafts, depth) for _ in range(_TIMED_DRAFTS))
                 for depth in (1, self.head.most)
             )
-        return HeadTimes(first, max(0.0, most - first) / max(1, self.head.most - 1))
+        further = max(0.0, most - first) / max(1, self.head.most - 1)
+        return HeadExperience(first, further, self.head.most)
 
-    def _timed(self, target: Target, depth: int) -> float:
-        cache = cast(HeadCache, target.head)
+    def _timed(self, drafts: HeadDrafts, depth: int) -> float:
+        cache = drafts.cache
         cache.note(mx.zeros(1, mx.int32))
         cache.keep(cache.length, (0,))
         mx.eval(cache.arrays)
         started = time.perf_counter()
-        self.draft([Member(target, 0, lambda logprobs, _: logprobs)], depth)
+        self.draft([drafts], depth)
         return time.perf_counter() - started
 
-    def draft(self, members: Sequence[Member], depth: int) -> list[tuple[list[int], list[float]]]:
+    def draft(
+        self, members: Sequence[HeadDrafts], depth: int
+    ) -> list[tuple[list[int], list[float]]]:
         """Draft ``depth`` tokens for each sequence.
 
         Args:
-            members: the sequences, whose caches are ``ready``.
+            members: the drafts of each, which are ``ready``.
             depth: at most ``most`` of the head.
 
         Returns:
@@ -111,7 +117,9 @@ class TrainedHead:
         mx.eval(*drafted, [member.cache.arrays for member in members])
         return list(zip(*(cast(list[Any], array.tolist()) for array in drafted), strict=True))
 
-    def _chain(self, members: Sequence[Member], depth: int) -> Iterator[tuple[mx.array, mx.array]]:
+    def _chain(
+        self, members: Sequence[HeadDrafts], depth: int
+    ) -> Iterator[tuple[mx.array, mx.array]]:
         """The tokens of each depth, (sequences,), and their confidences."""
         head = self.head
         rows = [member.cache.to_see(member.last) for member in members]
@@ -129,7 +137,9 @@ class TrainedHead:
         for member in members:
             member.cache.has_seen()
 
-    def _block(self, members: Sequence[Member], depth: int) -> Iterator[tuple[mx.array, mx.array]]:
+    def _block(
+        self, members: Sequence[HeadDrafts], depth: int
+    ) -> Iterator[tuple[mx.array, mx.array]]:
         """As :meth:`_chain`, from one forward."""
         head = cast(DFlash, self.head)
         tokens = mx.array([member.last for member in members])
@@ -189,7 +199,7 @@ def attach_head(head: Head, model: nn.Module) -> TrainedHead | None:
     """
     try:
         trained = TrainedHead(head, model)
-        _ = trained.times
+        _ = trained.experience
     except Exception as error:  # whatever the classes of heads and models raise
         reason = one_line(error) or type(error).__name__
         if head.asked:
@@ -209,26 +219,9 @@ def _embedding(model: nn.Module) -> Callable[[mx.array], mx.array]:
     raise LoadError("the model's embedding cannot be found")
 
 
-class Member(NamedTuple):
-    """A sequence of a draft.
-
-    Attributes:
-        target: the sequence's.
-        last: its current token, which the target has not run yet.
-        perturb: :meth:`mlxspec.engine.sampling.Chooser.perturb` of its chooser.
-    """
-
-    target: Target
-    last: int
-    perturb: Perturb
-
-    @property
-    def cache(self) -> HeadCache:
-        """The head's."""
-        return cast(HeadCache, self.target.head)
-
-
-def _choose(members: Sequence[Member], logits: mx.array, place: int) -> tuple[mx.array, mx.array]:
+def _choose(
+    members: Sequence[HeadDrafts], logits: mx.array, place: int
+) -> tuple[mx.array, mx.array]:
     """The tokens that the head would choose with each sequence's noise, and its confidences.
 
     Args:
@@ -271,28 +264,34 @@ class HeadDrafts(HeadSource):
 
     Args:
         trained: the head, attached to the generation's model.
-        experience: of earlier generations.
+        experience: the head's.
+
+    Attributes:
+        target, perturb: as given to :meth:`attach`.
     """
 
-    def __init__(self, trained: TrainedHead, experience: Experience) -> None:
-        super().__init__(trained.times, experience.of_head(trained.head.most))
+    def __init__(self, trained: TrainedHead, experience: HeadExperience) -> None:
+        super().__init__(experience)
         self._trained = trained
 
     def attach(self, target: Target, perturb: Perturb) -> None:
-        self._target, self._perturb = target, perturb
+        self.target, self.perturb = target, perturb
+
+    @property
+    def cache(self) -> HeadCache:
+        """What the head knows of the generation."""
+        return cast(HeadCache, self.target.head)
 
     @property
     def ready(self) -> bool:
-        cache = self._target.head
-        return cache is not None and cache.is_ready(self._target.length)
-
-    @property
-    def behind(self) -> int:
-        cache = self._target.head
-        return cache.behind if cache else 0
+        cache = self.target.head
+        return cache is not None and cache.is_ready(self.target.length)
 
     @classmethod
     def run(cls, heads: Sequence[Self], depth: int) -> list[tuple[list[int], list[float]]]:
-        members = [Member(head._target, head.last, head._perturb) for head in heads]
+        behind, started = max(head.cache.behind for head in heads), time.perf_counter()
         with mx.stream(generation_stream):
-            return heads[0]._trained.draft(members, depth)
+            drafts = heads[0]._trained.draft(heads, depth)
+        if behind <= _FEW_ROWS:  # a head that has not run for long takes longer once
+            heads[0].experience.record(depth, len(heads), time.perf_counter() - started)
+        return drafts

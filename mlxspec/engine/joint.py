@@ -20,7 +20,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -58,18 +58,9 @@ class JointMode(enum.Enum):
     """Each sequence has forwards of its own."""
 
 
-class JointRows(NamedTuple):
-    """The rows of one sequence in a joint forward.
-
-    Attributes:
-        target: the sequence's.
-        tokens: (len(tree),), as for :meth:`Target.forward`.
-        tree: the tree whose nodes are the rows.
-    """
-
-    target: Target
-    tokens: mx.array
-    tree: DraftTree
+JointRows = tuple[Target, mx.array, DraftTree]
+"""The rows of one sequence in a joint forward: its target, and tokens and tree as for
+:meth:`Target.forward`."""
 
 
 class Joint:
@@ -108,7 +99,7 @@ class Joint:
         batch = plain and {target for target, *_ in members} == {*self._seated}
         ordered = [*members]
         if batch:
-            ordered.sort(key=lambda member: self._seated.index(member.target))
+            ordered.sort(key=lambda member: self._seated.index(member[0]))
         positions: list[int] = []
         tape = None
         with ExitStack() as masked:

@@ -479,12 +479,11 @@ def _override(module: nn.Module, instead: Callable[..., Any]) -> None:
 
 @functools.cache
 def _overridden(kind: Any) -> Any:
-    class Overridden(kind):
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            return self._instead(super().__call__, *args, **kwargs)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._instead(functools.partial(kind.__call__, self), *args, **kwargs)
 
-    Overridden.__module__ = kind.__module__  # where mlx-lm's functions are replaced for joint steps
-    return Overridden
+    # The module is where mlx-lm's functions are replaced for joint steps.
+    return type("Overridden", (kind,), {"__call__": call, "__module__": kind.__module__})
 
 
 def finite(logits: mx.array) -> mx.array:

@@ -78,54 +78,64 @@ def as_mlx_lms(cache: Any) -> Any:
     return _MLX_LM_CLASSES[type(cache)].from_state(state)
 
 
-class Loan:
-    """A caller's caches, which a generation continues and returns at its end.
+class CacheLease:
+    """A request's use of caches: new ones for this request alone, or the caller's.
 
-    Until then a target has their arrays, since MLX writes into an array in place only if nothing
-    else refers to it. A target's caches may also be ahead of the output that the caller has read.
+    The caller's are returned at the request's end. Until then a target has their arrays, since MLX
+    writes into an array in place only if nothing else refers to it. A target's caches may also be
+    ahead of the output that the caller has read.
 
     Args:
+        new_target: makes a target; called with caches of the same content as the caller's, if any.
+        prompt: token ids.
         caches: the caller's, from :func:`lent_caches`; untouched until :meth:`take`.
+
+    Attributes:
+        keeps: whether the caches are needed after the request's end.
     """
 
-    def __init__(self, caches: list[Any]) -> None:
+    def __init__(
+        self,
+        new_target: Callable[..., Target],
+        prompt: Sequence[int],
+        caches: list[Any] | None = None,
+    ) -> None:
+        self._new_target = new_target
+        self._prompt = [*prompt]
         self._caches = caches
         self._target: Target | None = None
+        self.keeps = caches is not None
 
-    def take(self, new_target: Callable[[list[Any]], Target]) -> Target:
-        """Borrow the caches; return a target that continues them.
-
-        Args:
-            new_target: called with caches of the same content.
+    def take(self) -> tuple[Target, int]:
+        """Take the caches; returns the target, and how many prompt tokens its cache holds.
 
         Raises:
             FileError: another generation has borrowed them.
         """
+        if self._caches is None:
+            return self._new_target(), 0
         held = [copy.copy(cache) for cache in self._caches]
         if any(isinstance(cache, _LentCache) for cache in held):
             raise FileError(_IN_USE)
-        target = new_target(held)
+        target = self._new_target(held)
         self._start, self._target = target.length, target
         for cache in self._caches:
             cache.__class__ = _LentCache
             vars(cache).clear()
-        return target
+        return target, 0
 
-    def give_back(self, context: Sequence[int], complete: bool = True) -> None:
-        """Return the caches, unless they have been returned.
+    def give_back(self, context: Sequence[int]) -> None:
+        """Return the caches after the request has ended, for any reason.
 
         Args:
-            context: prompt and output that the consumer has read, without what the caches held
-                before.
-            complete: run the context's tokens that the target has not seen, instead of omitting
-                them.
+            context: the prompt, and the output that the consumer has read.
         """
         target = self._target
-        if target is None:
+        if target is None or self._caches is None:
             return
         with mx.stream(generation_stream):
             target.truncate(min(target.length, self._start + len(context)))
-            if complete:
+            if len(context) > len(self._prompt):  # run also what the target has not seen
                 target.prefill(context[target.length - self._start :])
             returned = [as_mlx_lms(cache) for cache in target.cache]
             mx.eval([part.state for part in parts(returned)])

@@ -167,8 +167,8 @@ class Sequence:
     def rows(self, ahead: bool) -> JointRows:
         """The proposed rows; with ``ahead``, the row after the plain step's token."""
         if ahead:
-            return JointRows(self.target, self.forward.choices, _NEXT)
-        return JointRows(self.target, mx.array(self.tree.tokens), self.tree)
+            return self.target, self.forward.choices, _NEXT
+        return self.target, mx.array(self.tree.tokens), self.tree
 
     @property
     def max_depth(self) -> int:
@@ -201,7 +201,7 @@ class Sequence:
         assert self.ahead
         if self.ahead.logits is not None:
             with mx.stream(generation_stream):
-                self.choose(self.ahead, JointRows(self.target, mx.array([self.last]), self.tree))
+                self.choose(self.ahead, (self.target, mx.array([self.last]), self.tree))
                 mx.async_eval(self.ahead.arrays)
         self.forward, self.ahead = self.ahead, None
 
@@ -442,7 +442,7 @@ def dispatch(
             sequence.ahead = forwards[sequence]
         else:
             sequence.forward = forwards[sequence]
-        if len(rows[sequence].tree) == 1:
+        if len(rows[sequence][2]) == 1:
             sequence.target.commit_moved((0,))
     return chosen
 

@@ -233,7 +233,7 @@ def _planned(
     )
     trained = getattr(decoder.model, "trained_head", None)
     if trained and draft_model is None:
-        planner.head = HeadDrafts(trained, experience)
+        planner.head = HeadDrafts(trained, trained.experience)
     return CombinedDrafter(planner, draft_model) if draft_model else planner
 
 

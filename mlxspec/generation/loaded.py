@@ -71,9 +71,9 @@ class LoadedModel:
     @cached_property
     def capability(self) -> Capability:
         """What drafts the model can verify, found out with a few forwards."""
-        finding = examine(self.model)
-        _log.info("what the model verifies: %s (%s)", finding.capability.value, finding.reason)
-        return finding.capability
+        capability, reason = examine(self.model)
+        _log.info("what the model verifies: %s (%s)", capability.value, reason)
+        return capability
 
     @cached_property
     def chain_capability(self) -> Capability:

@@ -20,7 +20,7 @@ from ..drafting.planner import Planner
 from ..drafting.sources import with_forced
 from ..engine import step as steps
 from ..engine.capability import capability_with
-from ..engine.prompt_cache import Loan, lent_caches
+from ..engine.prompt_cache import CacheLease, lent_caches
 from ..engine.sampling import Chooser
 from ..engine.target import Capability, Target, target_for
 from ..errors import OptionError
@@ -37,7 +37,7 @@ from .options import (
     stop_token_ids,
 )
 from .response import GenerationResponse, OutputText, SpeculationStats
-from .session import CacheLease, SessionTurn
+from .session import SessionTurn
 
 if TYPE_CHECKING:
     from ..engine.grammar import GrammarState
@@ -179,7 +179,7 @@ class Request:
         if isinstance(drafter, Planner):
             drafter.guide = self.grammar
         elif self.grammar and not isinstance(drafter, NoDraft):
-            drafter = with_forced(drafter, self.grammar)
+            drafter = with_forced(drafter, self.grammar.forced)
         return decoder.wrap_drafter(drafter) if decoder.wrap_drafter else drafter
 
     def _new_lease(self, branching: bool) -> CacheLease:
@@ -194,8 +194,7 @@ class Request:
             able = capability if caches is None else capability_with(caches, capability)
             return target_for(model, able, vocab_size, options, caches)
 
-        loan = None if self.prompt_cache is None else Loan(self.prompt_cache)
-        return CacheLease(new_target, prompt, loan)
+        return CacheLease(new_target, prompt, self.prompt_cache)
 
     def start(self) -> steps.Sequence:
         """Take the caches, and make the sequence, whose prompt has not run yet.

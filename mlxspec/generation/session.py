@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from ..engine.caches import are_quantized, for_steps
 from ..engine.capability import capability_with
 from ..engine.params import CacheOptions
 from ..engine.prompt_cache import (
-    Loan,
+    CacheLease,
     as_mlx_lms,
     check_fits,
     head_in,
@@ -29,46 +29,6 @@ from ..engine.prompt_cache import (
 )
 from ..engine.target import Capability, ContextCache, Target, target_for
 from ..errors import FileError, OptionError
-
-
-class CacheLease:
-    """A request's use of caches: new ones for this request alone, or the caller's.
-
-    Args:
-        new_target: makes a target, from the caller's caches if there are any.
-        prompt: token ids.
-        loan: the loan of the caller's caches, if any.
-
-    Attributes:
-        keeps: whether the caches are needed after the request's end.
-    """
-
-    keeps = False
-
-    def __init__(
-        self,
-        new_target: Callable[..., Target],
-        prompt: Sequence[int],
-        loan: Loan | None = None,
-    ) -> None:
-        self._new_target = new_target
-        self._prompt = [*prompt]
-        self._loan = loan
-        self.keeps = loan is not None
-
-    def take(self) -> tuple[Target, int]:
-        """Take the caches; returns the target, and how many prompt tokens its cache holds."""
-        return (self._loan.take(self._new_target) if self._loan else self._new_target()), 0
-
-    def give_back(self, context: Sequence[int]) -> None:
-        """Return the caches after the request has ended, for any reason.
-
-        Args:
-            context: the prompt, and the output that the consumer has read.
-        """
-        if self._loan:
-            self._loan.give_back(context, complete=len(context) > len(self._prompt))
-
 
 MARKS = 2
 """Prefills to which a cache that cannot be cut can be rewound; each takes a copy of its state."""

@@ -13,7 +13,7 @@ from mlxspec.bench.prompts import Completion
 from mlxspec.bench.replay import Replayed, compare, replay, replay_jointly
 from mlxspec.drafting.costs import CostCurve
 from mlxspec.drafting.drafter import DraftTree
-from mlxspec.drafting.heads import HeadExperience, HeadTimes
+from mlxspec.drafting.heads import HeadExperience
 from mlxspec.errors import OptionError
 from tests.bench.test_replay import Scripted
 
@@ -54,7 +54,7 @@ def test_another_text_is_refused(text: str) -> None:
 
 def test_drafts_are_right_as_often_as_the_curve_says() -> None:
     output, curve = output_of(8000), (0.76, 0.6, 0.5, 0.41)
-    head = ReplayedHead(HeadTimes(1, 1), HeadExperience(4), output, curve)
+    head = ReplayedHead(HeadExperience(1, 1, 4), output, curve)
     head.begin([1])
     right = [0] * 4
     for place in range(len(output) - 4):

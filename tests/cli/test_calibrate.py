@@ -16,7 +16,6 @@ from mlxspec.cli.calibrate import calibrate_command
 from mlxspec.cli.common.output import ProgressBar
 from mlxspec.drafting.costs import KnownTime
 from mlxspec.engine import costs
-from mlxspec.engine.costs import Measured
 from mlxspec.engine.patches import split_from
 
 TIMES = [
@@ -46,7 +45,7 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
         contexts.append(context)
         on_prefill(3, 3)
         on_progress(1.0)
-        return Measured(TIMES, None)
+        return TIMES, None
 
     monkeypatch.setattr(costs, "calibrate", calibrate)
     monkeypatch.setattr(costs, "measured_contexts", lambda model, sequences=1: [64])
@@ -194,7 +193,7 @@ def test_attention_is_measured_as_it_runs(
 
     def measured(model, plan, **options):
         split.append(split_from(model))
-        return Measured(TIMES, True)
+        return TIMES, True
 
     monkeypatch.setattr(costs, "calibrate", measured)
     assert calibrate(endless, "--context", 8000).exit_code == 0
@@ -207,7 +206,7 @@ def test_noise_is_not_kept_and_what_was_known_stays(
 ):
     calibrate(endless)
     before = calibrate("--show").stdout
-    monkeypatch.setattr(costs, "calibrate", lambda *_, **__: Measured(NOISE, None))
+    monkeypatch.setattr(costs, "calibrate", lambda *_, **__: (NOISE, None))
     result = calibrate(endless, "--json")
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.startswith(f"Error: {endless.name}: the times scatter too much: half of")
@@ -235,7 +234,7 @@ def test_a_measurement_of_plain_steps_alone_replaces_no_better_one(
     endless: Path, measurements: list[int | None], monkeypatch: pytest.MonkeyPatch
 ):
     calibrate(endless)
-    monkeypatch.setattr(costs, "calibrate", lambda *_, **__: Measured(TIMES[:1], None))
+    monkeypatch.setattr(costs, "calibrate", lambda *_, **__: (TIMES[:1], None))
     result = calibrate(endless)
     assert result.exit_code == 0
     assert "8.38" in calibrate(endless, "--show").stdout
@@ -278,7 +277,7 @@ def test_a_spoiled_cache_file_is_one_note(
 def test_a_model_without_drafts_has_plain_steps_alone(
     endless: Path, measurements: list[int | None], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(costs, "calibrate", lambda *_, **__: Measured(TIMES[:1], None))
+    monkeypatch.setattr(costs, "calibrate", lambda *_, **__: (TIMES[:1], None))
     assert "Only plain steps were measured" in calibrate(endless).stdout
 
 

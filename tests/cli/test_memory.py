@@ -667,10 +667,10 @@ def test_what_another_process_has_learned_is_seen_when_a_generation_begins(tmp_p
     assert ours.kept
     theirs.add([token % 4000 for token in range(20_000)])  # more than stays unsorted
     theirs.close()
-    assert not ours.look_up([100, 101, 102]).occurrences
+    assert not ours.look_up([100, 101, 102])[1]
     list(decoder.stream("a", 2))
     ours.settle()
-    assert ours.look_up([100, 101, 102]).tokens[:3] == [103, 104, 105]
+    assert ours.look_up([100, 101, 102])[0][:3] == [103, 104, 105]
     ours.close()
 
 

@@ -53,10 +53,10 @@ def test_the_result_loads_in_mlx_lm_and_computes_what_the_original_does(
 @pytest.mark.slow
 def test_the_demo_model_writes_what_the_original_does(tmp_path: Path, shared: Path):
     source = shared / "models" / "demo"
-    result = convert(torch_path=source, mlx_path=tmp_path / "out")
+    nbytes, parameters, _ = convert(torch_path=source, mlx_path=tmp_path / "out")
     size = sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
     assert size < 12e6
-    assert result.bits_per_weight == 16
+    assert 8 * nbytes / parameters == 16
 
     _, tokenizer = mlx_lm.load(str(tmp_path / "out"))
     prompt = tokenizer.encode("[INST] Repeat this 3 times: 'The red fox sleeps.' [/INST]")
@@ -130,12 +130,12 @@ def test_weights_that_do_not_divide_into_groups_stay_as_they_are(tmp_path: Path,
 
 
 def test_the_index_counts_like_mlx_lm(tmp_path: Path, checkpoint: Path):
-    result = convert(torch_path=checkpoint, mlx_path=tmp_path / "out", quantize=True)
+    nbytes, parameters, _ = convert(torch_path=checkpoint, mlx_path=tmp_path / "out", quantize=True)
     model, _ = mlx_lm.load(str(tmp_path / "out"))
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_parameters"] == mlx_lm.utils.get_total_parameters(model)
-    assert index["metadata"]["total_size"] == result.nbytes
-    assert result.bits_per_weight == pytest.approx(mlx_lm.utils.compute_bits_per_weight(model))
+    assert index["metadata"]["total_size"] == nbytes
+    assert 8 * nbytes / parameters == pytest.approx(mlx_lm.utils.compute_bits_per_weight(model))
 
 
 def rounded_to_8_bits(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -126,7 +126,7 @@ def test_nothing_of_a_prompt_is_kept(tmp_path: Path):
     for answer in answers:
         held.add(answer, prompt=prompt)
         held.settle()
-        found = held.look_up(prompt, limit=1).tokens[:-1]
+        found = held.look_up(prompt, limit=1)[0][:-1]
         assert found in (answer, [])  # sorted answers are not found by their prompts
     held.settle()
     assert files(tmp_path, ".index")
@@ -419,7 +419,7 @@ def test_another_tokenizers_answers_are_not_found(tmp_path: Path):
     learn(tmp_path, some_answers(45))
     other = Memory(kept=KeptAnswers(tmp_path, identify(SECOND)), on_trouble=fail)
     other.settle()
-    assert other.look_up(some_answers(1)[0]).occurrences == []
+    assert other.look_up(some_answers(1)[0])[1] == []
     other.add([1, 2, 3])
     other.close()
     assert all_texts(tmp_path) == sorted(some_answers(45))
@@ -572,8 +572,8 @@ def test_an_index_with_a_right_checksum_that_makes_no_sense_is_harmless(
     write_nonsense(directory, tokens, order, last)
     held = opened(directory)
     for tail in ([1, 2], [0], [5], [9, 9, 9]):
-        found = held.look_up(tail)
-        assert all(-1 <= token < 100 for token in found.tokens)
+        tokens, _ = held.look_up(tail)
+        assert all(-1 <= token < 100 for token in tokens)
     for answer in some_answers(10):
         held.add(answer)
     held.close()

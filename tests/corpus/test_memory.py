@@ -103,7 +103,7 @@ def test_what_is_no_token_ids_is_refused_and_the_memory_goes_on():
                 held.add(answer, prompt=prompt)
         held.add([1, 2, 3])
         held.settle()
-        assert held.look_up([1, 2]).occurrences
+        assert held.look_up([1, 2])[1]
 
 
 def test_the_opening_of_an_answer_is_found_by_the_end_of_its_prompt():
@@ -113,10 +113,10 @@ def test_the_opening_of_an_answer_is_found_by_the_end_of_its_prompt():
     held.add([41, 42, 43])
     held.settle()
     found = held.look_up([98, 99, 7, 8, 9, 10, 11, 12], limit=1)
-    assert found.tokens == [21, 22, 23, -1]
-    assert found.occurrences[0].length == 6
-    assert held.look_up([4, 9, 10], limit=1).tokens[:4] == [31, 32, 33, -1]
-    assert not held.look_up([1, 2, 3, 4]).occurrences  # eight tokens of a prompt, and no more
+    assert found[0] == [21, 22, 23, -1]
+    assert found[1][0].length == 6
+    assert held.look_up([4, 9, 10], limit=1)[0][:4] == [31, 32, 33, -1]
+    assert not held.look_up([1, 2, 3, 4])[1]  # eight tokens of a prompt, and no more
     assert texts_of(held) == [[21, 22, 23], [31, 32, 33], [41, 42, 43]]
 
 
@@ -129,7 +129,7 @@ def test_sorted_answers_have_lost_their_prompts():
     assert len(held._worker._segment)
     assert texts_of(held) == [[*range(first, first + 10)] for first in range(0, 300, 10)]
     assert not np.isin([1000, 1001, 1002], held._worker._segment.tokens).any()
-    assert held.look_up([7, 100, 101], limit=1).tokens[:2] == [102, 103]
+    assert held.look_up([7, 100, 101], limit=1)[0][:2] == [102, 103]
 
 
 @pytest.mark.usefixtures("small")

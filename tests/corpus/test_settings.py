@@ -134,7 +134,7 @@ def test_a_memory_is_closed_before_its_merging_ends(monkeypatch: pytest.MonkeyPa
     again = Memory.kept_in(memory.kept.directory, FIRST, on_trouble=fail)
     again.settle()
     for text in texts:
-        assert text[3:] in [again.look_up(text[:3]).tokens[:10]]
+        assert text[3:] in [again.look_up(text[:3])[0][:10]]
     again.close()
     (kept,) = kept_answers(memory.kept.directory)
     assert [tokens.tolist() for _, tokens, _ in kept.read()] == texts

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from mlxspec.drafting.drafter import Drafter, DraftTree, Limits, TreeBuilder, VerifiedStep
-from mlxspec.drafting.sources import guided, with_forced
+from mlxspec.drafting.sources import and_forced, with_forced
 
 
 class Spelled:
@@ -62,7 +62,7 @@ def text_of(candidates: DraftTree, node: int) -> str:
 @pytest.mark.parametrize("branching", [True, False])
 def test_forced_tokens_come_first_and_each_drafter_sees_its_own(branching: bool) -> None:
     own = Fixed(chain("abx"), branching)
-    drafter = with_forced(own, Spelled("abc"))
+    drafter = with_forced(own, Spelled("abc").forced)
     assert drafter.branching == branching
     drafter.begin([0])
     tree = drafter.propose(8)
@@ -85,8 +85,9 @@ def test_candidates_that_may_not_come_are_left_out_and_forced_ones_are_put_in() 
     builder.child(0, ord("z"), 0.3, "lookup")
     builder.child(b, ord("x"), 0.2, "lookup")
     builder.child(b, ord("q"), 0.1, "lookup")
-    candidates = builder.tree()
-    found = guided(candidates, Spelled("abxcd", "abyef"), limits(16, 16))
+    guide = Spelled("abxcd", "abyef")
+    candidates = guide.allowed(builder.tree())
+    found = and_forced(candidates, guide.forced(), limits(16, 16))
     texts = [text_of(found, node) for node in range(1, len(found.tokens))]
     reached = dict(zip(texts, found.p_reached, strict=True))
     assert set(reached) == {"a", "ab", "abx"}
@@ -94,5 +95,5 @@ def test_candidates_that_may_not_come_are_left_out_and_forced_ones_are_put_in() 
     assert reached["ab"] == pytest.approx(0.99**2)
     assert reached["abx"] == pytest.approx(0.99**2 * 0.5)
     assert found.origins == ("grammar", "grammar", "lookup")
-    assert len(guided(candidates, Spelled("abxcd", "abyef"), limits(2, 16)).tokens) == 3
-    assert guided(DraftTree.chain(0), Spelled("abxcd"), limits(16, 3)) == chain("abx")
+    assert len(and_forced(candidates, guide.forced(), limits(2, 16)).tokens) == 3
+    assert and_forced(DraftTree.chain(0), Spelled("abxcd").forced(), limits(16, 3)) == chain("abx")

@@ -8,7 +8,6 @@ from typing import Self
 
 import pytest
 
-from mlxspec.bench.heads import FixedTimes
 from mlxspec.bench.policies import verify
 from mlxspec.bench.replay import replay
 from mlxspec.drafting.costs import CostCurve, FixedCosts
@@ -18,7 +17,7 @@ from mlxspec.drafting.drafter import (
     NoDraft,
     VerifiedStep,
 )
-from mlxspec.drafting.heads import HEAD, HeadExperience, HeadSource, HeadTimes
+from mlxspec.drafting.heads import HEAD, HeadExperience, HeadSource
 from mlxspec.drafting.planner import Planner, plan_drafts
 from mlxspec.drafting.suffix_source import SuffixSource
 
@@ -47,7 +46,7 @@ class Scripted(HeadSource):
         cost: float = 0.05,
         experience: HeadExperience | None = None,
     ) -> None:
-        super().__init__(FixedTimes(cost, cost), experience or HeadExperience(4))
+        super().__init__(experience or HeadExperience(cost, cost, 4))
         self.output, self.done = output, 0
         self.runs: list[tuple[int, int]] = []  # depth and sequences
 
@@ -96,7 +95,7 @@ def depths(head: Scripted) -> list[int]:
 
 
 def test_times_grow_by_depth_and_follow_measured_drafts() -> None:
-    times = HeadTimes(0.01, 0.002)
+    times = HeadExperience(0.01, 0.002, 4)
     assert [times.seconds(depth) for depth in (1, 2, 4)] == pytest.approx([0.01, 0.012, 0.016])
     for _ in range(50):
         times.record(2, 1, 0.024)
@@ -105,7 +104,7 @@ def test_times_grow_by_depth_and_follow_measured_drafts() -> None:
 
 
 def test_times_of_more_sequences_begin_with_those_of_fewer() -> None:
-    times = HeadTimes(0.01, 0.002)
+    times = HeadExperience(0.01, 0.002, 4)
     for _ in range(50):
         times.record(1, 4, 0.03)
     assert times.seconds(1, 3) == pytest.approx(0.01)
@@ -113,7 +112,7 @@ def test_times_of_more_sequences_begin_with_those_of_fewer() -> None:
 
 
 def test_one_slow_draft_changes_little() -> None:
-    times = HeadTimes(0.01, 0.002)
+    times = HeadExperience(0.01, 0.002, 4)
     times.record(1, 1, 60.0)
     assert times.seconds(1) < 0.02
     for _ in range(2):
@@ -208,10 +207,10 @@ def test_no_trial_where_text_is_likely() -> None:
 @pytest.mark.parametrize("curve", [FLAT, TWO_FREE, CostCurve([(1, 1), (2, 1.3), (32, 10)])])
 @pytest.mark.parametrize("cost", [0.05, 0.4])
 def test_a_head_that_lies_costs_little(curve: CostCurve, cost: float) -> None:
-    experience = HeadExperience(4)
+    experience = HeadExperience(cost, cost, 4)
     output, lost = noise(600), []
     for _ in range(3):
-        head = Scripted(output, cost, experience=experience)
+        head = Scripted(output, experience=experience)
         head.right, head.confidence = False, 0.98
         replayed = replay([1, 2], output, planner_of(head, curve, text=True))
         lost.append(replayed.cost(curve) / 600 - 1)
@@ -251,8 +250,8 @@ def test_it_learns_from_tokens_that_can_be_judged() -> None:
     assert first == second > 0.7 > third
     assert fourth == 0.7  # after a wrong one
     assert head.last == 7
-    kept = HeadExperience(4).p_accept
-    assert Scripted(experience=head._experience).p_accept == head._experience.p_accept != kept
+    kept = HeadExperience(0.05, 0.05, 4).p_accept
+    assert Scripted(experience=head.experience).p_accept == head.experience.p_accept != kept
 
 
 def test_a_draft_that_was_not_verified_teaches_too() -> None:
@@ -324,7 +323,7 @@ def joint_costs(sequences: int) -> FixedCosts:
 
 
 def test_heads_of_a_joint_step_run_together() -> None:
-    experience = HeadExperience(4)
+    experience = HeadExperience(0.05, 0.05, 4)
     heads = [Scripted(noise(10, seed), experience=experience) for seed in range(3)]
     planners = [begun(head) for head in heads]
     plans = plan_drafts(planners, [64, 64, 2], joint_costs(4), sequences=4)
@@ -337,7 +336,7 @@ def test_heads_of_a_joint_step_run_together() -> None:
 
 
 def test_a_head_that_is_not_ready_is_left_out_of_a_joint_step() -> None:
-    experience = HeadExperience(4)
+    experience = HeadExperience(0.05, 0.05, 4)
     heads = [Scripted(noise(10, seed), experience=experience) for seed in range(3)]
     planners = [begun(head) for head in heads]
     heads[1].has_state = False

@@ -261,10 +261,10 @@ def test_a_store_is_drafted_from() -> None:
 
         def look_up(self, tail: Sequence[int], limit: int, depth: int) -> Excerpts:
             if tail[-1] not in self.tokens[:-1]:
-                return Excerpts([], [])
+                return [], []
             start = self.tokens.index(tail[-1]) + 1
             excerpt = [*self.tokens[start : start + depth], SEPARATOR]
-            return Excerpts(excerpt, [Occurrence(1, 0)])
+            return excerpt, [Occurrence(1, 0)]
 
     drafter = suffix_planner(FLAT, store=Stored())
     assert len(replay([1, 2], Stored.tokens, drafter).rows) < 40

@@ -17,7 +17,6 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlxspec.drafting.sources import PromptLookupDrafter
 from mlxspec.engine.capability import (
     Capability,
-    Finding,
     examine,
     examine_joint,
     finite,
@@ -41,7 +40,7 @@ ODD_TOKENS = (5, 9, 2)
 
 
 @cache
-def examined(name: str) -> tuple[nn.Module, Finding]:
+def examined(name: str) -> tuple[nn.Module, tuple[Capability, str]]:
     model = ARCHITECTURES[name].model()
     return model, examine(model)
 
@@ -69,10 +68,12 @@ TRIED = list(ARCHITECTURES) if LONG else families()
 
 @pytest.mark.parametrize("name", TRIED)
 def test_architecture(name: str) -> None:
-    model, finding = examined(name)
-    assert finding.capability is ARCHITECTURES[name].capability
-    assert any(line.startswith(row(ARCHITECTURES[name], finding)) for line in published_page())
-    options = {"max_tokens": MAX_TOKENS, "capability": finding.capability}
+    model, (capability, reason) = examined(name)
+    assert capability is ARCHITECTURES[name].capability
+    assert any(
+        line.startswith(row(ARCHITECTURES[name], capability, reason)) for line in published_page()
+    )
+    options = {"max_tokens": MAX_TOKENS, "capability": capability}
     accepted = rejecting = moved = 0
     for prompt in (LONG_PROMPT, SHORT_PROMPT) if LONG else (LONG_PROMPT,):
         steps = list(generate_step(mx.array(prompt), model, max_tokens=MAX_TOKENS))
@@ -92,12 +93,12 @@ def test_architecture(name: str) -> None:
             accepted += outcome.accepted
             rejecting += outcome.rejecting
             moved += outcome.moved
-    if finding.capability is Capability.PLAIN:
+    if capability is Capability.PLAIN:
         assert accepted == rejecting == 0
         return
     assert accepted > MAX_TOKENS / 2
     assert rejecting > MAX_TOKENS / 8
-    assert (moved > 1) == (finding.capability is Capability.TREE)
+    assert (moved > 1) == (capability is Capability.TREE)
 
     if not LONG:
         return  # how choices are drawn does not depend on the architecture
@@ -110,22 +111,22 @@ def test_architecture(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRIED)
 def test_the_page_says_how_several_sequences_share_a_forward(name: str) -> None:
-    model, finding = examined(name)
-    assert row(ARCHITECTURES[name], finding, model) in published_page()
+    model, (capability, reason) = examined(name)
+    assert row(ARCHITECTURES[name], capability, reason, model) in published_page()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRIED)
 def test_nothing_passes_where_rows_together_differ_by_more_than_rounding(name: str) -> None:
-    model, finding = examined(name)
+    model, (capability, _) = examined(name)
     tokens = (3, 1, 4, 1, 5, 2, 6)
     together = logits(model, tokens, make_prompt_cache(model))
     caches = make_prompt_cache(model)
     apart = mx.concatenate([logits(model, (token,), caches) for token in tokens])
     noise, spread = mx.max(mx.abs(together - apart)), mx.max(apart) - mx.min(apart)
     if (noise > 1e-3 * spread).item():
-        assert finding.capability is Capability.PLAIN
-        assert examine_joint(model, finding.capability)[0] is JointMode.ALONE
+        assert capability is Capability.PLAIN
+        assert examine_joint(model, capability)[0] is JointMode.ALONE
 
 
 def test_no_page_says_plain_beside_joint() -> None:
@@ -136,7 +137,7 @@ def test_no_page_says_plain_beside_joint() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRIED)
 def test_prompts_give_the_same_in_any_chunks_that_are_allowed(name: str) -> None:
-    model, finding = examined(name)
+    model, (capability, _) = examined(name)
     last = len(LONG_PROMPT)
 
     def after(*cuts: int) -> mx.array:
@@ -146,7 +147,7 @@ def test_prompts_give_the_same_in_any_chunks_that_are_allowed(name: str) -> None
             mx.eval([cache.state for cache in caches])
         return logits(model, ODD_TOKENS, caches)
 
-    if finding.capability is not Capability.PLAIN and name != "plamo3":  # see the page's note
+    if capability is not Capability.PLAIN and name != "plamo3":  # see the page's note
         whole = after()
         for cuts in ((last // 4,), (3, last // 2, last - 3)):
             assert mx.max(mx.abs(after(*cuts) - whole)).item() < 1e-4

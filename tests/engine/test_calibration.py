@@ -130,18 +130,18 @@ def test_where_accepted_tokens_run_again_a_step_is_measured_with_them(
 
 def test_a_model_that_verifies_no_drafts_has_plain_steps_only(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(costs, "chain_capability", lambda model: Capability.PLAIN)
-    assert [time.rows for time in calibrate(random_model("llama"), SMALL).times] == [1]
+    assert [time.rows for time in calibrate(random_model("llama"), SMALL)[0]] == [1]
 
 
 def test_a_sliding_window_bounds_neither_rows_nor_context():
     model = random_model("gemma3_text", **{**SLIDING_GEMMA_3, "sliding_window": 12})
-    assert [time.rows for time in calibrate(model, SMALL, context=30).times] == [1, 2, 4, 16]
+    assert [time.rows for time in calibrate(model, SMALL, context=30)[0]] == [1, 2, 4, 16]
 
 
 def test_a_model_with_a_head_is_measured_behind_a_filled_context(llama: nn.Module):
     for make_head in (heads.eagle3, heads.dflash):
         model = TrainedHead(make_head(llama)[1], llama).model
-        assert [time.rows for time in calibrate(model, SMALL, context=600).times] == [1, 2, 4, 16]
+        assert [time.rows for time in calibrate(model, SMALL, context=600)[0]] == [1, 2, 4, 16]
 
 
 def test_a_short_context_is_not_outgrown(monkeypatch: pytest.MonkeyPatch):

@@ -35,7 +35,7 @@ ROPES = {
 def test_every_rope_decodes_what_mlx_lm_decodes(name: str) -> None:
     capability, config = ROPES[name]
     model = random_model("llama", **config)
-    assert examine(model).capability is capability
+    assert examine(model)[0] is capability
     prompt, length = [7, 3, 9, 3], 40
     expected = [t for t, _ in generate_step(mx.array(prompt), model, max_tokens=length)]
     hostile = HostileDrafter(expected, 64, 5, seed=1)
@@ -65,7 +65,7 @@ def test_caches_alone_say_what_is_possible_without_a_forward() -> None:
     ],
 )
 def test_the_finding_says_what_keeps_a_model_from_trees(name: str, reason: str) -> None:
-    assert reason in examine(ARCHITECTURES[name].model()).reason
+    assert reason in examine(ARCHITECTURES[name].model())[1]
 
 
 def test_a_model_whose_rows_disturb_each_other_verifies_nothing(
@@ -75,7 +75,7 @@ def test_a_model_whose_rows_disturb_each_other_verifies_nothing(
     monkeypatch.setattr(llama, "create_attention_mask", lambda *_, **__: None)  # rows see all
     model = random_model("llama")
     assert chain_capability(model) is Capability.PLAIN
-    assert "than one by one" in examine(model).reason
+    assert "than one by one" in examine(model)[1]
     mode, reason = examine_joint(model, Capability.PLAIN)
     assert mode is JointMode.ALONE
     assert "than one by one" in reason

@@ -18,7 +18,6 @@ from mlxspec.drafting.kept import CostCache, KnownTimes
 from mlxspec.engine import costs as measured_costs
 from mlxspec.engine.costs import (
     KeptCosts,
-    Measured,
     cost_key,
     costs_for,
     machine_identity,
@@ -55,7 +54,7 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     def calibrate(model, plan, *, context, on_progress):
         measured.append(model)
         on_progress(1.0)
-        return Measured(TIMES, None)
+        return TIMES, None
 
     monkeypatch.setattr(measured_costs, "calibrate", calibrate)
     monkeypatch.setattr(measured_costs, "measured_contexts", lambda model: [64])
@@ -78,13 +77,13 @@ def test_a_busy_measurement_is_told_not_kept_and_made_again(
     times: list[KnownTime],
     reason: str,
 ):
-    monkeypatch.setattr(measured_costs, "calibrate", lambda *_, **__: Measured(times, None))
+    monkeypatch.setattr(measured_costs, "calibrate", lambda *_, **__: (times, None))
     costs = costs_for(llama, cache=cache)
     assert costs.curve(2) == pytest.approx(2**0.5)  # what rows usually cost
     (line,) = caplog.messages
     assert re.match(f"step times were measured while the machine was busy.*{reason}", line)
     assert cache.read(cost_key(llama)) == {}
-    monkeypatch.setattr(measured_costs, "calibrate", lambda *_, **__: Measured(TIMES, None))
+    monkeypatch.setattr(measured_costs, "calibrate", lambda *_, **__: (TIMES, None))
     assert costs_for(llama, cache=cache).curve(8) == pytest.approx(2.0)
     assert len(caplog.messages) == 1
     assert list(cache.read(cost_key(llama))) == [64, 8000]
@@ -94,7 +93,7 @@ def test_after_a_busy_measurement_real_steps_tell(
     llama: nn.Module, cache: CostCache, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(measured_costs, "measured_contexts", lambda model: [64])
-    monkeypatch.setattr(measured_costs, "calibrate", lambda *_, **__: Measured(BUSY, None))
+    monkeypatch.setattr(measured_costs, "calibrate", lambda *_, **__: (BUSY, None))
     costs = costs_for(llama, cache=cache)
     for _ in range(20):
         for rows in (1, 1, 2, 5, 9):
@@ -236,7 +235,7 @@ def test_a_short_and_a_long_context_are_measured_and_kept(
         contexts.append(context)
         on_progress(1.0)
         long = context is not None
-        return Measured([TIMES[0], TIMES[-1]] if long else TIMES, split=long)
+        return [TIMES[0], TIMES[-1]] if long else TIMES, long
 
     monkeypatch.setattr(measured_costs, "calibrate", calibrate)
     costs_for(llama, cache=cache, on_progress=shares.append)
@@ -262,7 +261,7 @@ def test_a_long_context_that_could_not_be_measured_is_measured_at_the_next_start
 
     def calibrate(model, plan, *, context, on_progress):
         contexts.append(context)
-        return Measured(found[context], None)
+        return found[context], None
 
     monkeypatch.setattr(measured_costs, "calibrate", calibrate)
     costs_for(llama, cache=cache)

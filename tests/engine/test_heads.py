@@ -17,17 +17,19 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import load_prompt_cache as mlx_lm_load
 
 from mlxspec.drafting.drafter import DraftTree
+from mlxspec.drafting.heads import HeadExperience
 from mlxspec.engine import head_cache
 from mlxspec.engine import heads as engine_heads
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.head_cache import HeadCache
-from mlxspec.engine.heads import Member, TrainedHead
+from mlxspec.engine.heads import HeadDrafts, TrainedHead
 from mlxspec.engine.prompt_cache import (
     as_mlx_lms,
     head_in,
     load_prompt_cache,
     save_prompt_cache,
 )
+from mlxspec.engine.sampling import Perturb
 from mlxspec.engine.target import Target
 from mlxspec.models.heads.blocks import DFlash
 from tests.support import heads
@@ -56,6 +58,19 @@ ACTIONS = st.lists(
     min_size=4,
     max_size=12,
 )
+
+
+def drafts_of(
+    trained: TrainedHead,
+    target: Target,
+    last: int,
+    perturb: Perturb = lambda logprobs, _: logprobs,
+) -> HeadDrafts:
+    """The drafts after ``last``, which the target has not run yet."""
+    drafts = HeadDrafts(trained, HeadExperience(1, 0, trained.head.most))
+    drafts.attach(target, perturb)
+    drafts.begin([last])
+    return drafts
 
 
 @pytest.fixture(autouse=True)
@@ -139,7 +154,7 @@ class Checked:
         ready = [own for own in both if own.head.is_ready(own.target.length)]
         depth = min(depth, self.trained.head.most)
         if ready:
-            members = [Member(own.target, own.last, lambda logprobs, _: logprobs) for own in ready]
+            members = [drafts_of(self.trained, own.target, own.last) for own in ready]
             expected = [own.logits() for own in ready]
             drafts = self.trained.draft(members, depth)
             for own, logits, (tokens, confidences) in zip(ready, expected, drafts, strict=True):
@@ -156,7 +171,7 @@ class Checked:
 
         if self.head.is_ready(self.target.length):
             with pytest.raises(KeyboardInterrupt):
-                self.trained.draft([Member(self.target, self.last, fails)], 1)
+                self.trained.draft([drafts_of(self.trained, self.target, self.last, fails)], 1)
             self.cut(self.target.length)
 
     def interrupt(self, _: int) -> None:
@@ -305,7 +320,8 @@ def test_copies_do_not_write_into_each_other() -> None:
         assert len(forked.head._positions) == 29
         forked.forward(mx.array([last]), DraftTree.chain(last))
         forked.commit([0])
-        trained("EAGLE-3").draft([Member(forked, 9, lambda logprobs, _: logprobs)], 3)
+        head = trained("EAGLE-3")
+        head.draft([drafts_of(head, forked, 9)], 3)
     assert [array.tolist() for array in target.head.arrays] == before
 
 

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlxspec.drafting.drafter import DraftTree
 from mlxspec.engine.capability import Capability, joint_mode
-from mlxspec.engine.joint import Joint, JointRows
+from mlxspec.engine.joint import Joint
 from mlxspec.engine.patches import HiddenStates, finite
 from tests.support.architectures import ARCHITECTURES
 from tests.support.examples import LONG
@@ -101,7 +101,7 @@ def test_rows_of_several_sequences_have_the_states_that_they_have_alone(name: st
         target.prefill([number, *PROMPT])
         joint.join(target)
         tree = DraftTree.chain(number, range(number))
-        members.append(JointRows(target, mx.array(tree.tokens), tree))
+        members.append((target, mx.array(tree.tokens), tree))
     _, spans = joint.forward(members)
     found = [(states.final[span], states.of_layers[0][span]) for span in spans]
     for number, (final, of_layer) in enumerate(found):

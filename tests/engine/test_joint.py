@@ -21,7 +21,7 @@ from mlxspec.drafting.lookahead import LookaheadDrafter
 from mlxspec.drafting.sources import PromptLookupDrafter
 from mlxspec.engine import caches
 from mlxspec.engine.capability import Capability, joint_mode
-from mlxspec.engine.joint import Joint, JointMode, JointRows
+from mlxspec.engine.joint import Joint, JointMode
 from mlxspec.engine.params import CacheOptions
 from mlxspec.engine.patches import finite
 from mlxspec.engine.sampling import Chooser, SamplingParams
@@ -225,7 +225,7 @@ def test_rows_of_plain_steps_are_a_batch_where_all_layers_stand_in_slots(name: s
     for step in range(3):
         trees = [DraftTree.chain(7 * step + number) for number in range(len(pairs))]
         rows = [
-            JointRows(together, mx.array(tree.tokens), tree)
+            (together, mx.array(tree.tokens), tree)
             for (together, _), tree in zip(pairs, trees, strict=True)
         ]
         logits, _ = joint.forward(rows)
@@ -249,7 +249,7 @@ def test_members_with_many_rows_stand_behind_those_in_slots_whatever_their_numbe
         pairs.append((together, alone))
     drafts = [(0, 9), (4, 1), (5, 1)]
     rows = [
-        JointRows(pairs[seat][0], mx.array([*range(size)]), DraftTree.chain(0, range(1, size)))
+        (pairs[seat][0], mx.array([*range(size)]), DraftTree.chain(0, range(1, size)))
         for seat, size in drafts
     ]
     logits, spans = joint.forward(rows)
@@ -288,7 +288,7 @@ def test_slots_take_no_more_than_is_spared_whoever_grows_pauses_and_leaves(
         active = pairs[: 2 if step < 20 else 5]  # the others pause, and fall behind
         trees = [DraftTree.chain(step + number) for number in range(len(active))]
         rows = [
-            JointRows(together, mx.array(tree.tokens), tree)
+            (together, mx.array(tree.tokens), tree)
             for (together, _), tree in zip(active, trees, strict=True)
         ]
         logits, spans = joint.forward(rows)

@@ -31,7 +31,6 @@ from mlxspec.engine.target import Target, target_for
 from mlxspec.errors import FileError, OptionError
 from mlxspec.generation import request as base
 from mlxspec.generation.request import Request
-from mlxspec.generation.session import CacheLease
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import endless_tokenizer
 from tests.support.drafters import HostileDrafter
@@ -174,7 +173,7 @@ def test_an_interrupt_while_caches_are_taken_gives_them_back() -> None:
         return lent, decoder.decode(TURNS[0], NoDraft(), max_tokens=3, prompt_cache=lent)
 
     for lent, stream in interrupted_anywhere(
-        [CacheLease.take, prompt_cache.Loan.take], prepared, lambda made: list(made[1])
+        [prompt_cache.CacheLease.take], prepared, lambda made: list(made[1])
     ):
         stream.close()
         assert {frozenset(vars(cache)) for cache in lent} == {frozenset(vars(KVCache()))}

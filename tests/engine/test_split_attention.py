@@ -15,7 +15,7 @@ from mlx_lm.models.base import create_causal_mask
 from mlxspec.drafting.drafter import DraftTree
 from mlxspec.engine import costs, patches
 from mlxspec.engine.capability import examine, finite, joint_mode
-from mlxspec.engine.joint import Joint, JointMode, JointRows
+from mlxspec.engine.joint import Joint, JointMode
 from mlxspec.engine.params import CacheOptions
 from mlxspec.engine.patches import split_attention, split_from
 from tests.engine.test_architectures import LONG_PROMPT, ODD_TOKEN, TRIED
@@ -98,7 +98,7 @@ def test_drafts_with_split_attention_leave_the_output_as_it_is(
     name: str, narrow: list[int]
 ) -> None:
     model = ARCHITECTURES[name].model()
-    capability = examine(model).capability
+    capability = examine(model)[0]
     expected = [token for token, _ in generate_step(mx.array(LONG_PROMPT), model, max_tokens=28)]
     split_attention(model, 0)
     narrow.clear()
@@ -129,7 +129,7 @@ def test_shared_steps_split_the_attention_of_each_sequence(
             target.prefill(LONG_PROMPT[:length])
             if seated:
                 joint.join(target)
-            members.append(JointRows(target, mx.array(tree.tokens), tree))
+            members.append((target, mx.array(tree.tokens), tree))
         narrow.clear()
         found, _ = joint.forward(members)
         mx.eval(found)

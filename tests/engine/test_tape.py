@@ -8,7 +8,7 @@ import pytest
 from mlxspec.drafting.drafter import DraftTree
 from mlxspec.engine.caches import parts
 from mlxspec.engine.capability import Capability, examine_joint
-from mlxspec.engine.joint import Joint, JointMode, JointRows
+from mlxspec.engine.joint import Joint, JointMode
 from mlxspec.engine.target import Target
 from tests.support.architectures import ARCHITECTURES
 from tests.support.examples import LONG
@@ -94,7 +94,7 @@ def test_sequences_that_share_a_step_keep_different_numbers_of_rows(name: str) -
     targets = [prefilled(name, prompt) for prompt in prompts]
     joint.forward(
         [
-            JointRows(target, mx.array(draft), DraftTree.chain(draft[0], draft[1:]))
+            (target, mx.array(draft), DraftTree.chain(draft[0], draft[1:]))
             for target, draft in zip(targets, drafts, strict=True)
         ]
     )

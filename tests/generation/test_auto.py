@@ -88,9 +88,9 @@ def test_the_opening_of_an_answer_is_found_by_the_end_of_its_prompt() -> None:
     decoder = decoder_with(FLAT)
     answer = tokens(decoder)
     decoder.memory.settle()
-    found = decoder.memory.look_up(decoder.tokenizer.encode(PROMPT)[-8:], limit=1)
-    assert found.occurrences[0].length == 8
-    assert answer[:5] == found.tokens[:5]
+    found, occurrences = decoder.memory.look_up(decoder.tokenizer.encode(PROMPT)[-8:], limit=1)
+    assert occurrences[0].length == 8
+    assert answer[:5] == found[:5]
 
 
 def test_only_what_is_remembered_teaches_the_next_generation(

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 import mlxspec
 from mlxspec.corpus import Memory
-from mlxspec.drafting.heads import HeadTimes
-from mlxspec.engine.heads import Member, TrainedHead
+from mlxspec.drafting.heads import HeadExperience
+from mlxspec.engine.heads import HeadDrafts, TrainedHead
 from mlxspec.engine.sampling import SamplingParams
 from mlxspec.generation.drafting import Auto
 from mlxspec.generation.engine import Engine
@@ -69,16 +69,19 @@ class Instructed(TrainedHead):
         self.right, self.random = right, random.Random(4)
         self.contexts: list[list[int]] = []
         self.drafted = 0
-        self.times = HeadTimes(1e-6, 1e-6)  # so that it runs even if it is hardly ever right
+        # So that it runs even if it is hardly ever right.
+        self.experience = HeadExperience(1e-6, 1e-6, self.head.most)
 
-    def draft(self, members: Sequence[Member], depth: int) -> list[tuple[list[int], list[float]]]:
+    def draft(
+        self, members: Sequence[HeadDrafts], depth: int
+    ) -> list[tuple[list[int], list[float]]]:
         drafts = super().draft(members, depth)
         self.drafted += len(drafts)
         if self.right is None:
             return [(tokens, [0.9] * depth) for tokens, _ in drafts]
         return [(self.told(member, depth), [0.9] * depth) for member in members]
 
-    def told(self, member: Member, depth: int) -> list[int]:
+    def told(self, member: HeadDrafts, depth: int) -> list[int]:
         start = member.target.length + 1
         known = (own for own in self.contexts if own[start - 1 : start] == [member.last])
         true = next(known, [])[start : start + depth]

@@ -12,7 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import MODEL_REMAPPING
 
 from mlxspec.engine.caches import parts
-from mlxspec.engine.capability import Capability, Finding, examine, examine_joint
+from mlxspec.engine.capability import Capability, examine, examine_joint
 from tests.support.architectures import ARCHITECTURES, Architecture
 from tests.support.rarer_architectures import NOT_TRIED
 
@@ -44,7 +44,7 @@ and the server shares no part of them. This applies to models that verify no dra
 def page() -> str:
     """The page as Markdown."""
     rows = [
-        row(architecture, examine(model), model)
+        row(architecture, *examine(model), model)
         for architecture in ARCHITECTURES.values()
         for model in (architecture.model(),)
     ]
@@ -66,19 +66,21 @@ def notes() -> list[str]:
     ]
 
 
-def row(architecture: Architecture, finding: Finding, model: nn.Module | None = None) -> str:
+def row(
+    architecture: Architecture, capability: Capability, reason: str, model: nn.Module | None = None
+) -> str:
     """One architecture's line, or its beginning where the model is not given to be tried."""
     caches = sorted(
         {type(cache).__name__ for cache in parts(make_prompt_cache(architecture.model()))}
     )
     line = (
         f"| {architecture.published} | `{architecture.model_type}` | {', '.join(caches)} "
-        f"| {finding.capability.value} | {finding.reason} |"
+        f"| {capability.value} | {reason} |"
     )
     if model is None:
         return line
-    joint, _ = examine_joint(model, finding.capability)
-    chunked = "mlx-lm's" if finding.capability is Capability.PLAIN else "any"
+    joint, _ = examine_joint(model, capability)
+    chunked = "mlx-lm's" if capability is Capability.PLAIN else "any"
     return f"{line} {joint.value} | {chunked} |"
 
 

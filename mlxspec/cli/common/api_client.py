@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from http.client import HTTPException, HTTPResponse
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ...engine.params import CacheOptions
 from ...errors import OptionError, PromptError
@@ -23,18 +23,6 @@ if TYPE_CHECKING:
     from ...models.chat_template import Messages
 
 _SILENCE = 60.0  # seconds; mlxspec serve sends keep-alives sooner
-
-
-class ModelCard(NamedTuple):
-    """A model of a server.
-
-    Attributes:
-        name: its name in requests.
-        context_length: in tokens; None if unknown.
-    """
-
-    name: str
-    context_length: int | None = None
 
 
 class ApiClient:
@@ -52,8 +40,8 @@ class ApiClient:
         # The server is on this machine or in its network, which a proxy may not reach.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
-    def models(self, first: str | None = None) -> list[ModelCard]:
-        """List the server's models.
+    def models(self, first: str | None = None) -> dict[str, int | None]:
+        """The server's models: their names in requests, and their context lengths, if known.
 
         Args:
             first: the model to list first; None keeps the server's order.
@@ -64,10 +52,10 @@ class ApiClient:
         """
         try:
             data = self.ask("/v1/models")["data"]
-            models = [ModelCard(model["id"], model.get("context_length")) for model in data]
-            if not all(isinstance(x, str) and isinstance(n, int | None) for x, n in models):
+            models = {model["id"]: model.get("context_length") for model in data}
+            if not all(isinstance(x, str) and isinstance(n, int | None) for x, n in models.items()):
                 raise TypeError(models)
-            names = [model.name for model in models]
+            names = [*models]
             name = first or names[0]
         except (AttributeError, LookupError, TypeError, json.JSONDecodeError) as error:
             raise OptionError(
@@ -77,7 +65,7 @@ class ApiClient:
             name = given_name(name)
         if name not in names:
             raise OptionError(f"--model is {first}: choose one of the server's: {', '.join(names)}")
-        return sorted(models, key=lambda model: model.name != name)
+        return {name: models[name], **models}
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """Send a request and parse the JSON answer.
@@ -167,13 +155,12 @@ class RemoteModel:
         Raises:
             OptionError: the server has no such model.
         """
-        model, *_ = self._client.models(name)
-        self.name, self.context_length = model.name, model.context_length
+        self.name, self.context_length = next(iter(self._client.models(name).items()))
         self.title = f"{self.name} at {self._client.address}"
 
     def others(self) -> list[str]:
         """The names of the server's models."""
-        return [model.name for model in self._client.models()]
+        return [*self._client.models()]
 
     def tokenize(self, messages: Messages) -> list[int]:
         """The tokens of a conversation in the model's chat template."""

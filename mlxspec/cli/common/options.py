@@ -39,11 +39,17 @@ class Command(click.Command):
         about, examples, rest = cleandoc(help).partition("\b\nExamples:")
         super().__init__(name, help=about, **{"epilog": examples + rest, **more})
 
-    def make_context(self, *args: Any, **more: Any) -> click.Context:
-        """Like click's, with the user's settings as the defaults of options."""
+    def make_context(
+        self, info_name: str | None, args: list[str], *rest: Any, **more: Any
+    ) -> click.Context:
+        """Like click's, with the user's settings as the defaults of options.
+
+        ``obj`` has the command's words, as they were given.
+        """
+        more.setdefault("obj", [*args])
         with suppress(MlxspecError):  # the command reports it, and --help need not
             more.setdefault("default_map", load_config().defaults_of(self.name or ""))
-        return super().make_context(*args, **more)
+        return super().make_context(info_name, args, *rest, **more)
 
     def invoke(self, ctx: click.Context) -> Any:
         with reported():

@@ -283,7 +283,11 @@ class Gemma4Assistant(Head):
         self.width = config["backbone_hidden_size"]
         self.pre_projection = nn.Linear(2 * self.width, args.hidden_size, bias=False)
         self.post_projection = nn.Linear(args.hidden_size, self.width, bias=False)
-        self.model = _Gemma4Layers(args)
+        self.model = {
+            "embed_tokens": nn.Embedding(args.vocab_size, args.hidden_size),
+            "layers": [gemma4_text.DecoderLayer(args, i) for i in range(args.num_hidden_layers)],
+            "norm": nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps),
+        }
         if config.get("use_ordered_embeddings"):
             self.masked_embedding = _MaskedEmbedding(args, config)
 
@@ -303,14 +307,14 @@ class Gemma4Assistant(Head):
     ) -> tuple[mx.array, mx.array]:
         x = self.pre_projection(mx.concatenate([self.embed(tokens), features], axis=-1))
         views = [(view.keys_and_values(), view.offset) for view in cache]
-        for layer in self.model.layers:
+        for layer in self.model["layers"]:
             shared, offset = views[layer.self_attn.is_sliding]
             x, _, _ = layer(x, shared_kv=shared, offset=offset)
-        hidden = self.model.norm(x)
+        hidden = self.model["norm"](x)
         return self.post_projection(hidden), hidden
 
     def logits(self, hidden: mx.array) -> mx.array:
-        embedding = self.model.embed_tokens
+        embedding = self.model["embed_tokens"]
         if "masked_embedding" not in self:
             return embedding.as_linear(hidden)
         return self.masked_embedding(hidden, embedding)
@@ -322,14 +326,6 @@ class Gemma4Assistant(Head):
         if (ordering := kept.get("masked_embedding.token_ordering")) is not None:
             kept["masked_embedding.token_ordering"] = ordering.astype(mx.int32)
         return kept
-
-
-class _Gemma4Layers(nn.Module):
-    def __init__(self, args: gemma4_text.ModelArgs) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(args.vocab_size, args.hidden_size)
-        self.layers = [gemma4_text.DecoderLayer(args, i) for i in range(args.num_hidden_layers)]
-        self.norm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
 
 
 class _MaskedEmbedding(nn.Module):
