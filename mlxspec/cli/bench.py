@@ -25,12 +25,12 @@ from .calibrate import measured_curves
 from .common.model_choice import ABOUT, DEFAULT, MODEL, model_argument, needed_model
 from .common.options import (
     ADAPTERS,
+    COUNT,
     DRAFTER,
     FILE,
     HEAD,
     NAME,
     NO_HEAD,
-    check_least,
     check_one,
     command,
     names_completed,
@@ -72,7 +72,7 @@ class BenchOptions:
         type=FILE,
         multiple=True,
     )
-    limit: int | None = _prompts("--limit N", "At most N prompts of each category.")
+    limit: int | None = _prompts("--limit N", "At most N prompts of each category.", type=COUNT)
     decoders: str | None = _measurement(
         "--decoder A,B",
         f"Decoders to compare with plain decoding: any of {', '.join(_DECODERS)}.  [default: all]",
@@ -81,8 +81,12 @@ class BenchOptions:
     drafter: str | None = _measurement(
         DRAFTER, "Also measure your own drafter class, alone and with auto."
     )
-    max_tokens: int = _measurement("--max-tokens N", "Generate at most N tokens.", default=250)
-    repeats: int = _measurement("--repeats N", "Runs of each decoder on each prompt.", default=3)
+    max_tokens: int = _measurement(
+        "--max-tokens N", "Generate at most N tokens.", default=250, type=COUNT
+    )
+    repeats: int = _measurement(
+        "--repeats N", "Runs of each decoder on each prompt.", default=3, type=COUNT
+    )
     temp: float = _measurement("--temp T", "Temperature; 0 is greedy.", default=0.0)
     seed: int = _measurement("--seed N", "Same seed, same outputs.", default=0)
     mlx_settings: str | None = _measurement(
@@ -95,7 +99,9 @@ class BenchOptions:
 @model_argument(ABOUT + DEFAULT)
 @options_of(BenchOptions, "asked")
 @options_of(ReportOptions, "shows", "Output")
-@option("--include-text", "Include prompts and outputs in the JSON.", group="Output")
+@option(
+    "--include-text", "Include prompts and outputs in the JSON.", group="Output", needs=("--json",)
+)
 @option(
     "--submit",
     "Also measure what rows cost, and write a report. It is shown, and opened as an issue on "
@@ -142,7 +148,6 @@ def bench_command(
     uses_head = any(map(takes_head, backends))
     if asked.head is not None and not uses_head:
         raise OptionError("--head is for --decoder auto: add it")
-    check_least(1, max_tokens=asked.max_tokens, repeats=asked.repeats, limit=asked.limit)
     SamplingParams(temp=asked.temp, seed=asked.seed)
     prompts = [prompt for file in asked.prompts for prompt in read_prompts(file)]
     questions = limited(prompts or bundled_prompts(), asked.limit)

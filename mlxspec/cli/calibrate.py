@@ -12,15 +12,15 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import MlxspecError
+from ..errors import MlxspecError, OptionError
 from ..terminal import visible
 from .common.model_choice import ABOUT, DEFAULT, MODEL, model_argument, needed_model
 from .common.options import (
     ADAPTERS,
+    COUNT,
     HEAD,
     NAME,
     NO_HEAD,
-    check_least,
     check_one,
     command,
     option,
@@ -48,7 +48,7 @@ _measurement = partial(option, group="Measurement")
     "--context N",
     "Measure behind N tokens of context; may be given several times.  [default: 64, 1000 and "
     "8000, or as many as the model and the memory allow]",
-    type=int,
+    type=COUNT,
     multiple=True,
 )
 @_measurement(
@@ -58,7 +58,7 @@ _measurement = partial(option, group="Measurement")
     type=MODEL,
 )
 @_measurement(*NO_HEAD)
-@_measurement("--sequences N", "Measure steps that N sequences share.", default=1, type=int)
+@_measurement("--sequences N", "Measure steps that N sequences share.", default=1, type=COUNT)
 @_measurement("--show", "Show what is known of MODEL, or else of all, and measure nothing.")
 @options_of(ReportOptions, "shows", "Output")
 def calibrate_command(
@@ -94,9 +94,10 @@ def calibrate_command(
     from ..drafting.kept import CostCache
 
     shows.check()
-    check_least(1, context=min(context, default=1), sequences=sequences)
     check_one(head=head, no_head=no_head)
     check_one(head=head, show=show, sequences=sequences > 1)
+    if show and adapter_path is not None and model is None:
+        raise OptionError("--adapter-path is given without its MODEL: name that, too")
     cache = CostCache()
     if show:
         curves, of_head = _known(cache, model, adapter_path, context), None

@@ -26,7 +26,7 @@ from .common.api_client import ApiClient
 from .common.generation import API_KEY
 from .common.model_choice import MODEL
 from .common.notes import say
-from .common.options import argument, check_least, check_one, color_option, command, option
+from .common.options import COUNT, argument, check_one, color_option, command, option
 from .common.output import confirm, output_console, print_rows
 from .settings import SettingsFile
 
@@ -119,7 +119,7 @@ def _folder(variable: str, default: str) -> str:
     metavar="[CLIENT]",
 )
 @option("--server URL", f"The server's address.  [default: {_SERVER}:{_PORT}]", group="Server")
-@option("--port N", f"The server's port, if its address is {_SERVER}.", type=int, group="Server")
+@option("--port N", f"The server's port, if its address is {_SERVER}.", type=COUNT, group="Server")
 @option(
     "-m --model NAME",
     "The model to use first.  [default: the server's first]",
@@ -129,7 +129,7 @@ def _folder(variable: str, default: str) -> str:
 @option(
     "--context-length N",
     "Set the models' context in the client to N tokens.  [default: the full length]",
-    type=int,
+    type=COUNT,
     group="Server",
 )
 @option("--write", "Write the settings to the client's files, after asking.", group="Writing")
@@ -161,10 +161,11 @@ def connect_command(
     If the server needs a key, put the key in MLXSPEC_API_KEY, here and for the client. The key is
     neither shown nor written: files and commands name the variable.
     """
-    check_least(1, context_length=context_length, port=port)
     check_one(server=server, port=port)
     console = output_console(color)
     if client is None:
+        if write or yes:
+            raise OptionError("--write needs a CLIENT: 'mlxspec connect' lists them")
         print_rows(*((name, f"{title}: {way}") for name, (title, way) in CLIENTS.items()))
         return
     title, _ = CLIENTS[client]

@@ -14,6 +14,7 @@ from .common.output import ProgressBar
 
 _checkpoint = partial(option, group="Checkpoint")
 _result = partial(option, group="Result")
+_quantized = partial(_result, needs=("--quantize",))
 
 
 @command("convert")
@@ -32,9 +33,9 @@ _result = partial(option, group="Result")
     type=NAME,
 )
 @_result("-q --quantize", "Quantise the weights, to 4 bits by default.")
-@_result("--q-bits N", "Bits of a quantised weight.", type=int)
-@_result("--q-group-size N", "How many weights share a scale.", type=int)
-@_result("--q-mode affine|mxfp4|mxfp8|nvfp4", "Format of quantised weights.")
+@_quantized("--q-bits N", "Bits of a quantised weight.", type=int)
+@_quantized("--q-group-size N", "How many weights share a scale.", type=int)
+@_quantized("--q-mode affine|mxfp4|mxfp8|nvfp4", "Format of quantised weights.")
 @_result("--dtype float16|bfloat16|float32", "Float type.  [default: the checkpoint's 16-bit type]")
 @_result("--force", "Replace an existing model at --mlx-path.")
 def convert_command(model: str | None, **options: Any) -> None:

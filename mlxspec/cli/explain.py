@@ -17,7 +17,7 @@ from ..errors import OptionError
 from ..terminal import one_line, visible
 from .common.generation import Generation
 from .common.model_choice import model_or_default, note_if_demo
-from .common.options import check_least, color_option, command, option, options_of
+from .common.options import COUNT, color_option, command, option, options_of
 from .common.output import ProgressBar, ReportOptions, error_console, prefill_bar
 from .common.prompt import PromptOptions, model_option, prompt_argument
 from .memory import Memories
@@ -38,15 +38,15 @@ _view = partial(option, group="Steps and output")
     "--max-tokens N",
     "Generate at most N tokens.",
     default=250,
-    type=click.IntRange(1),
+    type=COUNT,
     group="Model and prompt",
 )
 @options_of(Generation, "generation")
-@_view("--steps K", "Show K successive steps.", default=3)
+@_view("--steps K", "Show K successive steps.", default=3, type=COUNT)
 @_view(
     "--skip N",
     "Begin after N steps.  [default: where the most drafts are partly accepted]",
-    type=int,
+    type=click.IntRange(0),
 )
 @options_of(ReportOptions, "shows", "Steps and output", leave_out=("as_json",))
 @color_option("Steps and output", "Show in colour.")
@@ -73,8 +73,6 @@ def explain_command(
       mlxspec explain --decoder lookahead --prompt-file ask.txt --html steps.html
     """
     source = prompt.read()  # this, and all checks that need no model, before a model is loaded
-    check_least(1, steps=steps)
-    check_least(0, skip=skip)
     shows.check()
 
     from ..drafting.sources import RecordingDrafter

@@ -21,7 +21,7 @@ from ..terminal import TokenPrinter, colored
 from .common.generation import Generation
 from .common.model_choice import model_or_default, note_if_demo
 from .common.notes import silence_notes
-from .common.options import NAME, color_option, command, option, options_of
+from .common.options import COUNT, NAME, check_one, color_option, command, option, options_of
 from .common.output import (
     Figures,
     error_console,
@@ -57,8 +57,14 @@ _output = partial(option, group="Output")
     "Answer each line of FILE, several at a time: see below; - reads standard input.",
     type=NAME,
 )
-@_model("--concurrency N", "With --prompts: answer N at once.", default=8, type=click.IntRange(1))
-@_model("--max-tokens N", "Generate at most N tokens.", default=250, type=click.IntRange(1))
+@_model(
+    "--concurrency N",
+    "With --prompts: answer N at once.",
+    default=8,
+    type=COUNT,
+    needs=("--prompts",),
+)
+@_model("--max-tokens N", "Generate at most N tokens.", default=250, type=COUNT)
 @options_of(Generation, "generation")
 @_output("-q --quiet", "Show only the text: no figures, progress or notes.")
 @color_option("Output")
@@ -69,6 +75,7 @@ _output = partial(option, group="Output")
     "With --json or --prompts: log-probabilities of each token, and of the K likeliest tokens in "
     "its place.",
     type=click.IntRange(0),
+    needs=("--json", "--prompts"),
 )
 def generate_command(*, prompts: str | None, concurrency: int, **options: Any) -> None:
     """Generate text with speculative decoding.
@@ -109,6 +116,7 @@ def generate_command(*, prompts: str | None, concurrency: int, **options: Any) -
     Only the text goes to standard output: unchanged to a file or a pipe, and with visible control
     characters to a terminal. Figures, notes and errors go to standard error.
     """
+    check_one(quiet=options["quiet"], stats=options["stats"])
     if options["quiet"]:
         silence_notes()
     sources = *vars(options["prompt"]).values(), prompts

@@ -316,7 +316,8 @@ def forget_command(
         path.unlink(missing_ok=True)
     if taught:
         say(f"Forgot which drafts were right for {counted(len(taught), 'model')}.")
-    say(f"Forgot {counted(sum(len(rows) for _, rows in found), 'answer')}.")
+    if found or not taught:
+        say(f"Forgot {counted(sum(len(rows) for _, rows in found), 'answer')}.")
 
 
 def _chosen(
@@ -333,7 +334,7 @@ def _chosen(
 @memory_command.command("export")
 @_model_option
 @option("-o --output FILE", "Write to FILE instead of standard output.", type=FILE)
-@option("--force", "Replace an existing file.")
+@option("--force", "Replace an existing file.", needs=("--output",))
 def export_command(model: str | None, output: Path | None, force: bool) -> None:
     """Write the answers as a chat log, the oldest first.
 

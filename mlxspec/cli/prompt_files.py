@@ -35,7 +35,7 @@ from ..models.chat_template import Messages, apply_template
 from ..process import INTERRUPTED
 from .common.generation import Generation
 from .common.model_choice import model_or_default, note_if_demo
-from .common.output import Figures, ProgressBar, error_console, json_text, result_report
+from .common.output import Figures, ProgressBar, counted, error_console, json_text, result_report
 from .common.prompt import PromptOptions
 from .memory import Memories
 
@@ -70,7 +70,7 @@ def answer_prompts(
         shows: ``quiet``, ``color`` and ``as_json``; the results are always JSON.
 
     Raises:
-        MlxspecError, OSError: an option, the file or the model is at fault.
+        MlxspecError, OSError: an option, the file, one of its prompts or the model is at fault.
     """
     # Check all that needs no model before a model is loaded, or even downloaded.
     others = prompt.named()
@@ -100,7 +100,8 @@ def answer_prompts(
     if interrupted:
         sys.exit(INTERRUPTED)
     if answers.failed:
-        sys.exit(1)
+        failed = counted(answers.failed, "prompt")
+        raise PromptError(f'{failed} could not be answered: see "error" in the results')
 
 
 # --- a line ---

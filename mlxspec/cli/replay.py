@@ -12,10 +12,11 @@ from rich.console import RenderableType
 from ..errors import OptionError
 from .common.model_choice import MODEL
 from .common.options import (
+    COUNT,
     DRAFTER,
     FILE,
     argument,
-    check_least,
+    check_one,
     command,
     names_completed,
     option_field,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 _ALL = "all"
 _OWN = "own curve"
+_USUAL_CHIP = ("M4 Pro",)
 
 
 def _decoder_names() -> Iterator[str]:
@@ -50,14 +52,18 @@ class ReplayOptions:
     )
     chips: tuple[str, ...] = option_field(
         "--chip NAME",
-        "A chip with a known cost curve, such as 'M3 Max', or 'all'; repeatable.",
-        default=("M4 Pro",),
+        "A chip with a known cost curve, such as 'M3 Max', or 'all'; repeatable.  [default: M4 "
+        "Pro]",
+        default=(),
     )
     curve: Path | None = option_field(  # noqa: RUF009
         "--curve FILE", "Instead of a chip's, a cost curve written by 'mlxspec calibrate --json'."
     )
     limit: int = option_field(
-        "--limit N", "At most N conversations per category, evenly spaced.", default=240
+        "--limit N",
+        "At most N conversations per category, evenly spaced.",
+        default=240,
+        type=COUNT,
     )
     drafter: str | None = option_field(
         DRAFTER, "Also replay your own drafter class, alone and with auto."
@@ -79,6 +85,7 @@ class ReplayOptions:
         "--concurrency N",
         "Run N outputs at once, which share each step, with and without drafts.",
         default=1,
+        type=COUNT,
     )
     memory: str | None = option_field(
         "--memory N[,N...]",
@@ -124,7 +131,7 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
     from ..bench.replay import compare, verdict
     from ..models.tokenizer import load_tokenizer_of, vocabulary_classes
 
-    check_least(1, concurrency=asked.concurrency, limit=asked.limit)
+    check_one(chip=asked.chips or None, curve=asked.curve)
     policies = _policies(asked)
     chips = _chips(asked.chips, asked.curve)
     shows.check()
@@ -176,7 +183,7 @@ def _chips(names: tuple[str, ...], file: Path | None) -> dict[str, Chip]:
 
     if file:
         return {_OWN: Chip(_OWN, read_curve(file), "measured on the user's machine")}
-    chips = map(known_chip, chip_names() if _ALL in names else names)
+    chips = map(known_chip, chip_names() if _ALL in names else names or _USUAL_CHIP)
     return {chip.name: chip for chip in chips}
 
 

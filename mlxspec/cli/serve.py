@@ -42,7 +42,9 @@ from .common.model_choice import (
 from .common.notes import note
 from .common.options import (
     ADAPTERS,
+    COUNT,
     NAME,
+    check_one,
     color_option,
     command,
     option_field,
@@ -132,7 +134,7 @@ class ServeOptions:
         "--concurrency N",
         "Generate for N requests per model at once.",
         default=8,
-        type=click.IntRange(1),
+        type=COUNT,
     )
     queue: int = _request_option(
         "--queue N",
@@ -144,7 +146,7 @@ class ServeOptions:
         "--max-tokens N",
         "Generate at most N tokens if a request sets no limit.",
         default=8192,
-        type=click.IntRange(1),
+        type=COUNT,
     )
     stall: float = _request_option(
         "--stall SECONDS",
@@ -216,6 +218,7 @@ def checked(
     Raises:
         OptionError: a value is wrong, or the server would be open to other machines.
     """
+    check_one(quiet=options.quiet, log_json=options.log_json)
     count = len(models) or int(not options.available)  # without any, the default one is loaded
     for option, value, most in (
         ("--adapter-path", options.adapter_path, 1),
@@ -480,7 +483,7 @@ class _Loader:
         )
         memory = CacheMemory(model, caches, draft_model)
         if self._options.cache_dir:
-            most = max(0, self._memory.most_idle - memory.weights) // max(1, len(self._asked))
+            most = self._memory.most_idle(memory.weights) // max(1, len(self._asked))
             prefixes.load(_place(self._options.cache_dir, path), most)
         return ServedModel(
             *(name, decoder, prefixes, memory),

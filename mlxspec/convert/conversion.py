@@ -48,7 +48,8 @@ def convert(
         hf_path: instead, a Hugging Face checkpoint, a directory or a repository on the Hub.
         mlx_path: the directory to write.
         quantize: quantise the weights, with ``q_mode`` (affine, mxfp4, mxfp8, nvfp4),
-            ``q_bits`` and ``q_group_size``; None means MLX's default.
+            ``q_bits`` and ``q_group_size``, which have no effect otherwise; None means MLX's
+            default.
         dtype: float16, bfloat16 or float32; by default the checkpoint's own 16-bit type, or
             float16 if it has none.
         force: replace an existing model at ``mlx_path``.
@@ -98,12 +99,10 @@ def _quantization(
     quantize: bool, mode: str | None, bits: int | None, group_size: int | None
 ) -> Quantization | None:
     """The quantisation that the options request, if any."""
+    if not quantize:
+        return None
     options = {"--q-mode": mode, "--q-bits": bits, "--q-group-size": group_size}
     given = [f"{option} {value}" for option, value in options.items() if value is not None]
-    if not quantize:
-        if given:
-            raise OptionError(f"{given[0]}: has no effect without -q; add -q")
-        return None
     quantization: Quantization = {"mode": mode or "affine", "bits": bits, "group_size": group_size}
     try:  # so that it fails before a download
         if group_size is not None and group_size < 1:

@@ -110,7 +110,7 @@ def parse_lookup_config(config: str | Sequence[object]) -> tuple[int, int, str |
         n_draft, ngram_max, *devices = values
         if min(n_draft, ngram_max) < 0 or type(n_draft + ngram_max) is not int or devices[1:]:
             raise ValueError
-    except (TypeError, ValueError) as error:
+    except (RecursionError, TypeError, ValueError) as error:
         raise OptionError(
             f"prompt_lookup_config is {config!r}: write it as [draft tokens, longest n-gram], "
             "for example [10,2]"

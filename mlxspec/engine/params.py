@@ -155,7 +155,7 @@ class SamplingParams:
                 f"temp is {self.temp}: choose 0 (greedy), or a finite number from {_COLDEST} up"
             )
         for token, bias in (self.logit_bias or {}).items():
-            if not isinstance(bias, SupportsFloat) or not float(bias) < math.inf:
+            if not isinstance(bias, float | SupportsFloat) or not float(bias) < math.inf:
                 raise OptionError(f"logit_bias of token {token} is {bias}: choose a number")
 
     @property
@@ -214,6 +214,8 @@ class Constraint:
         Raises:
             OptionError: the schema is not an object, or too long.
         """
+        if isinstance(schema, str):
+            cls("json_schema", schema)  # a long text is refused before it is parsed
         try:
             parsed = json.loads(schema) if isinstance(schema, str) else schema
             text = json.dumps({} if parsed is True else parsed, allow_nan=False)

@@ -232,7 +232,7 @@ def sampling_from(options: Mapping[str, Any], vocab_size: int) -> SamplingParams
 
 
 def _is_token(token: object, vocab_size: int) -> bool:
-    return isinstance(token, SupportsIndex) and 0 <= operator.index(token) < vocab_size
+    return isinstance(token, int | SupportsIndex) and 0 <= operator.index(token) < vocab_size
 
 
 def cache_options_from(options: Mapping[str, Any], model: nn.Module) -> CacheOptions:

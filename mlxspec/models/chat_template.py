@@ -51,7 +51,7 @@ def apply_template(tokenizer: TokenizerWrapper, messages: Messages, **how: Any) 
         raise PromptError(f"the chat template failed ({cause})") from error
 
 
-_NOT_A_PROMPT = {*("conversation", "messages", "return_dict", "return_tensors", "tokenize")}
+NOT_A_PROMPT = {*("conversation", "messages", "return_dict", "return_tensors", "tokenize")}
 """Arguments of :func:`apply_template` with which the result is not a prompt."""
 
 
@@ -83,7 +83,7 @@ def conversation_ids(
         )
     if not isinstance(how, Mapping):
         raise OptionError("chat_template_kwargs must be a dict of names and values")
-    if wrong := sorted(_NOT_A_PROMPT & how.keys()):
+    if wrong := sorted(NOT_A_PROMPT & how.keys()):
         raise OptionError(f"chat_template_kwargs must not set {wrong[0]}: leave it out")
     turn = {"add_generation_prompt": True}
     if messages[-1]["role"] == "assistant":

@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -30,10 +30,6 @@ from .model_files import (
     read_json_object,
 )
 
-if TYPE_CHECKING:
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
-
-
 _log = logging.getLogger(__name__)
 
 _HALF_PRECISION = (mx.float16, mx.bfloat16)
@@ -45,10 +41,10 @@ def load(
     model_config: dict[str, Any] | None = None,
     adapter_path: str | Path | None = None,
     lazy: bool = False,
-    *,
+    return_config: bool = False,
     revision: str | None = None,
     trust_remote_code: bool = False,
-) -> tuple[nn.Module, TokenizerWrapper]:
+) -> tuple[Any, ...]:
     """Load a model with mlx-lm's classes, and its tokenizer; the arguments are as in mlx-lm.
 
     No code of a model's repository is ever run. On the CPU back end, which emulates half
@@ -63,13 +59,15 @@ def load(
         model_config: settings of the model that override those in ``config.json``.
         adapter_path: a directory of LoRA adapters that mlx-lm has trained.
         lazy: leave the weights on disk until they are used.
+        return_config: also return the model's settings.
         revision: branch, tag or commit of the repository.
         trust_remote_code: accepted for compatibility with mlx-lm, here and in ``tokenizer_config``.
             A model that needs such code is refused anyway.
 
     Returns:
-        The model, and mlx-lm's tokenizer wrapper. With this tokenizer, decoders keep every space of
-        an output. mlx-lm's functions, and those that replace them, drop the first space.
+        The model, mlx-lm's tokenizer wrapper, and the settings if ``return_config``. With this
+        tokenizer, decoders keep every space of an output. mlx-lm's functions, and those that
+        replace them, drop the first space.
 
     Raises:
         LoadError: a file is missing, damaged or not supported; the message names the remedy.
@@ -90,7 +88,7 @@ def load(
     tokenizer = load_tokenizer(directory, config.get("eos_token_id"), tokenizer_config)
     seconds = time.perf_counter() - started
     _log.info("loaded %s from %s in %.1f s", path_or_hf_repo, directory, seconds)
-    return model, tokenizer
+    return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
 def load_lazily(

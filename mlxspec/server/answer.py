@@ -26,7 +26,6 @@ from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
 
 from .auth import OnRefusal
 from .body import ApiError, is_messages, new_request_id
@@ -61,7 +60,7 @@ _HEADERS = {
     "json_tools": re.compile(
         r'\s*\{\s*"name"\s*:\s*"([^"\\\x00-\x1f]+)"\s*,\s*"arguments"\s*:\s*(?=\{)'
     ),
-    "mistral": re.compile(r"\s*(?:\[TOOL_CALLS\])?\s*([\w-]+)\s*\[ARGS\]\s*(?=\{)"),
+    "mistral": re.compile(r"\s*(?:\[TOOL_CALLS\]\s*)?([\w-]+)\s*\[ARGS\]\s*(?=\{)"),
 }
 """By the name of mlx-lm's parser: the formats whose arguments are streamed."""
 
@@ -481,9 +480,9 @@ async def answered(
         ApiError: a generation failed before anything was sent.
     """
     request.state.answered = True
+    request.state.uses.callback(stream.close)  # even if the client leaves before the first event
     if streamed:
-        events = _server_sent_events(stream, answer, keep_alive)
-        return _Streamed(events, stream.close, answer.headers)
+        return _streamed(_server_sent_events(stream, answer, keep_alive), answer.headers)
     request.state.sign, request.state.headers = " ", answer.headers
     whole = asyncio.create_task(_whole(stream, answer, keep_alive))
     gone = asyncio.create_task(_disconnected(request))
@@ -522,17 +521,14 @@ def patient(
         if is_messages(request.url.path):
             state.headers = {"request-id": state.id}
         making = asyncio.ensure_future(endpoint(request))
-        try:
-            for waits in itertools.count(1):
-                await asyncio.wait({making}, timeout=keep_alive)
-                if making.done():
-                    break
-                if state.sign == LOADING or (state.sign and waits >= _BEGIN):
-                    rest = _after_keep_alives(making, request, keep_alive, failed, on_refusal)
-                    return _Streamed(rest, making.cancel, state.headers, state.sign == LOADING)
-        except asyncio.CancelledError:
-            making.cancel()
-            raise
+        state.uses.callback(making.cancel)
+        for waits in itertools.count(1):
+            await asyncio.wait({making}, timeout=keep_alive)
+            if making.done():
+                break
+            if state.sign == LOADING or (state.sign and waits >= _BEGIN):
+                rest = _after_keep_alives(making, request, keep_alive, failed, on_refusal)
+                return _streamed(rest, state.headers, state.sign == LOADING)
         return making.result()
 
     return answer
@@ -546,13 +542,13 @@ async def _after_keep_alives(
     on_refusal: OnRefusal,
 ) -> AsyncIterator[str]:
     """Keep-alives until there is a response, and then its content."""
-    response, sign = None, request.state.sign
+    sign = request.state.sign
     try:
         while not making.done():
             yield sign
             await asyncio.wait({making}, timeout=keep_alive)
         response = making.result()
-        if isinstance(response, _Streamed):
+        if isinstance(response, StreamingResponse):
             async for chunk in response.body_iterator:
                 yield str(chunk)
         else:
@@ -563,9 +559,6 @@ async def _after_keep_alives(
             on_refusal(request.url.path, known)
         last = failed(known, request.state.id)
         yield framed(last) if sign == LOADING else json.dumps(last.get("response", last))
-    finally:
-        if isinstance(response, _Streamed):
-            response.on_end()
 
 
 def is_answered(request: Request) -> bool:
@@ -573,28 +566,13 @@ def is_answered(request: Request) -> bool:
     return getattr(request.state, "answered", False)
 
 
-class _Streamed(StreamingResponse):
-    """A response sent in pieces; it calls ``on_end`` even if the client disconnects at once."""
-
-    def __init__(
-        self,
-        content: AsyncIterator[str],
-        on_end: Callable[[], object],
-        headers: Mapping[str, str],
-        events: bool = True,
-    ) -> None:
-        super().__init__(
-            content,
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers},
-            media_type="text/event-stream" if events else "application/json",
-        )
-        self.on_end = on_end
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self.on_end()
+def _streamed(
+    content: AsyncIterator[str], headers: Mapping[str, str], events: bool = True
+) -> StreamingResponse:
+    """A response that is sent in pieces: server-sent events, or a JSON text."""
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers}
+    media_type = "text/event-stream" if events else "application/json"
+    return StreamingResponse(content, headers=headers, media_type=media_type)
 
 
 def framed(chunk: dict[str, Any]) -> str:

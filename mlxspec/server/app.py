@@ -383,6 +383,7 @@ class Endpoints:
             ApiError: an option is out of range, a prompt is too long, the queue is full, or a
                 generation failed before anything was sent.
         """
+        self._worker.check_queue(served, len(prompts) * body.n)  # before thousands are made
         prediction: Sequence[int] = ()
         if body.prediction:
             if not served.predicts:
@@ -530,7 +531,7 @@ def status_of(worker: Worker, catalog: Catalog) -> dict[str, Any]:
                 "name": served.name,
                 "context_length": served.context_length,
                 "cost_curve": _curve(served) if worker.ready else None,
-                "cache": {"bytes": served.cache.nbytes, "max_bytes": worker.memory.most_idle}
+                "cache": {"bytes": served.cache.nbytes, "max_bytes": worker.memory.most_idle()}
                 | {name: getattr(served.cache, name) for name in _CACHE_FIGURES},
             }
             for served in worker.models.values()

@@ -34,6 +34,7 @@ KEEP_ALIVE = 600.0
 """Seconds after which a model that was loaded for a request is unloaded if none came."""
 
 _NAMED = 5  # models that an error names
+_COMPARED = 200  # characters of an unknown name that are compared with the models' names
 _CHECK = 1.0  # seconds between two looks for models that have been idle for their time
 
 _Result = TypeVar("_Result")
@@ -227,7 +228,7 @@ class Catalog:
                 found = default if name.startswith("claude-") else only
         if found is None:
             which = f"the model {shown(name)} is not served here" if name else "no model is named"
-            near = get_close_matches(name or "", self._entries, _NAMED, cutoff=0)
+            near = get_close_matches((name or "")[:_COMPARED], self._entries, _NAMED, cutoff=0)
             instead = (
                 f"use {' or '.join(near)}, or another one that /v1/models lists"
                 if near
@@ -430,9 +431,11 @@ class Catalog:
         try:
             self._worker.call(self._worker.leave, entry.served)
             self._loader.close(entry.served)
-        finally:
-            entry.served, entry.state = None, "not-loaded"
-            _free()
+        except Exception as error:  # a load may wait for the room, which is free all the same
+            if not self._ending:
+                _log.error("the model %s could not be closed", entry.name, exc_info=error)
+        entry.served, entry.state = None, "not-loaded"
+        _free()
 
     def close(self) -> None:
         """End the thread; a model that is being loaded is given up."""
@@ -453,7 +456,7 @@ def _free() -> None:
 def keeping_models(app: ASGIApp) -> ASGIApp:
     """ASGI middleware: a request's models stay loaded until its response has been sent.
 
-    The request's state has the stack for :meth:`Catalog.use`.
+    The request's state has the stack for :meth:`Catalog.use`, and for what else ends with it.
     """
 
     async def served(scope: Scope, receive: Receive, send: Send) -> None:

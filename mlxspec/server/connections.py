@@ -9,14 +9,16 @@ import resource
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 _MOST = 1024  # connections; further requests get 503
 _FILES = 2 * _MOST  # that the process may open, if it may say so itself
 _LAST = 1.0  # seconds for requests to notice that their connections were closed
+_LOOK = 1  # seconds between two looks for clients that are silent
 _QUIET = 60.0  # seconds before a message is logged again
 
 
@@ -26,7 +28,8 @@ class HttpServer(uvicorn.Server):
     Args:
         app: the application.
         grace: seconds for running requests after the first signal. The second signal ends them.
-        unread: seconds for which a client may read nothing of its answer.
+        patience: seconds after which a client is left that reads nothing of its answer, or has
+            not sent the rest of a request.
         on_start: called in the event loop at its start.
         on_exit: called at the first signal.
     """
@@ -36,12 +39,12 @@ class HttpServer(uvicorn.Server):
         app: ASGIApp,
         *,
         grace: float = 10.0,
-        unread: float = 300.0,
+        patience: float = 300.0,
         on_start: Callable[[], object] = lambda: None,
         on_exit: Callable[[], object] = lambda: None,
     ) -> None:
         config = uvicorn.Config(
-            _abandoning(app, unread),
+            app,
             http="h11",
             ws="none",
             lifespan="off",
@@ -49,11 +52,15 @@ class HttpServer(uvicorn.Server):
             access_log=False,
             server_header=False,
             limit_concurrency=_MOST,
+            callback_notify=self._leave_silent,
+            timeout_notify=_LOOK,
             # For requests that wait for a thread and do not notice that the client disconnected.
             timeout_graceful_shutdown=math.ceil(grace + _LAST),
         )
         super().__init__(config)
         self._grace = grace
+        self._patience = patience
+        self._waits: dict[tuple[object, ...], float] = {}
         self._on_start = on_start
         self._on_exit = on_exit
         logging.getLogger("uvicorn.error").addFilter(_seldom)
@@ -65,6 +72,19 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: Any = None) -> None:
         self._on_start()
         await super().startup(sockets)
+
+    async def _leave_silent(self) -> None:
+        """Close the connections whose clients have kept the server waiting for too long."""
+        now, before, self._waits = time.monotonic(), self._waits, {}
+        for one in cast(set[H11Protocol], self.server_state.connections):
+            reads = one.cycle and not (one.cycle.response_complete or one.transport.is_closing())
+            if reads and not (one.cycle.more_body or one.flow.write_paused):
+                continue
+            # A wait ends with the next request, or once the client has read something.
+            wait = one, one.cycle, one.transport.get_write_buffer_size()
+            self._waits[wait] = before.get(wait, now)
+            if now - self._waits[wait] > self._patience:
+                one.transport.abort()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         first = not self.should_exit
@@ -89,30 +109,14 @@ class HttpServer(uvicorn.Server):
             await asyncio.wait({*state.tasks}, timeout=_LAST)
 
 
-def _abandoning(app: ASGIApp, unread: float) -> ASGIApp:
-    """ASGI middleware: ends requests whose clients have read nothing for this many seconds."""
-
-    async def abandoning(scope: Scope, receive: Receive, send: Send) -> None:
-        async def sent(message: Message) -> None:
-            async with asyncio.timeout(unread):
-                await send(message)
-
-        await app(scope, receive, sent)
-
-    return abandoning
-
-
 _next_time: dict[str, float] = {}
 """When each message may be logged again."""
 
 
 def _seldom(record: logging.LogRecord) -> bool:
-    """Filter the log: pass a message once a minute, and tracebacks of faults only.
-
-    An end of the server cancels requests, and a client that does not read makes them time out.
-    """
+    """Filter the log: pass a message once a minute, and tracebacks but of cancelled requests."""
     if record.exc_info:
-        return not isinstance(record.exc_info[1], asyncio.CancelledError | TimeoutError)
+        return not isinstance(record.exc_info[1], asyncio.CancelledError)
     now, message = time.monotonic(), str(record.msg)
     if now < _next_time.get(message, 0.0):
         return False

@@ -93,11 +93,15 @@ class ServerMemory:
         """The bytes that are reserved, without those of forwards."""
         return sum(need.caches for need in self._reserved.copy().values())
 
-    @property
-    def most_idle(self) -> int:
-        """How many bytes the idle entries of the prefix caches may take."""
-        left = max(0, self.room - self._forward())
-        return int(left * _CACHE_SHARE) if self._cache_bytes is None else self._cache_bytes
+    def most_idle(self, beside: int = 0) -> int:
+        """How many bytes the idle entries of the prefix caches may take.
+
+        Args:
+            beside: the bytes of the weights of a model that is not counted yet.
+        """
+        left = max(0, self._room(beside) - self._forward())
+        asked = self._cache_bytes
+        return int(left * _CACHE_SHARE) if asked is None else min(left, asked)
 
     @property
     def most_cached(self) -> int:
@@ -108,7 +112,7 @@ class ServerMemory:
         """The bytes of a forward, the largest of those that may run."""
         needs = [*self._reserved.copy().values(), *more]
         steps = (one.memory.step_bytes() for one in self._models.copy().values())
-        return max(*(need.forward for need in needs), *steps, 0)
+        return max([*(need.forward for need in needs), *steps, 0])
 
     def fits(self, need: Need) -> bool:
         """Whether a need could be reserved now, with idle entries evicted if necessary."""
@@ -224,7 +228,7 @@ class ServerMemory:
         """
         mx.set_cache_limit(self._spare)
         self._evict(self.room - self._forward() - self.reserved)
-        self._evict(self.most_idle, kept=self._cache_bytes is None)
+        self._evict(self.most_idle(), kept=self._cache_bytes is None)
 
     def _evict(self, most: int, kept: int = 0) -> None:
         """Evict idle entries until they have at most so many bytes, or so many are left."""

@@ -8,7 +8,7 @@ import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -329,13 +329,15 @@ def _conversation(
             )
         response, given = found
         items += [*given, *response["output"]]
+    ids = {one.id for one in asked.input if one.type == "item_reference" and one.id}
+    known = store.items(partition, ids)
     for index, (one, raw) in enumerate(zip(asked.input, sent or (), strict=True)):
         if one.type != "item_reference":
             items.append(_stored(one, raw))
-        elif one.id and (item := store.item(partition, one.id)):
-            items.append(item)
+        elif one.id in known:
+            items.append(known.pop(one.id))  # once, or a short body could stand for gigabytes
         else:
-            remedy = "send the item itself, since the server has no item with this id"
+            remedy = "send the item itself, since no stored one has this id, or it is there already"
             refuse(f"input[{index}].id", one.id, remedy)
     return items
 
@@ -427,15 +429,16 @@ class ResponseStore:
         response, given = json.loads(text)
         return response, given
 
-    def item(self, partition: str, item_id: str) -> dict[str, Any] | None:
-        """The item with this id in one of the partition's responses, if there is one."""
+    def items(self, partition: str, ids: Set[str]) -> dict[str, dict[str, Any]]:
+        """The items with these ids in the partition's responses, by id; the others are left out."""
         with self._changing:
-            keys = [key for key, (_, ids) in self._kept.items() if item_id in ids]
-        found = next((self.response(*key) for key in keys if key[0] == partition), None)
-        if not found:
-            return None
-        response, given = found
-        return next(item for item in (*given, *response["output"]) if item["id"] == item_id)
+            kept = [(key, own) for key, (_, own) in self._kept.items() if key[0] == partition]
+        found: dict[str, dict[str, Any]] = {}
+        for key, own in kept:
+            if own & (ids - found.keys()) and (stored := self.response(*key)):
+                response, given = stored
+                found |= {item["id"]: item for item in (*given, *response["output"])}
+        return {item_id: found[item_id] for item_id in ids & found.keys()}
 
     def delete(self, partition: str, response_id: str) -> None:
         """Delete a response, if it is stored."""

@@ -488,16 +488,16 @@ class Worker:
             self.requests += requests
             self._commands.put(command)
 
-    def submit(self, served: ServedModel, requests: Sequence[ServedRequest]) -> EventStream:
-        """Queue generations, all or none; called in an event loop.
+    def check_queue(self, served: ServedModel, count: int) -> None:
+        """Check that so many more generations may wait for a model.
 
         Raises:
-            ApiError: 429, the queue is full; 503, the server is ending.
+            ApiError: 429, the queue is full.
         """
         states = [one.state for one in self.requests.copy() if one.served is served]
         waiting = states.count(State.WAITING)
         free = max(0, self.active - (len(states) - waiting))
-        if waiting + len(requests) > self.queued + free:
+        if waiting + count > self.queued + free:
             self.metrics.add_end("refused")
             raise ApiError(
                 f"{waiting} generations are waiting already, and {self.queued} may: try again "
@@ -506,6 +506,14 @@ class Worker:
                 code="queue_full",
                 headers={"Retry-After": str(_RETRY_AFTER)},
             )
+
+    def submit(self, served: ServedModel, requests: Sequence[ServedRequest]) -> EventStream:
+        """Queue generations, all or none; called in an event loop.
+
+        Raises:
+            ApiError: 429, the queue is full; 503, the server is ending.
+        """
+        self.check_queue(served, len(requests))
         stream = EventStream(self, requests)
         self._put(partial(self._tell, requests[0], ModelQueue.add, *requests), requests)
         return stream

@@ -89,7 +89,7 @@ def test_a_chat_s_other_models_go_without_them(lora: Path) -> None:
         for more in ((), ("--adapter-path", lora))
     )
     said = run(chat_command, *options, stdin=turns).stdout
-    assert said.split() == [*adapted, *plain, *plain]
+    assert said.split() == [*adapted, *plain, *adapted]
 
 
 def test_their_step_times_have_a_key_of_their_own(lora: Path, dora: Path) -> None:

@@ -159,6 +159,27 @@ def test_a_text_that_is_not_utf8_is_refused(called: Called, option: str) -> None
     assert told.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("command", "option", "least"),
+    [
+        *(("bench", option, 1) for option in ("--max-tokens", "--repeats", "--limit")),
+        *(("replay", option, 1) for option in ("--concurrency", "--limit")),
+        *(("calibrate", option, 1) for option in ("--context", "--sequences")),
+        *(("connect", option, 1) for option in ("--context-length", "--port")),
+        *(("explain", "--steps", 1), ("explain", "--skip", 0), ("generate", "--concurrency", 1)),
+    ],
+)
+def test_a_number_that_is_too_small_is_named(
+    called: Called, command: str, option: str, least: int
+) -> None:
+    status, told = called(command, option, str(least - 1))
+    assert status
+    assert told == (
+        f"Error: Invalid value for '{option}': {least - 1} is not in the range x>={least} "
+        f"(mlxspec {command} --help)\n"
+    )
+
+
 HUGE = 10**25
 
 

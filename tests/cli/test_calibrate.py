@@ -327,8 +327,8 @@ def test_no_model_is_one_line():
 @pytest.mark.parametrize("arguments", [["no/such/model"], ["--show"]])
 def test_a_context_of_nothing_is_one_line(arguments: list[str]):
     result = calibrate(*arguments, "--context", -4)
-    assert result.exit_code == 1
-    assert result.stderr == "Error: --context is -4: give at least 1\n"
+    assert result.exit_code == 2
+    assert "'--context': -4 is not in the range x>=1" in result.stderr.splitlines()[-1]
 
 
 def test_a_context_that_the_model_cannot_have_is_one_line(endless: Path):

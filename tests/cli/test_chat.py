@@ -433,11 +433,11 @@ def test_markdown_is_rendered_where_it_is_wanted(tmp_path: Path) -> None:
 def test_the_greeting_names_any_model_and_nothing_of_it_takes_effect(
     endless: Path, tmp_path: Path
 ) -> None:
-    model = tmp_path / "m[" / "x]\x1b[2J"
+    model = tmp_path / "m\x1b]2;x\a"
     shutil.copytree(endless, model)
     with Terminal(columns=1000) as window:
         process = start(model, window.terminal, NO_COLOR="1")
         shown = window.read(until=PROMPT)
         window.type("\x04")
         assert process.wait() == 0
-    assert f"Chatting with {tmp_path}/m[/x]␛[2J. /help" in shown
+    assert f"Chatting with {tmp_path}/m␛]2;x␇. /help" in shown

@@ -502,6 +502,12 @@ def test_a_wrong_use_is_told_of(arguments: tuple[str, ...], home: Path) -> None:
     assert not home.exists()
 
 
+def test_writing_needs_a_client() -> None:
+    result = connect("--write")
+    assert result.exit_code == 1
+    assert result.stderr == "Error: --write needs a CLIENT: 'mlxspec connect' lists them\n"
+
+
 def test_without_a_server_one_line_says_how_to_start_one() -> None:
     result = connect("zed", "--server", "http://127.0.0.1:1/v1/")
     assert result.exit_code == 1

@@ -147,8 +147,6 @@ def test_an_answer_of_one_token_is_explained(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (("--steps", 0), "--steps is 0: give at least 1"),
-        (("--skip", -1), "--skip is -1: give at least 0"),
         (
             ("--skip", 50, "--max-tokens", 10, "--decoder", "plain"),
             "--skip is 50: the output has 10",

@@ -289,9 +289,13 @@ def test_ctrl_c_with_json_writes_what_there_is(endless: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (("--store", "x", "--n-draft", "3"), "--decoder auto"),
+        (("--store", "x", "--n-draft", "3"), "--n-draft is for --decoder prompt-lookup"),
         (("--store", "x", "--decoder", "plain"), "--decoder auto"),
         (("--decoder", "auto", "--ngram-max", "2"), "--ngram-max"),
+        (("--logprobs", "0"), "--logprobs has no effect without --json or --prompts: add it"),
+        (("--concurrency", "8"), "--concurrency has no effect without --prompts"),
+        (("--num-draft-tokens", "2"), "--num-draft-tokens has no effect without --draft-model"),
+        (("--quiet", "--stats"), "--quiet and --stats are given together: choose one"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

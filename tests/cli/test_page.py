@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from mlxspec.cli.common.output import ReportOptions
 from mlxspec.cli.main import main
-from mlxspec.errors import OptionError
+from mlxspec.errors import MlxspecError
 
 
 def write(path: Path, content: str) -> None:
@@ -47,7 +47,7 @@ def test_what_is_no_regular_file_stays_as_it_is(tmp_path: Path, kind: str) -> No
     else:
         path.symlink_to(report if kind == "link to a report" else "nowhere")
     before = os.lstat(path)
-    with pytest.raises(OptionError):
+    with pytest.raises(MlxspecError):
         write(path, "new")
     assert os.path.samestat(os.lstat(path), before)
     assert report.read_text() == "an older one"

@@ -119,7 +119,8 @@ def test_ctrl_c_ends_with_the_text_so_far_the_panel_and_130(
 
 
 def test_a_reader_that_closes_the_pipe_ends_the_command_quietly(endless: Path):
-    process = start(endless, *ENDLESS, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    plain = ("--decoder", "plain")
+    process = start(endless, *ENDLESS, *plain, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stdout.readline() == LINE
     process.stdout.close()
@@ -173,7 +174,8 @@ def test_a_reader_that_closes_the_pipe_ends_a_file_of_prompts_quietly(
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_disk_is_one_line(endless: Path):
     with open("/dev/full", "w") as full:
-        process = start(endless, "--prompt", "a", stdout=full.fileno(), stderr=subprocess.PIPE)
+        plain = ("--prompt", "a", "--decoder", "plain")
+        process = start(endless, *plain, stdout=full.fileno(), stderr=subprocess.PIPE)
         errors = process.communicate()[1]
     assert process.returncode == 1
     assert re.fullmatch(r"Error: no space is left .*\n", errors)

@@ -301,7 +301,6 @@ def test_memories_are_compared_with_several_outputs_at_once(repeating: tuple[Pat
     [
         (("--decoder", "warp"), "'warp': choose among auto"),
         (("--decoder", "warp", "--concurrency", "2"), "'warp': choose among auto"),
-        (("--concurrency", "0"), "--concurrency is 0: give at least 1"),
         (("--chip", "Z80"), "'Z80': choose one of M2 Pro"),
         (("--chip", "M4 Max"), "'M4 Max': the nearest known ones are M4 Pro and M3 Max"),
         (("--curve", "missing.json"), "missing.json: no cost curve"),
@@ -337,6 +336,12 @@ def test_a_file_without_a_curve_is_refused(traces: Path, tmp_path: Path, content
     result = replay(traces, "--tokenizer", TOKENIZER, "--curve", curve)
     assert result.exit_code == 1
     assert result.stderr.startswith(f"Error: {curve}: no cost curve")
+
+
+def test_a_curve_takes_the_place_of_chips(traces: Path) -> None:
+    result = replay(traces, "--tokenizer", TOKENIZER, "--chip", "M5 Max", "--curve", "curve.json")
+    assert result.exit_code == 1
+    assert result.stderr == "Error: --chip and --curve are given together: choose one\n"
 
 
 def test_a_place_without_a_tokenizer_is_refused(traces: Path, tmp_path: Path) -> None:

@@ -158,6 +158,7 @@ def test_what_cannot_be_served_is_told_in_a_line(endless: Path, tmp_path: Path) 
     assert "allow at least" in refused("--model", endless, "--memory", "100K").stderr
     for option, value in (("--grace", "-1"), ("--grace", "inf"), ("--stall", "0")):
         assert "is not in the range" in refused(option, value).stderr
+    assert "--quiet and --log-json" in refused("--quiet", "--log-json").stderr
     assert "without a port" in refused("--allowed-host", "mac:8080").stderr
     two = ("--model", endless, "--model", "demo", "--head", "a")
     assert "--head needs exactly one --model" in refused(*two).stderr

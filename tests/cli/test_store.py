@@ -153,7 +153,7 @@ def test_a_bar_shows_on_a_terminal(tmp_path: Path, texts: Path):
     os.close(child)
     os.close(terminal)
     assert done.returncode == 0
-    assert b"Sorting" in shown
+    assert b"Reading" in shown
 
 
 def test_help_does_not_wait_for_mlx():

@@ -224,9 +224,6 @@ def test_a_tekken_tokenizer_is_refused_by_name(tmp_path: Path, tokenizer_model: 
     [
         ({}, "name one checkpoint: MODEL, --torch-path or --hf-path"),
         ({"torch_path": "a", "hf_path": "b"}, "name one checkpoint: MODEL"),
-        ({"torch_path": "a", "q_bits": 4}, "--q-bits 4: has no effect without -q"),
-        ({"torch_path": "a", "q_group_size": 64}, "--q-group-size 64: has no effect without -q"),
-        ({"torch_path": "a", "q_mode": "affine"}, "--q-mode affine: has no effect without -q"),
         (
             {"torch_path": "a", "quantize": True, "q_mode": "int4"},
             "Invalid quantization mode",

@@ -42,6 +42,7 @@ MODES = {
     "gemma2": JointMode.BLOCK,
     "qwen3_next": JointMode.SPLIT,
     "recurrent_gemma": JointMode.SPLIT,
+    "gemma3n": JointMode.SPLIT,
     "kimi_linear": JointMode.BLOCK,
 }
 DRAFTERS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx_lm
@@ -46,9 +47,11 @@ def test_the_tokenizer_s_settings_can_be_replaced(
 
 def test_the_model_s_settings_can_be_replaced() -> None:
     changes = {"rope_theta": 5000.0}
-    theirs, _ = mlx_lm.load(str(DEMO_DIRECTORY), model_config=changes, lazy=True)
+    arguments: Any = None, changes, None, True, True  # lazy, and with the settings
+    theirs, _, their_config = mlx_lm.load(str(DEMO_DIRECTORY), *arguments)
     theirs.set_dtype(mx.float32)
-    ours, _ = mlxspec.load(DEMO_DIRECTORY, model_config=changes, lazy=True)
+    ours, _, config = mlxspec.load(DEMO_DIRECTORY, model_config=changes, return_config=True)
+    assert config == their_config == mlxspec.load(DEMO_DIRECTORY, *arguments)[2]
     tokens = mx.array([[5, 6, 7]])
     assert mx.allclose(ours(tokens), theirs(tokens), atol=1e-4).item()
     assert ours.args.rope_theta == 5000.0

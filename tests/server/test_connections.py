@@ -1,4 +1,4 @@
-"""Clients that do not read, and signals that come twice."""
+"""Clients that do not read or send, and signals that come twice."""
 
 from __future__ import annotations
 
@@ -6,37 +6,72 @@ import asyncio
 import logging
 import resource
 import signal
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
 
 from mlxspec.server import connections
 from mlxspec.server.connections import HttpServer
 
 
 async def answer_long(scope: Any, receive: Any, send: Any) -> None:
-    """An application that writes for as long as the client is there."""
-    await send({"type": "http.response.start", "status": 200, "headers": []})
-    while True:
-        await send({"type": "http.response.body", "body": b"x" * 1000, "more_body": True})
+    """An application that reads a body, and then writes for as long as the client is there."""
+
+    async def endless() -> AsyncIterator[bytes]:
+        while True:
+            yield b"x" * 1000
+            await asyncio.sleep(0)
+
+    await Request(scope, receive).body()
+    await StreamingResponse(endless())(scope, receive, send)
 
 
-@pytest.mark.parametrize("reads", [True, False])
-def test_who_stops_reading_its_answer_is_left(reads: bool) -> None:
-    sent = 0
+@contextmanager
+def served_at(patience: float) -> Iterator[tuple[HttpServer, tuple[str, int]]]:
+    """A server of this application, and its address."""
+    server = HttpServer(answer_long, grace=0.0, patience=patience)
+    listening = socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=server.run, args=([listening],))
+    thread.start()
+    try:
+        yield server, listening.getsockname()
+    finally:
+        server.should_exit = True
+        thread.join(10)
 
-    async def send(message: Any) -> None:
-        nonlocal sent
-        sent += 1
-        await asyncio.sleep(0.001 if reads or sent < 10 else 3600)
 
-    async def ask() -> None:
-        app: Any = HttpServer(answer_long, unread=0.2).config.app
-        await asyncio.wait_for(app({"type": "http"}, None, send), 1)
+def test_who_does_not_send_or_read_is_left_and_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_LOOK", 0)
+    waiting = [
+        b"",
+        b"GET / HTTP/1.1\r\nHost",
+        b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n.",
+    ]
+    asking = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
+    with served_at(patience=0.5) as (server, address), ExitStack() as clients:
 
-    with pytest.raises(TimeoutError):
-        asyncio.run(ask())
-    assert (sent > 100) == reads
+        def connect(sent: bytes) -> socket.socket:
+            client = clients.enter_context(socket.create_connection(address, 10))
+            client.sendall(sent)
+            return client
+
+        reader = connect(asking)
+        silent = [*map(connect, waiting), connect(asking)]  # the last one reads nothing
+        end = time.monotonic() + 10
+        while len(server.server_state.connections) < 1 + len(silent):
+            assert time.monotonic() < end
+        while len(server.server_state.connections) > 1:
+            assert reader.recv(1 << 16)
+            assert time.monotonic() < end
+        for _ in range(1000):
+            assert reader.recv(1 << 16)
 
 
 def test_a_message_is_logged_once_a_minute(
@@ -52,7 +87,7 @@ def test_a_message_is_logged_once_a_minute(
 def test_only_faults_have_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
     HttpServer(answer_long)
     log = logging.getLogger("uvicorn.error")
-    for error in (asyncio.CancelledError(), TimeoutError(), ValueError("a"), ValueError("b")):
+    for error in (asyncio.CancelledError(), ValueError("a"), ValueError("b")):
         log.error("Exception in ASGI application\n", exc_info=error)
     errors = [record.exc_info[1] for record in caplog.records if record.exc_info]
     assert [str(error) for error in errors] == ["a", "b"]

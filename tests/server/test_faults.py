@@ -552,7 +552,7 @@ def test_a_slow_reader_pauses_its_own_generation_only() -> None:
 
 
 def test_who_reads_nothing_at_all_makes_room_in_the_end() -> None:
-    with running_server(limits={"active": 1}, send_buffer=1 << 14, unread=0.1) as server:
+    with running_server(limits={"active": 1}, send_buffer=1 << 14, patience=0.1) as server:
         body = {**ENDLESS, "stream": True, "logprobs": 20}
         client = RawClient(server, TEXT, body, receives=1 << 12)
         until(lambda: server.worker.requests)
@@ -706,8 +706,8 @@ def test_a_fault_in_planning_fails_no_request(
     def broken(*args: object) -> None:
         raise ValueError("math domain error")
 
-    monkeypatch.setattr(LiveCosts, "for_sequences", broken)
     with running_server() as server, braked(server.decoder.model) as brake:
+        monkeypatch.setattr(LiveCosts, "for_sequences", broken)  # after the server's first steps
         check_answers_together(server, brake)
     (line,) = planning_faults
     assert "planning drafts has failed (ValueError: math domain error, in " in line

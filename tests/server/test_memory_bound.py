@@ -57,6 +57,14 @@ def ask(server: Running, prompt: list[int], max_tokens: int = ANSWER) -> httpx.R
     return httpx.post(f"{server.address}/v1/completions", json=body, timeout=120)
 
 
+def test_kept_prefixes_have_room_beside_a_model_that_is_yet_to_come() -> None:
+    assert ServerMemory(BOUND, cache_bytes=1000).most_idle(BOUND // 2) == 1000
+    assert ServerMemory(BOUND, cache_bytes=0).most_idle(BOUND // 2) == 0
+    most = ServerMemory(BOUND).most_idle(BOUND // 2)
+    assert BOUND // 5 < most <= BOUND // 4
+    assert ServerMemory(BOUND, cache_bytes=BOUND).most_idle(BOUND) == 0
+
+
 @pytest.mark.slow
 def test_requests_for_twice_the_bound_are_all_answered_within_it() -> None:
     decoder, model = wide_decoder(), wide()

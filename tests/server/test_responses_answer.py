@@ -295,15 +295,15 @@ def test_responses_are_their_partitions_own() -> None:
     found = store.response("a", "r1")
     assert found
     assert found == ({"id": "r1", "output": [{"id": "o1"}]}, [{"id": "i"}])
-    assert store.item("a", "i") == {"id": "i"}
+    assert store.items("a", {"i"}) == {"i": {"id": "i"}}
     assert store.response("b", "r1") is None
-    assert store.item("b", "i") is None
+    assert store.items("b", {"i"}) == {}
     store.delete("b", "r1")
     assert store.response("a", "r1")
     store.delete("a", "r1")
     store.delete("a", "r1")
     assert store.response("a", "r1") is None
-    assert store.item("a", "i") is None
+    assert store.items("a", {"i"}) == {}
     assert store.nbytes == 0
 
 
@@ -315,8 +315,8 @@ def test_those_used_last_stay() -> None:
     store.response("", "r1")
     store.put("", *stored(3))
     assert [bool(store.response("", f"r{n}")) for n in (1, 2, 3)] == [True, False, True]
-    assert store.item("", "o2") is None
-    assert store.item("", "i") == shared
+    assert store.items("", {"o2"}) == {}
+    assert store.items("", {"i"}) == {"i": shared}
 
 
 def test_bytes_are_bounded() -> None:
@@ -326,7 +326,7 @@ def test_bytes_are_bounded() -> None:
         assert store.nbytes <= 1000
     store.put("", *stored(50, {"id": "large", "text": "x" * 1000}))
     assert store.nbytes == 0
-    assert store.item("", "large") is None
+    assert store.items("", {"large"}) == {}
 
 
 def test_memory_is_bounded_as_the_bytes_are() -> None:

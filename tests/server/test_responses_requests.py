@@ -124,6 +124,14 @@ def asked(**fields: Any) -> ResponsesRequest:
     return parsed({"input": "Hello", **fields})
 
 
+def test_an_item_is_inserted_once() -> None:
+    reference = {"type": "item_reference", "id": "msg_kept"}
+    assert len(asked(input=[reference]).items) == 1
+    with pytest.raises(ApiError, match="there already") as caught:
+        asked(input=[reference, reference])
+    assert caught.value.param == "input[1].id"
+
+
 def wrong(**fields: Any) -> str | None:
     """The field that the error names."""
     return param_of({"input": "Hello", **fields}, parsed)

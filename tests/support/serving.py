@@ -97,7 +97,7 @@ def running_server(
     model: ServedModel | None = None,
     limits: Mapping[str, Any] | None = None,
     send_buffer: int | None = None,
-    unread: float = 300.0,
+    patience: float = 300.0,
     memory: ServerMemory | None = None,
     **options: Any,
 ) -> Iterator[Running]:
@@ -107,7 +107,7 @@ def running_server(
         model: what it serves.
         limits: of its worker.
         send_buffer: bytes that the system takes of what a client has not read yet.
-        unread: seconds for which a client may read nothing.
+        patience: seconds for which a client may read nothing.
         memory: its bound on memory.
         options: as for :func:`mlxspec.server.app.create_app`.
     """
@@ -115,7 +115,7 @@ def running_server(
     worker = Worker([model], memory=memory, **(limits or {}))
     worker.start()
     app = create_app(worker, **options)
-    server = HttpServer(app, grace=1.0, unread=unread)
+    server = HttpServer(app, grace=1.0, patience=patience)
     listening = socket.create_server(("127.0.0.1", 0))
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if send_buffer:

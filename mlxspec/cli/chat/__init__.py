@@ -17,7 +17,6 @@ from pathlib import Path
 from textwrap import indent, shorten
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import click
 from rich.console import Console
 
 from ...distributed import leading
@@ -37,7 +36,7 @@ from ..common.model_choice import (
     resolved,
 )
 from ..common.notes import note
-from ..common.options import FILE, color_option, command, option, options_of
+from ..common.options import COUNT, FILE, color_option, command, option, options_of
 from ..common.output import Figures, counted, error_console, output_console, prefill_bar
 from ..common.prompt import template_option
 from ..memory import Memories
@@ -65,9 +64,7 @@ _output = partial(option, group="Output")
 @template_option("Model and prompt")
 @_model("--load FILE", "Continue a conversation written by /save.", type=FILE)
 @_model("--server URL", "Chat with a model that 'mlxspec serve' serves at this address.")
-@_model(
-    "--max-tokens N", "Generate at most N tokens per answer.", default=2048, type=click.IntRange(1)
-)
+@_model("--max-tokens N", "Generate at most N tokens per answer.", default=2048, type=COUNT)
 @options_of(Generation, "generation", leave_out=FORMS)
 @color_option("Output")
 @_output("--markdown", "At a terminal: render answers as Markdown, without the colours of drafts.")
@@ -567,7 +564,7 @@ class LocalModel:
         load: Callable[[Generation], Decoder],
         template_arguments: Mapping[str, Any],
     ) -> None:
-        self._load = load
+        self._first, self._load = generation, load
         self._template_arguments = template_arguments
         self._use(generation)
 
@@ -623,7 +620,9 @@ class LocalModel:
         return [*known_names()]
 
     def switch(self, name: str) -> None:
-        """Load another model, without adapters, and download it if necessary.
+        """Load another model, and download it if necessary.
+
+        Only the chat's first model has the head and the adapters of the command line.
 
         The present one is unloaded first, since memory may not hold both. If the other cannot be
         used, it is loaded again.
@@ -637,8 +636,9 @@ class LocalModel:
         find_directory(name, None)  # downloads it
         self.close()
         drafting = replace(before.drafting, head=None)
+        other = replace(before, model=name, drafting=drafting, adapter_path=None)
         try:
-            self._use(replace(before, model=name, drafting=drafting, adapter_path=None))
+            self._use(self._first if name == model_or_default(self._first.model) else other)
         except BaseException:
             self._use(before)
             raise

@@ -142,6 +142,8 @@ class RemoteModel:
                 "options for drafts, caches and adapters are for 'mlxspec serve': leave them out "
                 "with --server"
             )
+        if generation.sampling.min_tokens_to_keep > 1:
+            raise OptionError("--min-tokens-to-keep: servers do not take it; leave it out")
         self._client = ApiClient(address)
         self._generation = generation
         self._template_arguments = template_arguments

@@ -22,6 +22,7 @@ from .model_choice import MODEL, model_or_default
 from .notes import note
 from .options import (
     ADAPTERS,
+    COUNT,
     DRAFTER,
     HEAD,
     NAME,
@@ -100,7 +101,8 @@ class DraftingOptions:
         "--num-draft-tokens N",
         "Draft at most N tokens with --draft-model.",
         default=2,
-        type=click.IntRange(1),
+        type=COUNT,
+        needs=("--draft-model",),
     )
     head: str | None = option_field(*HEAD, type=MODEL, of=PLANNED)
     no_head: bool = option_field(*NO_HEAD, default=False)

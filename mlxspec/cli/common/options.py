@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from ...errors import MlxspecError, OptionError
 from ..settings import load_config
@@ -52,6 +53,7 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         with reported():
+            _check_needs(ctx)
             return super().invoke(ctx)
 
     def format_arguments(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -90,13 +92,33 @@ def argument(name: str, help: str, **more: Any) -> Decorator:
 
 
 class Option(click.Option):
-    """An option with a heading, ``group``."""
+    """An option with a heading, ``group``; it has no effect without one of those it ``needs``."""
 
-    def __init__(self, *args: Any, group: str | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, group: str | None = None, needs: Sequence[str] = (), **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self.group = group
+        self.group, self.needs = group, needs
 
 
+def _check_needs(ctx: click.Context) -> None:
+    """Check that each option of the command line has what it needs.
+
+    Raises:
+        OptionError: an option would have no effect.
+    """
+    values = {name: ctx.params.get(one.name) for one in ctx.command.params for name in one.opts}
+    for one in ctx.command.params:
+        given = ctx.get_parameter_source(one.name) is ParameterSource.COMMANDLINE
+        if given and (needs := getattr(one, "needs", ())) and not any(map(values.get, needs)):
+            raise OptionError(
+                f"{one.opts[0]} has no effect without {' or '.join(needs)}: add it, or leave out "
+                f"{one.opts[0]}"
+            )
+
+
+COUNT = click.IntRange(1)
+"""A number of things, at least one."""
 NAME = click.Path()
 """A name of a file or a directory, as a text."""
 FILE = click.Path(path_type=Path)
@@ -271,17 +293,6 @@ NO_MEMORY = (
     "--no-memory",
     "Neither draft from nor add to the answers that 'mlxspec memory on' keeps.",
 )
-
-
-def check_least(least: int, **options: int | None) -> None:
-    """Check that numbers are at least ``least``; each is named as its option.
-
-    Raises:
-        OptionError: a number is too small.
-    """
-    for name, value in options.items():
-        if value is not None and value < least:
-            raise OptionError(f"--{name.replace('_', '-')} is {value}: give at least {least}")
 
 
 def check_one(**options: object) -> None:

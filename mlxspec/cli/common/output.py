@@ -201,7 +201,8 @@ class ReportOptions:
         """Check before the work that the page can be written.
 
         Raises:
-            OptionError: it cannot be written.
+            OptionError: its name does not end in ``.html``.
+            FileError: it cannot be written.
         """
         if self.html:
             if self.html.suffix != ".html":
@@ -222,7 +223,7 @@ class ReportOptions:
             color: as for :func:`mlxspec.terminal.wants_color`.
 
         Raises:
-            OptionError: the page cannot be written; an existing file is unchanged.
+            FileError: the page cannot be written; an existing file is unchanged.
         """
         if self.as_json:
             write_json(figures)

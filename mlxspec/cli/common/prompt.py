@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ...errors import OptionError, PromptError
+from ...models.chat_template import NOT_A_PROMPT
 from .model_choice import model_option as named_model
 from .notes import note
 from .options import NAME, argument, option, option_field
@@ -40,6 +41,8 @@ def _json_object(text: str) -> Mapping[str, Any]:
         value = None
     if not isinstance(value, dict):
         raise click.BadParameter(f"{text!r} is not a JSON object: write, for example, {_EXAMPLE}")
+    if wrong := sorted(NOT_A_PROMPT & value.keys()):
+        raise click.BadParameter(f"{wrong[0]} is no variable of the template: leave it out")
     return value
 
 
@@ -161,9 +164,12 @@ class PromptOptions:
         """Whether the prompt goes into the chat template.
 
         Raises:
-            OptionError: a template is required, and the model has none.
+            OptionError: a template is required, and the model has none, or the prompt is token ids.
         """
-        if (given := self.for_template()) and not tokenizer.has_chat_template:
+        given = self.for_template()
+        if given and not isinstance(prompt, str):
+            raise OptionError(f"token ids are in no chat template: leave out {given[0]}")
+        if given and not tokenizer.has_chat_template:
             raise OptionError(
                 f"{given[0]}: this model's tokenizer has no chat template, leave it out"
             )
@@ -187,7 +193,7 @@ class PromptOptions:
             messages = [*messages, {"role": "assistant", "content": self.prefill_response}]
             ended = False
         turn = {"add_generation_prompt": True} if ended else _UNENDED
-        return messages, {**(self.chat_template_config or {}), **turn}
+        return messages, {**turn, **(self.chat_template_config or {})}
 
     def encoded(
         self, prompt: str | list[int], tokenizer: TokenizerWrapper, ended: bool = True
