@@ -49,7 +49,10 @@ def test_what_is_null_is_not_given() -> None:
         ({"messages": [{"content": "a"}]}, 'a message has no "role"'),
         ({"prompt": "a", "temperature": 1}, '"temperature" is 1: leave it out'),
         ({"prompt": "a", "max_tokens": 0}, '"max_tokens" is 0: Input should be greater than or'),
-        ({"prompt": "a", "max_tokens": 2.0}, '"max_tokens" is 2.0: Input should be a valid integer'),
+        (
+            {"prompt": "a", "max_tokens": 2.0},
+            '"max_tokens" is 2.0: Input should be a valid integer',
+        ),
         ({"prompt": "a", "temp": "hot"}, '"temp" is hot: Input should be a valid number'),
         ({"prompt": "a", "temp": True}, '"temp" is True: Input should be a valid number'),
         ({"prompt": "a", "temp": 10**400}, '"temp" is 1000'),
@@ -57,7 +60,10 @@ def test_what_is_null_is_not_given() -> None:
         ({"prompt": "a", "stop": [1]}, '"stop" is [1]: Input should be a valid string'),
         ({"prompt": "a", "stop_tokens": 0.5}, '"stop_tokens" is 0.5: Input should be'),
         ({"prompt": "a", "logit_bias": {"x": 1}}, '"logit_bias" is x: Input should be'),
-        ({"prompt": "a", "logit_bias": [1]}, '"logit_bias" is [1]: Input should be a valid dictionary'),
+        (
+            {"prompt": "a", "logit_bias": [1]},
+            '"logit_bias" is [1]: Input should be a valid dictionary',
+        ),
     ],
 )
 def test_what_is_wrong_with_a_line_is_told_in_one_line(value: Any, named: str) -> None:
