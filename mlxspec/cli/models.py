@@ -94,10 +94,7 @@ def _directories(named: list[str]) -> dict[str, Path]:
 def _tables(models: list[dict[str, Any]], memory: int, default: str) -> Iterator[RenderableType]:
     usable = [one for one in models if one["usable"]]
     others = [one for one in models if not one["usable"]]
-    table = folding_table(
-        *("model", "weights", "memory", "fits"),
-        caption=f"MLX may take {_size(memory)} here; the default model is {shown(default)}",
-    )
+    table = folding_table("model", "weights", "memory", "fits")
     for one in usable:
         table.add_row(
             shown(one["name"]),
@@ -106,6 +103,7 @@ def _tables(models: list[dict[str, Any]], memory: int, default: str) -> Iterator
             "yes" if one["fits"] else "no",
         )
     yield table
+    yield f"MLX may take {_size(memory)} here; the default model is {shown(default)}"
     for one in models:
         yield from (shown(f"{alias} stands for {one['name']}") for alias in one["aliases"])
     if others:

@@ -153,9 +153,14 @@ def read_line(value: Any) -> dict[str, Any]:
         line = _Line.model_validate(given).model_dump(exclude_unset=True)
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
-        raise PromptError(f'"{printable(fault["loc"][0])}": {fault["msg"]}') from error
+        name, remedy = printable(fault["loc"][0]), fault["msg"]
+        if fault["type"] == "extra_forbidden":
+            remedy = 'leave it out, or keep it in "id"'
+        if name == "prompt":
+            remedy = "give a text, or a list of token ids"
+        raise PromptError(f'"{name}" is {printable(fault["input"])[:100]}: {remedy}') from error
     if bool(line.get("prompt")) == bool(line.get("messages")):
-        raise PromptError(f'it needs either a "prompt" or "messages": {_FORM}')
+        raise PromptError(f'it needs either a "prompt" or "messages" that is not empty: {_FORM}')
     return line
 
 

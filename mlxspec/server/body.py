@@ -309,7 +309,8 @@ def _path(location: Sequence[int | str], body: Any) -> str:
 
 def refuse(param: str | None, value: object, remedy: str) -> NoReturn:
     """Raise an ApiError that names a field, its value, and what to send instead."""
-    raise ApiError(f"{param or 'The body'} is {shown(value)}: {remedy}.", param=param)
+    what = "missing" if value is None else shown(value)  # null means an absent field
+    raise ApiError(f"{param or 'The body'} is {what}: {remedy}.", param=param)
 
 
 def shown(value: object) -> str:
