@@ -274,7 +274,7 @@ def read_prompt_cache_metadata(path: Path) -> dict[str, str]:
 def _read_errors(file: Path) -> Iterator[None]:
     """Check that a file is whole; turn errors of reading it into one line that names it."""
     try:
-        if not file.exists():
+        if not file.is_file():  # opening a pipe would wait
             raise FileError(f"{file}: no such file; make it with 'mlxspec cache-prompt'")
         with safe_open(file, "np"):  # checks the header and the length, as MLX does not
             yield
