@@ -130,6 +130,7 @@ class Channel:
         # or in the one that sends.
         self._sending = threading.RLock()
         self._closing = threading.Event()
+        self._losing = threading.Lock()
         self._may_end = False
         self.on_loss: Callable[[str], object] = lambda line: None
         for peer, connected in peers.items():
@@ -185,6 +186,7 @@ class Channel:
 
     def end(self, line: str) -> NoReturn:
         """End this process with an error line. If it is rank 0, the others then end without one."""
+        self._losing.acquire()  # for good: only one rank is named
         self.on_loss(line)
         if self._rank == 0:
             self._send(_END)

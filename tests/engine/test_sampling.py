@@ -340,10 +340,3 @@ def test_the_sampler_sees_normalised_log_probabilities_row_by_row() -> None:
     assert [row.shape for row in seen] == [(1, 9)] * 3
     assert mx.array_equal(mx.concatenate(seen), logprobs).item()
     assert mx.allclose(mx.exp(logprobs).sum(axis=-1), mx.ones(3)).item()
-
-
-@pytest.mark.parametrize("values", [{"temp": 0.5}, {"top_k": 3}, {"xtc_probability": 0.2}], ids=str)
-def test_a_sampler_beside_what_it_replaces_is_refused(values: dict) -> None:
-    (name,) = values
-    with pytest.raises(OptionError, match=f"^{name} is .*, but a sampler"):
-        SamplingParams(sampler=make_sampler(0.5), **values)

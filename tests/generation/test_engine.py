@@ -16,7 +16,7 @@ from mlxspec.drafting.sources import DrafterSource
 from mlxspec.engine.joint import JointMode
 from mlxspec.errors import OptionError, PromptError
 from mlxspec.generation.engine import Engine
-from mlxspec.generation.request import Request
+from mlxspec.generation.request import Request, State
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import FLAT, endless_tokenizer, given_costs, stand_in_decoder
 from tests.support.engines import submit
@@ -357,12 +357,12 @@ def test_a_paused_generation_waits_and_the_others_go_on() -> None:
         while len(first.tokens) < 5:
             engine.turn()
         held = len(first.tokens)
-        engine.pause(request)
+        request.state = State.PAUSED
         while engine.turn():
             pass
         assert len(first.tokens) == held
         assert second.tokens == alone(decoder, [4, 5], 12)
-        engine.resume(request)
+        engine.has_read(request, request.unread)
         while engine.turn():
             pass
     assert first.tokens == alone(decoder, [1, 2, 3], 30)
@@ -418,7 +418,7 @@ def test_an_interrupt_as_prompts_take_turns_leaves_their_sessions_to_the_next() 
         return [mlxspec.Session() for _ in prompts]
 
     def run(sessions: list[mlxspec.Session]) -> None:
-        engine = Engine(decoder)
+        engine = Engine(decoder, stall=float("inf"))
         for prompt, session in zip(prompts, sessions, strict=True):
             submit(engine, prompt, lambda response: None, 2, session=session)
         engine.run()

@@ -67,9 +67,9 @@ def test_what_does_not_suit_the_model_is_refused_before_the_first_token(
 @pytest.mark.parametrize(
     ("options", "part"),
     [
-        (["--kv-bits", "7"], "--kv-bits is 7: choose one of"),
-        (["--max-kv-size", "3"], "--max-kv-size is 3"),
-        (["--kv-bits", "8", "--quantized-kv-start", "-1"], "--quantized-kv-start is -1"),
+        (["--kv-bits", "7"], "kv_bits is 7: choose one of"),
+        (["--max-kv-size", "3"], "max_kv_size is 3"),
+        (["--kv-bits", "8", "--quantized-kv-start", "-1"], "quantized_kv_start is -1"),
     ],
 )
 def test_a_bad_option_is_one_line_before_any_model_is_loaded(options: list[str], part: str) -> None:

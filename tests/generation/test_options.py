@@ -123,7 +123,6 @@ def test_a_stop_token_may_be_a_text_that_becomes_one_token() -> None:
             "logit_bias contains the token id 4096: pass ids from 0 to 4095",
         ),
         ({"xtc_special_tokens": [-3]}, "xtc_special_tokens contains the token id -3"),
-        ({"sampler": make_sampler(0.5), "temp": 0.5}, "temp is 0.5, but a sampler"),
         ({"stop_tokens": [1.5]}, "the stop token 1.5 is not a token"),
         (
             {"logit_bias": {"5": 1.0}},

@@ -147,7 +147,7 @@ def test_an_unknown_option_is_refused_with_the_one_that_was_meant() -> None:
         ("nothing", "write it as module:Class"),
         ("no_such_module:It", "No module named 'no_such_module'"),
         ("mlxspec:NoSuch", "no attribute .*NoSuch"),
-        ("mlxspec:Decoder", "missing a required argument"),
+        ("mlxspec:Decoder", "not derived from mlxspec.Drafter"),
         ("mlxspec:CombinedDrafter", "missing a required argument: 'first'"),
         ("./mine:It", "write it as module:Class"),
         ("mine.py:It", "write it as module:Class"),

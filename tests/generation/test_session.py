@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from itertools import islice
-from pathlib import Path
-from unittest.mock import Mock
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,7 +22,7 @@ from mlxspec.errors import OptionError
 from tests.support.architectures import ARCHITECTURES
 from tests.support.architectures import KINDS_OF_CACHES as KINDS
 from tests.support.demo import demo
-from tests.support.drafters import HostileDrafter, PartlyRightDrafter
+from tests.support.drafters import HostileDrafter
 from tests.support.examples import examples
 from tests.support.harness import assert_same_output
 
@@ -232,32 +229,6 @@ def test_after_an_interrupt_the_next_turn_is_right(monkeypatch: pytest.MonkeyPat
         said(decoder, prompt, 3, session=session, prefill_step_size=8, on_progress=interrupt)
     output = [response.token for response in said(decoder, prompt, 9, session=session)]
     assert output == fresh_output(decoder.model, prompt, 9)
-
-
-def test_what_an_interrupted_save_leaves_can_be_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    decoder, session = decoder_of("state that is replayed"), Session()
-    file, prompt = tmp_path / "cache.safetensors", list(range(3, 30))
-    truth = fresh_output(decoder.model, prompt, 30)
-    forward = Mock(side_effect=KeyboardInterrupt)
-    for seed in range(9):  # until a draft was partly rejected, and the save runs its tokens again
-        drafter = PartlyRightDrafter(truth, VOCABULARY, seed, chains=True)
-        stream = decoder.decode(prompt, drafter, max_tokens=30, session=session)
-        for _ in islice(stream, 12):
-            pass
-        stream.close()
-        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
-            patch.setattr(type(decoder.model), "__call__", forward)
-            session.save(file)
-        if forward.called:
-            break
-    assert forward.called
-    session.save(file)
-    context = [*Session.load(file).tokens, 8, 9]
-    assert len(prompt) < len(context) < len(prompt) + 13
-    output = [r.token for r in said(decoder, context, 9, session=Session.load(file))]
-    assert output == fresh_output(decoder.model, context, 9)
 
 
 def test_a_second_generation_at_the_same_time_is_refused() -> None:
