@@ -42,6 +42,7 @@ def test_memory_that_is_given_back_counts() -> None:
     harmless(lambda: np.ones(10 << 20, np.uint8).sum())
 
 
+@pytest.mark.slow
 def test_what_computes_long_and_what_only_waits_is_found_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,6 +35,7 @@ def measurement(
     return Measurement(*model, backends, **settings)
 
 
+@pytest.mark.slow
 def test_every_backend_gives_plain_decoding_s_output(endless: tuple) -> None:
     names = chosen_backends(None)
     assert set(names) == set(BACKENDS)
@@ -45,6 +46,7 @@ def test_every_backend_gives_plain_decoding_s_output(endless: tuple) -> None:
     assert measured.differences == {key: [] for key in names}
 
 
+@pytest.mark.slow
 def test_every_backend_gives_the_same_sample_but_mlx_lm(endless: tuple) -> None:
     names = chosen_backends(None)
     sampling = SamplingParams(temp=1.5, seed=3)
@@ -144,6 +146,7 @@ def test_without_a_chat_template_the_texts_follow_each_other(tmp_path: Path) -> 
     assert measured.prompt_tokens == 3  # BOS and two words
 
 
+@pytest.mark.slow
 def test_a_prompt_beyond_the_context_is_left_out_and_counted() -> None:
     model = mlxspec.load("demo")
     longest = model[0].args.max_position_embeddings

@@ -67,6 +67,7 @@ def test_an_answer_that_repeats_is_known_with_a_memory_alone() -> None:
     assert [steps_are_saved(one, "again") for one in reports.values()] == [False, True, True]
 
 
+@pytest.mark.slow
 def test_a_memory_forgets_what_it_has_no_room_for() -> None:
     others = [("other", noise(300, seed)) for seed in range(1, 4)]
     reports = replayed("400,4k", ("first", ANSWER), *others, ("again", ANSWER))

@@ -129,6 +129,7 @@ def test_vicunas_conversations_are_in_vicunas_template(tmp_path: Path) -> None:
     assert text.endswith("questions.USER:hiASSISTANT:")
 
 
+@pytest.mark.slow
 def test_a_long_conversation_takes_no_more_memory_than_its_tokens(tmp_path: Path) -> None:
     count = 20_000 if LONG else 4_000
     turns = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]

@@ -75,6 +75,7 @@ def test_each_answer_is_that_of_its_prompt_alone(
         assert {key: one[key] for key in same} == {key: alone[key] for key in same}
 
 
+@pytest.mark.slow
 def test_drafts_are_accepted_and_plain_decoding_has_none(endless: Path, prompts: Path) -> None:
     options = ("--model", endless, "--prompts", write(prompts, IDS[:2]), "--max-tokens", 40)
     for how, drafts in ((("--n-draft", 4), True), (("--decoder", "plain"), False)):
@@ -83,6 +84,7 @@ def test_drafts_are_accepted_and_plain_decoding_has_none(endless: Path, prompts:
             assert (one["stats"]["tokens_per_step"] > 1) is drafts
 
 
+@pytest.mark.slow
 def test_texts_and_messages_go_into_the_chat_template(endless: Path, prompts: Path) -> None:
     message = {"role": "user", "content": "a b"}
     lines = ["a b", {"prompt": "a b"}, {"messages": [message]}, {"prompt": [1, 3]}]
@@ -144,6 +146,7 @@ def test_a_broken_line_costs_no_other(endless: Path, prompts: Path) -> None:
     assert len(found[0]["tokens"]) == len(found[-1]["tokens"]) == 6
 
 
+@pytest.mark.slow
 def test_what_a_template_does_not_take_is_told(endless: Path, finite: Path, prompts: Path) -> None:
     lines = [{"messages": [{"role": "user", "content": "a"}]}, {"prompt": [3]}]
 
@@ -303,6 +306,7 @@ def test_the_panel_fits_a_terminal(width: int) -> None:
     assert "interrupted" in shown[-1]
 
 
+@pytest.mark.slow
 def test_the_time_without_drafts_follows_from_each_step_s_time_and_cost(
     endless: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_table_names_machine_versions_categories_and_decoders(
     endless: Path, prompts: Path
 ) -> None:

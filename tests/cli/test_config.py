@@ -152,6 +152,7 @@ def generated(*options: object) -> dict:
     return json.loads(result.stdout) | {"told": result.stderr}
 
 
+@pytest.mark.slow
 def test_defaults_of_options_are_what_is_set(endless: Path):
     run("config", "set", "max-tokens", "3")
     run("config", "set", "model", endless)

@@ -41,6 +41,7 @@ def test_the_output_is_valid_under_the_schema(schema: Path, template: str) -> No
     jsonschema.validate(json.loads(result.stdout), PERSON)
 
 
+@pytest.mark.slow
 def test_the_output_matches_the_regex_and_forced_tokens_are_drafted() -> None:
     result = generate(*WHO, "--regex", "the answer is (yes|no), and nothing else", "--json")
     report = json.loads(result.stdout)
@@ -49,6 +50,7 @@ def test_the_output_matches_the_regex_and_forced_tokens_are_drafted() -> None:
     assert report["stats"]["accepted"] > 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "grammar", ['start: "a" x "."\nx: /[bc]/ x?', 'root ::= "a" [bc]+ "."'], ids=["Lark", "GBNF"]
 )

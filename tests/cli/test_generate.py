@@ -143,6 +143,7 @@ def test_the_default_model_is_mlx_model_where_it_is(
     assert "Note" not in result.stderr
 
 
+@pytest.mark.slow
 def test_without_mlx_model_a_line_says_that_the_demo_model_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -90,6 +90,7 @@ def test_the_screen_says_what_a_model_caches_and_verifies(
     assert len(result.stdout.splitlines()) < 20
 
 
+@pytest.mark.slow
 def test_a_quantised_models_layers_are_counted(given: Callable[[nn.Module], None]) -> None:
     model = ARCHITECTURES["llama3"].model()
     nn.quantize(model, 32, 4)

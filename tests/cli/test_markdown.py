@@ -51,6 +51,7 @@ def lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.split("\n") if line.strip()]
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.sampled_from(BLOCKS), min_size=1, max_size=6),
     st.sampled_from([20, 40, 80]),

@@ -194,6 +194,7 @@ def test_an_error_keeps_what_came_before_it(finite: Path, tmp_path: Path):
     assert len(answers()) == 1
 
 
+@pytest.mark.slow
 def test_programs_that_mlxspec_runs_keep_their_answers(finite: Path, tmp_path: Path):
     memory("on")
     script = tmp_path / "script.py"
@@ -228,6 +229,7 @@ def test_where_nothing_can_be_kept_the_answer_comes_all_the_same(finite: Path, h
 # The variable.
 
 
+@pytest.mark.slow
 def test_the_variable_goes_before_the_settings(
     finite: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -281,6 +283,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlxspec.cli.memory.sys", streams)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("terminal")
 def test_that_there_is_a_memory_is_said_once(finite: Path):
     options = ("generate", "--model", finite, "--prompt", "a")

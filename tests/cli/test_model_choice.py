@@ -85,6 +85,7 @@ def test_inspect_takes_the_default(endless: Path, monkeypatch: pytest.MonkeyPatc
     assert run("inspect").stdout.splitlines()[0] == str(endless)
 
 
+@pytest.mark.slow
 def test_an_alias_is_a_model_wherever_one_is_named(endless: Path, tmp_path: Path):
     run("config", "set", "alias.fast", endless)
     generated = run("generate", "-m", "fast", "--prompt", "a", "--max-tokens", 1, "--json")

@@ -60,6 +60,7 @@ def test_a_script_gets_its_arguments_and_speculates(run, model: str, tmp_path: P
     assert result.exit_code == 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [("mlx_lm.generate",), ("mlx_lm", "generate")])
 def test_mlx_lm_s_generate_speculates(run, model: str, module: tuple[str, ...]) -> None:
     options = ("--model", model, "--prompt", "Repeat this.", "--max-tokens", "12")
@@ -77,6 +78,7 @@ def test_mlx_lm_s_programs_know_the_bundled_model(run) -> None:
     assert "A day.\nA day." in result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:'mlx_lm.chat' found")  # other tests have imported it
 def test_mlx_lm_s_chat_runs_and_gets_standard_input(run, model: str) -> None:
     result = run(

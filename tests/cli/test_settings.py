@@ -51,6 +51,7 @@ def test_merging_yaml_keeps_all_else_or_refuses(document: dict[str, Any]) -> Non
         assert yaml.safe_load(result) == {**document, **OURS}
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(30), deadline=None)
 @given(document=DOCUMENTS)
 def test_merging_toml_keeps_all_else(document: dict[str, Any]) -> None:

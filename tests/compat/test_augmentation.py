@@ -42,6 +42,7 @@ def program() -> Iterator[ModuleType]:
     del sys.modules["a_program"]
 
 
+@pytest.mark.slow
 def test_a_program_speculates_until_it_is_undone(loaded: tuple, program: ModuleType) -> None:
     expected = fields(program.stream_generate(*loaded, REPEAT, max_tokens=24))
     text = program.answer(*loaded, REPEAT, max_tokens=24)

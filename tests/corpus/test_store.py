@@ -51,6 +51,7 @@ def test_no_match_leads_from_one_text_into_the_next(tmp_path: Path):
     assert [length for length, _ in places(store, [1, 2, 3], 9)] == [1]
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     built=st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=20), min_size=1, max_size=5),

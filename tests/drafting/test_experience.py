@@ -73,6 +73,7 @@ def test_few_kinds_are_remembered() -> None:
     assert len(experience.of_kind(prompt(0, 2))) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copies", [True, False])
 def test_a_decoder_drafts_more_where_its_requests_copy_and_less_where_they_do_not(
     copies: bool, monkeypatch: pytest.MonkeyPatch

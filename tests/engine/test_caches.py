@@ -65,6 +65,7 @@ def test_rows_of_several_sequences_are_moved_with_one_wait(monkeypatch: pytest.M
     assert [cache.keys[..., [10, 11], :].tolist() for cache in caches] == expected
 
 
+@pytest.mark.slow
 def test_drafts_of_several_sequences_are_written_without_copying_the_context() -> None:
     slots, sizes = Slots(), (8, 1, 8)
     for slot in range(len(sizes)):

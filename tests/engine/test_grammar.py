@@ -231,6 +231,7 @@ def test_tokenizers_that_cannot_follow_a_constraint_are_refused() -> None:
         Vocabulary.of(words, len(words))
 
 
+@pytest.mark.slow
 def test_a_vocabulary_is_made_once_and_forgets_constraints_it_has_not_seen_for_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -249,6 +249,7 @@ def test_a_drafter_may_do_as_it_likes_with_the_prompt_it_is_given(model: nn.Modu
         assert_holds_exactly(outcome.target, PROMPT + truth)
 
 
+@pytest.mark.slow
 def test_tree_steps_in_two_threads_leave_the_model_as_it_is(model: nn.Module) -> None:
     truth = plain(model, PROMPT, max_tokens=10)
     outputs: list[list[int]] = []
@@ -315,6 +316,7 @@ def test_a_drafter_may_enter_and_leave_the_pipeline(model: nn.Module) -> None:
     assert (4, True) not in kinds
 
 
+@pytest.mark.slow
 def test_steps_are_timed_by_their_rows(model: nn.Module) -> None:
     times = StepTimes()
     steps = list(
@@ -372,6 +374,7 @@ class Quiet(RuntimeError):
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["propose", "pipelined", "choose", "observe", "end"])
 def test_a_fault_in_any_phase_is_one_sequences_alone(model: nn.Module, phase: str) -> None:
     class Broken(NoDraft):

@@ -22,6 +22,7 @@ from tests.support.random_models import LLAMA_3_SCALING, YARN_SCALING, random_mo
 PROMPT = [5, 9, 2, 6, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [{}, LLAMA_3_SCALING, YARN_SCALING], ids=["", "3", "yarn"])
 def test_each_node_sees_the_cache_and_its_ancestors_at_the_right_positions(config: dict) -> None:
     model = random_model("llama", **config)

@@ -52,6 +52,7 @@ def test_what_a_row_should_see_is_what_mlx_lms_cache_holds(keep: int) -> None:
         assert set(np.array(keys[0, 0, :, 0]).astype(int)) == expected(position, 9, keep)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(50), deadline=None)
 @given(
     data=st.data(),

@@ -203,6 +203,7 @@ def test_the_end_of_one_is_not_the_end_of_another(decoder: Decoder) -> None:
     assert asyncio.run(main()) == written(decoder, PROMPTS[1], 60)
 
 
+@pytest.mark.slow
 def test_one_that_nobody_reads_waits(decoder: Decoder) -> None:
     async def main() -> tuple[int, list[int]]:
         stream = decoder.astream(REPEAT, 2000)

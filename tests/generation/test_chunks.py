@@ -82,6 +82,7 @@ def test_a_sessions_first_prompt_gives_what_mlx_lm_gives(case: str) -> None:
     assert_close(logprobs_of(again), expected)
 
 
+@pytest.mark.slow
 def test_short_prompts_of_a_model_whose_rows_change_each_other_run_by_themselves() -> None:
     decoder = decoder_of("phi3small")
     prompts = [PROMPT[:9], PROMPT[4:25], PROMPT[:14]]

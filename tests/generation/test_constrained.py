@@ -303,6 +303,7 @@ def test_penalties_processors_and_log_probabilities_hold_under_constraints() -> 
     assert seen == sorted(set(seen))  # once for each token, and in order
 
 
+@pytest.mark.slow
 def test_a_bias_cannot_forbid_all_that_a_constraint_allows() -> None:
     decoder = demo_decoder(mlxspec.Decoder)
     everything = dict.fromkeys(range(decoder.vocab_size), -math.inf)

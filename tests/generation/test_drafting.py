@@ -42,6 +42,7 @@ def test_a_value_that_is_out_of_range_cannot_be_made() -> None:
     assert isinstance(PromptLookup(0).new(), NoDraft)
 
 
+@pytest.mark.slow
 def test_generations_at_once_have_a_drafter_each() -> None:
     decoder = stand_in_decoder(mlxspec.PromptLookupDecoder)
     make_drafter = decoder.drafting_with(n_draft=3)

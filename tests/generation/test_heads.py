@@ -237,6 +237,7 @@ def check_conversation(kind: str, path: Path, happened: Sequence[Any]) -> None:
     assert talk.trained.drafted > 0
 
 
+@pytest.mark.slow
 def test_whatever_happens_to_a_conversation(kind: str, tmp_path: Path) -> None:
     check_conversation(kind, tmp_path / "c.safetensors")
 
@@ -253,6 +254,7 @@ def test_a_head_goes_on_in_another_thread(kind: str) -> None:
     assert talk.trained.drafted > 0
 
 
+@pytest.mark.slow
 def test_a_servers_prefixes_have_their_heads(kind: str) -> None:
     talk = Conversation(kind)
     system = prompts(1, 40)[0]
@@ -290,6 +292,7 @@ ALSO: dict[str, tuple[dict[str, Any], Callable[[list[int]], Auto]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("also", ALSO)
 def test_a_head_beside(also: str) -> None:
     options, drafting = ALSO[also]

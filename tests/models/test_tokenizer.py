@@ -179,6 +179,7 @@ def reference(path: Path) -> list[int]:
     return SentencePieceProcessor(model_file=str(path)).encode(SENTENCE)
 
 
+@pytest.mark.slow
 def test_every_form_of_a_tokenizer_gives_sentencepieces_ids(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

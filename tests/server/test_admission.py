@@ -58,6 +58,7 @@ def wide(name: str) -> nn.Module:
     return replace(ARCHITECTURES[name], config=config).model()
 
 
+@pytest.mark.slow
 @pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_estimate_is_what_caches_take(name: str) -> None:
@@ -92,6 +93,7 @@ def test_the_caches_of_a_head_are_a_part_of_the_estimate(
     assert growth[0] - growth[1] == 1000 * layers * own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -112,6 +114,7 @@ def test_options_that_save_memory_are_taken_into_account(options: dict[str, int]
     assert memory.bytes_for(50_000) < 0.5 * plain.bytes_for(50_000)
 
 
+@pytest.mark.slow
 def test_what_a_forward_takes_is_found_out_with_few_rows() -> None:
     model = ARCHITECTURES["llama3"].model()
     estimates, found = [], []

@@ -36,6 +36,7 @@ def test_json_is_read_as_python_reads_it(value: Any, escaped: bool, indent: int 
     assert repr(read_body(written.encode())) == repr(json.loads(written))
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(300, 6_000))
 @given(mutated(json.dumps(FULL_CHAT, indent=1).encode()))
 def test_what_is_no_json_for_python_is_none_here(data: bytes) -> None:

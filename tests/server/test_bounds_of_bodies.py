@@ -278,6 +278,7 @@ def test_they_are_refused_where_they_were_found_too_late(http: httpx.Client) -> 
 # --- what stands in a header ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["模型", "modèle", "a/b c", "a\r\nx-evil: 1", "100 %"])
 def test_any_name_of_a_model_has_its_header(name: str) -> None:
     model = served_with_tools()

@@ -161,6 +161,7 @@ def alone(prompt: str = "Hello", max_tokens: int = 6, **options: Any) -> str:
     return "".join(response.text for response in plain.stream(prompt, max_tokens, **options))
 
 
+@pytest.mark.slow
 def test_first_requests_that_come_at_once_load_their_model_once() -> None:
     async def run() -> None:
         async with serving(shelf := two()) as server:
@@ -225,6 +226,7 @@ def test_a_model_stays_while_a_request_uses_it() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_models_of_the_start_stay() -> None:
     async def run() -> None:
         async with serving(two(), served("first")) as server:
@@ -478,6 +480,7 @@ def test_an_only_model_answers_any_name_unless_names_are_strict() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_models_that_are_available_are_listed_with_their_state() -> None:
     async def run() -> None:
         async with serving(shelf := two(), served("first")) as server:

@@ -47,6 +47,7 @@ def served_at(patience: float) -> Iterator[tuple[HttpServer, tuple[str, int]]]:
         thread.join(10)
 
 
+@pytest.mark.slow
 def test_who_does_not_send_or_read_is_left_and_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "_LOOK", 0)
     waiting = [

@@ -50,6 +50,7 @@ def summed(worker: Worker, name: str) -> float:
     return sum(sums[name] for _, sums in worker.metrics._sums)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [STEADY, DISTURBED])
 @pytest.mark.parametrize("count", [1, 3])
 def test_without_drafts_nothing_is_gained_or_lost(

@@ -14,6 +14,7 @@ from mlxspec.server.worker import ServedRequest
 from tests.support.serving import running_server, served
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streamed", [False, True])
 def test_caches_go_with_their_request_without_garbage_collection(streamed: bool) -> None:
     sessions: list[weakref.ref[Session]] = []

@@ -321,6 +321,7 @@ def test_the_body_that_is_made_hostile_is_right_before() -> None:
     assert isinstance(parse_messages(FULL_MESSAGES), ChatRequest)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(150, 10_000))
 @given(hostile(FULL_MESSAGES) | json_values)
 def test_any_body_is_a_request_or_a_400(body: Any) -> None:

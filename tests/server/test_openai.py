@@ -182,6 +182,7 @@ def test_what_the_model_writes_after_the_one_call_is_not_sent(at_once: int) -> N
     assert len(whole.choices[0].logprobs.content) == CALLS.index("}") // 3 + 1 < len(written)
 
 
+@pytest.mark.slow
 @settings(phases=[Phase.explicit, Phase.reuse, Phase.generate])  # as simple as they get
 @given(
     st.lists(st.sampled_from([CALLS, "Hello", "", "<think>x"]), min_size=1, max_size=3),

@@ -144,6 +144,7 @@ class Request:
         self.reused = response.reused_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.nightly(keep=2)
 @each_kind
 def test_a_conversation_of_ten_turns_runs_each_token_once(kind: str) -> None:
@@ -168,6 +169,7 @@ def test_an_answer_that_the_client_changes_costs_no_more_than_itself(kind: str) 
     assert least <= again.reused < len(prompt)
 
 
+@pytest.mark.slow
 @cuttable
 def test_agents_that_share_a_system_prompt_share_it_one_after_the_other(kind: str) -> None:
     requests, system = Requests(kind), tokens_of(300)
@@ -218,6 +220,7 @@ def test_those_who_come_at_once_wait_for_the_state_that_they_share() -> None:
     assert second.tokens == requests.alone(second.prompt, 40)
 
 
+@pytest.mark.slow
 @cuttable
 def test_requests_that_run_at_once_share_what_one_of_them_has_run(kind: str) -> None:
     requests, system = Requests(kind), tokens_of(300)
@@ -308,6 +311,7 @@ def test_a_mere_beginning_of_another_entry_is_dropped() -> None:
     assert entry.tokens.tolist() == prompt
 
 
+@pytest.mark.slow
 def test_eight_bits_a_value_can_be_shared_from_where_they_begin() -> None:
     options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 90}
     requests = Requests("wide", **options, prefill_step_size=50)  # quantised after 100 tokens
@@ -332,6 +336,7 @@ def test_where_a_prompts_end_is_quantised_a_later_one_begins_anew(bits: int) -> 
     requests.end(first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["boundable", "latent"])
 def test_prompts_that_a_window_holds_are_shared_and_longer_ones_are_not(kind: str) -> None:
     requests = Requests(kind, max_kv_size=40)
@@ -505,6 +510,7 @@ def test_a_cache_outlives_its_process(kind: str, tmp_path: Path) -> None:
     assert shared.reused == (40 if kind in CUTTABLE else 0)
 
 
+@pytest.mark.slow
 def test_what_was_used_last_is_what_the_disk_keeps(tmp_path: Path) -> None:
     requests, prompts = Requests(), [tokens_of(100, seed) for seed in range(4)]
     for prompt in prompts:

@@ -644,6 +644,7 @@ def test_the_bodies_that_are_made_hostile_are_right_before() -> None:
     assert isinstance(parse_completion(FULL_COMPLETION), CompletionRequest)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(150, 10_000))
 @given(hostile(FULL_CHAT) | json_values)
 def test_any_chat_body_is_a_request_or_a_400(body: Any) -> None:

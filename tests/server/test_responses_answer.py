@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from openai import omit
@@ -136,6 +137,7 @@ def test_reasoning_calls_and_text_are_items() -> None:
     assert "".join(e.delta for e in arguments if e.output_index == 2) == f.arguments
 
 
+@pytest.mark.slow
 @settings(phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(
     st.sampled_from([CALLS, "Hello", "", "<think>x", '<tool_call>{"name": "patch", "argu']),
@@ -329,6 +331,7 @@ def test_bytes_are_bounded() -> None:
     assert store.items("", {"large"}) == {}
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_as_the_bytes_are() -> None:
     """An agent's tools, in each of its responses, take four times as much as objects."""
     kept: list[Stored] = []
