@@ -40,6 +40,7 @@ def test_it_is_loaded_without_setting_anything() -> None:
     assert not run.stderr
 
 
+@pytest.mark.slow
 @needs_openblas
 def test_mlx_calls_its_products() -> None:
     """The dynamic linker says where MLX's call goes."""

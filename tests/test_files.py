@@ -135,6 +135,7 @@ def test_a_leftover_is_removed_unless_it_is_being_written(tmp_path: Path):
     assert names(tmp_path) == {"file"}
 
 
+@pytest.mark.slow
 def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path):
     path = tmp_path / "s"
     build_store(path, [[1, 2, 3]], FIRST)

@@ -184,6 +184,7 @@ def test_standard_input_is_a_file_too(endless: Path) -> None:
     assert [one["text"] for one in results(result)] == [LINE, LINE]
 
 
+@pytest.mark.slow
 def test_results_that_wait_are_bounded(
     endless: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,6 +194,7 @@ def test_results_that_wait_are_bounded(
     assert [one["generation_tokens"] for one in results(result)] == [40, 1, 2, 1, 2, 1, 3]
 
 
+@pytest.mark.slow
 def test_log_probabilities_stand_in_the_results(endless: Path, prompts: Path) -> None:
     options = ("--model", endless, "--prompts", write(prompts, IDS[:2]), "--max-tokens", 4)
     for one in results(generate(*options, "--logprobs", 2)):

@@ -60,6 +60,7 @@ def test_json_has_the_figures_and_neither_prompts_nor_paths(endless: Path, promp
         assert secret not in result.stdout
 
 
+@pytest.mark.slow
 def test_html_is_written_beside_the_table(endless: Path, prompts: Path, tmp_path: Path) -> None:
     page = tmp_path / "bench.html"
     result = bench(endless, "--prompts", prompts, *QUICK, "--html", page)

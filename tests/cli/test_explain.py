@@ -50,6 +50,7 @@ def test_the_steps_of_every_decoder_are_those_of_generate(endless: Path, decoder
         assert sum(int(count) for _, count in accepted) == stats["drafted"]
 
 
+@pytest.mark.slow
 def test_what_a_head_drafts_is_told_apart(headed: Path, heads_pay: None):
     options = ("--raw", "--prompt", "x y")
     shown = explain(headed, *options, "--skip", 0, "--steps", 9).stdout

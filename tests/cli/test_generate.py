@@ -85,6 +85,7 @@ def test_json_gives_hostile_text_back_exactly_and_is_harmless_itself(hostile: Pa
     assert result.stdout.isascii()
 
 
+@pytest.mark.slow
 def test_the_chat_template_is_applied_where_there_is_one(endless: Path, finite: Path):
     def prompt_tokens(model: Path, *mode: str) -> int:
         return report("--model", model, "--prompt", "a b", *mode)["prompt_tokens"]

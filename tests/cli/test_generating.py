@@ -231,6 +231,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "own_drafter:Mine"
 
 
+@pytest.mark.slow
 def test_a_drafter_of_ones_own_drafts_and_changes_no_token(endless: Path, own: str) -> None:
     options = ("--model", endless, "--prompt", "a", "--max-tokens", 40)
     plain = report(*options, "--decoder", "plain")

@@ -141,6 +141,7 @@ def test_other_decoders_leave_it_alone(finite: Path, decoder: str):
     assert answers() == []
 
 
+@pytest.mark.slow
 def test_files_of_prompts_keep_their_answers_too(finite: Path, tmp_path: Path):
     memory("on")
     prompts = tmp_path / "prompts.jsonl"

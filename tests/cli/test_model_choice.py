@@ -59,6 +59,7 @@ def test_the_suggested_prompt_is_one_that_the_demo_model_can_answer():
     assert result.stdout == "The red fox sees the river.\n" * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [("{}",), ("-m", "{}"), ("--model", "{}"), ("{}", "-m", "{}")])
 def test_inspect_takes_a_model_in_every_way(how: tuple[str, ...], endless: Path):
     given = [word.format(endless) for word in how]
@@ -80,6 +81,7 @@ def test_what_looks_at_a_model_does_not_take_the_demo_for_one(command: str):
     assert "'mlxspec models'" in result.stderr
 
 
+@pytest.mark.slow
 def test_inspect_takes_the_default(endless: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MLXSPEC_MODEL", str(endless))
     assert run("inspect").stdout.splitlines()[0] == str(endless)
@@ -99,6 +101,7 @@ def test_an_alias_is_a_model_wherever_one_is_named(endless: Path, tmp_path: Path
     assert f"{endless} is named twice" in refused.stderr
 
 
+@pytest.mark.slow
 def test_an_alias_goes_before_a_directory_of_its_name(work: Path, endless: Path):
     run("config", "set", "alias.here", endless)
     (work / "here").mkdir()

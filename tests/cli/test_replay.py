@@ -152,6 +152,7 @@ class Page(HTMLParser):
         self.text += data
 
 
+@pytest.mark.slow
 def test_the_page_has_the_tables_of_the_terminal_and_stands_alone(tmp_path: Path) -> None:
     traces = tmp_path / "t.jsonl"
     traces.write_text(json.dumps(chat("one two", "one two", category=HOSTILE)) + "\n")
@@ -281,6 +282,7 @@ def test_the_table_has_a_column_for_each_size(repeating: tuple[Path, Path]) -> N
         assert text in result.stdout
 
 
+@pytest.mark.slow
 def test_memories_are_compared_with_several_outputs_at_once(repeating: tuple[Path, Path]) -> None:
     asked = ("--memory", "1k,all", "--concurrency", 2)
     logs = repeating * 2

@@ -50,6 +50,7 @@ def test_a_head_is_taken_out_of_a_checkpoint(tmp_path: Path) -> None:
     load_head(find_head(tmp_path / "head"), QWEN_TARGET)
 
 
+@pytest.mark.slow
 def test_the_head_of_a_checkpoint_is_mlx_vlm_s(tmp_path: Path) -> None:
     split = pytest.importorskip(
         "mlx_vlm.speculative.drafters.qwen3_5_mtp.split", reason="compares with mlx-vlm"

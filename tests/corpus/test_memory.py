@@ -148,6 +148,7 @@ def test_equal_answers_are_kept_once_with_what_all_of_them_earned():
     assert [figures[name] for name in ("steps", "tokens", "memory")] == [600, 6000, 5400]
 
 
+@pytest.mark.slow
 @given(ANSWERS, st.integers(5, 200), st.integers(20, 400))
 def test_a_memory_holds_no_more_than_it_may(answers: list[list[int]], live: int, max_tokens: int):
     with pytest.MonkeyPatch.context() as patch:

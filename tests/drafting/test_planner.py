@@ -182,6 +182,7 @@ def test_where_only_plain_steps_were_measured_drafts_are_soon_those_of_a_good_cu
     assert sum(begun[1:]) > 0.9 * sum(good[1:])
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_still_busy_at_first_is_learned_as_well():
     truth = known_chip("CPU fp32 OpenBLAS").curve
     good = learning(known_times({rows: truth(rows) for rows in MEASURED}), truth)
@@ -242,6 +243,7 @@ def test_an_earlier_output_is_drafted_from_memory() -> None:
     assert told[1]["memory"] == 101 - len(again.rows)
 
 
+@pytest.mark.slow
 def test_a_memory_that_misleads_is_trusted_less_in_each_generation() -> None:
     """Its texts have the output's tokens, and others after each of them."""
     output = noise(300, seed=20)

@@ -84,6 +84,7 @@ def test_a_calibration_gives_every_number_of_rows_its_time(llama: nn.Module):
     assert shares[-1] == 1
 
 
+@pytest.mark.slow
 def test_a_shared_step_has_a_row_of_each_sequence_and_the_drafts_between_them(llama: nn.Module):
     rows: list[int] = []
     ordinary = type(llama).__call__

@@ -31,6 +31,7 @@ ROPES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROPES)
 def test_every_rope_decodes_what_mlx_lm_decodes(name: str) -> None:
     capability, config = ROPES[name]

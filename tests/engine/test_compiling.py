@@ -68,6 +68,7 @@ def test_chains_of_references_are_followed_to_some_depth(kind: str) -> None:
     assert outcome(SMALL) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["objects", "bare", "terminals"])
 def test_what_crashes_ends_another_process(kind: str) -> None:
     refusal = outcome(CHAINS[kind](10_000))
@@ -166,6 +167,7 @@ def test_references_of_any_kind_are_followed_or_refused(schema: dict[str, object
     harmless(partial(outcome, Constraint.json_schema(schema)))
 
 
+@pytest.mark.slow
 def test_texts_may_be_long_together_if_one_of_them_may_come() -> None:
     texts = [f"text {number}" for number in range(5000)]
     assert outcome(Constraint.regex("|".join(texts))) == ""

@@ -139,6 +139,7 @@ def copied(cache: Any) -> list[int]:
     return [] if cache.keys is None else cache.keys[0, 0, : cache.offset, 0].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_happens_the_caches_hold_the_context(kind: str) -> None:
     @settings(max_examples=examples(60, long=1000), deadline=None)

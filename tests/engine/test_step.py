@@ -83,6 +83,7 @@ def test_the_time_of_a_drafter_is_told_apart_where_it_takes_it_from_the_forward(
         assert (0 if on_gpu else 0.02) <= step.drafting < step.seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", [1, 2, 7, 31])
 def test_max_tokens_is_never_overshot(model: nn.Module, max_tokens: int) -> None:
     truth = plain(model, PROMPT, max_tokens=40)

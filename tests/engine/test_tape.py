@@ -81,6 +81,7 @@ def test_a_forward_can_be_undone_after_its_states_were_computed_again(name: str)
     assert_same_state(target, one_by_one(name, DRAFT[:2]))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("from_the_tape")
 @pytest.mark.parametrize("name", TRIED)
 def test_sequences_that_share_a_step_keep_different_numbers_of_rows(name: str) -> None:

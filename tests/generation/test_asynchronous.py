@@ -95,6 +95,7 @@ def test_a_decoder_serves_several_event_loops(decoder: Decoder) -> None:
     assert found == [expected] * 2
 
 
+@pytest.mark.slow
 def test_a_decoders_way_to_draft_can_be_chosen() -> None:
     decoder = new_decoder(PromptLookupDecoder)
     assert isinstance(decoder, PromptLookupDecoder)
@@ -268,6 +269,7 @@ class Failing(mlxspec.Drafter):
         self.last = step.tokens[-1]
 
 
+@pytest.mark.slow
 def test_what_a_generation_raises_is_raised_where_it_is_read() -> None:
     decoder = new_decoder(Decoder)
 
@@ -322,6 +324,7 @@ def test_progress_is_told_in_the_event_loop(decoder: Decoder) -> None:
     assert threads == {threading.current_thread()}
 
 
+@pytest.mark.slow
 def test_a_decoder_that_has_gone_takes_its_thread_along() -> None:
     def threads() -> Iterator[threading.Thread]:
         return (t for t in threading.enumerate() if t.name == "mlxspec astream")

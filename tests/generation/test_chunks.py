@@ -59,6 +59,7 @@ def by_mlx_lm(decoder: mlxspec.Decoder, prompt: list[int], **options: Any) -> mx
     return mx.stack([logprobs for _, logprobs in steps])
 
 
+@pytest.mark.slow
 @each_case
 def test_a_prompt_that_others_cut_gives_what_mlx_lm_gives(case: str) -> None:
     name, options = CASES[case]

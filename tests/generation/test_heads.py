@@ -242,6 +242,7 @@ def test_whatever_happens_to_a_conversation(kind: str, tmp_path: Path) -> None:
     check_conversation(kind, tmp_path / "c.safetensors")
 
 
+@pytest.mark.slow
 def test_a_head_goes_on_in_another_thread(kind: str) -> None:
     talk, session = Conversation(kind), mlxspec.Session()
     (first,) = prompts(1, 40)

@@ -57,6 +57,7 @@ def test_the_model_s_settings_can_be_replaced() -> None:
     assert ours.args.rope_theta == 5000.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dora", [False, True])
 def test_adapters_are_put_in(tmp_path: Path, dora: bool) -> None:
     directory = write_adapters(tmp_path / "adapters", dora=dora)

@@ -214,6 +214,7 @@ def test_a_prompt_and_a_suffix_are_measured_before_they_are_tokenized(
             completion_prompts(request, demo().tokenizer, 1000)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(50, 1_000))
 @given(
     st.text(min_size=1, max_size=12)

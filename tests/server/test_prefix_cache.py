@@ -204,6 +204,7 @@ def test_where_a_cache_cannot_be_cut_the_third_agent_finds_what_two_have_shared(
     assert requests.cache.entries == 6
 
 
+@pytest.mark.slow
 def test_those_who_come_at_once_wait_for_the_state_that_they_share() -> None:
     requests, system = Requests("state and full"), tokens_of(200)
     requests.answer([*system, *tokens_of(30, 1)])
@@ -482,6 +483,7 @@ def test_whatever_runs_beside_and_before_a_request_its_answer_is_its_own(
 # --- on disk ---
 
 
+@pytest.mark.slow
 @each_kind
 def test_a_cache_outlives_its_process(kind: str, tmp_path: Path) -> None:
     before, contexts = Requests(kind), []

@@ -169,6 +169,7 @@ def test_a_model_without_tools_says_what_its_template_lacks(template: str, reaso
         chat(chat_tokenizer(None, template), tools=[TOOL])
 
 
+@pytest.mark.slow
 @given(
     st.dictionaries(st.text(max_size=8) | st.sampled_from(["bos_token", "thinking"]), json_values)
 )

@@ -363,6 +363,7 @@ def test_the_tests_that_follow_begin_with_good_bodies() -> None:
         assert body == before
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(150, 5_000))
 @given(hostile(FULL) | json_values)
 def test_any_body_is_a_request_or_a_400(body: Any) -> None:
