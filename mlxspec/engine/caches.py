@@ -432,10 +432,13 @@ def compact(caches: Iterable[Any]) -> None:
 
 
 def drop_unseen(caches: Iterable[Any]) -> None:
-    """Drop the positions of windows that the next row does not see."""
+    """Drop the positions of windows and chunks that the next row does not see."""
     for cache in parts(caches):
         if isinstance(cache, WindowKVCache):
             cache.compact()
+        elif isinstance(cache, ChunkedKVCache) and cache.keys is not None:
+            cache.maybe_trim_front()
+            cache.keys, cache.values = mx.contiguous(cache.keys), mx.contiguous(cache.values)
 
 
 def parts(caches: Iterable[Any]) -> list[Any]:
