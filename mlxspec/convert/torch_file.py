@@ -57,8 +57,12 @@ def read_torch_file(path: Path) -> Iterator[tuple[str, mx.array]]:
         ) from error
 
 
-class _Unpickler(pickle.Unpickler):
-    """Gives each tensor as a tuple: its storage, offset, shape and strides, in elements."""
+class _Unpickler(pickle._Unpickler):
+    """Gives each tensor as a tuple: its storage, offset, shape and strides, in elements.
+
+    Python's own unpickler has a dict of what a pickle memoizes; the one in C takes as much memory
+    as the highest index that a damaged pickle names.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
