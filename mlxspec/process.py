@@ -86,12 +86,8 @@ def give_back_large_blocks() -> None:
             ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE)
 
 
-MLX_VARIABLES = {
-    "MLX_METAL_FAST_SYNCH": 1,
-    "MLX_MAX_MB_PER_BUFFER": 512,
-    "MLX_MAX_OPS_PER_BUFFER": 100,
-}
-"""MLX's tuning variables, and values that others set on large Macs.
+MLX_VARIABLES = ("MLX_METAL_FAST_SYNCH", "MLX_MAX_MB_PER_BUFFER", "MLX_MAX_OPS_PER_BUFFER")
+"""MLX's tuning variables.
 
 MLX reads each once, when it first uses a GPU: the first on Metal only, the others on CUDA, too.
 """

@@ -87,17 +87,18 @@ class HeadCache:
         """What a file keeps: the entries' positions, then each cache's keys and values."""
         if not self._positions:
             return []
-        states = [array for cache in self.caches for array in cache.state]
-        entries = [one[:, :, : len(self._positions)] for one in states if isinstance(one, mx.array)]
-        return [mx.array(self._positions), *entries]
+        count = len(self._positions)
+        return [mx.array(self._positions), *(one[:, :, :count] for one in held_arrays(self.caches))]
 
     def resume(self, kept: Sequence[mx.array], length: int) -> None:
         """Begin after ``length`` positions with what a file keeps, unless another head kept it."""
         self._seen = length
+        if not kept:
+            return
         own = HeadCache(self._head, self._hidden, 0)
         own.append(mx.zeros(1, mx.int32), mx.zeros((1, self._head.width)))
-        shapes = [array.shape for cache in own.caches for array in held_arrays([cache])]
-        places = cast(list[int], kept[0].tolist()) if kept and kept[0].ndim == 1 else []
+        shapes = [array.shape for array in held_arrays(own.caches)]
+        places = cast(list[int], kept[0].tolist()) if kept[0].ndim == 1 else []
         fitting = [(*shape[:2], len(places), *shape[3:]) for shape in shapes]
         rising = sorted({place for place in places if 0 <= place < length})
         if places and rising == places and fitting == [array.shape for array in kept[1:]]:

@@ -225,7 +225,7 @@ class Decoder(LoadedModel):
                 draft.
             TypeError: an option is unknown.
         """
-        return responses(self.new_request(prompt, max_tokens, options, lambda session: drafter))
+        return responses(self.new_request(prompt, max_tokens, options, lambda: drafter))
 
     def written(
         self, responses: Iterable[GenerationResponse], color: bool = True
@@ -283,7 +283,7 @@ class Decoder(LoadedModel):
 
         Args:
             prompt, max_tokens, options: as for :meth:`decode`.
-            make_drafter: makes the drafter from the session when the request starts, if the model
+            make_drafter: makes the drafter when the request starts, if the model
                 verifies drafts; by default the decoder drafts as in :meth:`stream`.
             receive: an engine calls it with each response.
 

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from ..models.heads import Head
     from .loaded import LoadedModel
     from .options import MakeDrafter
-    from .session import Session
 
 
 @dataclass(frozen=True)
@@ -52,12 +51,11 @@ class Drafting:
         """A drafter that is made without a decoder."""
         return self.maker()
 
-    def make(self, decoder: LoadedModel, session: Session | None) -> Drafter:
+    def make(self, decoder: LoadedModel) -> Drafter:
         """Make the drafter of one generation.
 
         Args:
             decoder: the decoder whose model verifies the drafts.
-            session: the generation's session, if it has one.
         """
         return self.new()
 
@@ -125,7 +123,7 @@ class Lookahead(Drafting):
             columns, self.ngram_size, self.guess_set_size, self.pool_from_prompt
         )
 
-    def make(self, decoder: LoadedModel, session: Session | None) -> Drafter:
+    def make(self, decoder: LoadedModel) -> Drafter:
         if not self.plans:
             return self.new()
         # No window pays on a Mac, and look-ups predict better than a pool.
@@ -171,7 +169,7 @@ class Auto(Drafting):
     def apart(self, memory_tokens: int) -> Self:
         return replace(self, memory=Memory(memory_tokens)) if self.memory else self
 
-    def make(self, decoder: LoadedModel, session: Session | None) -> Drafter:
+    def make(self, decoder: LoadedModel) -> Drafter:
         # A generation teaches later ones only if its output is remembered.
         remembers = bool(self.memory) and decoder.remembers
         experience = decoder.experience if remembers else Experience()

@@ -38,8 +38,8 @@ Prompt = str | Sequence[int] | mx.array | Sequence[Message]
 """Text or token ids, used as they are, or a conversation's messages, which the model's chat
 template turns into token ids."""
 
-MakeDrafter = Callable[[Session | None], Drafter]
-"""Makes the drafter of one generation from its session, if it has one."""
+MakeDrafter = Callable[[], Drafter]
+"""Makes the drafter of one generation."""
 
 
 def prompt_ids(

@@ -71,7 +71,7 @@ class Request:
         prompt: token ids.
         max_tokens: the most tokens to generate.
         options: as for :meth:`mlxspec.Decoder.decode`; the request checks them.
-        make_drafter: makes the drafter from the session when the request starts.
+        make_drafter: makes the drafter when the request starts.
         receive: called with each response.
 
     Raises:
@@ -175,7 +175,7 @@ class Request:
         decoder = self.decoder
         drafter: Drafter = NoDraft()
         if self.sampling.allows_drafts and decoder.chain_capability is not Capability.PLAIN:
-            drafter = checked_drafter(self.make_drafter(self.session))
+            drafter = checked_drafter(self.make_drafter())
         if isinstance(drafter, Planner):
             drafter.guide = self.grammar
         elif self.grammar and not isinstance(drafter, NoDraft):

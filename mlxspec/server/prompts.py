@@ -281,7 +281,7 @@ def _calls_constraint(request: ChatRequest, tokenizer: TokenizerWrapper) -> Cons
     tools = [tool for tool in request.tools if forced in (None, tool["function"]["name"])]
     names = [tool["function"]["name"] for tool in tools]
     heads = [_quoted(f'{{"name": {json.dumps(name)}, "arguments": ') for name in names]
-    tail = ' "}"'
+    tail, space, arguments, shared = ' "}"', f"{_SPACE} ", _json_arguments, list[str]()
     if parser == "json_tools":
         before, after = f"{_SPACE} ", f" {_SPACE} {end}"
         separator = f"{after} {_SPACE} {start} {_SPACE}"
@@ -292,12 +292,12 @@ def _calls_constraint(request: ChatRequest, tokenizer: TokenizerWrapper) -> Cons
         before, separator, after = '"[" ', '", "', ' "]"'
     elif parser == "qwen3_coder":
         heads = [_quoted(f"<function={name}>\n") for name in names]
-        before, after, tail = '"\\n" ', f' "</function>\\n" {end}', ""
+        before, after, tail, space = '"\\n" ', f' "</function>\\n" {end}', "", ""
+        arguments, shared = _elements, _ELEMENT
         separator = f'{after} {_SPACE} {start} "\\n"'
     else:
         return None
     if forced:  # the prompt has the head, without the space at its end
-        space = "" if parser == "qwen3_coder" else f"{_SPACE} "
         rules = [f"start: {space}args_0{tail}{after}"]
     else:
         more = f" ({separator} call)*" if request.parallel_tool_calls else ""
@@ -305,13 +305,13 @@ def _calls_constraint(request: ChatRequest, tokenizer: TokenizerWrapper) -> Cons
         rules = [f"start: {before}call{more}{after}", f"call: {' | '.join(calls)}"]
     demanded = request.tool_choice != "auto"
     for number, tool in enumerate(tools):
-        schema = _arguments_schema(tool, demanded)
-        if parser == "qwen3_coder":
-            rules += _elements(f"args_{number}", schema)
-        else:
-            rules.append(f"args_{number}: %json {json.dumps(schema)}")
-    rules += _ELEMENT if parser == "qwen3_coder" else []
-    return Constraint("lark", "\n".join(rules))
+        rules += arguments(f"args_{number}", _arguments_schema(tool, demanded))
+    return Constraint("lark", "\n".join([*rules, *shared]))
+
+
+def _json_arguments(rule: str, schema: dict[str, Any]) -> list[str]:
+    """The rule of arguments as a JSON object."""
+    return [f"{rule}: %json {json.dumps(schema)}"]
 
 
 def _elements(rule: str, schema: dict[str, Any]) -> list[str]:

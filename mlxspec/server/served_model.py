@@ -23,7 +23,7 @@ from ..engine.target import UNDOABLE, together, vocabulary_size
 from ..generation.decoder import Decoder
 from ..generation.drafting import Auto
 from ..generation.options import GenerationOptions
-from ..generation.session import MARKS, Session
+from ..generation.session import MARKS
 from .prefix_cache import PrefixCache
 
 if TYPE_CHECKING:
@@ -207,21 +207,18 @@ class ServedModel:
         """Whether it drafts from clients' predictions."""
         return isinstance(self.decoder.drafting, Auto)
 
-    def make_drafter(
-        self, prediction: Sequence[int], partition: str, session: Session | None
-    ) -> Drafter:
+    def make_drafter(self, prediction: Sequence[int], partition: str) -> Drafter:
         """The drafter of one generation; called only in the worker's thread.
 
         Args:
             prediction: token ids that the client expects as output.
             partition: the partition whose answers it drafts from, and adds its own to.
-            session: the generation's session.
         """
         decoder = self._decoder_of(partition)
         drafting = decoder.drafting
         if isinstance(drafting, Auto):
             drafting = replace(drafting, prediction=prediction)
-        return drafting.make(decoder, session)
+        return drafting.make(decoder)
 
     def _decoder_of(self, partition: str) -> Decoder:
         if partition == self.owner:

@@ -529,7 +529,7 @@ class Worker:
         self.memory.add(served)
         warm_up, decoder = Engine(served.decoder), served.decoder
         for prompt in ([1, 1], [1, 1, 1]):
-            warm_up.add(Request(decoder, prompt, 8, {}, lambda session: NoDraft()))
+            warm_up.add(Request(decoder, prompt, 8, {}, NoDraft))
         warm_up.run()
         self._queues[served.name] = ModelQueue(served, self)
 

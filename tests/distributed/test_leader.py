@@ -192,7 +192,7 @@ class Lent(Request):
         options: Any,
         ended: list[list[int]],
     ) -> None:
-        super().__init__(decoder, prompt, n, options, lambda session: PromptLookupDrafter(4, 2, 1))
+        super().__init__(decoder, prompt, n, options, lambda: PromptLookupDrafter(4, 2, 1))
         self._cache, self._ended = cache, ended
 
     def start(self) -> Any:

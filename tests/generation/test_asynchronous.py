@@ -276,7 +276,7 @@ def test_what_a_generation_raises_is_raised_where_it_is_read() -> None:
     taken: list[int] = []
 
     async def fail() -> None:
-        async for response in decoder.astream(REPEAT, make_drafter=lambda session: Failing()):
+        async for response in decoder.astream(REPEAT, make_drafter=Failing):
             taken.append(response.token)
 
     async def main() -> list[Any]:

@@ -46,7 +46,7 @@ def test_a_value_that_is_out_of_range_cannot_be_made() -> None:
 def test_generations_at_once_have_a_drafter_each() -> None:
     decoder = stand_in_decoder(mlxspec.PromptLookupDecoder)
     make_drafter = decoder.drafting_with(n_draft=3)
-    assert make_drafter(None) is not make_drafter(None)
+    assert make_drafter() is not make_drafter()
     prompts = [PROMPT, PROMPT.upper()]
     plain = [[*stand_in().stream(prompt, 24)] for prompt in prompts]
     outputs: list[list[GenerationResponse]] = [[], []]
