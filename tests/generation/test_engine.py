@@ -177,7 +177,7 @@ def test_a_fault_of_a_drafter_that_is_planned_with_others_is_its_own() -> None:
     expected = [alone(decoder, prompt, 12) for prompt in PROMPTS[:3]]
     faults = iter(["", "drafter", ""])
 
-    def planner(session: Any) -> Drafter:
+    def planner() -> Drafter:
         fault = next(faults)
         extra = Failing(fault) if fault else mlxspec.PromptLookupDrafter()
         sources = [DrafterSource(extra)]
