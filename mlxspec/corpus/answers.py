@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -96,7 +95,7 @@ EARNED = ("steps", "tokens", *SOURCES)
 
 DATABASE = "answers.sqlite"
 INDEX = ".index"
-INDEX_FORMAT = "mlxspec answers index", ("tokens", "order")
+INDEX_FORMAT = "mlxspec answers index"
 
 OnTrouble = Callable[[str], None]
 """Called with a line that describes a failure."""
@@ -243,10 +242,9 @@ class KeptAnswers:
         """
         with self._transaction():
             self._db.executemany("DELETE FROM answers WHERE id = ?", [(row,) for row in rows])
-        for file in (
-            self.directory.glob(f"*{self.identity.key}-*{INDEX}*") if self.directory else ()
-        ):
-            file.unlink(missing_ok=True)
+        if self.directory:
+            for file in self.directory.glob(f"*{self.identity.key}{INDEX}*"):  # a partial one, too
+                file.unlink(missing_ok=True)
         self._run("VACUUM")
         ((busy, *_),) = self._run("PRAGMA wal_checkpoint(TRUNCATE)")
         if busy:
@@ -264,9 +262,9 @@ class KeptAnswers:
             self._tokenizer,
         )
         nbytes, indexed = nbytes or 0, 0
-        for file in self.index_files():
-            with suppress(FileNotFoundError):  # another process has removed it
-                indexed += file.stat().st_size
+        if self.index_file:
+            with suppress(FileNotFoundError):
+                indexed = self.index_file.stat().st_size
         sizes = {"texts": texts, "tokens": nbytes // 4, "bytes": nbytes + indexed}
         return {**sizes, "oldest": oldest, "newest": newest}
 
@@ -279,16 +277,10 @@ class KeptAnswers:
         """Close the database."""
         self._db.close()
 
-    def index_files(self) -> list[Path]:
-        """The index files of this tokenizer's answers."""
-        if self.directory is None:
-            return []
-        return [*self.directory.glob(f"{self.identity.key}-*{INDEX}")]
-
-    def new_index_file(self) -> Path:
-        """A path for a new index file."""
-        assert self.directory is not None
-        return self.directory / f"{self.identity.key}-{secrets.token_hex(8)}{INDEX}"
+    @property
+    def index_file(self) -> Path | None:
+        """The file with the searchable index of this tokenizer's answers."""
+        return self.directory / f"{self.identity.key}{INDEX}" if self.directory else None
 
     @contextmanager
     def locked(self) -> Iterator[int]:

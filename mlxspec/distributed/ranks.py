@@ -293,10 +293,10 @@ class _Pickler(pickle.Pickler):
         self.numbers: set[int] = set()
 
     def persistent_id(self, value: Any) -> int | None:
-        if not isinstance(value, nn.Module | Target | Joint):
-            return None
-        number: int = value.number
-        self.numbers.add(number)
+        numbered = isinstance(value, nn.Module | Target | Joint)
+        number: int | None = getattr(value, "number", None) if numbered else None
+        if number is not None:
+            self.numbers.add(number)
         return number
 
 

@@ -121,7 +121,7 @@ def test_a_memory_is_closed_before_its_merging_ends(monkeypatch: pytest.MonkeyPa
             yield np.zeros(1, np.int32)
 
     monkeypatch.setattr(memory_module, "LIVE_TOKENS", 8)
-    monkeypatch.setattr(memory_module, "_merged", endless)
+    monkeypatch.setattr(memory_module, "merged_order", endless)
     memory = Memory.kept_in(memory_directory(), FIRST, on_trouble=fail)
     texts = [[number, *range(12)] for number in range(3)]
     for text in texts:
