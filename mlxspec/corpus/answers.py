@@ -375,8 +375,7 @@ ENVIRONMENT_VARIABLE = "MLXSPEC_DATA_DIR"
 SWITCH = "MLXSPEC_MEMORY"
 """Overrides the user's settings: "on", "off", or a directory to keep answers in."""
 
-_KEY = re.compile(r"[0-9a-f]{16}")
-_MOST_BYTES = 1 << 20
+_SETTINGS = "settings.json"
 
 
 @dataclass(frozen=True)
@@ -430,39 +429,35 @@ def data_directory() -> Path:
     return directory_in(ENVIRONMENT_VARIABLE) or platformdirs.user_data_path("mlxspec")
 
 
-def load_settings(on_trouble: OnTrouble) -> Settings:
-    """The user's settings; if they cannot be read, those that keep nothing.
+def load_settings() -> Settings:
+    """The user's settings.
 
-    Args:
-        on_trouble: called with a line if they cannot be read.
+    Raises:
+        FileError: they cannot be read.
     """
-    path = memory_directory() / "settings.json"
-    try:
-        with path.open("rb") as file:
-            return _parsed(load_json(file.read(_MOST_BYTES)))
-    except FileNotFoundError:
-        return Settings()
-    except OSError as error:
-        reason = error.strerror
-    except (ValueError, RecursionError) as error:
-        reason = f"is damaged ({error})"
-    on_trouble(f"{path}: {reason}; answers are not kept; set it again with `mlxspec memory`")
-    return Settings()
+    path = memory_directory() / _SETTINGS
+    value = None
+    with suppress(OSError, ValueError, RecursionError):
+        if not path.exists():
+            return Settings()
+        value = load_json(path.read_bytes())
+    match value:
+        case {"everything": bool(on), "except": list(names), "max_tokens": int(most)} if most > 0:
+            return Settings(on, frozenset(map(str, names)), most)
+    raise FileError(f"{path}: cannot be read; remove it, and set it again with `mlxspec memory`")
 
 
-def settings_in_force(on_trouble: OnTrouble) -> Settings:
+def settings_in_force() -> Settings:
     """The user's settings, overridden by :data:`SWITCH`.
-
-    Args:
-        on_trouble: called with a line if they cannot be read.
 
     Raises:
         OptionError: as :func:`memory_directory`.
+        FileError: as :func:`load_settings`.
     """
     switch = os.environ.get(SWITCH)
     if switch == "off":
         return Settings()
-    settings = load_settings(on_trouble)
+    settings = load_settings()
     return replace(settings, everything=True, tokenizers=frozenset()) if switch else settings
 
 
@@ -473,28 +468,12 @@ def save_settings(settings: Settings) -> None:
         FileError: they cannot be written.
     """
     value = {
-        "version": 1,
         "everything": settings.everything,
         "except": sorted(settings.tokenizers),
         "max_tokens": settings.max_tokens,
     }
     directory = memory_directory()
-    try:
+    with suppress(OSError):  # writing then fails
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise FileError(f"{directory}: cannot be made ({error.strerror})") from error
-    with replaced(directory / "settings.json") as file:
+    with replaced(directory / _SETTINGS) as file:
         file.write(json.dumps(value, indent=1).encode() + b"\n")
-
-
-def _parsed(value: object) -> Settings:
-    """Parse the content of the settings file; raises ValueError for other content."""
-    match value:
-        case {
-            "version": 1,
-            "everything": bool(everything),
-            "except": list(names),
-            "max_tokens": int(max_tokens),
-        } if max_tokens >= 2 and all(isinstance(n, str) and _KEY.fullmatch(n) for n in names):
-            return Settings(everything, frozenset(names), max_tokens)
-    raise ValueError("its settings are of another version")

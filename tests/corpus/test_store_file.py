@@ -129,9 +129,7 @@ def test_a_header_that_makes_no_sense_is_refused(path: Path, name: str, value: o
 def test_what_is_no_store_is_called_so(path: Path, tmp_path: Path):
     for content in (b"", b"{}", b"x" * 4096, b"[" * 5000 + b"\n", b'{"format": 1}  \n'):
         assert "is not an mlxspec store" in refused(path, content)
-    with pytest.raises(
-        FileError, match=r"nowhere: .*No such file.*`mlxspec store build`"
-    ):
+    with pytest.raises(FileError, match=r"nowhere: .*No such file.*`mlxspec store build`"):
         open_store(tmp_path / "nowhere")
     with pytest.raises(FileError, match="is not an mlxspec store"):
         open_store(tmp_path)
