@@ -221,9 +221,7 @@ _open: weakref.WeakSet[Memory] = weakref.WeakSet()
 def _stop_all() -> None:
     """Keep the last additions before the process ends."""
     for memory in [*_open]:
-        memory._worker.hurries = True
-        memory._worker.requests.put(None)
-        memory._thread.join(_EXIT_SECONDS)
+        memory.close(patience=0)
 
 
 class _MemoryWorker:

@@ -17,7 +17,6 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -26,7 +25,7 @@ from ..engine.joint import Joint, JointMode, JointRows
 from ..engine.params import CacheOptions
 from ..engine.target import Capability, Target, vocabulary_size
 from ..errors import LoadError, MlxspecError, OptionError
-from ..models.model import load
+from ..models.model import evaluate, load
 from .channel import Channel, meet
 from .launch import end_with, uninterrupted
 
@@ -52,11 +51,7 @@ def load_shard(
     """
     model, tokenizer = load(path_or_repo, lazy=True)
     split(model, group, str(path_or_repo))
-    try:
-        for _, parameter in tree_flatten(model.parameters()):
-            mx.eval(parameter)
-    except RuntimeError as error:
-        raise LoadError(f"{path_or_repo}: the weights cannot be read ({error})") from error
+    evaluate(model, path_or_repo)
     return model, tokenizer
 
 
