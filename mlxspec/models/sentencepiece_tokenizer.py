@@ -25,7 +25,6 @@ _REMEDY = "use a version of the model that has a tokenizer.json"
 
 _BPE = 2  # TrainerSpec.ModelType
 _BEGINS_A_NAME = r"\A<(?=(?:unk|0x[0-9A-F]{2})>\z)"
-_TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
 # ModelProto.SentencePiece.Type
 _NORMAL, _, _CONTROL, _USER_DEFINED = range(1, 5)
 
@@ -145,14 +144,14 @@ def _read_model(path: Path) -> tuple[Any, Any]:
     from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 
     content = path.read_bytes()
-    if _TIKTOKEN_LINE.match(content):
-        raise LoadError(f"{path}: a tiktoken vocabulary, not a SentencePiece model; {_REMEDY}")
     try:
         reference = SentencePieceProcessor(model_proto=content)
         model = sentencepiece_model_pb2.ModelProto.FromString(content)
         "".join(piece.piece for piece in model.pieces)  # SentencePiece accepts other than UTF-8
     except Exception as error:  # from SentencePiece, protobuf, or protobuf's implementation
-        raise LoadError(f"{path}: not a SentencePiece model, or a damaged one") from error
+        raise LoadError(
+            f"{path}: damaged, or not a SentencePiece model but tiktoken's; {_REMEDY}"
+        ) from error
     normalizations = (model.normalizer_spec, model.denormalizer_spec)
     if model.trainer_spec.model_type != _BPE or any(n.precompiled_charsmap for n in normalizations):
         raise LoadError(f"{path}: not a BPE model that can be reproduced exactly; {_REMEDY}")

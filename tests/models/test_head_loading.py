@@ -206,7 +206,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert "evil" in refused(lambda: load_head(tmp_path, TARGET))
     incomplete = {name: value for name, value in EAGLE_3.items() if name != "hidden_size"}
     write(tmp_path, incomplete, random_weights("EAGLE-3"))
-    assert "config.json lacks 'hidden_size'" in refused(lambda: load_head(tmp_path, TARGET))
+    assert "'hidden_size'" in refused(lambda: load_head(tmp_path, TARGET))
     write(tmp_path, {**EAGLE_3, "num_key_value_heads": 10**6}, random_weights("EAGLE-3"))
     assert "the weights do not fit config.json" in refused(lambda: load_head(tmp_path, TARGET))
 
