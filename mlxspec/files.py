@@ -130,13 +130,6 @@ def new_directory(path: Path, *, replace: bool) -> Iterator[Path]:
                 lock.unlink(missing_ok=True)
 
 
-def remove_leftover(partial: Path) -> None:
-    """Remove a temporary file, unless a process is writing it."""
-    with suppress(OSError), partial.open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        partial.unlink()
-
-
 def _beside(path: Path, kind: str) -> Path:
     name = os.fsdecode(os.fsencode(path.name)[:_MAX_NAME_BYTES])
     return path.with_name(f".{name}.{kind}")

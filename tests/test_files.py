@@ -125,16 +125,6 @@ def test_a_temporary_file_that_leads_to_another_file_is_not_written(tmp_path: Pa
     assert names(tmp_path) == {"victim"}
 
 
-def test_a_leftover_is_removed_unless_it_is_being_written(tmp_path: Path):
-    with replaced(tmp_path / "file") as file:
-        files.remove_leftover(tmp_path / ".file.partial")
-        file.write(b"new")
-    assert (tmp_path / "file").read_bytes() == b"new"
-    (tmp_path / ".file.partial").touch()
-    files.remove_leftover(tmp_path / ".file.partial")
-    assert names(tmp_path) == {"file"}
-
-
 @pytest.mark.slow
 def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path):
     path = tmp_path / "s"

@@ -126,7 +126,6 @@ def _pieces(path: Path) -> Iterator[str]:
 
 
 _FORMAT = "mlxspec store"
-_MAX_WORDS = 2**31 - 1  # positions are int32
 _REMEDY = "build it again with `mlxspec store build`"
 
 
@@ -251,7 +250,7 @@ def build_store(
         raise FileError(f"{target}: nothing to write; add a text of at least two tokens")
     with replaced(target) as file:
         _check_target(target, force)
-        write_store(file, target, identity, built)
+        write_store(file, identity, built)
     return Store(target)
 
 
@@ -282,20 +281,12 @@ def add_to_store(
         store = Store(target, identity).verify()
         held = split_texts(store.index.tokens)
         new = [*_first(sequences, identity, max_tokens, held)]
-        write_store(file, target, store.identity, SuffixArray.of([*held, *new]))
+        write_store(file, store.identity, SuffixArray.of([*held, *new]))
     return Store(target)
 
 
-def write_store(
-    file: BinaryIO, path: Path, identity: TokenizerIdentity, index: SuffixArray
-) -> None:
-    """Write a store's content to a new file.
-
-    Raises:
-        FileError: the store is too large.
-    """
-    if len(index.tokens) > _MAX_WORDS:
-        raise FileError(f"{path}: more than {_MAX_WORDS:,} tokens; build several stores")
+def write_store(file: BinaryIO, identity: TokenizerIdentity, index: SuffixArray) -> None:
+    """Write a store's content to a new file."""
     header = {
         "format": _FORMAT,
         "tokenizer": identity.name,
