@@ -332,7 +332,6 @@ def test_regexes_choices_and_grammars(constraint: Constraint, pattern: str) -> N
         assert_same(expected, [response.token for response in found])
 
 
-@pytest.mark.nightly(keep=3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("constraint", "named"),
