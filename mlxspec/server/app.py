@@ -28,13 +28,12 @@ from ..generation.options import GenerationOptions
 from ..generation.request import State
 from .answer import (
     FAILED,
-    LOADING,
     ApiAnswer,
     Endpoint,
     Failed,
     answered,
+    begun_while_loading,
     is_answered,
-    patient,
 )
 from .auth import AuthMiddleware, OnRefusal, body_of
 from .body import ApiError, error_response, new_request_id, read_body, shown
@@ -63,7 +62,6 @@ from .responses import (
     ResponsesRequest,
     ResponseStore,
     failed_event,
-    input_items_answer,
     parse_responses,
 )
 from .served_model import ServedModel
@@ -176,7 +174,7 @@ class Endpoints:
         """
 
         def slow(endpoint: Endpoint, failed: Failed = lambda error, request_id: error.body) -> Any:
-            return patient(endpoint, self._keep_alive, failed, on_refusal)
+            return begun_while_loading(endpoint, self._keep_alive, failed, on_refusal)
 
         post = ["POST"]
         chat, complete = slow(self.chat), slow(self.complete)
@@ -193,7 +191,6 @@ class Endpoints:
             Route("/v1/responses/input_tokens", self.count_input, methods=post),
             Route("/v1/responses/{id}", self.show_response),
             Route("/v1/responses/{id}", self.delete_response, methods=["DELETE"]),
-            Route("/v1/responses/{id}/input_items", self.input_items),
             Route("/v1/messages", message, methods=post),
             Route("/v1/messages/count_tokens", self.count_tokens, methods=post),
         ]
@@ -275,11 +272,6 @@ class Endpoints:
         self._responses.delete(request.state.partition, response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
-    async def input_items(self, request: Request) -> Response:
-        """``/v1/responses/ID/input_items``"""
-        _, given = self._kept(request)
-        return JSONResponse(input_items_answer(given, request.query_params.get("order")))
-
     def _response_parser(self, request: Request) -> Callable[[Any], ResponsesRequest]:
         return partial(parse_responses, store=self._responses, partition=request.state.partition)
 
@@ -346,9 +338,9 @@ class Endpoints:
         Raises as :meth:`.Catalog.named` and :meth:`.Catalog.use` do.
         """
         entry = await self._catalog.named(name, self._strict)
-        request.state.sign = LOADING if streamed else ""
+        request.state.loading = streamed
         served = await self._catalog.use(entry, request.state.uses)
-        request.state.sign = ""
+        request.state.loading = False
         return served
 
     async def _tokenized(self, served: ServedModel, make: Callable[[], _Result]) -> _Result:

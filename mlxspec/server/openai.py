@@ -199,8 +199,7 @@ _IMPOSSIBLE = -9999.0  # OpenAI's number for minus infinity, which JSON lacks
 class ChatAnswer(ApiAnswer):
     """The answer of ``/v1/chat/completions``.
 
-    Reasoning is sent as ``reasoning_content``. Log-probabilities include the tokens of reasoning,
-    markers and calls, but not the token that ends the output.
+    Reasoning is sent as ``reasoning_content``. Log-probabilities are sent for the text only.
 
     Args:
         request: the client's request.
@@ -298,25 +297,26 @@ class ChatAnswer(ApiAnswer):
         chunks: list[dict[str, Any]] = []
         for run in runs:
             part, text = run.part, run.text
-            if part.kind != "call":
-                delta = {"content" if part.kind == "text" else "reasoning_content": text}
-                chunks.append(self._chunk(choice, {"delta": delta}, run.drafts))
-                continue
-            call = _call(part, text) if run.begins else {"function": {"arguments": text}}
-            calls = [{"index": part.index, **call}]
-            chunks.append(self._chunk(choice, {"delta": {"tool_calls": calls}}))
-        if logprobs := chat_logprobs(self._tokenizer, choice.latest):
-            if not chunks:
-                chunks.append(self._chunk(choice, {"delta": {}}))
-            chunks[-1]["choices"][0]["logprobs"] = {"content": logprobs, "refusal": None}
+            if part.kind == "call" and run.begins:
+                call = {"index": part.index, **_call(part, text)}
+                chunks.append(self._chunk(choice, {"delta": {"tool_calls": [call]}}))
+            elif part.kind == "call" and text:
+                call = {"index": part.index, "function": {"arguments": text}}
+                chunks.append(self._chunk(choice, {"delta": {"tool_calls": [call]}}))
+            elif part.kind == "reasoning" and text:
+                chunks.append(
+                    self._chunk(choice, {"delta": {"reasoning_content": text}}, run.drafts)
+                )
+            elif text:
+                fields = {"delta": {"content": text}, "logprobs": self._logprobs(run.pieces)}
+                chunks.append(self._chunk(choice, fields, run.drafts))
         if choice.end:
             end = {"delta": {}, "finish_reason": choice.finish_reason}
             chunks.append(self._chunk(choice, end))
         return chunks
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        content = choice.text
-        reasoning = "".join(part.text for part in choice.parts if part.kind == "reasoning")
+        content, reasoning = choice.joined("text"), choice.joined("reasoning")
         calls = [_call(part, part.text) for part in choice.parts if part.kind == "call"]
         message: dict[str, Any] = {
             "role": "assistant",
@@ -327,15 +327,17 @@ class ChatAnswer(ApiAnswer):
             message["reasoning_content"] = reasoning
         if calls:
             message["tool_calls"] = calls
-        logprobs = None
-        if self._request.logprobs is not None:
-            logprobs = {"content": chat_logprobs(self._tokenizer, choice.pieces), "refusal": None}
         return {
             "index": choice.index,
             "message": message,
-            "logprobs": logprobs,
+            "logprobs": self._logprobs(choice.pieces),
             "finish_reason": choice.finish_reason,
         }
+
+    def _logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
+        if self._request.logprobs is None:
+            return None
+        return {"content": chat_logprobs(self._tokenizer, pieces), "refusal": None}
 
 
 def _call(part: Part, arguments: str) -> dict[str, Any]:
@@ -368,7 +370,7 @@ class CompletionAnswer(ChatAnswer):
         for run in runs:  # at most one
             offset = len(self._echo(choice)) + len(run.part.text) - len(run.text)
             logprobs = completion_logprobs(
-                self._tokenizer, choice.latest, offset, self._request.logprobs
+                self._tokenizer, run.pieces, offset, self._request.logprobs
             )
             if run.text or logprobs:
                 fields = {"text": run.text, "logprobs": logprobs}
@@ -382,7 +384,7 @@ class CompletionAnswer(ChatAnswer):
         logprobs = completion_logprobs(self._tokenizer, choice.pieces, len(echo), top)
         return {
             "index": choice.index,
-            "text": echo + choice.text,
+            "text": echo + choice.joined("text"),
             "logprobs": logprobs,
             "finish_reason": choice.finish_reason,
         }
