@@ -36,16 +36,16 @@ from .answer import (
     is_answered,
 )
 from .auth import AuthMiddleware, OnRefusal, body_of
-from .body import ApiError, error_response, new_request_id, read_body, shown
+from .body import ApiError, error_response, new_request_id, parse, read_body, shown
 from .catalog import Catalog, Entry, keeping_models
 from .messages import MessagesAnswer, messages_headers, parse_messages
 from .openai import (
     ChatAnswer,
     CompletionAnswer,
+    DetokenizeBody,
     detokenized,
     parse_chat,
     parse_completion,
-    parse_detokenize,
     parse_tokenize,
 )
 from .prompts import (
@@ -239,7 +239,7 @@ class Endpoints:
 
     async def detokenize(self, request: Request) -> Response:
         """``/v1/detokenize``"""
-        body = await self.read(request, parse_detokenize)
+        body = await self.read(request, partial(parse, DetokenizeBody))
         served = await self._served(request, body.model)
         check_ids(body.tokens, served.decoder.vocab_size, "tokens")
         make = partial(detokenized, served.decoder.tokenizer, body.tokens)

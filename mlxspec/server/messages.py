@@ -18,7 +18,6 @@ from pydantic import BeforeValidator, Field
 from ..engine.params import Constraint
 from .answer import ApiAnswer, Choice, OutputFormat, Part, TextRun, framed
 from .body import (
-    NO_THREADS,
     ApiError,
     Body,
     Items,
@@ -34,7 +33,6 @@ from .requests import (
     Function,
     MaxTokens,
     Options,
-    ResponseFormat,
     SamplingBody,
     Stops,
     ToolOutput,
@@ -98,7 +96,6 @@ class MessagesBody(SamplingBody):
     tool_choice: dict[str, Any] = {"type": "auto"}
     thinking: dict[str, Any] | None = None
     output_config: Options = Options()
-    output_format: ResponseFormat | None = None
     stop_sequences: Stops = []
     stream: bool = False
     chat_template_kwargs: dict[str, Any] = {}
@@ -116,12 +113,6 @@ def parse_messages(body: object, *, to_count: bool = False) -> ChatRequest:
     Raises:
         ApiError: a field is missing, wrong or unsupported.
     """
-    if isinstance(body, dict) and body.get("thread") is not None:
-        raise ApiError(
-            "thread: the server does not store conversations; leave it out, and send all messages.",
-            param="thread",
-            code=NO_THREADS,
-        )
     asked = parse(MessagesBody, body)
     if asked.max_tokens is None and not to_count:
         refuse("max_tokens", None, "choose an integer of 1 or more")
@@ -137,8 +128,7 @@ def parse_messages(body: object, *, to_count: bool = False) -> ChatRequest:
     if word is None:
         refuse("tool_choice.type", choice.get("type"), f"choose one of {', '.join(_TOOL_CHOICES)}")
     named = str(choice.get("name")) if word == "function" else None
-    place = "output_config.format" if asked.output_config.format else "output_format"
-    format = asked.output_config.format or asked.output_format
+    place, format = "output_config.format", asked.output_config.format
     with blaming(place):
         constraint = Constraint.json_schema(format.schema_at(place)) if format else None
     return ChatRequest(
@@ -337,7 +327,4 @@ def _usage(event: Begun | Ended, output: int = 0, thinking: int = 0) -> dict[str
 def messages_headers(model: str, request_id: str) -> dict[str, str]:
     """The response's headers: the request's id, and the own name of the model that answers."""
     # Headers may only have Latin-1 characters, and clients disagree beyond ASCII.
-    return {"request-id": request_id, "x-mlxspec-model": quote(model, safe=_PRINTABLE)}
-
-
-_PRINTABLE = "".join(map(chr, range(ord(" "), ord("~") + 1)))
+    return {"request-id": request_id, "x-mlxspec-model": quote(model, safe=" /:@+,=")}

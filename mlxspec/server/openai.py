@@ -160,13 +160,19 @@ def parse_completion(body: object) -> CompletionRequest:
 
 
 class TokenizeBody(Body):
-    """A body of ``/v1/tokenize``, with a text or a conversation, or of ``/v1/detokenize``."""
+    """A body of ``/v1/tokenize``, with a text or a conversation."""
 
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool = True
     messages: Any = None
-    tokens: Items[TokenId] = []
+
+
+class DetokenizeBody(Body):
+    """A body of ``/v1/detokenize``."""
+
+    model: str | None = None
+    tokens: Items[TokenId]
 
 
 def parse_tokenize(body: object) -> tuple[TokenizeBody, ChatRequest | None]:
@@ -181,14 +187,6 @@ def parse_tokenize(body: object) -> tuple[TokenizeBody, ChatRequest | None]:
     if asked.prompt is None:
         refuse("prompt", None, "send a string, or messages")
     return asked, None
-
-
-def parse_detokenize(body: object) -> TokenizeBody:
-    """Parse a body of ``/v1/detokenize``, with ``tokens``; raises as :func:`parse_tokenize`."""
-    asked = parse(TokenizeBody, body)
-    if "tokens" not in asked.model_fields_set:
-        refuse("tokens", None, "send a list of token ids")
-    return asked
 
 
 # --- answers ---

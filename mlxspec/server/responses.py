@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from pydantic import BeforeValidator, Field, model_validator
 
+from ..jsonl import without_lone_surrogates
 from .answer import ApiAnswer, Choice, OutputFormat, Part, TextRun, framed
 from .body import (
     ApiError,
@@ -27,7 +28,6 @@ from .body import (
     parse,
     refuse,
     shown,
-    without_lone_surrogates,
     without_nulls,
 )
 from .openai import chat_logprobs
@@ -219,7 +219,7 @@ def parse_responses(
         **chosen_tool(word, named, [tool.for_chat() for tool in known.values()], "tool_choice"),
         logprobs=top if asks_logprobs else None,
         parallel_tool_calls=asked.parallel_tool_calls,
-        template_kwargs=asked.template_kwargs(asked.text.verbosity),
+        template_kwargs=asked.template_kwargs(),
         items=tuple(stored),
         known_tools=known,
         store=asked.store,
@@ -242,7 +242,7 @@ def _repeated(asked: ResponsesBody, body: dict[str, Any]) -> dict[str, Any]:
         "service_tier": "default",
         "text": {
             "format": body["text"]["format"] if asked.text.format else {"type": "text"},
-            "verbosity": asked.text.verbosity or asked.verbosity or "medium",
+            "verbosity": "medium",
         },
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": [sent for tool, sent in tools if not tool.hosted],

@@ -233,10 +233,9 @@ def test_what_only_anthropics_servers_do_is_taken() -> None:
     assert messages(**given, **CACHED) == messages()
 
 
-def test_formats_have_two_names() -> None:
-    assert messages(output_config={"format": FORMAT}).constrained_by == "output_config.format"
-    request = messages(output_format=FORMAT)
-    assert request.constrained_by == "output_format"
+def test_a_format_is_a_constraint() -> None:
+    request = messages(output_config={"format": FORMAT})
+    assert request.constrained_by == "output_config.format"
     assert request.constraint == Constraint.json_schema(FORMAT["schema"])
 
 
@@ -289,10 +288,10 @@ FORMAT: dict[str, Any] = {"type": "json_schema", "schema": {"type": "object"}}
         ({"stop_sequences": [""]}, "stop_sequences[0]"),
         ({"stop_sequences": ["x"] * 99}, "stop_sequences"),
         ({"temperature": -1}, "temperature"),
-        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
         ({"output_config": {"format": {"type": "regex"}}}, "output_config.format.type"),
         ({"output_config": {"effort": "most"}}, "output_config.effort"),
         ({"output_format": {"type": "json_schema"}}, "output_format"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
         ({"container": "c"}, "container"),
         ({"thread": {"type": "create"}}, "thread"),

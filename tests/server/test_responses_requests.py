@@ -171,7 +171,7 @@ def test_what_codex_sends_is_a_chat() -> None:
     ]
     assert not request.store
     assert request.stream
-    assert request.template_kwargs == {"reasoning_effort": "medium", "verbosity": "low"}
+    assert request.template_kwargs == {"reasoning_effort": "medium"}
 
 
 def test_what_is_kept_is_the_whole_conversation() -> None:
@@ -181,7 +181,7 @@ def test_what_is_kept_is_the_whole_conversation() -> None:
     told = Response.model_validate({**whole, **request.repeated})
     assert told.temperature == 0.5
     assert told.metadata == {"a": "b"}
-    assert (told.truncation, told.text and told.text.verbosity) == ("disabled", "low")
+    assert (told.truncation, told.text and told.text.verbosity) == ("disabled", "medium")
 
 
 def test_options_are_those_of_a_chat() -> None:
@@ -283,7 +283,6 @@ def test_reasoning_of_others_is_their_summary() -> None:
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"reasoning": {"effort": "enormous"}}, "reasoning.effort"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
-        ({"text": {"verbosity": "huge"}}, "text.verbosity"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"include": [5]}, "include[0]"),
         ({"metadata": {"a": 5}}, "metadata.a"),
@@ -311,7 +310,6 @@ def test_reasoning_of_others_is_their_summary() -> None:
         ({"function_call": {"name": "f"}}, "function_call"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio"),
-        ({"verbosity": "huge"}, "verbosity"),
         ({"max_tokens": 5, "max_output_tokens": 6}, "max_tokens"),
         ({"instructions": "a", "system": "b"}, "system"),
         ({"web_search_options": {}}, "web_search_options"),
