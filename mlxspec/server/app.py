@@ -56,7 +56,7 @@ from .prompts import (
     is_constrained,
     text_ids,
 )
-from .requests import ApiRequest, ChatRequest, check_ids, sampling_of_choice
+from .requests import ApiRequest, check_ids, sampling_of_choice
 from .responses import (
     ResponsesAnswer,
     ResponsesRequest,
@@ -132,7 +132,7 @@ _SLOW = 4  # large bodies and constraints that are read and compiled at once
 _LARGE = 1 << 20  # bytes of a large body, which may take a second and 100 MB
 
 _Result = TypeVar("_Result")
-_Chat = TypeVar("_Chat", bound=ChatRequest)
+_Chat = TypeVar("_Chat", bound=ApiRequest)
 
 
 class Endpoints:
@@ -348,7 +348,7 @@ class Endpoints:
         async with self._tokenizing[served.name]:
             return await run_in_threadpool(make)
 
-    async def _chat_prompt(self, served: ServedModel, body: ChatRequest) -> Prompt:
+    async def _chat_prompt(self, served: ServedModel, body: ApiRequest) -> Prompt:
         longest, arguments = served.context_length, served.template_arguments
         make = partial(chat_prompt, body, served.decoder.tokenizer, longest, arguments)
         return await self._tokenized(served, make)

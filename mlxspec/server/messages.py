@@ -29,7 +29,7 @@ from .body import (
     without_nulls,
 )
 from .requests import (
-    ChatRequest,
+    ApiRequest,
     Function,
     MaxTokens,
     Options,
@@ -103,7 +103,7 @@ class MessagesBody(SamplingBody):
     unsupported = ("all", "/v1/messages")
 
 
-def parse_messages(body: object, *, to_count: bool = False) -> ChatRequest:
+def parse_messages(body: object, *, to_count: bool = False) -> ApiRequest:
     """Parse a body of ``/v1/messages``.
 
     Args:
@@ -131,7 +131,7 @@ def parse_messages(body: object, *, to_count: bool = False) -> ChatRequest:
     place, format = "output_config.format", asked.output_config.format
     with blaming(place):
         constraint = Constraint.json_schema(format.schema_at(place)) if format else None
-    return ChatRequest(
+    return ApiRequest(
         model=asked.model,
         sampling=asked.sampling,
         max_tokens=asked.max_tokens,
@@ -241,7 +241,7 @@ class MessagesAnswer(ApiAnswer):
     """
 
     def __init__(
-        self, request: ChatRequest, model: str, format: OutputFormat | None, request_id: str
+        self, request: ApiRequest, model: str, format: OutputFormat | None, request_id: str
     ) -> None:
         super().__init__([Choice(0, format)])
         self.headers = messages_headers(model, request_id)

@@ -32,9 +32,7 @@ from .body import (
 from .requests import (
     MOST_CHOICES,
     ApiRequest,
-    ChatRequest,
     CommonBody,
-    CompletionRequest,
     Function,
     Texts,
     chosen_tool,
@@ -97,7 +95,7 @@ class ChatBody(CommonBody):
     unsupported = (*CommonBody.unsupported, "chats", "/v1/chat/completions")
 
 
-def parse_chat(body: Any) -> ChatRequest:
+def parse_chat(body: Any) -> ApiRequest:
     """Parse a body of ``/v1/chat/completions``.
 
     Raises:
@@ -111,7 +109,7 @@ def parse_chat(body: Any) -> ChatRequest:
         named, param = asked.function.name, "tool_choice.function.name"
     messages = [message.for_template() for message in chat.messages]
     tools = body.get("tools") or []  # with all fields: templates may use unknown ones
-    return ChatRequest(
+    return ApiRequest(
         **chat.common(),
         **conversation(messages, "messages"),
         **chosen_tool("function" if isinstance(asked, _Tool) else asked, named, tools, param),
@@ -141,7 +139,7 @@ class CompletionBody(CommonBody):
     unsupported = (*CommonBody.unsupported, "/v1/completions")
 
 
-def parse_completion(body: object) -> CompletionRequest:
+def parse_completion(body: object) -> ApiRequest:
     """Parse a body of ``/v1/completions``.
 
     Raises:
@@ -150,8 +148,9 @@ def parse_completion(body: object) -> CompletionRequest:
     completion = parse(CompletionBody, body)
     if completion.echo and completion.logprobs is not None:
         refuse("echo", True, "leave it out, since prompt tokens have no logprobs here")
-    return CompletionRequest(
+    return ApiRequest(
         **completion.common(),
+        param="prompt",
         logprobs=completion.logprobs,
         prompts=tuple(one if isinstance(one, str) else tuple(one) for one in completion.prompt),
         suffix=completion.suffix or None,
@@ -175,7 +174,7 @@ class DetokenizeBody(Body):
     tokens: Items[TokenId]
 
 
-def parse_tokenize(body: object) -> tuple[TokenizeBody, ChatRequest | None]:
+def parse_tokenize(body: object) -> tuple[TokenizeBody, ApiRequest | None]:
     """Parse a body of ``/v1/tokenize``, with ``prompt`` or ``messages``.
 
     Raises:
@@ -295,19 +294,17 @@ class ChatAnswer(ApiAnswer):
         chunks: list[dict[str, Any]] = []
         for run in runs:
             part, text = run.part, run.text
-            if part.kind == "call" and run.begins:
-                call = {"index": part.index, **_call(part, text)}
-                chunks.append(self._chunk(choice, {"delta": {"tool_calls": [call]}}))
-            elif part.kind == "call" and text:
-                call = {"index": part.index, "function": {"arguments": text}}
-                chunks.append(self._chunk(choice, {"delta": {"tool_calls": [call]}}))
-            elif part.kind == "reasoning" and text:
-                chunks.append(
-                    self._chunk(choice, {"delta": {"reasoning_content": text}}, run.drafts)
-                )
-            elif text:
+            fields: dict[str, Any]
+            if part.kind == "call":
+                call = _call(part, text) if run.begins else {"function": {"arguments": text}}
+                fields = {"delta": {"tool_calls": [{"index": part.index, **call}]}}
+            elif part.kind == "reasoning":
+                fields = {"delta": {"reasoning_content": text}}
+            else:
                 fields = {"delta": {"content": text}, "logprobs": self._logprobs(run.pieces)}
-                chunks.append(self._chunk(choice, fields, run.drafts))
+            if text or run.begins:
+                drafts = () if part.kind == "call" else run.drafts
+                chunks.append(self._chunk(choice, fields, drafts))
         if choice.end:
             end = {"delta": {}, "finish_reason": choice.finish_reason}
             chunks.append(self._chunk(choice, end))
@@ -348,7 +345,7 @@ class CompletionAnswer(ChatAnswer):
 
     _prefix, _object, _chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, request: CompletionRequest, model: str, tokenizer: TokenizerWrapper) -> None:
+    def __init__(self, request: ApiRequest, model: str, tokenizer: TokenizerWrapper) -> None:
         super().__init__(request, model, tokenizer, None, len(request.prompts))
         self._echoes = [
             prompt if isinstance(prompt, str) else detokenized(tokenizer, prompt)

@@ -10,7 +10,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from pydantic import BeforeValidator, Field, model_validator
@@ -32,7 +32,7 @@ from .body import (
 )
 from .openai import chat_logprobs
 from .requests import (
-    ChatRequest,
+    ApiRequest,
     CommonBody,
     Options,
     Texts,
@@ -104,7 +104,7 @@ def _text_schema(format: _ToolBody | None) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class ResponsesRequest(ChatRequest):
+class ResponsesRequest(ApiRequest):
     """A request for a response.
 
     Attributes:
@@ -114,8 +114,6 @@ class ResponsesRequest(ChatRequest):
         store: whether to store the response for later requests.
         repeated: the request's fields that the response repeats.
     """
-
-    param: ClassVar[str] = "input"
 
     items: tuple[dict[str, Any], ...] = ()
     known_tools: Mapping[str, _ToolBody] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from mlxspec import Constraint
 from mlxspec.server.body import ApiError, read_body
 from mlxspec.server.messages import parse_messages
 from mlxspec.server.openai import parse_chat
-from mlxspec.server.requests import ChatRequest
+from mlxspec.server.requests import ApiRequest
 from tests.server.test_requests import hostile
 from tests.support.examples import examples
 from tests.support.hostile import json_values
@@ -81,7 +81,7 @@ FULL_MESSAGES: dict[str, Any] = {
 """As Claude Code 2.1 sends it, and some more."""
 
 
-def messages(**fields: Any) -> ChatRequest:
+def messages(**fields: Any) -> ApiRequest:
     return parse_messages({"max_tokens": 100, "messages": HELLO, **fields})
 
 
@@ -317,7 +317,7 @@ def test_what_is_wrong_or_cannot_be_done_is_refused_by_name(
 
 
 def test_the_body_that_is_made_hostile_is_right_before() -> None:
-    assert isinstance(parse_messages(FULL_MESSAGES), ChatRequest)
+    assert isinstance(parse_messages(FULL_MESSAGES), ApiRequest)
 
 
 @pytest.mark.slow
