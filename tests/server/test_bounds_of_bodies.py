@@ -151,10 +151,7 @@ CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
             {
                 "input": "Hello",
                 "tools": [{"type": "function", "name": f"f{n}"} for n in range(10_000)],
-                "tool_choice": {
-                    "type": "allowed_tools",
-                    "tools": [{"type": "function", "name": f"f{n}"} for n in range(10_000)],
-                },
+                "tool_choice": {"type": "function", "name": "f9999"},
             },
         ),
     ],
