@@ -165,7 +165,7 @@ def test_without_text_it_carries_the_output() -> None:
     head = Scripted(output)
     replayed = replay([1, 2], output, planner_of(head, text=True))
     assert set(depths(head)) == {4}
-    assert sum(replayed.heads.values()) == pytest.approx(4 * 0.05 * len(head.runs))
+    assert sum(step.head for step in replayed.steps) == pytest.approx(4 * 0.05 * len(head.runs))
     assert replayed.tokens / replayed.cost(FLAT) > 3
 
 
@@ -271,7 +271,7 @@ def test_a_fault_of_a_head_costs_only_its_drafts(planning_faults: list[str]) -> 
             raise ValueError("no state")
 
     output = noise(20)
-    assert replay([1, 2], output, planner_of(Faulty())).rows == (1,) * 20
+    assert replay([1, 2], output, planner_of(Faulty())).rows == [1] * 20
     assert "ValueError: no state" in planning_faults.pop()
     assert len(replay([1, 2], output * 2, planner_of(Faulty(), text=True)).rows) < 30
     assert "steps run without the trained head" in planning_faults.pop()
