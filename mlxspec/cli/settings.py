@@ -156,9 +156,10 @@ def checked(name: str, value: object) -> Any:
 # --- edits of files ---
 
 Settings = dict[str, Any]
-"""Nested settings by name. None removes a setting. Lists of settings with a ``name`` are merged by
-name."""
+"""Nested settings by name. None removes a setting. Entries of lists are merged by ``name``."""
 
+JSON, TOML, YAML = "JSON without comments", "TOML", "YAML"
+_KINDS = {".json": JSON, ".toml": TOML, ".yaml": YAML, ".yml": YAML}
 _INDENT = re.compile(r"\n([ \t]+)\S")
 
 
@@ -169,12 +170,12 @@ class SettingsFile:
     Attributes:
         path: the file; its suffix determines the format.
         settings: the values to set.
-        defaults: values at the top to set only if the file has none.
+        first: further values for a new file.
     """
 
     path: Path
     settings: Settings
-    defaults: Settings = field(default_factory=dict)
+    first: Settings = field(default_factory=dict)
 
     def read(self) -> str:
         """The file's text; empty if the file does not exist.
@@ -197,17 +198,14 @@ class SettingsFile:
             FileError: something in the text would be lost.
         """
         kind = _KINDS[self.path.suffix]
+        settings = self.settings if text else {**self.first, **self.settings}
         try:
-            document = _parse(kind, text)
-            before = _plain(document)
-            for name, value in self.defaults.items():
-                document.setdefault(name, value)
-            _merge(document, self.settings)
-            expected = _plain(document)
-            if expected == before:
+            wanted = _parse(kind, text)
+            _merge(wanted, settings)
+            if wanted == _parse(kind, text):
                 return text
-            new = _render(kind, document, text)
-            if _plain(_parse(kind, new)) != expected:
+            new = _render(kind, wanted, settings, text)
+            if _parse(kind, new) != wanted:
                 raise ValueError("the edit would change other parts of it")
         except ValueError as error:
             reason = " ".join(str(error).split())
@@ -229,84 +227,64 @@ class SettingsFile:
             file.write(text.encode())
 
 
-def _merge(document: MutableMapping[str, Any], settings: Settings) -> None:
+def _parse(kind: str, text: str) -> Any:
+    """Parse a document; an empty text is an empty document.
+
+    Raises:
+        ValueError: it is not a document of this kind, or parts of it would be lost.
+    """
+    import yaml
+
+    if kind == TOML:
+        return tomllib.loads(text)
+    if kind == JSON:
+        return json.loads(text.strip() or "{}")
+    if "#" in text or "&" in text:
+        raise ValueError("comments and anchors would be lost")
+    try:
+        return yaml.safe_load(text.strip() or "{}")
+    except yaml.YAMLError as error:
+        raise ValueError(error) from error
+
+
+def _merge(document: Any, settings: Settings) -> None:
     """Put settings into a document, which is changed in place.
 
     Raises:
         ValueError: nested settings meet a value of another type.
     """
+    if not isinstance(document, MutableMapping):
+        raise ValueError("the settings must be in an object")
     for name, value in settings.items():
-        there = document.get(name)
         if value is None:
             document.pop(name, None)
-        elif there is None or there in ([], {}):  # TOML would write ours on the line of an `[]`
-            document[name] = _given(value)
         elif isinstance(value, dict):
-            if not isinstance(there, MutableMapping):
-                raise ValueError(f"{name} must be an object")
-            _merge(there, value)
+            _merge(document.setdefault(name, {}), value)
         elif isinstance(value, list) and any(isinstance(one, dict) for one in value):
-            if not isinstance(there, list):
+            entries = document.setdefault(name, [])
+            if not isinstance(entries, list):
                 raise ValueError(f"{name} must be a list")
             for entry in value:
-                named = (one for one in there if isinstance(one, MutableMapping))
+                named = (one for one in entries if isinstance(one, dict))
                 same = next((one for one in named if one.get("name") == entry["name"]), None)
                 if same is None:
-                    there.append(_given(entry))
-                else:
-                    _merge(same, entry)
-        elif there != value:
+                    entries.append(same := {})
+                _merge(same, entry)
+        elif document.get(name) != value:
             document[name] = value
 
 
-def _given(value: Any) -> Any:
-    """A copy of a setting without entries that are None."""
-    if isinstance(value, dict):
-        return {name: _given(one) for name, one in value.items() if one is not None}
-    return [_given(one) for one in value] if isinstance(value, list) else value
+def _render(kind: str, document: Any, settings: Settings, text: str) -> str:
+    """Write a document as text, in the style of the text before the settings were put in.
 
-
-def _plain(value: Any) -> Any:
-    """A copy as plain dictionaries and lists."""
-    if isinstance(value, MutableMapping):
-        return {name: _plain(one) for name, one in value.items()}
-    return [_plain(one) for one in value] if isinstance(value, list) else value
-
-
-JSON, TOML, YAML = "JSON without comments", "TOML", "YAML"
-_KINDS = {".json": JSON, ".toml": TOML, ".yaml": YAML, ".yml": YAML}
-
-
-def _parse(kind: str, text: str) -> Any:
-    """Parse a document; an empty text is an empty document.
-
-    Raises:
-        ValueError: it is not a document of this kind, or its comments would be lost.
+    TOML keeps its comments and order. JSON is indented and escaped as before.
     """
-    import tomlkit
-    import yaml
-    from tomlkit.exceptions import TOMLKitError
-
-    try:
-        if kind == TOML:
-            return tomlkit.parse(text)
-        if kind == YAML and "#" in text:
-            raise ValueError("comments would be lost")
-        read = yaml.safe_load if kind == YAML else json.loads
-        document = _plain(read(text.strip() or "{}"))  # a copy without shared parts
-    except (TOMLKitError, yaml.YAMLError) as error:
-        raise ValueError(error) from error
-    if not isinstance(document, dict):
-        raise ValueError("it must be an object")
-    return document
-
-
-def _render(kind: str, document: Any, text: str) -> str:
-    """Write a document as text; JSON is indented and escaped as in the earlier ``text``."""
     if kind == TOML:
         import tomlkit
 
-        return tomlkit.dumps(document)
+        edited = tomlkit.parse(text)
+        _merge(edited, settings)
+        return tomlkit.dumps(edited)
     if kind == YAML:
         import yaml
 
