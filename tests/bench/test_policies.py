@@ -144,7 +144,7 @@ def test_prompt_lookup_drafts_what_generate_s_does():
     from mlxspec.cli.common.generation import DraftingOptions
 
     output = [2, 3, 4, 5, 9, 1, 2, 3, 7, 1, 2, 3, 4]
-    ours = DraftingOptions(decoder="prompt-lookup").lookup.new()
+    ours = DraftingOptions(decoder="prompt-lookup").fixed.new()
     replayed = replay(PROMPT, output, drafter_of("prompt-lookup", output))
     assert replayed == replay(PROMPT, output, ours)
     assert replayed != replay(PROMPT, output, drafter_of("spec-bench", output))
