@@ -195,7 +195,7 @@ def _with_draft_model(
     check_vocabularies(draft_model, decoder.vocab_size, len(decoder.tokenizer))
     drafter = DraftModelDrafter(draft_model, num_draft_tokens)
     drafting = replace(decoder.drafting, extra=lambda: drafter)
-    return decoder.new_request(prompt, max_tokens, options, drafting.bound_to(decoder))
+    return decoder.new_request(prompt, max_tokens, options, drafting)
 
 
 class _KeptDecoder(AutoDecoder):

@@ -148,7 +148,7 @@ def test_a_follower_has_the_leaders_caches_after_each_turn(
     monkeypatch.setattr(ranks, "share", echo.share)
     cache = PrefixCache(model, 1 << 30, CacheOptions(**options))
     run(Checked(decoder, echo, cache), decoder, cache, options)
-    changes = {f"ContextCache.{name}" for name in ("commit", "truncate", "rewind")}
+    changes = {f"Target.{name}" for name in ("commit", "truncate", "rewind")}
     assert echo.names >= {"_forward", "Joint.join", "Joint.leave", "Target.fork", *changes}
     assert 0 < cache.forks < cache.hits
     cache.make_room(1 << 40)
