@@ -15,151 +15,33 @@ from ..drafting.policy import trees_pay
 from ..drafting.sources import PromptLookupDrafter
 from ..drafting.suffix_source import SuffixSource
 
-# --- the rules of other programs ---
-
-Rule = Callable[[Sequence[int]], DraftTree]
-"""Appends tokens to its text, prompt and output, and drafts what may follow them."""
+_FULL = 10  # tokens: the drafts of Spec-Bench's PLD
 
 
-class RuleDrafter(Drafter):
-    """Drafts by another program's rule, as deep as the rule says.
-
-    Args:
-        start: makes the rule, which begins with an empty text.
-    """
-
-    def __init__(self, start: Callable[[], Rule]) -> None:
-        self._start = start
-
-    def begin(self, prompt: Sequence[int]) -> None:
-        self._rule = self._start()
-        self._tree = self._rule(prompt)
-
-    def propose(self, max_depth: int) -> DraftTree:
-        return self._tree
-
-    def observe(self, step: VerifiedStep) -> None:
-        self._tree = self._rule(step.tokens)
-
-
-def full_draft_lookup(n_draft: int = 10, ngram_max: int = 3) -> Rule:
-    """The earliest match that ``n_draft`` tokens follow, of the longest n-gram that has one.
+class FullLookup(Drafter):
+    """The earliest match that ten tokens follow, of the longest n-gram that has one.
 
     The rule of ``find_candidate_pred_tokens`` in apoorvumang/prompt-lookup-decoding and of
-    Spec-Bench's PLD (n = 3 to 1, 10 tokens).
+    Spec-Bench's PLD (n = 3 to 1).
     """
-    lookups = [PromptLookupDrafter(n_draft, n, n) for n in range(ngram_max, 0, -1)]
-    for lookup in lookups:
-        lookup.begin(())
 
-    def draft(tokens: Sequence[int]) -> DraftTree:
-        for lookup in lookups:
-            lookup.extend(tokens)
-        found = (lookup.propose(n_draft) for lookup in lookups)
-        full = (tree for tree in found if len(tree) == 1 + n_draft)
-        return next(full, DraftTree.chain(tokens[-1]))
+    branching = False
 
-    return draft
+    def __init__(self) -> None:
+        self._lookups = [PromptLookupDrafter(_FULL, n, n) for n in (3, 2, 1)]
 
+    def begin(self, prompt: Sequence[int]) -> None:
+        for lookup in self._lookups:
+            lookup.begin(prompt)
 
-def ngram_simple(size_n: int = 12, size_m: int = 48) -> Rule:
-    """Drafts what followed the newest earlier occurrence of the last 12 tokens, up to 48.
+    def propose(self, max_depth: int) -> DraftTree:
+        found = [lookup.propose(_FULL) for lookup in self._lookups]
+        full = (tree for tree in found if len(tree) == 1 + _FULL)
+        return next(full, DraftTree.chain(found[0].tokens[0]))
 
-    The rule of ``--spec-type ngram-simple`` (common/ngram-map.cpp) with llama.cpp's defaults:
-    nothing is drafted when fewer tokens than the n-gram has could be.
-    """
-    text: list[int] = []
-    newest: dict[tuple[int, ...], int] = {}  # where each n-gram ended last
-
-    def draft(tokens: Sequence[int]) -> DraftTree:
-        match = None
-        for token in tokens:
-            text.append(token)
-            key = tuple(text[-size_n:])
-            match = newest.get(key)  # before the very end, which is not a match
-            if len(text) > size_n:  # llama.cpp never looks at the text's very first position
-                newest[key] = len(text)
-        if match is None or len(text) <= size_n + size_m + 1:
-            return DraftTree.chain(text[-1])
-        found = text[match : match + size_m]
-        return DraftTree.chain(text[-1], found if len(found) >= size_n else ())
-
-    return draft
-
-
-def suffix_path(min_token_prob: float = 0.1, max_depth: int = 64) -> Rule:
-    """The most frequent continuation of some suffix of the text, over prompt and output.
-
-    Each match gives a draft of at most as many tokens; a token's probability is the share of the
-    match's occurrences that it continues; the draft with the greatest sum of probabilities is
-    taken. (Oliaro et al. 2024, arXiv 2411.04975, with the rules and defaults of Snowflake's
-    ArcticInference: ``SuffixTree::speculate``. The text's own end counts as an occurrence there,
-    and so it does here. Its global tree of earlier requests is left out.)
-
-    Args:
-        min_token_prob: the least probable token that is drafted.
-        max_depth: matched and drafted tokens together.
-    """
-    text: list[int] = []
-    ends: dict[int, list[int]] = {}  # per token, the positions after it
-
-    def draft(tokens: Sequence[int]) -> DraftTree:
-        for token in tokens:
-            text.append(token)
-            ends.setdefault(token, []).append(len(text))
-        best, path = 0.0, list[int]()
-        for positions, most in _matches(text, ends[text[-1]], max_depth):
-            score, found = _most_frequent(text, positions, most, min_token_prob)
-            if score >= best:
-                best, path = score, found
-        return DraftTree.chain(text[-1], path)
-
-    return draft
-
-
-def _matches(
-    text: Sequence[int], positions: list[int], max_depth: int
-) -> list[tuple[list[int], int]]:
-    """The distinct sets of places where a suffix of the text occurs, shortest suffix first.
-
-    Each has the length of its longest draft. Suffixes that occur at the same places differ only in
-    that length, so the greatest is kept.
-    """
-    end = len(text)
-    matches: list[tuple[list[int], int]] = []
-    for length in range(1, min(end, max_depth)):
-        token = text[end - length]
-        longer = [p for p in positions if p >= length and text[p - length] == token]
-        if len(longer) < 2:  # the text's end alone
-            break
-        most = min(length, max_depth - length)
-        if matches and len(longer) == len(positions):
-            most = max(most, matches.pop()[1])
-        matches.append((longer, most))
-        positions = longer
-    return matches
-
-
-def _most_frequent(
-    text: Sequence[int], positions: list[int], most: int, least: float
-) -> tuple[float, list[int]]:
-    """The most frequent continuation of a match, and the sum of its probabilities."""
-    path: list[int] = []
-    score, probability = 0.0, 1.0
-    while len(path) < most:
-        groups: dict[int, list[int]] = {}  # occurrences by the token that follows
-        for position in positions:
-            if position + len(path) < len(text):
-                groups.setdefault(text[position + len(path)], []).append(position)
-        if not groups:
-            break
-        token, group = max(groups.items(), key=lambda item: len(item[1]))
-        probability *= len(group) / len(positions)
-        if probability < least:
-            break
-        path.append(token)
-        score, positions = score + probability, group
-    return score, path
+    def observe(self, step: VerifiedStep) -> None:
+        for lookup in self._lookups:
+            lookup.observe(step)
 
 
 # --- hindsight ---
@@ -231,33 +113,28 @@ class Hindsight(Drafter):
 NewDrafter = Callable[[Sequence[int]], Drafter]
 """Makes the drafter of an output; only hindsight reads the output."""
 
+ReplayPolicy = Callable[[CostCurve, bytes], NewDrafter]
+"""Gives the drafters of a replay, which share what earlier outputs have taught.
 
-@dataclass(frozen=True)
-class ReplayPolicy:
-    """What can be replayed.
-
-    Attributes:
-        drafters: gives the drafters of a replay from its cost curve, T(rows) / T(1), and the
-            classes of its tokens (see :func:`mlxspec.drafting.acceptance.token_classes`). They
-            share what earlier outputs have taught.
-        follows_costs: whether its drafts depend on the cost curve.
-        memory_tokens: how many tokens of completions it remembers; None for all.
-    """
-
-    drafters: Callable[[CostCurve, bytes], NewDrafter]
-    follows_costs: bool = True
-    memory_tokens: int | None = 0
+It is called with the cost curve, T(rows) / T(1), and the classes of tokens (see
+:func:`mlxspec.drafting.acceptance.token_classes`).
+"""
 
 
 def _from_text(new: Callable[[], Drafter]) -> ReplayPolicy:
     """A policy that drafts from the text alone."""
-    return ReplayPolicy(lambda curve, classes: lambda output: new(), follows_costs=False)
+    return lambda curve, classes: lambda output: new()
 
 
 def planned(
     memory_tokens: int | None = 0, other: Callable[[], Drafter] | None = None
 ) -> ReplayPolicy:
-    """The default decoder with a memory of this size, and with another drafter if given."""
+    """The default decoder with a memory of as many tokens, and with another drafter if given.
+
+    Args:
+        memory_tokens: None for a memory without bound.
+        other: makes the other drafter.
+    """
 
     def drafters(curve: CostCurve, classes: bytes) -> NewDrafter:
         experience = Experience()
@@ -276,7 +153,7 @@ def planned(
 
         return new
 
-    return ReplayPolicy(drafters, memory_tokens=memory_tokens)
+    return drafters
 
 
 def _hindsight(curve: CostCurve, classes: bytes) -> NewDrafter:
@@ -292,15 +169,13 @@ POLICIES: dict[str, ReplayPolicy] = {
     "auto-memory": planned(MAX_TOKENS),
     "prompt-lookup": _from_text(PromptLookupDrafter),
     # Its PLD, the yardstick of published figures.
-    "spec-bench": _from_text(lambda: RuleDrafter(full_draft_lookup)),
+    "spec-bench": _from_text(FullLookup),
     # generate(prompt_lookup_num_tokens=10), max_matching_ngram_size 2.
     "transformers": _from_text(lambda: PromptLookupDrafter(n_draft=10, ngram_max=2)),
     # Method "ngram", prompt_lookup_min = prompt_lookup_max = 5; the number of tokens has no
     # default there, 5 is that of its documentation.
     "vllm": _from_text(lambda: PromptLookupDrafter(n_draft=5, ngram_max=5, ngram_min=5)),
-    "llama.cpp": _from_text(lambda: RuleDrafter(ngram_simple)),
-    "suffix-path": _from_text(lambda: RuleDrafter(suffix_path)),
-    HINDSIGHT: ReplayPolicy(_hindsight),
+    HINDSIGHT: _hindsight,
 }
 """By the names of ``--decoder``; a further one, with a drafter of any kind, is one entry."""
 

@@ -339,9 +339,6 @@ class LeadingTarget(Target):
         forked = super().fork(length, room)
         return self.model.leader.share_result(forked, Target.fork, self, length, room)
 
-    def _beside(self, cache: Sequence[Any]) -> Target:
-        return LeadingTarget(*self._as_this(cache))
-
 
 class LeadingJoint(Joint):
     """A joint whose forwards the followers repeat; its targets are leading ones."""

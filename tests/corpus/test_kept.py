@@ -423,7 +423,6 @@ def test_another_tokenizers_answers_are_not_found(tmp_path: Path):
     assert all_texts(tmp_path) == sorted(some_answers(45))
 
 
-@pytest.mark.nightly(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [0, 20, 100, 600, 3000])
 def test_a_full_disk_leaves_the_old_state_and_one_line(tmp_path: Path, limit: int):

@@ -57,7 +57,7 @@ def fails(*_: Any, **__: Any) -> None:
 
 REPEATED = {
     *("_forward", "Joint.join", "Joint.leave", "Target.fork"),
-    *(f"ContextCache.{name}" for name in ("commit", "truncate", "rewind")),
+    *(f"Target.{name}" for name in ("commit", "truncate", "rewind")),
 }
 
 

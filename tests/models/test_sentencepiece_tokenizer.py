@@ -203,7 +203,6 @@ def saved_and_loaded(path: Path, directory: Path, config: dict | None = None):
     return AutoTokenizer.from_pretrained(directory)
 
 
-@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("config", [None, {"model_type": "llama"}, {"model_type": "mistral"}])
 def test_saved_files_give_transformers_and_mlx_lm_the_same_ids(
     model_path: Path, tmp_path: Path, config: dict | None
