@@ -166,7 +166,7 @@ class HeadCache:
             features: of the rows, (rows, width).
         """
         if isinstance(self._head, DFlash):
-            self._head.see(features[None], self.caches)
+            self._head.see([features[None]], [self.caches])
         elif self.caches:
             self._head(tokens[None], features[None], self.caches)
 
