@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from mlxspec.cli.serve import end_record, request_log
+from mlxspec.generation.engine import Engine
 from mlxspec.server.body import ApiError
-from mlxspec.server.worker import ModelQueue
 from tests.support.brake import braked, until
 from tests.support.serving import Running, running_server
 
@@ -31,7 +31,7 @@ def record_of(capsys: pytest.CaptureFixture[str], *ends: tuple[int, ApiError]) -
                 until(lambda: len(server.worker.requests) == 2)
                 requests = server.worker.requests.copy()
                 for index, error in ends:
-                    server.worker.tell(requests[index], ModelQueue.cancel, requests[index], error)
+                    server.worker.tell("small", Engine.cancel, requests[index], error)
             asked.result()
         until(lambda: not server.worker.requests)
         logging.close()

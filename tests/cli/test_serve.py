@@ -23,7 +23,9 @@ from click.testing import CliRunner, Result
 
 from mlxspec import PromptLookupDecoder, load
 from mlxspec.cli.chat import chat_command
+from mlxspec.cli.common.generation import DraftingOptions, Generation
 from mlxspec.cli.serve import ServeOptions, _Loader, _locked, serve_command
+from mlxspec.engine.params import CacheOptions, SamplingParams
 from mlxspec.errors import OptionError
 from tests.support.adapters import write_adapters
 from tests.support.brake import until
@@ -305,7 +307,8 @@ def test_a_model_that_has_left_the_disk_is_not_looked_for_on_the_hub(
     monkeypatch.chdir(tmp_path)
     options = ServeOptions(available=("models",))
     nothing: Any = None
-    loader = _Loader([], nothing, options, nothing, nothing, {}, [])
+    named = Generation(None, 1, DraftingOptions(), SamplingParams(), CacheOptions())
+    loader = _Loader(named, options, nothing, nothing, {})
     (tmp_path / "models" / "broken").mkdir()
     (tmp_path / "models" / "broken" / "config.json").write_text("{}")
     for _ in range(2):
