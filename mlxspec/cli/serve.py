@@ -218,15 +218,15 @@ def checked(
         OptionError: a value is wrong, or the server would be open to other machines.
     """
     check_one(quiet=options.quiet, log_json=options.log_json)
-    count = len(models) or int(not options.available)  # without any, the default one is loaded
-    for option, value, most in (
-        ("--adapter-path", options.adapter_path, 1),
-        ("--head", drafting.head, 1),
-        ("--draft-model", drafting.draft_model, count),
-        ("--store", drafting.store, count),
-    ):
-        if value is not None and not 1 <= count <= most:
-            raise OptionError(f"{option} needs {'exactly one' if most == 1 else 'a'} --model")
+    if options.available and not models:
+        for option, value in (
+            ("--adapter-path", options.adapter_path),
+            ("--head", drafting.head),
+            ("--draft-model", drafting.draft_model),
+            ("--store", drafting.store),
+        ):
+            if value is not None:
+                raise OptionError(f"{option} is for models that are named: name a MODEL")
     for one in options.available:
         if one != ALL and not local_path(one).is_dir():
             raise OptionError(
@@ -314,11 +314,10 @@ def _run(
             active=options.concurrency,
             queued=options.queue,
             stall=options.stall,
-            on_end=lambda requests: log(end_record(requests)),
+            on_end=lambda request: log(end_record(request)),
             memory=ServerMemory(options.memory, options.cache_bytes),
         )
-        owner = keys[0] if len(keys) == 1 else ""
-        loader = _Loader(named, options, memories, worker.memory, template, owner, leader)
+        loader = _Loader(named, options, memories, worker.memory, template, keys, leader)
         entries = loader.entries(names)
         found = loader.find, loader.close
         default = None if entries else default_model()
@@ -332,10 +331,9 @@ def _run(
         if names:
             note_if_demo(names[0])
         if not options.quiet:
-            address = f"http://{bracketed(options.host)}:{listening.getsockname()[1]}"
-            console.print(_about(address, catalog, bool(keys)))
-            if not options.log_json:
-                memories.suggest_once()
+            console.print(_about(options.host, listening, catalog, bool(keys)))
+        if not (options.quiet or options.log_json):
+            memories.suggest_once()
         app = create_app(
             catalog,
             max_tokens=options.max_tokens,
@@ -359,8 +357,7 @@ def _keys(file: Path | None, other: str) -> list[str]:
         OptionError: the file has no key, or a key that cannot be sent in a header.
     """
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file else []
-    given = [key for line in [*lines, other] if (key := line.strip())]
-    keys = [*dict.fromkeys(given)]
+    keys = [*dict.fromkeys(key for line in [*lines, other] if (key := line.strip()))]
     if file and not keys:
         raise OptionError(f"--api-key-file {shown(str(file))} has no key: write one per line")
     if any(not key.isascii() or not key.isprintable() or " " in key for key in keys):
@@ -421,7 +418,7 @@ class _Loader:
         memories: hold the earlier answers to draft from.
         memory: the memory of the server.
         template: default arguments of the chat template.
-        owner: the only API key, whose requests use the decoders' own memories.
+        keys: the valid API keys; an only one's requests use the decoders' own memories.
         leader: splits the models over its ranks; None for one process.
     """
 
@@ -432,7 +429,7 @@ class _Loader:
         memories: Memories,
         memory: ServerMemory,
         template: Mapping[str, Any],
-        owner: str = "",
+        keys: Sequence[str] = (),
         leader: Leader | None = None,
     ) -> None:
         self._named = named
@@ -443,7 +440,7 @@ class _Loader:
         self._memories = memories
         self._memory = memory
         self._template = template
-        self._owner = owner
+        self._owner = keys[0] if len(keys) == 1 else ""
         self._leader = leader
         self._paths: list[str] = []
         self._left_out: set[Path] = set()
@@ -602,12 +599,12 @@ def _locked(directory: Path) -> int:
     return held
 
 
-def _about(address: str, catalog: Catalog, with_key: bool) -> Table:
+def _about(host: str, listening: socket.socket, catalog: Catalog, with_key: bool) -> Table:
     """The server's address and models, and how to use it."""
     from ..server.memory import in_words
     from ..server.prompts import why_no_tools
 
-    worker = catalog.worker
+    worker, address = catalog.worker, f"http://{bracketed(host)}:{listening.getsockname()[1]}"
     rows = Table.grid(padding=(0, 2))
     rows.add_row("address", address)
     for served in worker.models.values():
@@ -715,40 +712,20 @@ def refusal_record(path: str, error: ApiError) -> dict[str, Any]:
     return {**record, "param": error.param, "code": error.code}
 
 
-def end_record(requests: Sequence[ServedRequest]) -> dict[str, Any]:
-    """The log record of a request: sums over its choices, without prompts and outputs.
+_LOGGED = (
+    *("prompt_tokens", "cached_tokens", "tokens", "seconds", "first_token", "tokens_per_step"),
+    "gain",
+)
 
-    Times count from the start of the first choice.
-    """
-    now, first = time.perf_counter(), requests[0]
-    emitted = sum(request.stats.emitted for request in requests)
-    steps = sum(request.stats.steps for request in requests)
-    seconds = sum(request.decode_seconds for request in requests)
-    plain_seconds = sum(request.plain_seconds for request in requests)
-    begun = [request.first_token for request in requests if request.first_token]
-    errors = [(r.outcome, r.failure.message) for r in requests if r.failure]
-    # When one choice fails, the others are cancelled: its own error comes first.
-    errors.sort(key=lambda error: error[0] == "cancelled")
-    outcomes = dict.fromkeys(request.outcome or "" for request in requests)
-    # As in the answer's usage, a prompt counts once for all of its choices, which share it.
-    prompts = {id(request.prompt): len(request.prompt) for request in requests}
-    cached: dict[int, int] = {}
-    for request in requests:
-        if (count := request.cached_tokens) is not None:
-            cached[id(request.prompt)] = min(count, cached.get(id(request.prompt), count))
-    return {
-        "model": first.served.name,
-        "outcome": errors[0][0] if errors else "/".join(outcomes),
-        "choices": len(requests),
-        "prompt_tokens": sum(prompts.values()),
-        "cached_tokens": sum(cached.values()) if cached else None,
-        "tokens": sum(request.generated for request in requests),
-        "seconds": round(now - first.asked, 3),
-        "first_token": round(min(begun) - first.asked, 3) if begun else None,
-        "tokens_per_step": round(emitted / steps, 2) if steps else None,
-        "gain": round(plain_seconds / seconds, 2) if plain_seconds and seconds else None,
-        "error": errors[0][1] if errors else None,
-    }
+
+def end_record(request: ServedRequest) -> dict[str, Any]:
+    """The log record of an answer that has ended, without its prompt and its text."""
+    figures = request.figures()
+    record = {"model": figures["model"], "outcome": request.outcome}
+    for name in _LOGGED:
+        value = figures[name]
+        record[name] = round(value, 3) if isinstance(value, float) else value
+    return {**record, "error": request.failure.message if request.failure else None}
 
 
 def _line(record: dict[str, Any]) -> str:

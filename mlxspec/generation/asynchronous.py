@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Hashable
 from concurrent.futures import Future
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -121,8 +121,11 @@ class EngineThread:
         try:
             while not self.ending:
                 self._obey()
-                while self._turn() and self._commands.empty():
-                    pass
+                # Without a model: it is for all of them.
+                with wired_limit(nn.Module(), [generation_stream]):
+                    while self._turn() or not self._commands.empty():
+                        if not self._commands.empty():
+                            self._obey()
         finally:
             self.end(RuntimeError("the thread that runs the models has failed"))
             self._obey()  # earlier commands
@@ -138,6 +141,8 @@ class EngineThread:
 
     def _turn(self) -> bool:
         """Run a turn of each engine with requests; returns whether there is more to do."""
+        if self.ending:
+            return False
         engines = [engine for engine in self.engines.values() if engine.has_requests]
         busy = False
         for engine in engines:
@@ -173,29 +178,8 @@ def _take(
 _AHEAD = 64  # responses that may wait for their consumer; each may hold a row of logits
 
 
-class _Generations(EngineThread):
-    """Runs the generations of all decoders: one thread, since MLX compiles again in each."""
-
-    def __init__(self) -> None:
-        super().__init__("mlxspec astream")
-        self._limit = ExitStack()
-
-    def add(self, request: Request) -> None:
-        """Add a request to the engine of its decoder, and keep the engine until all have ended."""
-        if not self.engines:
-            self._limit.enter_context(wired_limit(nn.Module(), [generation_stream]))
-        engine = Engine(request.decoder, max_unread=_AHEAD)
-        self.engines.setdefault(request.decoder, engine).add(request)
-
-    def remove(self, request: Request) -> None:
-        """Forget the engine of a request that has ended, unless it has others."""
-        if not self.engines[request.decoder].has_requests:
-            del self.engines[request.decoder]
-        if not self.engines:
-            self._limit.close()
-
-
-_thread = _Generations()
+_thread = EngineThread("mlxspec astream")
+"""Runs the generations of all decoders: one thread, since MLX compiles again in each."""
 
 
 async def astream(
@@ -233,12 +217,14 @@ async def astream(
             send(error)
             return
         request.at_end = end
-        _thread.add(request)
+        engine = Engine(decoder, max_unread=_AHEAD)
+        _thread.engines.setdefault(decoder, engine).add(request)
 
     def end() -> None:
         assert request
         send(request.error)
-        _thread.remove(request)
+        if not _thread.engines[decoder].has_requests:
+            del _thread.engines[decoder]  # it would hold the decoder
 
     def cancel() -> None:
         if request and not request.done:

@@ -507,16 +507,12 @@ def status_of(catalog: Catalog) -> dict[str, Any]:
     """The figures of the status page, as JSON."""
     worker = catalog.worker
     metrics, now = worker.metrics, time.perf_counter()
-    totals = metrics.totals
-    steps, forwards = totals["steps"], totals["forwards"]
     return {
         "version": __version__,
         "ready": worker.ready,
         "requests": [one.figures() for one in worker.requests.copy()],
         "recent": [one | {"ended": now - one["ended"]} for one in worker.recent.copy()],
-        "totals": totals,
-        "tokens_per_step": totals["generated"] / steps if steps else None,
-        "sequences_per_forward": steps / forwards if forwards else None,
+        "totals": metrics.totals,
         "sources": metrics.sources,
         "models": [
             {
@@ -534,10 +530,8 @@ def status_of(catalog: Catalog) -> dict[str, Any]:
             "cache": mx.get_cache_memory(),
             "peak": mx.get_peak_memory(),
             "limit": worker.memory.limit,
-            "room": worker.memory.room,
             "parts": worker.memory.parts,
         },
-        "limits": {"active": worker.active, "queued": worker.queued, "stall": worker.stall},
         "history": metrics.history,
     }
 

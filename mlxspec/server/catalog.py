@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any
 
 import mlx.core as mx
@@ -33,7 +32,6 @@ KEEP_ALIVE = 600.0
 """Seconds after which a model that was loaded for a request is unloaded if none came."""
 
 _NAMED = 5  # models that an error names
-_COMPARED = 200  # characters of an unknown name that are compared with the models' names
 _CHECK = 1.0  # seconds between two looks for models that have been idle for their time
 _LOOK = 5.0  # seconds after a look for models on disk during which there is no other
 
@@ -84,9 +82,7 @@ class Entry:
             "state": self.state,
             "weight_bytes": self.nbytes,
             "read_bytes": self.read if self.state == "loading" else None,
-            "waiting": self.waiting,
             "idle_seconds": now - self.used if self.served and not self.users else None,
-            "keep_alive": None if self.keep_alive == math.inf else self.keep_alive,
         }
 
 
@@ -198,12 +194,10 @@ class Catalog:
                 (found,) = self.entries
         if not found:
             which = f"the model {shown(name)} is not served here" if name else "no model is named"
-            near = get_close_matches((name or "")[:_COMPARED], self._entries, _NAMED, cutoff=0)
-            instead = (
-                f"use {' or '.join(near)}, or another one that /v1/models lists"
-                if near
-                else "none are found; download one, and see 'mlxspec models'"
-            )
+            some = " or ".join([*self._entries][:_NAMED])
+            instead = f"use {some}, or another one that /v1/models lists"
+            if not some:
+                instead = "none are found; download one, and see 'mlxspec models'"
             raise ApiError(f"{which}: {instead}", status=404, param="model", code="model_not_found")
         return found
 

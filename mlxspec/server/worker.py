@@ -157,11 +157,6 @@ class ServedRequest(Request):
         self.failure: ApiError | None = None
         self.outcome: str | None = None
 
-    @property
-    def cached_tokens(self) -> int | None:
-        """How many of the prompt's tokens were cached; None before the first token."""
-        return None if self.first_token is None else self.n_cached
-
     def figures(self) -> dict[str, Any]:
         """The request's state and figures, as JSON."""
         plain, seconds = self.plain_seconds, self.decode_seconds
@@ -171,9 +166,10 @@ class ServedRequest(Request):
             "state": self.outcome or self.state,
             "prompt_tokens": len(self.prompt),
             "prefilled": self.prefilled,
-            "cached_tokens": self.cached_tokens,
+            "cached_tokens": self.n_cached,
             "tokens": self.generated,
             "max_tokens": self.max_tokens,
+            "first_token": self.first_token - self.asked if self.first_token else None,
             "tokens_per_step": self.stats.tokens_per_step or None,
             # The speed of its steps relative to plain ones.
             "gain": plain / seconds if plain and seconds else None,
@@ -364,7 +360,7 @@ class Worker(EngineThread):
         active: the most running generations of a model.
         queued: the most waiting generations of a model.
         stall: seconds for which running generations may wait while prompts run.
-        on_end: called in the worker's thread with all requests of one body, once they have ended.
+        on_end: called in the worker's thread with each request that has ended.
         memory: the memory that the models share; by default, all that the machine has.
 
     Attributes:
@@ -380,7 +376,7 @@ class Worker(EngineThread):
         active: int = 8,
         queued: int = 128,
         stall: float = 0.15,
-        on_end: Callable[[Sequence[ServedRequest]], object] = lambda requests: None,
+        on_end: Callable[[ServedRequest], object] = lambda request: None,
         memory: ServerMemory | None = None,
     ) -> None:
         super().__init__("mlxspec worker", stall)
@@ -513,7 +509,6 @@ class Worker(EngineThread):
         self.requests.remove(request)
         self.metrics.add_end(request.outcome, now - request.asked)
         try:
-            if all(one.outcome for one in request.stream.requests):
-                self.on_end(request.stream.requests)
+            self.on_end(request)
         except Exception:  # such as a log that nobody reads
             _log.exception("the end of a generation could not be recorded")
