@@ -475,6 +475,10 @@ class _Unpickler(pickle.Unpickler):
         return self._known.get(number)
 
     def find_class(self, module: str, name: str) -> Any:
-        if not module.startswith("mlxspec.") and (module, name) != ("builtins", "range"):
-            raise pickle.UnpicklingError(f"{module}.{name} is not mlxspec's")
-        return super().find_class(module, name)
+        if (module, name) == ("builtins", "range"):
+            return range
+        if module.startswith("mlxspec."):
+            found = super().find_class(module, name)
+            if found.__module__.startswith("mlxspec."):  # not what a file of ours has imported
+                return found
+        raise pickle.UnpicklingError(f"{module}.{name} is not mlxspec's")

@@ -34,7 +34,7 @@ from ..models.heads.loading import head_for, load_with_head
 from ..models.model import load
 from ..models.tokenizer import detokenizer_of, vocabulary_classes
 from ..terminal import TokenPrinter
-from .asynchronous import EngineThread
+from .asynchronous import astream
 from .drafting import Auto, Drafting, Lookahead, PromptLookup, drafter_maker
 from .engine import responses
 from .options import GenerationOptions, Prompt, prompt_ids
@@ -126,8 +126,8 @@ class Decoder:
     ) -> AsyncGenerator[GenerationResponse, None]:
         """Generate as :meth:`stream` does, in an asyncio task, without blocking its event loop.
 
-        The model runs in a thread of the decoder. Up to 32 generations at once share its steps as
-        in ``batch_generate``, and each has the same output as alone. A generation runs up to 64
+        The model runs in a thread of its own. Up to 32 generations at once share its steps as in
+        ``batch_generate``, and each has the same output as alone. A generation runs up to 64
         tokens ahead of its consumer, then waits.
 
         Closing (``aclose``) or cancelling a generation ends it before its next step, and returns
@@ -143,11 +143,7 @@ class Decoder:
             OptionError: ``prompt_cache`` is given, but the generation runs ahead of its consumer.
         """
         new_request = partial(self.new_request, prompt, max_tokens)
-        return self._engine_thread.stream(self, new_request, options)
-
-    @cached_property
-    def _engine_thread(self) -> EngineThread:
-        return EngineThread()
+        return astream(self, new_request, options)
 
     def generate(
         self,

@@ -69,7 +69,7 @@ from .worker import ServedRequest, Worker
 
 
 def create_app(
-    worker: Worker,
+    catalog: Catalog,
     *,
     max_tokens: int = 8192,
     hosts: Collection[str] | None = None,
@@ -77,20 +77,17 @@ def create_app(
     strict_model_names: bool = False,
     keep_alive: float = 10.0,
     on_refusal: OnRefusal = lambda path, error: None,
-    catalog: Catalog | None = None,
 ) -> Starlette:
     """The ASGI application.
 
     Args:
-        worker: runs the generations; the caller starts and stops it.
+        catalog: the models that requests may name, with the worker that runs them.
         max_tokens: the default ``max_tokens`` of requests, limited by the context.
         hosts, keys, on_refusal: as for :class:`mlxspec.server.auth.AuthMiddleware`.
         strict_model_names: whether a model that is not served is an error, even if only one model
             is served.
         keep_alive: seconds without data after which a stream sends a keep-alive.
-        catalog: the models that requests may name; by default, those of the worker.
     """
-    catalog = catalog or Catalog(worker)
 
     async def refused(request: Request, error: Exception) -> Response:
         refusal = error if isinstance(error, ApiError) else _wrong_path(request, error)
@@ -98,9 +95,9 @@ def create_app(
             on_refusal(request.url.path, refusal)
         return error_response(refusal, request.url.path)
 
-    endpoints = Endpoints(worker, catalog, max_tokens, keep_alive, strict_model_names)
+    endpoints = Endpoints(catalog, max_tokens, keep_alive, strict_model_names)
     return Starlette(
-        routes=[*endpoints.routes(on_refusal), *_status_routes(worker, catalog)],
+        routes=[*endpoints.routes(on_refusal), *_status_routes(catalog)],
         middleware=[
             Middleware(AuthMiddleware, hosts=hosts, keys=keys, on_refusal=on_refusal),
             Middleware(keeping_models),
@@ -139,8 +136,7 @@ class Endpoints:
     """The endpoints of the three APIs.
 
     Args:
-        worker: runs the generations.
-        catalog: the models that requests may name.
+        catalog: the models that requests may name, with the worker that runs them.
         max_tokens: the default ``max_tokens`` of requests, limited by the context.
         keep_alive: seconds without data after which a stream sends a keep-alive.
         strict: whether a model that is not served is always an error.
@@ -148,14 +144,14 @@ class Endpoints:
 
     def __init__(
         self,
-        worker: Worker,
         catalog: Catalog,
         max_tokens: int,
         keep_alive: float,
         strict: bool = False,
     ) -> None:
-        self._worker = worker
         self._catalog = catalog
+        self._worker = catalog.worker
+        self._created = int(time.time())
         self._strict = strict
         self._max_tokens = max_tokens
         self._keep_alive = keep_alive
@@ -219,12 +215,20 @@ class Endpoints:
     async def list_models(self, request: Request) -> Response:
         """``/v1/models``"""
         await self._catalog.look()
-        entries = [*map(_entry, self._catalog.entries)]
+        entries = [*map(self._entry, self._catalog.entries)]
         return JSONResponse({"object": "list", "data": entries})
 
     async def show_model(self, request: Request) -> Response:
         """``/v1/models/NAME``"""
-        return JSONResponse(_entry(await self._catalog.named(request.path_params["name"])))
+        return JSONResponse(self._entry(await self._catalog.named(request.path_params["name"])))
+
+    def _entry(self, entry: Entry) -> dict[str, Any]:
+        """A model, with its context length under the two names that clients use."""
+        fields = {"id": entry.name, "object": "model", "created": self._created}
+        fields |= {"owned_by": "mlxspec", "state": entry.state}
+        if (length := entry.context_length) is None:
+            return fields
+        return fields | {"context_length": length, "max_model_len": length}
 
     async def tokenize(self, request: Request) -> Response:
         """``/v1/tokenize``"""
@@ -452,15 +456,6 @@ class Endpoints:
             return await run_in_threadpool(compiled_constraint, body, prompt, tokenizer, vocabulary)
 
 
-def _entry(entry: Entry) -> dict[str, Any]:
-    """A model in ``/v1/models``, with its context length under the two names that clients use."""
-    fields = {"id": entry.name, "object": "model", "created": entry.created}
-    fields |= {"owned_by": "mlxspec", "state": entry.state}
-    if (length := entry.context_length) is None:
-        return fields
-    return fields | {"context_length": length, "max_model_len": length}
-
-
 # --- status ---
 
 _PAGE = (files("mlxspec.server") / "page.html").read_text(encoding="utf-8")
@@ -473,50 +468,43 @@ _PAGE_HEADERS = {
 }
 
 
-def _status_routes(worker: Worker, catalog: Catalog) -> list[Route]:
+def _status_routes(catalog: Catalog) -> list[Route]:
     """The routes of health, metrics and status."""
+    worker = catalog.worker
     _add_gauges(worker)
 
-    async def health(request: Request) -> Response:
-        return _state(worker.alive, "ok")
-
     async def ready(request: Request) -> Response:
-        return _state(worker.ready, "ready")
+        if worker.ready:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "not ready"}, 503)
 
     async def metrics(request: Request) -> Response:
         return Response(worker.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def status(request: Request) -> Response:
-        return JSONResponse(status_of(worker, catalog))
+        return JSONResponse(status_of(catalog))
 
     async def page(request: Request) -> Response:
         return HTMLResponse(_PAGE, headers=_PAGE_HEADERS)
 
-    named = {"health": health, "ready": ready, "metrics": metrics, "status": status, "": page}
+    named = {"health": ready, "ready": ready, "metrics": metrics, "status": status, "": page}
     return [Route(f"/{name}", endpoint) for name, endpoint in named.items()]
-
-
-def _state(good: bool, word: str) -> Response:
-    return JSONResponse({"status": word if good else f"not {word}"}, 200 if good else 503)
 
 
 _WIDEST = 32  # rows; the end of the cost curve that is shown
 _CACHE_FIGURES = ("entries", "hits", "misses", "forks", "evictions")
 
 
-def status_of(worker: Worker, catalog: Catalog) -> dict[str, Any]:
+def status_of(catalog: Catalog) -> dict[str, Any]:
     """The figures of the status page, as JSON."""
+    worker = catalog.worker
     metrics, now = worker.metrics, time.perf_counter()
-    totals = metrics.totals
-    steps, forwards = totals["steps"], totals["forwards"]
     return {
         "version": __version__,
         "ready": worker.ready,
         "requests": [one.figures() for one in worker.requests.copy()],
         "recent": [one | {"ended": now - one["ended"]} for one in worker.recent.copy()],
-        "totals": totals,
-        "tokens_per_step": totals["generated"] / steps if steps else None,
-        "sequences_per_forward": steps / forwards if forwards else None,
+        "totals": metrics.totals,
         "sources": metrics.sources,
         "models": [
             {
@@ -534,10 +522,8 @@ def status_of(worker: Worker, catalog: Catalog) -> dict[str, Any]:
             "cache": mx.get_cache_memory(),
             "peak": mx.get_peak_memory(),
             "limit": worker.memory.limit,
-            "room": worker.memory.room,
             "parts": worker.memory.parts,
         },
-        "limits": {"active": worker.active, "queued": worker.queued, "stall": worker.stall},
         "history": metrics.history,
     }
 

@@ -168,7 +168,6 @@ class ServedModel:
         template_arguments: default arguments of the chat template, overridden by a request's.
         owner: the partition that uses the decoder's own memory. The others have memories of their
             own, in the process only.
-        path: the path from which the user loaded it, another name for it in requests.
     """
 
     name: str
@@ -178,7 +177,6 @@ class ServedModel:
     options: GenerationOptions = field(default_factory=GenerationOptions)
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     owner: str = field(default="", repr=False)
-    path: str | None = None
     _apart: OrderedDict[str, Decoder] = field(
         default_factory=OrderedDict, init=False, repr=False, compare=False
     )

@@ -177,8 +177,8 @@ def test_nothing_is_downloaded_for_a_bad_directory(monkeypatch: pytest.MonkeyPat
     [
         (
             serve_command,
-            ("--model", "a", "--model", "b"),
-            "--adapter-path needs exactly one --model",
+            ("--models", "all"),
+            "--adapter-path is for models that are named",
         ),
         (calibrate_command, ("--show",), "--adapter-path is given without its MODEL"),
         (chat_command, ("--server", "http://127.0.0.1:1"), "and adapters are for 'mlxspec serve'"),

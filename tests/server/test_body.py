@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -174,9 +175,9 @@ def read(data: bytes, parse: Callable[[Any], Any]) -> Any:
                 yield data[start : start + (1 << 16)]
 
     async def ask() -> Any:
-        nothing: Any = None
+        catalog: Any = SimpleNamespace(worker=None)
         sent: Any = Sent()
-        return await Endpoints(nothing, nothing, 10, 10.0).read(sent, parse)
+        return await Endpoints(catalog, 10, 10.0).read(sent, parse)
 
     return asyncio.run(ask())
 

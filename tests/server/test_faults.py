@@ -474,7 +474,7 @@ def test_who_leaves_before_the_answer_begins_is_not_generated_for(
         return plain(*args)
 
     monkeypatch.setattr(app, "completion_prompts", slowly)
-    monkeypatch.setattr(server.worker, "on_end", seen.extend)
+    monkeypatch.setattr(server.worker, "on_end", seen.append)
     client = RawClient(server, TEXT, {**ENDLESS, "stream": stream})
     assert tokenizing.wait(30)
     client.leave()
