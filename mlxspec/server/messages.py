@@ -17,17 +17,7 @@ from pydantic import BeforeValidator, Field
 
 from ..engine.params import Constraint
 from .answer import ApiAnswer, Choice, OutputFormat, Part, TextRun, framed
-from .body import (
-    ApiError,
-    Body,
-    Items,
-    Name,
-    blaming,
-    parse,
-    read_json,
-    refuse,
-    without_nulls,
-)
+from .body import ApiError, Body, Items, Name, blaming, parse, read_json, refuse, without_nulls
 from .requests import (
     ApiRequest,
     Function,
