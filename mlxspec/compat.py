@@ -169,7 +169,7 @@ def stream_generate(
         check_vocabularies(draft_model, decoder.vocab_size, len(decoder.tokenizer))
         drafter = DraftModelDrafter(draft_model, num_draft_tokens)
         drafting = replace(drafting, extra=lambda: drafter)
-    return responses(decoder.new_request(prompt, max_tokens, options, drafting.bound_to(decoder)))
+    return responses(decoder.new_request(prompt, max_tokens, options, drafting))
 
 
 def _progress(callback: Progress, done: int, total: int) -> None:

@@ -10,13 +10,16 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
 from ..errors import OptionError
 from .engine import Engine
-from .loaded import LoadedModel
 from .options import GenerationOptions
 from .request import Request
 from .response import GenerationResponse
+
+if TYPE_CHECKING:
+    from .decoder import Decoder
 
 _AHEAD = 64  # responses that may wait for their consumer; each may hold a row of logits
 _READ = 16  # the consumer reports this many read responses at once
@@ -39,7 +42,7 @@ class EngineThread:
 
     async def stream(
         self,
-        decoder: LoadedModel,
+        decoder: Decoder,
         new_request: Callable[..., Request],
         options: GenerationOptions,
     ) -> AsyncGenerator[GenerationResponse, None]:
@@ -84,7 +87,7 @@ class EngineThread:
                     pass
 
 
-_Command = tuple["LoadedModel", Callable[[Engine], None]]
+_Command = tuple["Decoder", Callable[[Engine], None]]
 """A decoder, and what to do with its engine."""
 
 

@@ -99,7 +99,6 @@ def test_answers_that_run_at_once_each_have_their_form(client: OpenAI) -> None:
         Person.model_validate_json(text)
 
 
-@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(
     ("fields", "pattern"),
     [
@@ -157,7 +156,6 @@ def test_what_cannot_be_kept_is_a_400_and_others_are_answered(
     )
 
 
-@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("kind", CHAINS)
 def test_chains_of_references_cost_their_own_request_alone(server: Running, kind: str) -> None:
     text = CHAINS[kind](2500).text
