@@ -344,17 +344,14 @@ def prepared(
         request = decoder.new_request(prompt, budget, every, receive=answer.add)
         answers[request] = answer
         lengths.append(len(request.prompt))
-    return partial(_at_once, decoder, answers, held, **options)
+    return partial(_at_once, decoder, answers, held, options)
 
 
 def _at_once(
     decoder: AutoDecoder,
     answers: Mapping[Request, GenerationResult],
     caches: list[list[Any] | None],
-    *,
-    verbose: bool = False,
-    completion_batch_size: int = 32,
-    **returns: Any,
+    options: Mapping[str, Any],
 ) -> BatchResponse:
     """Answer the prompts with speculation.
 
@@ -362,10 +359,9 @@ def _at_once(
         decoder: the model's decoder.
         answers: the requests, each with the result that collects its responses.
         caches: the prompts' caches, which the requests continue.
-        verbose, completion_batch_size: as for :func:`batch_generate`.
-        returns: the other options; only those that select what to return are used.
+        options: the other options of :func:`batch_generate`.
     """
-    engine = Engine(decoder, max_active=completion_batch_size, stall=math.inf)
+    engine = Engine(decoder, max_active=options.get("completion_batch_size", 32), stall=math.inf)
     engine.add(*answers)
     started = time.perf_counter()
     engine.run()
@@ -381,23 +377,20 @@ def _at_once(
         peak_memory=max((result.peak_memory for result in results), default=0.0),
     )
     stats.decode_time = stats.generation_time
-    if verbose:
+    if options.get("verbose"):
         accepted = sum(result.stats.accepted for result in results)
         drafted = sum(result.stats.drafted for result in results)
         _show_figures(stats, f"{accepted} of {drafted}", "[batch_generate] ")
     for result in results:  # mlx-lm does not return the token that ended an answer
         if result.tokens[-1] in decoder.tokenizer.eos_token_ids:
             result.tokens.pop()
+    logprobs = [[one.logprob for one in (r.logprobs or [])[: len(r.tokens)]] for r in results]
     return BatchResponse(
         texts=[decoder.tokenizer.decode(result.tokens) for result in results],
         stats=stats,
-        caches=caches if returns.get("return_prompt_caches") else None,
-        token_ids=[one.tokens for one in results] if returns.get("return_token_ids") else None,
-        logprobs=[
-            [found.logprob for found in (one.logprobs or [])[: len(one.tokens)]] for one in results
-        ]
-        if returns.get("return_logprobs")
-        else None,
+        caches=caches if options.get("return_prompt_caches") else None,
+        token_ids=[one.tokens for one in results] if options.get("return_token_ids") else None,
+        logprobs=logprobs if options.get("return_logprobs") else None,
     )
 
 

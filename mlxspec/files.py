@@ -41,17 +41,15 @@ def check_writable(path: Path) -> None:
         FileError: the directory is missing, there is no permission to write, or ``path`` is
             something other than a regular file.
     """
-    mode = None
-    with _one_line(path), suppress(FileNotFoundError, NotADirectoryError):
-        mode = path.lstat().st_mode
-    if mode is not None and not stat.S_ISREG(mode):
+    exists = os.path.lexists(path)
+    if exists and (path.is_symlink() or not path.is_file()):
         raise FileError(f"{path}: is a directory, a link or a device; name a regular file")
     if not path.parent.is_dir():
         raise FileError(
             f"{path}: cannot be written (there is no directory {path.parent}); create it"
         )
     may_write = os.access(path.parent, os.W_OK | os.X_OK)
-    if not may_write or (mode is not None and not os.access(path, os.W_OK)):
+    if not may_write or (exists and not os.access(path, os.W_OK)):
         raise FileError(f"{path}: cannot be written (no permission); name another file")
 
 

@@ -26,15 +26,7 @@ from ..engine.grammar import Grammar, Vocabulary
 from ..errors import OptionError, printable
 from ..generation.options import GenerationOptions
 from ..generation.request import State
-from .answer import (
-    FAILED,
-    ApiAnswer,
-    Endpoint,
-    Failed,
-    answered,
-    begun_while_loading,
-    is_answered,
-)
+from .answer import FAILED, ApiAnswer, Endpoint, Failed, answered, begun_while_loading, is_answered
 from .auth import AuthMiddleware, OnRefusal, body_of
 from .body import ApiError, error_response, new_request_id, parse, read_body, shown
 from .catalog import Catalog, Entry, keeping_models

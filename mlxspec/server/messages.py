@@ -17,17 +17,7 @@ from pydantic import BeforeValidator, Field
 
 from ..engine.params import Constraint
 from .answer import ApiAnswer, Choice, OutputFormat, Part, TextRun, framed
-from .body import (
-    ApiError,
-    Body,
-    Items,
-    Name,
-    blaming,
-    parse,
-    read_json,
-    refuse,
-    without_nulls,
-)
+from .body import ApiError, Body, Items, Name, blaming, parse, read_json, refuse, without_nulls
 from .requests import (
     ApiRequest,
     Function,
@@ -128,6 +118,11 @@ def parse_messages(body: object, *, to_count: bool = False) -> ApiRequest:
     if word is None:
         refuse("tool_choice.type", choice.get("type"), f"choose one of {', '.join(_TOOL_CHOICES)}")
     named = str(choice.get("name")) if word == "function" else None
+    thinking = None
+    if asked.thinking is not None:
+        thinking = _THINKING.get(str(kind := asked.thinking.get("type")))
+        if thinking is None:
+            refuse("thinking.type", kind, f"choose one of {', '.join(_THINKING)}")
     place, format = "output_config.format", asked.output_config.format
     with blaming(place):
         constraint = Constraint.json_schema(format.schema_at(place)) if format else None
@@ -143,17 +138,10 @@ def parse_messages(body: object, *, to_count: bool = False) -> ApiRequest:
         **conversation(merged([*system, *messages]), "messages"),
         **chosen_tool(word, named, tools, "tool_choice.name" if named else "tool_choice.type"),
         parallel_tool_calls=not choice.get("disable_parallel_tool_use"),
-        template_kwargs=_template_kwargs(asked),
+        template_kwargs=template_kwargs(
+            asked.output_config.effort, thinking, asked.chat_template_kwargs
+        ),
     )
-
-
-def _template_kwargs(asked: MessagesBody) -> dict[str, Any]:
-    thinking = None
-    if asked.thinking is not None:
-        thinking = _THINKING.get(str(kind := asked.thinking.get("type")))
-        if thinking is None:
-            refuse("thinking.type", kind, f"choose one of {', '.join(_THINKING)}")
-    return template_kwargs(asked.output_config.effort, thinking, asked.chat_template_kwargs)
 
 
 # --- messages ---

@@ -19,16 +19,7 @@ from pydantic import BeforeValidator, Field
 from .. import __version__
 from ..models.tokenizer import token_bytes
 from .answer import ApiAnswer, Choice, OutputFormat, Part, TextRun
-from .body import (
-    Body,
-    Integer,
-    Items,
-    StringOr,
-    TokenId,
-    parse,
-    refuse,
-    without_nulls,
-)
+from .body import Body, Integer, Items, StringOr, TokenId, parse, refuse, without_nulls
 from .requests import (
     MOST_CHOICES,
     ApiRequest,

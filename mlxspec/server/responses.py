@@ -61,13 +61,10 @@ class _ToolBody(Body):
     strict: bool | None = None
     format: _ToolBody | None = None
     syntax: Literal["lark", "regex"] = "lark"
-    definition: Name = "-"
+    definition: str = ""
     tools: Items[_ToolBody] = []
 
-    needed = {
-        **dict.fromkeys(("function", "custom", "namespace"), ("name",)),
-        "grammar": ("syntax", "definition"),
-    }
+    needed = dict.fromkeys(("function", "custom", "namespace"), ("name",))
 
     @property
     def hosted(self) -> bool:
@@ -141,7 +138,7 @@ class _InputItem(Body):
     role: Literal["user", "assistant", "system", "developer"] = "user"
     content: Texts = []
     summary: Texts = []
-    call_id: Name = "-"
+    call_id: str = ""
     name: Name = "-"
     namespace: str | None = None
     arguments: dict[str, Any] | str = ""
@@ -149,13 +146,7 @@ class _InputItem(Body):
     output: ToolOutput = []
     tools: Items[_ToolBody] = []
 
-    needed = {
-        "message": ("role", "content"),
-        "function_call": ("call_id", "name"),
-        "custom_tool_call": ("call_id", "name"),
-        "function_call_output": ("call_id",),
-        "custom_tool_call_output": ("call_id",),
-    }
+    needed = {"message": ("content",), "function_call": ("name",), "custom_tool_call": ("name",)}
 
     @model_validator(mode="before")
     @classmethod
@@ -201,8 +192,6 @@ def parse_responses(
     """
     asked = parse(ResponsesBody, body)
     stored = _conversation(asked, _as_items(body.get("input")), store or ResponseStore(), partition)
-    if not stored:
-        refuse("input", body.get("input"), "send a string, or a list with at least one item")
     items = [_InputItem.model_validate(item) for item in stored]
     known = _known_tools([*asked.tools, *(tool for item in items for tool in item.tools)])
     if asked.tools and not known:
@@ -233,7 +222,6 @@ _REPEATED = (
 
 def _repeated(asked: ResponsesBody, body: dict[str, Any]) -> dict[str, Any]:
     """The request's fields that the response repeats, with the values in force."""
-    tools = zip(asked.tools, body.get("tools") or (), strict=True)
     return {
         **{name: getattr(asked, name) for name in _REPEATED},
         "reasoning": {"effort": asked.reasoning.effort, "summary": None},
@@ -243,7 +231,7 @@ def _repeated(asked: ResponsesBody, body: dict[str, Any]) -> dict[str, Any]:
             "verbosity": "medium",
         },
         "tool_choice": body.get("tool_choice") or "auto",
-        "tools": [sent for tool, sent in tools if not tool.hosted],
+        "tools": [one for one in body.get("tools") or () if not one["type"].startswith(_HOSTED)],
         "truncation": "disabled",
     }
 

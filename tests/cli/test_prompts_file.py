@@ -45,8 +45,8 @@ def test_what_is_null_is_not_given() -> None:
         ({"prompt": None}, 'needs either a "prompt" or "messages"'),
         ({"prompt": [1, True]}, '"prompt" is [1, True]: give a text, or a list of token ids'),
         ({"messages": []}, 'needs either a "prompt" or "messages"'),
-        ({"messages": "a"}, '"messages" is a: Value error, it has no list of "messages"'),
-        ({"messages": [{"content": "a"}]}, 'a message has no "role"'),
+        ({"messages": "a"}, '"messages" is a: Value error, it must have "messages"'),
+        ({"messages": [{"content": "a"}]}, 'each with a "role"'),
         ({"prompt": "a", "temperature": 1}, '"temperature" is 1: leave it out'),
         ({"prompt": "a", "max_tokens": 0}, '"max_tokens" is 0: Input should be greater than or'),
         (
