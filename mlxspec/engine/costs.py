@@ -212,11 +212,7 @@ def check_context(model: nn.Module, plan: MeasurementPlan, context: int) -> None
     """Raise OptionError unless steps can be measured behind so many tokens."""
     longest = (context_length(model) or _UNENDING) - plan.within(0).room
     if not 1 <= context <= longest:
-        raise OptionError(
-            f"a context of {context} tokens: choose 1 to {longest} for this model"
-            if longest > 0
-            else "the model's context is too short for a measurement"
-        )
+        raise OptionError(f"a context of {context} tokens: choose 1 to {longest} for this model")
 
 
 def calibrate(

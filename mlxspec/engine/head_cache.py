@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
@@ -12,7 +12,9 @@ from mlx_lm.models.cache import KVCache
 from ..models.heads import Head
 from ..models.heads.blocks import DFlash
 from .caches import cut, first_positions, for_steps, held_arrays
-from .patches import HiddenStates
+
+if TYPE_CHECKING:
+    from .heads import HiddenStates
 
 _MOST_UNSEEN = 64  # rows of steps that a head has not seen
 _MOST_HELD = 512  # rows of their forwards

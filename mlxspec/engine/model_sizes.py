@@ -60,12 +60,14 @@ def stated_context_length(args: Any) -> int | None:
 
 
 def named_positions(model: nn.Module) -> set[int]:
-    """Positions that the configuration names: lengths, windows, chunks, the ends of scalings.
+    """Positions that the configuration names: lengths, windows, chunks, the ends of scalings,
+    and where sparse attention begins.
 
     If a model's rule for positions changes somewhere, it is usually at one of these.
     """
     found = _numbers(_settings(model), lambda name: any(word in name for word in _WORDS))
-    return {number for number in found | {context_length(model) or 0} if number in _NUMBERS}
+    found |= {context_length(model) or 0, sparse_crossing(model) or 0}
+    return {number for number in found if number in _NUMBERS}
 
 
 def crossings(model: nn.Module) -> list[int]:
