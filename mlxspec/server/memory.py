@@ -230,10 +230,7 @@ class ServerMemory:
         caches = [one.cache for one in self._models.values()]
         over = sum(cache.nbytes for cache in caches) - max(0, most)
         while over > 0 and sum(cache.entries for cache in caches) > kept:
-            oldest = min(
-                caches, key=lambda cache: math.inf if cache.oldest is None else cache.oldest
-            )
-            over -= oldest.make_room(1)
+            over -= min(caches, key=lambda cache: cache.oldest).make_room(1)
 
     @contextmanager
     def in_force(self) -> Iterator[None]:

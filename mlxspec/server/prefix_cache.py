@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -121,9 +122,9 @@ class PrefixCache:
         return sum(entry.nbytes for entry in self._idle.copy())  # for the status page
 
     @property
-    def oldest(self) -> int | None:
-        """The number of the last use of the entry that :meth:`make_room` evicts next, if any."""
-        return next((entry.used for entry in self._idle), None)
+    def oldest(self) -> float:
+        """When the entry that :meth:`make_room` evicts next was last used; infinity without one."""
+        return next((entry.used for entry in self._idle), math.inf)
 
     @property
     def entries(self) -> int:
