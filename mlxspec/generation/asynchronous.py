@@ -10,16 +10,13 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
 
 from ..errors import OptionError
 from .engine import Engine
+from .loaded import LoadedModel
 from .options import GenerationOptions
 from .request import Request
 from .response import GenerationResponse
-
-if TYPE_CHECKING:
-    from .decoder import Decoder
 
 _AHEAD = 64  # responses that may wait for their consumer; each may hold a row of logits
 _READ = 16  # the consumer reports this many read responses at once
@@ -42,7 +39,7 @@ class EngineThread:
 
     async def stream(
         self,
-        decoder: Decoder,
+        decoder: LoadedModel,
         new_request: Callable[..., Request],
         options: GenerationOptions,
     ) -> AsyncGenerator[GenerationResponse, None]:
@@ -87,7 +84,7 @@ class EngineThread:
                     pass
 
 
-_Command = tuple["Decoder", Callable[[Engine], None]]
+_Command = tuple["LoadedModel", Callable[[Engine], None]]
 """A decoder, and what to do with its engine."""
 
 
