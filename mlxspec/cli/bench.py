@@ -47,7 +47,7 @@ from .common.output import (
     ratio,
     shown,
 )
-from .settings import MLX_SETTINGS, check_settings
+from .settings import MLX_SETTINGS, checked
 
 if TYPE_CHECKING:
     from ..bench.measure import MakeStream, MeasuredPrompt, Report
@@ -137,7 +137,7 @@ def bench_command(
     from ..drafting.drafter import load_drafter
 
     if asked.mlx_settings is not None:
-        check_settings({MLX_SETTINGS: asked.mlx_settings})
+        checked(MLX_SETTINGS, asked.mlx_settings)
         os.environ.update(variables_in(asked.mlx_settings))  # before MLX first uses a GPU
     # Check all that needs no model before a model is loaded, or even downloaded.
     model = needed_model(model)

@@ -202,9 +202,7 @@ def measured_curves(
     # Shared steps are measured with their attention split as it will be.
     split_attention(model, split_length(cache.read(cost_key(model))))
     found = {}
-    short, *longer = measured_contexts(model, sequences)
-    wanted: list[int | None] = [*sorted(set(contexts))] or [None, *longer]
-    for context in wanted:
+    for context in sorted(set(contexts)) or measured_contexts(model, sequences):
         with ProgressBar("Prefill") as prefill, ProgressBar("Measuring step times") as measuring:
             times, split = calibrate(
                 model,
@@ -219,7 +217,7 @@ def measured_curves(
                 f"{name}: {problem}; nothing is kept, and what was known stays: close other "
                 "programs and measure again"
             )
-        found[context or short] = known_times(times, split, CAREFUL, "careful", name)
+        found[context] = known_times(times, split, CAREFUL, "careful", name)
     key = cost_key(model).of_sequences(sequences)
     cache.update(key, found)
     return [_curve(key, context, known, name) for context, known in found.items()]

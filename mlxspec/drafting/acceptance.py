@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from itertools import repeat
-from math import exp, sqrt
+from math import exp, log, sqrt
 from typing import Any
 
 from ..corpus.suffix_index import Continuation
@@ -180,13 +179,7 @@ class AcceptanceModel:
         self._run = 0  # tokens in a row whose best continuation was right
 
     def estimate(
-        self,
-        found: Sequence[Continuation],
-        end: int,
-        depth: int,
-        before: int,
-        limit: int,
-        least_left: float = 0.0,
+        self, found: Sequence[Continuation], end: int, depth: int, before: int, limit: int
     ) -> list[Estimate]:
         """Estimate the probabilities of the continuations of one node.
 
@@ -196,34 +189,23 @@ class AcceptanceModel:
             depth: the node's; 0 for the root, the text's last token.
             before: the node's own token.
             limit: the most continuations to estimate.
-            least_left: stop once the probability that none so far is right falls below this.
         """
         occurrences = sum([len(continuation.occurrences) for continuation in found])
-        estimates: list[Estimate] = []
-        left = 1.0
-        for rank, continuation in enumerate(found[:limit]):
-            estimated = self.along(found, rank, occurrences, end)(continuation.token, depth, before)
-            estimates.append(estimated)
-            left *= 1 - estimated[0]
-            if left < least_left:
-                break
-        return estimates
+        return [
+            self._estimate(found, rank, occurrences, end, depth, before)
+            for rank in range(min(len(found), limit))
+        ]
 
-    def along(
-        self, found: Sequence[Continuation], rank: int, occurrences: int, end: int
-    ) -> Callable[[int, int, int], Estimate]:
-        """A function that estimates a continuation, and those below it if it is the only one.
-
-        Args:
-            found: all continuations of a node, best first.
-            rank: the continuation's rank among them.
-            occurrences: the number of occurrences of all continuations.
-            end: the length of the indexed text.
-
-        Returns:
-            a function of a token, its parent's depth, and its parent's token.
-        """
-        _, matched, newest, agreed = found[rank]
+    def _estimate(
+        self,
+        found: Sequence[Continuation],
+        rank: int,
+        occurrences: int,
+        end: int,
+        depth: int,
+        before: int,
+    ) -> Estimate:
+        token, matched, newest, agreed = found[rank]
         if rank > 0:
             weights, form, gap = self._lower_ranked, _LOWER_RANKED, _NO_GAP
         elif len(found) > 1:  # by how many tokens its match is longer than the next one's
@@ -231,45 +213,34 @@ class AcceptanceModel:
             weights, form = self._divided, 1
         else:
             weights, form, gap = self._unanimous, 0, _NO_GAP
-        z = weights["by_rank"][min(rank, 4)] if rank else weights["by_gap"][gap]
-        z += weights["hit_rate"] * self._logit_hit_rate
-        z += weights["share"] * len(agreed) / occurrences
-        z += weights["log_agreeing"] * _LOG[len(agreed)]
-        z += weights["log_occurrences"] * _LOG[occurrences]
-        age = math.log(end - newest + 1)
-        z += weights["earlier"] if self._earlier else weights["log_age"] * age
-        prompt_depth = 0 if self._earlier else self._output_start - newest
-        # The function below runs for each node of a long copy, so values are looked up here.
-        by_length, by_class = weights["by_length"], weights["class"]
-        by_class_before, of_first = weights["class_before"], weights["first"]
-        classes, n_classes = self._classes, len(self._classes)
-        correct, run_before = self._corrections[0].logit, self._run
-        match_class = _LENGTH_CLASSES[matched]
-        of_gap, of_prompt = _GAP + gap, _IN_PROMPT + form
-        of_length_at_depth = _LENGTH_AT_DEPTH + _N_DEPTHS * match_class
-        of_length = _LENGTH + _FORMS * match_class + form
-
-        def estimate(token: int, depth: int, before: int) -> Estimate:
-            length = min(matched + depth, _MAX_LENGTH)
-            token_class = classes[token] if token < n_classes else UNKNOWN
-            class_before = classes[before] if before < n_classes else UNKNOWN
-            logit = z + by_length[length] + by_class[token_class] + by_class_before[class_before]
-            if depth == 0:
-                logit += of_first
-            features = (
-                _RUN + 2 * min((run_before + depth).bit_length(), _LONGEST_RUN) + (depth > 0),
-                _CLASSES + _N_CLASSES * class_before + token_class,
-                of_length_at_depth + _DEPTH_CLASSES[min(depth, _MAX_LENGTH)],
-                of_length,
-                of_gap,
-                of_prompt + _FORMS * (depth < prompt_depth),
-                TOKEN_FEATURES + token,
-            )
-            p_accept = 1 / (1 + exp(-logit - correct(features)))
-            p_accept = _HIGHEST if p_accept > _HIGHEST else max(p_accept, _LOWEST)
-            return p_accept, logit, features
-
-        return estimate
+        classes = self._classes
+        token_class = classes[token] if token < len(classes) else UNKNOWN
+        class_before = classes[before] if before < len(classes) else UNKNOWN
+        logit = (
+            weights["by_length"][min(matched + depth, _MAX_LENGTH)]
+            + (weights["by_rank"][min(rank, 4)] if rank else weights["by_gap"][gap])
+            + weights["hit_rate"] * self._logit_hit_rate
+            + weights["share"] * len(agreed) / occurrences
+            + weights["log_agreeing"] * _LOG[len(agreed)]
+            + weights["log_occurrences"] * _LOG[occurrences]
+            + (weights["earlier"] if self._earlier else weights["log_age"] * log(end - newest + 1))
+            + weights["class"][token_class]
+            + weights["class_before"][class_before]
+            + (0.0 if depth else weights["first"])
+        )
+        in_prompt = not self._earlier and newest + depth < self._output_start
+        match_class, depth_class = _LENGTH_CLASSES[matched], _DEPTH_CLASSES[min(depth, _MAX_LENGTH)]
+        features = (
+            _RUN + 2 * min((self._run + depth).bit_length(), _LONGEST_RUN) + (depth > 0),
+            _CLASSES + _N_CLASSES * class_before + token_class,
+            _LENGTH_AT_DEPTH + _N_DEPTHS * match_class + depth_class,
+            _LENGTH + _FORMS * match_class + form,
+            _GAP + gap,
+            _IN_PROMPT + form + _FORMS * in_prompt,
+            TOKEN_FEATURES + token,
+        )
+        p_accept = 1 / (1 + exp(-logit - self._corrections[0].logit(features)))
+        return min(max(p_accept, _LOWEST), _HIGHEST), logit, features
 
     def learn(self, estimates: Sequence[Estimate], right: int | None) -> None:
         """Learn which of a node's continuations was right.
@@ -298,7 +269,7 @@ def _weights() -> tuple[_Weights, _Weights, _Weights]:
     text = files(__package__).joinpath("p_accept_prior.json").read_text(encoding="utf-8")
     prior: dict[str, _Weights] = json.loads(text)
     chosen = prior["unanimous"], prior["divided"], prior["lower_ranked"]
-    logs = [math.log(length + 1) for length in range(_MAX_LENGTH + 1)]
+    logs = [log(length + 1) for length in range(_MAX_LENGTH + 1)]
     for one in chosen:
         constant, inverse = one["constant"], one["inverse_length"]
         linear, square = one["log_length"], one["log_length_squared"]
@@ -310,7 +281,7 @@ def _weights() -> tuple[_Weights, _Weights, _Weights]:
 
 def _logit(rate: float) -> float:
     clipped = min(0.98, max(0.02, rate))
-    return math.log(clipped / (1 - clipped))
+    return log(clipped / (1 - clipped))
 
 
 # The class of a match's length: 0 to 5 have their own, then 6–7, 8–11, 12–19, 20–31, 32+.
@@ -322,4 +293,4 @@ _LENGTH_CLASSES = [
 _DEPTH_CLASSES = [
     depth if depth < 4 else 4 + min(depth // 8, 3) for depth in range(_MAX_LENGTH + 1)
 ]
-_LOG = [0.0, *(math.log(count) for count in range(1, 129))]  # of counts of occurrences
+_LOG = [0.0, *(log(count) for count in range(1, 129))]  # of counts of occurrences

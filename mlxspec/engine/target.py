@@ -530,9 +530,9 @@ def together(function: Callable[..., Result], model: nn.Module, *args: Any) -> R
     """Call a function that runs forwards of a model, on all machines over which it is split.
 
     Args:
-        function: one of :data:`mlxspec.distributed.ranks.REPEATED`.
+        function: one of mlxspec's.
         model: its first argument.
-        args: its other arguments, which JSON can hold.
+        args: its other arguments, as for :meth:`mlxspec.distributed.ranks.Leader.repeating`.
     """
     leader = getattr(model, "leader", None)
     return leader.run(function, model, *args) if leader else function(model, *args)

@@ -181,12 +181,12 @@ def widen(model: nn.Module) -> None:
 OnRead = Callable[[int], object]
 
 
-def evaluate(model: nn.Module, directory: Path, on_read: OnRead = lambda nbytes: None) -> None:
+def evaluate(model: nn.Module, source: str | Path, on_read: OnRead = lambda nbytes: None) -> None:
     """Read the weights one after another, so that memory never holds them all twice.
 
     Args:
         model: the model, loaded lazily.
-        directory: its files.
+        source: its files, as errors name them.
         on_read: called with the number of bytes of each array, once it is read.
 
     Raises:
@@ -197,7 +197,7 @@ def evaluate(model: nn.Module, directory: Path, on_read: OnRead = lambda nbytes:
             mx.eval(parameter)
             on_read(parameter.nbytes)
     except RuntimeError as error:
-        raise LoadError(f"{directory}: the weights cannot be read ({error})") from error
+        raise LoadError(f"{source}: the weights cannot be read ({error})") from error
 
 
 def encode_prompt(tokenizer: Any, text: str) -> list[int]:

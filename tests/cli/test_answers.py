@@ -14,7 +14,6 @@ import pytest
 from click.testing import Result
 from rich.console import Console
 
-from mlxspec.cli import prompt_files
 from mlxspec.cli.common.output import Figures
 from mlxspec.engine.step import Batch
 from mlxspec.generation.response import GenerationResponse, GenerationResult, SpeculationStats
@@ -185,10 +184,7 @@ def test_standard_input_is_a_file_too(endless: Path) -> None:
 
 
 @pytest.mark.slow
-def test_results_that_wait_are_bounded(
-    endless: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prompt_files, "_MOST_HELD", 3)
+def test_results_wait_for_earlier_ones(endless: Path, prompts: Path) -> None:
     lines = [{"prompt": [3], "max_tokens": n} for n in (40, 1, 2, 1, 2, 1, 3)]
     result = generate(*("--model", endless, "--prompts", write(prompts, lines), "--concurrency", 2))
     assert [one["generation_tokens"] for one in results(result)] == [40, 1, 2, 1, 2, 1, 3]

@@ -12,7 +12,7 @@ from mlxspec.corpus.suffix_index import SuffixIndex
 from mlxspec.drafting.acceptance import AcceptanceModel
 from mlxspec.drafting.costs import CostCurve
 from mlxspec.drafting.drafter import DraftTree, Limits, TreeBuilder, merge
-from mlxspec.drafting.policy import best_allowed, expected_tokens, gains_of
+from mlxspec.drafting.policy import best_draft, expected_tokens
 from mlxspec.drafting.suffix_source import SuffixTree
 
 Path = tuple[int, ...]
@@ -92,8 +92,7 @@ def test_the_nodes_that_are_left_out_are_in_no_best_draft(
     def best(least_p: list[float], costs: list[float]) -> tuple[float, int]:
         limits = Limits(50, curve.widest - 1, branching, least_p, costs)
         tree = SuffixTree(text[-1], *evidence, limits).tree()
-        gains = gains_of(expected_tokens(tree.p_reached), curve.table, rate, 0.0)
-        return best_allowed(gains, lambda *_: True)
+        return best_draft(expected_tokens(tree.p_reached), curve.table, rate)
 
     whole = best([0.0] * curve.widest, [])
     assert best(curve.cheapest_rows, curve.table) == whole

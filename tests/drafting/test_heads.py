@@ -165,7 +165,7 @@ def test_without_text_it_carries_the_output() -> None:
     head = Scripted(output)
     replayed = replay([1, 2], output, planner_of(head, text=True))
     assert set(depths(head)) == {4}
-    assert sum(replayed.heads.values()) == pytest.approx(4 * 0.05 * len(head.runs))
+    assert sum(step.head for step in replayed.steps) == pytest.approx(4 * 0.05 * len(head.runs))
     assert replayed.tokens / replayed.cost(FLAT) > 3
 
 
@@ -264,30 +264,14 @@ def test_a_draft_that_was_not_verified_teaches_too() -> None:
     assert head._idle == 2
 
 
-def test_a_fault_of_a_head_costs_only_its_drafts(planning_faults: list[str]) -> None:
-    class Faulty(Scripted):
-        @classmethod
-        def run(cls, heads: Sequence[Self], depth: int) -> list[tuple[list[int], list[float]]]:
-            raise ValueError("no state")
-
-    output = noise(20)
-    assert replay([1, 2], output, planner_of(Faulty())).rows == (1,) * 20
-    assert "ValueError: no state" in planning_faults.pop()
-    assert len(replay([1, 2], output * 2, planner_of(Faulty(), text=True)).rows) < 30
-    assert "steps run without the trained head" in planning_faults.pop()
-
-
-@pytest.mark.parametrize("name", ["attach", "begin", "ready", "outlook", "drafted", "observe"])
-def test_wherever_a_head_fails_text_is_drafted(name: str, planning_faults: list[str]) -> None:
+@pytest.mark.parametrize("name", ["begin", "ready", "outlook", "run", "drafted", "observe"])
+def test_wherever_a_head_fails_the_output_continues(name: str, planning_faults: list[str]) -> None:
     def fails(*_: object) -> None:
         raise ValueError("no state")
 
     members = {name: property(fails) if name == "ready" else fails}
     head = type("Faulty", (Scripted,), members)()
-    planner, output = planner_of(head, text=True), noise(20) * 2
-    planner.attach(None, lambda *_: None)
-    assert len(replay([1, 2], output, planner).rows) < 30
-    assert planner.head is None
+    assert len(replay([1, 2], noise(20), planner_of(head, text=True)).rows) <= 20
     assert "ValueError: no state" in planning_faults.pop()
     assert not planning_faults
 

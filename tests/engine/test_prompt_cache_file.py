@@ -57,7 +57,6 @@ def test_files_go_both_ways(kind: str, tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_session_goes_on_from_a_file_that_says_what_it_holds(kind: str, tmp_path: Path) -> None:
     model = ARCHITECTURES[kind].model()
@@ -76,7 +75,6 @@ def test_a_session_goes_on_from_a_file_that_says_what_it_holds(kind: str, tmp_pa
     assert parted == truth[: len(parted)]
 
 
-@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_conversation_that_was_saved_goes_on_where_it_ended(kind: str, tmp_path: Path) -> None:
     model = ARCHITECTURES[kind].model()

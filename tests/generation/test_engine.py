@@ -134,7 +134,6 @@ def failing_processor(tokens: mx.array, logits: mx.array) -> mx.array:
     return logits
 
 
-@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(
     "fault", ["drafter", "drafter's begin", "processor", "consumer", "progress"]
 )

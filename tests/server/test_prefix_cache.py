@@ -145,7 +145,6 @@ class Request:
 
 
 @pytest.mark.slow
-@pytest.mark.nightly(keep=2)
 @each_kind
 def test_a_conversation_of_ten_turns_runs_each_token_once(kind: str) -> None:
     requests, context = Requests(kind), []
@@ -265,7 +264,6 @@ def test_nobody_waits_for_a_short_beginning_or_for_who_has_passed_it() -> None:
     assert not requests.cache.should_wait(prompt)
 
 
-@pytest.mark.nightly(keep=2)
 @each_kind
 def test_what_was_run_for_a_cancelled_request_is_kept(kind: str) -> None:
     requests, prompt = Requests(kind), tokens_of(200)

@@ -130,9 +130,6 @@ class DFlash(Head):
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return self.norm(x)[:, self._first :]
 
-    def logits(self, hidden: mx.array) -> mx.array:
-        return self._target["output"](hidden)
-
     def after(self, logits: mx.array, previous: mx.array) -> mx.array:
         """Correct a slot's logits once the token before it is drafted.
 
