@@ -208,7 +208,7 @@ def test_the_demo_answers_the_readme_with_sense(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     costs = given_costs(FLAT)
-    monkeypatch.setattr("mlxspec.generation.decoder.costs_for", lambda *_, **__: costs)
+    monkeypatch.setattr("mlxspec.generation.loaded.costs_for", lambda *_, **__: costs)
     (block,) = [b for b in blocks("README.md") if "import load, generate" in b.code]
     exec(block.code, {})
     assert capsys.readouterr().out.splitlines() == ["The red fox sees the river."] * 4
@@ -221,7 +221,7 @@ PYTHON = [page for page in PAGES if any(b.language == "python" for b in blocks(p
 @pytest.mark.parametrize("page", PYTHON)
 def test_programs_run(page: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     costs = given_costs(FLAT)
-    monkeypatch.setattr("mlxspec.generation.decoder.costs_for", lambda *_, **__: costs)
+    monkeypatch.setattr("mlxspec.generation.loaded.costs_for", lambda *_, **__: costs)
     names: dict[str, object] = {"__name__": "__main__"}
     for block in blocks(page):
         if block.language == "python":

@@ -12,7 +12,7 @@ import copy
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast, overload
 
@@ -261,6 +261,9 @@ def read_prompt_cache_metadata(path: Path) -> dict[str, str]:
     return metadata or {}
 
 
+_DAMAGES = RuntimeError, SafetensorError, AttributeError, LookupError, TypeError, ValueError
+
+
 @contextmanager
 def _read_errors(file: Path) -> Iterator[None]:
     """Check that a file is whole; turn errors of reading it into one line that names it."""
@@ -273,14 +276,10 @@ def _read_errors(file: Path) -> Iterator[None]:
         raise FileError(
             f"{file} cannot be read ({error.strerror}): name a file that you can read"
         ) from error
-    except (RuntimeError, SafetensorError) as error:
+    except _DAMAGES as error:
         raise FileError(
-            f"{file} is truncated or damaged: make it again with 'mlxspec cache-prompt'"
-        ) from error
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise FileError(
-            f"{file} holds no prompt cache that this version of mlx-lm reads: make it with "
-            "'mlxspec cache-prompt'"
+            f"{file} is damaged, or holds no prompt cache that this version of mlx-lm reads: make "
+            "it again with 'mlxspec cache-prompt'"
         ) from error
 
 
@@ -346,21 +345,13 @@ def check_fits(cache: Sequence[Any], model: nn.Module, source: str) -> None:
         FileError: the number of layers or the shapes differ.
     """
     own = make_prompt_cache(model)
-    if len(own) != len(cache):
-        raise FileError(
-            f"{source} is another model's: it caches {len(cache)} layers, the model has "
-            f"{len(own)}; name the model that made it"
-        )
     model(mx.array([[0]]), cache=own)
-    try:
-        fits = all(_fits(*pair) for pair in zip(parts(cache), parts(own), strict=True))
-    except (ValueError, NotImplementedError):  # the model's cannot be quantised like that
-        fits = False
-    if not fits:
-        raise FileError(
-            f"{source} is another model's: its keys and values have other shapes; name the "
-            "model that made it"
-        )
+    with suppress(ValueError, NotImplementedError):  # of another length, or never quantised
+        if all(_fits(*pair) for pair in zip(parts(cache), parts(own), strict=True)):
+            return
+    raise FileError(
+        f"{source} is another model's, with other keys and values: name the model that made it"
+    )
 
 
 def _fits(cache: Any, own: Any) -> bool:

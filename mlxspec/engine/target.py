@@ -178,15 +178,10 @@ class Target:
         return self._quantizes_later or are_quantized(self.cache)
 
     def begin_at(self, length: int) -> None:
-        """Count the given caches as a context of this length, to which it can be rewound."""
+        """Count what the caches hold as a context of this length, to which it can be rewound."""
         self._change_for_steps()
         self.length, self.chunks_from = length, 0
         self.mark()
-
-    def prefilled(self, tokens: int) -> None:
-        """Count tokens that were put into the caches without a forward."""
-        self.length += tokens
-        self._change_for_steps()
 
     def _change_for_steps(self) -> None:
         self.use([for_steps(cache) for cache in self.cache])

@@ -10,19 +10,17 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 
 from ..errors import OptionError
 from .engine import Engine
+from .loaded import LoadedModel
 from .options import GenerationOptions
 from .request import Request
 from .response import GenerationResponse
-
-if TYPE_CHECKING:
-    from .decoder import Decoder
 
 _log = logging.getLogger(__name__)
 
@@ -185,7 +183,7 @@ _thread = EngineThread("mlxspec astream")
 
 
 async def astream(
-    decoder: Decoder,
+    decoder: LoadedModel,
     new_request: Callable[..., Request],
     options: GenerationOptions,
 ) -> AsyncGenerator[GenerationResponse, None]:

@@ -6,40 +6,33 @@ The named decoders differ only in what they draft from.
 from __future__ import annotations
 
 import copy
-import logging
 import os
-import threading
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mlx.nn as nn
-from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..corpus.answers import SWITCH, identify
+from ..corpus.answers import identify
 from ..corpus.memory import MAX_TOKENS, Memory
 from ..corpus.store import open_store
 from ..drafting.drafter import Drafter
-from ..drafting.kept import Experience, experience_path
-from ..engine.caches import smallest_keeping_window
-from ..engine.capability import chain_capability, examine, examine_joint
-from ..engine.costs import KeptCosts, costs_for, model_identity
-from ..engine.joint import JointMode
+from ..drafting.kept import Experience
 from ..engine.model_sizes import context_length
-from ..engine.target import Capability, evaluate_constants, vocabulary_size
 from ..errors import FileError, OptionError
 from ..models.heads.loading import head_for, load_with_head
 from ..models.model import load
-from ..models.tokenizer import detokenizer_of, vocabulary_classes
 from ..terminal import TokenPrinter
 from .asynchronous import astream
 from .drafting import Auto, Drafting, Lookahead, PromptLookup, drafter_maker
 from .engine import responses
+from .loaded import LoadedModel
 from .options import GenerationOptions, Prompt, prompt_ids
 from .request import Request
-from .response import GenerationResponse, GenerationResult, StepTimes
+from .response import GenerationResponse, GenerationResult
 
 if TYPE_CHECKING:
     from typing import Self
@@ -48,10 +41,8 @@ if TYPE_CHECKING:
 
     from ..models.heads import Head
 
-_log = logging.getLogger(__name__)
 
-
-class Decoder:
+class Decoder(LoadedModel):
     """Generates with any drafter. Each generation has its own cache.
 
     A model's weights may change at any time. After replacing its layers, to quantise or adapt
@@ -75,9 +66,6 @@ class Decoder:
     drafting = Drafting()
     """The default source of drafts."""
 
-    keeps_experience = True
-    """Whether the experience of planned generations is kept on disk; see :class:`.Experience`."""
-
     def __init__(
         self,
         model: str | Path | nn.Module = "mlx_model",
@@ -94,16 +82,12 @@ class Decoder:
             model, tokenizer = load(model)
         elif tokenizer is None:
             raise OptionError("tokenizer is None: pass the loaded model's tokenizer with it")
-        self.model = self.drafting.model_to_run(model)
-        self.tokenizer = tokenizer
-        evaluate_constants(self.model)
-        self.step_times = StepTimes()
-        """Wall time of this decoder's steps by their number of rows."""
-        self.wrap_drafter: Callable[[Drafter], Drafter] | None = None
-        """Wraps the drafter of each generation, to watch it; None wraps nothing."""
-        self._costs: KeptCosts | None = None
-        self._measuring = threading.Lock()
-        self._on_measuring = on_measuring
+        super().__init__(self.drafting.model_to_run(model), tokenizer, on_measuring)
+
+    @property
+    def plans(self) -> bool:
+        """Whether drafts are planned by the cost of steps."""
+        return self.drafting.plans
 
     def stream(
         self, prompt: Prompt, max_tokens: int = 250, **options: Unpack[GenerationOptions]
@@ -286,89 +270,6 @@ class Decoder:
         own = {name: given.pop(name) for name in drafting.parameters & given.keys()}
         make_drafter = partial(replace(drafting, **own).make, self)
         return Request(self, tokens, max_tokens, given, make_drafter, receive)
-
-    # --- the model's properties, found out on first use ---
-
-    @property
-    def plans(self) -> bool:
-        """Whether drafts are planned by the cost of steps."""
-        return self.drafting.plans
-
-    @cached_property
-    def capability(self) -> Capability:
-        """What drafts the model can verify, found out with a few forwards."""
-        capability, reason = examine(self.model)
-        _log.info("what the model verifies: %s (%s)", capability.value, reason)
-        return capability
-
-    @cached_property
-    def chain_capability(self) -> Capability:
-        """How the model can verify chains, found out with fewer forwards."""
-        return chain_capability(self.model)
-
-    @cached_property
-    def joint_mode(self) -> JointMode:
-        """How several sequences share one forward, found out with small forwards."""
-        mode, _ = examine_joint(self.model, self.chain_capability)
-        _log.info("how several sequences share forwards: %s", mode.value)
-        return mode
-
-    def chunks_matter(self, length: int, caches: Sequence[Any]) -> bool:
-        """Whether a prompt's result depends on the chunks that it runs in.
-
-        If so, it always runs in mlx-lm's chunks, and shares no prefix. With most models no prompt's
-        result depends on them.
-
-        Args:
-            length: the prompt's positions, including those that the caches hold already.
-            caches: mlx-lm's or a target's caches for the prompt.
-        """
-        # Such a cache keeps the first positions, but mlx-lm's mask hides them from a chunk's rows.
-        bound = smallest_keeping_window(caches)
-        if bound is not None and length > bound:
-            return True
-        return self.chain_capability is Capability.PLAIN
-
-    @cached_property
-    def vocab_size(self) -> int:
-        """The number of token ids that the model knows."""
-        return vocabulary_size(self.model)
-
-    @cached_property
-    def token_classes(self) -> bytes:
-        """The class of each token; see :func:`mlxspec.drafting.acceptance.token_classes`."""
-        return vocabulary_classes(self.tokenizer)
-
-    def new_detokenizer(self) -> StreamingDetokenizer:
-        """A detokenizer for one output."""
-        return detokenizer_of(self.tokenizer)
-
-    @property
-    def costs(self) -> KeptCosts:
-        """The cost of steps, read from the cost file, or measured now in a few seconds."""
-        with self._measuring:  # threads must not disturb each other's measurements
-            if self._costs is None:
-                self._costs = costs_for(self.model, on_progress=self._on_measuring)
-            return self._costs
-
-    @costs.setter
-    def costs(self, costs: KeptCosts | None) -> None:
-        self._costs = costs
-
-    @property
-    def predicted_cost(self) -> float:
-        """The predicted time of the last generation's steps, in plain steps.
-
-        It is computed from the measured costs of rows, and 0 if these are unknown.
-        """
-        return self._costs.predicted if self._costs else 0.0
-
-    @cached_property
-    def experience(self) -> Experience:
-        """What planned generations have learned."""
-        if not self.keeps_experience or os.environ.get(SWITCH) == "off":
-            return Experience()
-        return Experience(experience_path(model_identity(self.model)))
 
 
 class AutoDecoder(Decoder):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from ..corpus.store import Store
     from ..models.heads import Head
-    from .decoder import Decoder
+    from .loaded import LoadedModel
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Drafting:
     plans: ClassVar[bool] = False
     """Whether drafts are planned by the cost of steps."""
 
-    def make(self, decoder: Decoder) -> Drafter:
+    def make(self, decoder: LoadedModel) -> Drafter:
         """Make the drafter of one generation.
 
         Args:
@@ -86,7 +86,7 @@ class PromptLookup(Drafting):
             return NoDraft()
         return PromptLookupDrafter(self.n_draft, self.ngram_max, self.ngram_min)
 
-    def make(self, decoder: Decoder) -> Drafter:
+    def make(self, decoder: LoadedModel) -> Drafter:
         return self.new()
 
 
@@ -118,7 +118,7 @@ class Lookahead(Drafting):
             columns, self.ngram_size, self.guess_set_size, self.pool_from_prompt
         )
 
-    def make(self, decoder: Decoder) -> Drafter:
+    def make(self, decoder: LoadedModel) -> Drafter:
         if not self.plans:
             return self.new()
         # No window pays on a Mac, and look-ups predict better than a pool.
@@ -163,7 +163,7 @@ class Auto(Drafting):
     def apart(self, memory_tokens: int) -> Self:
         return replace(self, memory=Memory(memory_tokens)) if self.memory else self
 
-    def make(self, decoder: Decoder) -> Drafter:
+    def make(self, decoder: LoadedModel) -> Drafter:
         from ..engine.draft_model import DraftModelDrafter
 
         # A generation teaches later ones only if its output is remembered.
@@ -202,7 +202,7 @@ def drafter_maker(drafter: Drafter | Callable[[], Drafter]) -> Callable[[], Draf
 
 
 def _planned(
-    decoder: Decoder,
+    decoder: LoadedModel,
     sources: Sequence[Drafter],
     experience: Experience,
     draft_model: Drafter | None = None,

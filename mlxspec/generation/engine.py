@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from mlx_lm.generate import generation_stream, wired_limit
 
@@ -17,11 +16,9 @@ from ..drafting.drafter import VerifiedStep
 from ..engine.joint import JointMode
 from ..engine.step import Batch, Sequence
 from ..errors import OptionError
+from .loaded import LoadedModel
 from .request import Request, State, hold_at_exit
 from .response import GenerationResponse
-
-if TYPE_CHECKING:
-    from .decoder import Decoder
 
 # Prompt tokens. Smaller chunks barely shorten a stall, and larger ones are no faster.
 _LEAST_CHUNK, _MOST_CHUNK = 16, 2048
@@ -63,7 +60,7 @@ class Engine:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: LoadedModel,
         *,
         max_active: int = 32,
         stall: float = 0.15,

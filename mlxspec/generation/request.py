@@ -23,6 +23,7 @@ from ..engine.prompt_cache import CacheLease, lent_caches
 from ..engine.sampling import Chooser
 from ..engine.target import Capability, Target, target_for
 from ..errors import OptionError
+from .loaded import LoadedModel
 from .options import (
     GenerationOptions,
     cache_options_from,
@@ -38,7 +39,6 @@ from .session import Session
 
 if TYPE_CHECKING:
     from ..engine.grammar import GrammarState
-    from .decoder import Decoder
 
 
 _log = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class Request:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: LoadedModel,
         prompt: Sequence[int],
         max_tokens: int,
         options: GenerationOptions,

@@ -16,8 +16,8 @@ from ..drafting.drafter import NoDraft, VerifiedStep
 from ..engine import step as steps
 from ..errors import MlxspecError
 from ..generation.asynchronous import EngineThread, RequestStream
-from ..generation.decoder import Decoder
 from ..generation.engine import Engine
+from ..generation.loaded import LoadedModel
 from ..generation.options import GenerationOptions
 from ..generation.request import Request, State
 from ..generation.response import GenerationResponse
@@ -220,7 +220,7 @@ class ServedRequest(Request):
         self.session = None
 
 
-def _failure(error: Exception, decoder: Decoder) -> ApiError:
+def _failure(error: Exception, decoder: LoadedModel) -> ApiError:
     """The client's error for the exception that ended a generation."""
     if isinstance(error, ApiError):
         return error

@@ -160,7 +160,7 @@ def test_bad_arguments_are_refused_before_anything_is_measured(
 ) -> None:
     monkeypatch.setattr(decoder_of(*loaded), "_costs", None)
     monkeypatch.setattr(
-        "mlxspec.generation.decoder.costs_for", lambda *_, **__: pytest.fail("measured")
+        "mlxspec.generation.loaded.costs_for", lambda *_, **__: pytest.fail("measured")
     )
     for bad in ({"max_tokens": [12, 6, 0]}, {"prompts": [prompts[0], []]}, {"max_kv_size": 3}):
         with pytest.raises(MlxspecError):

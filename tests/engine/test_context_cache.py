@@ -79,9 +79,8 @@ class Checked:
 
     def prefill(self, tokens: list[int]) -> None:
         write(self.cache.cache, mx.array(tokens))
-        self.cache.prefilled(len(tokens))
         self.tokens += tokens
-        self.cache.mark()
+        self.cache.begin_at(len(self.tokens))
 
     def step(self, nodes: list[tuple[int, int]]) -> None:
         """Run a tree, or a chain where states replay, and keep a path that the nodes determine."""

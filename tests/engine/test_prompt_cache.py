@@ -29,7 +29,6 @@ from mlxspec.drafting.sources import PromptLookupDrafter
 from mlxspec.engine import prompt_cache
 from mlxspec.engine.target import Target, target_for
 from mlxspec.errors import FileError, OptionError
-from mlxspec.generation import request as base
 from mlxspec.generation.request import Request
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import endless_tokenizer
@@ -302,7 +301,7 @@ def test_a_generation_is_collected_wherever_garbage_is(monkeypatch: pytest.Monke
     def take_one() -> None:
         started(decoder, lent, TURNS[0], 1).close()
 
-    monkeypatch.setattr(base, "target_for", collecting)
+    monkeypatch.setattr(prompt_cache, "target_for", collecting)
     thread = threading.Thread(target=take_one, daemon=True)
     thread.start()
     thread.join(60)

@@ -114,9 +114,9 @@ def test_a_cache_of_other_layers_shapes_or_quantisation_is_refused() -> None:
     wide = replace(ARCHITECTURES["llama3"], config={"head_dim": 32}).model()
     quantized = cached(wide, kv_bits=8, kv_group_size=32, quantized_kv_start=0)
     check_fits(quantized, wide, "file")
-    with pytest.raises(FileError, match="other shapes"):
+    with pytest.raises(FileError, match="another model"):
         check_fits(quantized, model, "file")
-    with pytest.raises(FileError, match="caches 1 layers, the model has 2"):
+    with pytest.raises(FileError, match="another model"):
         check_fits(cached(model)[:1], model, "file")
 
 

@@ -195,7 +195,7 @@ def test_stream_generate_takes_models_of_mlx_lm(monkeypatch: pytest.MonkeyPatch)
         measured.append(model)
         return given_costs(FLAT)
 
-    monkeypatch.setattr("mlxspec.generation.decoder.costs_for", costs_for)
+    monkeypatch.setattr("mlxspec.generation.loaded.costs_for", costs_for)
     count = examples(12, long=24)
     expected = [r.token for r in mlx_lm.stream_generate(model, tokenizer, PROMPT, max_tokens=count)]
     for _ in range(2):

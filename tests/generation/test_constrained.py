@@ -214,7 +214,7 @@ def test_a_prediction_with_a_token_that_the_model_lacks_changes_nothing(together
             PROMPTS[2],
             responses.append,
             TOKENS,
-            auto.drafting_with(prediction=prediction),
+            prediction=prediction,
             constraint=constraint,
         )
     engine.run()

@@ -70,7 +70,7 @@ def test_sizes_follow_the_costs() -> None:
 
 def test_without_a_window_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "mlxspec.generation.decoder.costs_for", lambda *_, **__: pytest.fail("measured")
+        "mlxspec.generation.loaded.costs_for", lambda *_, **__: pytest.fail("measured")
     )
     assert len(list(stand_in_decoder(LookaheadDecoder).stream(PROMPT, 5, window_size=0))) == 5
 

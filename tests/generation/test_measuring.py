@@ -37,7 +37,7 @@ def unmeasured(
     def measure(*_: object, **__: object) -> None:
         raise Measured
 
-    monkeypatch.setattr("mlxspec.generation.decoder.costs_for", measure)
+    monkeypatch.setattr("mlxspec.generation.loaded.costs_for", measure)
     return request.param(*loaded)
 
 
@@ -88,7 +88,7 @@ def test_a_draft_model_s_generation_is_refused_before_anything_is_measured(
     loaded: tuple, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "mlxspec.generation.decoder.costs_for", lambda *_, **__: pytest.fail("measured")
+        "mlxspec.generation.loaded.costs_for", lambda *_, **__: pytest.fail("measured")
     )
     with pytest.raises(MlxspecError, match="temp is -1"):
         stream_generate(*loaded, "The river", 5, draft_model=loaded[0], temp=-1)
