@@ -237,7 +237,7 @@ def test_its_confidence_is_corrected_by_what_was_right() -> None:
     head.begin([1])
     first = head.drafted([5], [0.98]).p_reached[0]
     assert first == pytest.approx(0.98)
-    for _ in range(20):
+    for _ in range(50):
         head.observe(verify(head.drafted([WRONG], [0.98]), [7, 7]))
     assert head.drafted([5], [0.98]).p_reached[0] < 0.5
 
