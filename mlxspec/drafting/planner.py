@@ -29,7 +29,7 @@ from .policy import (
     expected_shortfall,
     expected_tokens,
 )
-from .sources import DrafterSource, and_forced
+from .sources import DrafterSource, forced_chain
 from .suffix_source import SuffixSource
 
 _log = logging.getLogger(__name__)
@@ -160,7 +160,8 @@ class Planner(Drafter):
         tree = united(trees, limits)
         if self.guide is None:
             return tree
-        return and_forced(self.guide.allowed(tree), self.guide.forced(), limits)
+        forced = forced_chain(self._last, self.guide.forced()[: limits.max_depth])
+        return united([forced, self.guide.allowed(tree)], limits)
 
     @property
     def head_time(self) -> float:

@@ -21,7 +21,6 @@ from .drafter import (
     checked_draft,
     checked_drafter,
     merge,
-    united,
     view,
 )
 
@@ -134,8 +133,8 @@ class DrafterSource(Drafter):
     soon costs only its own time, which is not part of the cost of rows.
 
     Args:
-        drafter: proposes the drafts; it serves one generation at a time.
-        name: the origin of its drafts; by default the name of the drafter's class.
+        drafter: proposes the drafts, whose origin is the name of its class; it serves one
+            generation at a time.
 
     Attributes:
         spent: the seconds of the current step that the drafter took.
@@ -145,9 +144,8 @@ class DrafterSource(Drafter):
     spent = 0.0
     fault: Exception | None = None
 
-    def __init__(self, drafter: Drafter, name: str | None = None) -> None:
+    def __init__(self, drafter: Drafter) -> None:
         self._drafter = checked_drafter(drafter)
-        self.name = name or type(drafter).__name__
         # By rank among siblings and depth.
         self._p_accept: defaultdict[tuple[int, int], float] = defaultdict(lambda: _FIRST_P_ACCEPT)
 
@@ -168,7 +166,7 @@ class DrafterSource(Drafter):
             proposed = checked_draft(proposed, self._drafter, self._last)
         tree = proposed.pruned(limits.max_depth, sys.maxsize)
         self._tree = tree = tree if limits.branching else tree.first_chain()
-        names = (self.name,) * (len(tree) - 1)
+        names = (type(self._drafter).__name__,) * (len(tree) - 1)
         p_reached = tree.p_reached or tuple(self._estimate(tree))
         return replace(tree, p_reached=p_reached, origins=names).best_first(limits.nodes)
 
@@ -292,7 +290,7 @@ class ForcedDrafter(NoDraft):
         self._forced = forced
 
     def propose(self, max_depth: int) -> DraftTree:
-        return DraftTree.chain(self._last, self._forced()[:max_depth], GRAMMAR)
+        return forced_chain(self._last, self._forced()[:max_depth])
 
 
 def with_forced(drafter: Drafter, forced: Forced) -> Drafter:
@@ -303,21 +301,10 @@ def with_forced(drafter: Drafter, forced: Forced) -> Drafter:
     return both
 
 
-def and_forced(tree: DraftTree, forced: Sequence[int], limits: Limits) -> DraftTree:
-    """The best nodes of a draft, and the tokens that a constraint forces.
-
-    Args:
-        tree: a draft that the constraint allows, with probabilities and origins.
-        forced: empty if the model has a choice.
-        limits: the result's.
-    """
-    forced = forced[: limits.max_depth]
-    if not forced:
-        return tree
-    tokens, parents = (tree.tokens[0], *forced), range(-1, len(forced))
-    p_reached = tuple(_P_ACCEPT**depth for depth in range(1, len(tokens)))
-    chain = DraftTree(tokens, tuple(parents), p_reached, (GRAMMAR,) * len(forced))
-    return united([chain, tree], limits)
+def forced_chain(last: int, forced: Sequence[int]) -> DraftTree:
+    """The tokens that a constraint forces after the last one, if any."""
+    p_reached = tuple(_P_ACCEPT**depth for depth in range(1, 1 + len(forced)))
+    return replace(DraftTree.chain(last, forced, GRAMMAR), p_reached=p_reached)
 
 
 @dataclass(frozen=True)
