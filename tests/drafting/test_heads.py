@@ -340,8 +340,8 @@ LIMITS = Limits(64, 31, True, [0.0] * 32)
 @pytest.mark.parametrize(
     ("p_text", "p_head", "p_reached"),
     [
-        (0.3, 0.76, {7: 0.3 * 0.24, 8: 0.76}),
-        (0.9, 0.76, {7: 0.9, 8: 0.76 * 0.1}),
+        (0.3, 0.76, {7: 0.24, 8: 0.76}),
+        (0.9, 0.76, {7: 0.9, 8: 0.1}),
     ],
 )
 def test_the_likelier_token_keeps_its_probability(
