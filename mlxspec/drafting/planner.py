@@ -479,7 +479,7 @@ class _Step:
         texts, members = [plan.candidates for plan in plans], [*heads.values()]
         options = [(*self._outcome(self.choose()[1]), 0)]
         most = min(max(self._limits[index].max_depth for index in heads), self._max_nodes)
-        for depth in range(1, min(most, len(members[0].p_accept)) + 1):
+        for depth in range(1, min(most, len(members[0].experience.p_accept)) + 1):
             outlooks = {index: head.outlook(depth) for index, head in heads.items()}
             surer = {i: tree for i, tree in outlooks.items() if tree.p_next > plans[i].p_next}
             if not surer:
