@@ -311,14 +311,12 @@ class Limits(NamedTuple):
         least_p: ``least_p[n]`` is the probability below which no node after the first n pays,
             even if a plain step's time is worth one token; see
             :attr:`mlxspec.drafting.costs.CostCurve.cheapest_rows`.
-        costs: ``costs[rows]`` is T(rows) / T(1); empty if several sequences share the step.
     """
 
     max_depth: int
     nodes: int
     branching: bool
     least_p: Sequence[float]
-    costs: Sequence[float] = ()
 
 
 class Drafter:

@@ -400,14 +400,14 @@ class _Step:
         """
         curve, plans = self._curve, list[Plan]()
         self._limits: list[Limits] = []
-        least_p, costs = curve.cheapest_rows, curve.table
+        least_p = curve.cheapest_rows
         for planner, weight, max_depth in zip(
             self._planners, self._weights, max_depths, strict=True
         ):
             if self._sequences > 1:  # a row takes time from all sequences
                 scale = self._sequences / weight
-                least_p, costs = [scale * cost for cost in curve.cheapest_rows], []
-            limits = Limits(max_depth, self._max_nodes, planner.branching, least_p, costs)
+                least_p = [scale * cost for cost in curve.cheapest_rows]
+            limits = Limits(max_depth, self._max_nodes, planner.branching, least_p)
             self._limits.append(limits)
             try:
                 plans.append(Plan(planner.search(limits)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -119,7 +118,7 @@ def parse_lookup_config(config: str | Sequence[object]) -> tuple[int, int, str |
 
 
 # Where these come from: notes/planner.md, "Constants".
-_RANKS, _DEPTHS = 4, 8  # ranks among siblings, and depths, each with a probability of its own
+_DEPTHS = 8  # with a probability each; deeper nodes share the last
 _FIRST_P_ACCEPT = 0.5
 _RATE = 0.1
 _LEAST, _MOST = 0.01, 0.99  # nothing is certain
@@ -128,9 +127,9 @@ _LEAST, _MOST = 0.01, 0.99  # nothing is certain
 class DrafterSource(Drafter):
     """Adds probabilities to the drafts of any drafter, which drafts as if it were alone.
 
-    If a draft has no probabilities, they are learned from the tokens that followed, by depth and by
-    rank among siblings, whether the draft was verified or not. So a drafter that is often wrong
-    soon costs only its own time, which is not part of the cost of rows.
+    If a draft has no probabilities, they are learned from the tokens that followed, by depth,
+    whether the draft was verified or not. So a drafter that is often wrong soon costs only its own
+    time, which is not part of the cost of rows.
 
     Args:
         drafter: proposes the drafts, whose origin is the name of its class; it serves one
@@ -146,8 +145,7 @@ class DrafterSource(Drafter):
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = checked_drafter(drafter)
-        # By rank among siblings and depth.
-        self._p_accept: defaultdict[tuple[int, int], float] = defaultdict(lambda: _FIRST_P_ACCEPT)
+        self._p_accept = [_FIRST_P_ACCEPT] * (_DEPTHS + 1)
 
     def attach(self, target: Any, perturb: Callable[..., Any]) -> None:
         self._drafter.attach(target, perturb)
@@ -199,21 +197,17 @@ class DrafterSource(Drafter):
 
     def _estimate(self, tree: DraftTree) -> list[float]:
         """Per node but the root, the probability that it is accepted."""
-        p_reached, siblings = [1.0], Counter[int]()
-        self._cells = [(0, 0)]
+        p_reached = [1.0]
         for parent, depth in zip(tree.parents[1:], tree.depths[1:], strict=True):
-            cell = min(siblings[parent], _RANKS - 1), min(depth, _DEPTHS)
-            siblings[parent] += 1
-            self._cells.append(cell)
-            p_reached.append(p_reached[parent] * self._p_accept[cell])
+            p_reached.append(p_reached[parent] * self._p_accept[min(depth, _DEPTHS)])
         return p_reached[1:]
 
     def _learn(self, tree: DraftTree, tokens: Sequence[int]) -> None:
         """Learn from the tokens that followed, up to the first one outside the tree."""
         for node, right in tree.judged(tokens):
-            cell = self._cells[node]
-            p_accept = self._p_accept[cell] + _RATE * (right - self._p_accept[cell])
-            self._p_accept[cell] = min(_MOST, max(_LEAST, p_accept))
+            depth = min(tree.depths[node], _DEPTHS)
+            p_accept = self._p_accept[depth] + _RATE * (right - self._p_accept[depth])
+            self._p_accept[depth] = min(_MOST, max(_LEAST, p_accept))
 
 
 class CombinedDrafter(Drafter):

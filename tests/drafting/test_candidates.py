@@ -84,15 +84,14 @@ def test_merged_candidates_are_all_paths_with_probabilities_that_add_up(
 def test_the_nodes_that_are_left_out_are_in_no_best_draft(
     text: list[int], slopes: list[float], branching: bool, rate: float
 ) -> None:
-    """A tree that ends where the price of time says so has the best draft of the whole tree."""
+    """A tree that ends where no further row can pay has the best draft of the whole tree."""
     curve = CostCurve(enumerate(accumulate(slopes, initial=1.0), start=1))
     index, model = SuffixIndex(text), AcceptanceModel()
     evidence = "context", index.tokens, index.occurrences(), model
 
-    def best(least_p: list[float], costs: list[float]) -> tuple[float, int]:
-        limits = Limits(50, curve.widest - 1, branching, least_p, costs)
+    def best(least_p: list[float]) -> tuple[float, int]:
+        limits = Limits(50, curve.widest - 1, branching, least_p)
         tree = SuffixTree(text[-1], *evidence, limits).tree()
         return best_draft(expected_tokens(tree.p_reached), curve.table, rate)
 
-    whole = best([0.0] * curve.widest, [])
-    assert best(curve.cheapest_rows, curve.table) == whole
+    assert best(curve.cheapest_rows) == best([0.0] * curve.widest)
