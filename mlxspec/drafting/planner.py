@@ -215,21 +215,12 @@ class Planner(Drafter):
             candidates: for the current token; None if the search has failed.
             costs: ``costs[rows]`` is the cost of a step with that many rows.
         """
-        gain = max(self.policy.gain, self._outlook(costs) if self.head else 0.0)
+        gain = self.policy.gain
         branch = candidates.first_chain().p_reached if candidates else ()
         if len(branch) < 2:
             return gain
         then = [probability / branch[0] for probability in branch[1:]]
         return max(gain, branch[0] * self._gain_of_chain(then, costs))
-
-    def _outlook(self, costs: Sequence[float]) -> float:
-        """The allowed gain of a draft by the head alone."""
-        assert self.head
-        experience, plain = self.head.experience, self.costs.seconds(1)
-        p_reached = self.head.outlook(len(costs)).p_reached
-        later = enumerate(costs[2 : 2 + len(p_reached)], start=1)
-        with_head = [*costs[:2], *(cost + experience.seconds(n) / plain for n, cost in later)]
-        return self._gain_of_chain(p_reached, with_head)
 
     def _gain_of_chain(self, p_reached: Sequence[float], costs: Sequence[float]) -> float:
         """The allowed gain of a chain whose first 1, 2, … tokens have these probabilities."""
