@@ -6,7 +6,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from operator import index
@@ -369,10 +369,6 @@ class Drafter:
 
     def end(self) -> None:
         """Release the generation's state."""
-
-    def window_rows(self) -> Mapping[tuple[int, int], int]:
-        """Lookahead decoding's window in the last proposal: the node of each (level, column)."""
-        return {}
 
     def no_draft(self) -> str:
         """Why the last proposal was the root alone, in a clause; called before ``observe``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -258,15 +258,6 @@ class CombinedDrafter(Drafter):
         finally:
             self.second.end()
 
-    def window_rows(self) -> dict[tuple[int, int], int]:
-        rows: dict[tuple[int, int], int] = {}
-        for drafter, tree in zip((self.first, self.second), self._parts, strict=True):
-            nodes = tree.nodes_in(self._merged)
-            for row, own in drafter.window_rows().items():
-                if (node := nodes[own]) is not None:
-                    rows[row] = node
-        return rows
-
 
 GRAMMAR = "grammar"
 """The origin of forced tokens."""
@@ -308,13 +299,11 @@ class RecordedStep:
     Attributes:
         verified: the step.
         origins: per node of the verified tree, its origin; the root's is "root".
-        window: lookahead decoding's window in the verified tree: the node of each (level, column).
         no_draft: why nothing was drafted, in a clause; empty with a draft.
     """
 
     verified: VerifiedStep
     origins: tuple[str, ...]
-    window: Mapping[tuple[int, int], int]
     no_draft: str = ""
 
 
@@ -343,17 +332,11 @@ class RecordingDrafter(Drafter):
 
     def propose(self, max_depth: int) -> DraftTree:
         tree = self._drafter.propose(max_depth)
-        # Read now: after the step the drafter may have forgotten this tree.
-        self._window = dict(self._drafter.window_rows())
         self._no_draft = self._drafter.no_draft() if max_depth > 0 else "the output ends here"
         self._proposed = replace(tree, origins=tree.node_origins[1:])
         return self._proposed
 
     def observe(self, step: VerifiedStep) -> None:
-        nodes = self._proposed.nodes_in(step.tree)
-        window = {
-            place: node for place, own in self._window.items() if (node := nodes[own]) is not None
-        }
         if step.drafted:
             self._no_draft = ""
         elif len(self._proposed) > 1:
@@ -362,8 +345,7 @@ class RecordingDrafter(Drafter):
                 if step.pipelined
                 else "the output's form or its end leaves the proposed draft no room"
             )
-        origins = step.tree.node_origins
-        self._steps.append(RecordedStep(step, origins, window, self._no_draft))
+        self._steps.append(RecordedStep(step, step.tree.node_origins, self._no_draft))
         self._drafter.observe(step)
 
     def end(self) -> None:
