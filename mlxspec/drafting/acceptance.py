@@ -3,49 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from functools import cache
 from importlib.resources import files
 from itertools import repeat
-from math import exp, log, sqrt
+from math import exp, log
 from typing import Any
 
 from ..corpus.suffix_index import Continuation
 
-# Where these come from: notes/planner.md, "What generations teach".
-_RATE, _LOWEST_RATE = 0.2, 0.01
-_SLOWS_AFTER = 10  # occurrences of a feature
-MOST_SEEN = round(_SLOWS_AFTER * ((_RATE / _LOWEST_RATE) ** 2 - 1))  # until the rate is the lowest
-_RATES = [_RATE / sqrt(1 + times / _SLOWS_AFTER) for times in range(MOST_SEEN + 1)]
+_RATE = 0.07  # fast enough to follow a user whose requests change
 
 
-class Corrections:
-    """Weights of features, learned by gradient descent on the logarithmic loss.
-
-    Each weight's learning rate falls with the square root of its feature's occurrences, as in
-    AdaGrad (Duchi, Hazan and Singer 2011). It stops at a rate that still follows a user whose
-    requests change.
-
-    Args:
-        weights: the initial weights; 0 by default.
-        seen: the number of each feature's occurrences.
-    """
-
-    def __init__(
-        self, weights: Mapping[int, float] | None = None, seen: Mapping[int, int] | None = None
-    ) -> None:
-        self._weights = dict(weights or {})
-        self._seen = Counter(seen or {})
-
-    def __iter__(self) -> Iterator[tuple[int, float, int]]:
-        """Yield each feature with its weight and the number of its occurrences."""
-        for feature, weight in [*self._weights.items()]:
-            yield feature, weight, self._seen[feature]
+class Corrections(dict[int, float]):
+    """Weights of features, learned by gradient descent on the logarithmic loss."""
 
     def logit(self, features: Sequence[int]) -> float:
         """The correction to the logit of a continuation with these features."""
-        return sum(map(self._weights.get, features, _NOTHING))
+        return sum(map(self.get, features, _NOTHING))
 
     def learn(self, features: Sequence[int], logit: float, right: bool) -> None:
         """Learn whether a continuation was right.
@@ -55,17 +30,9 @@ class Corrections:
             logit: the logit of its p_accept, without corrections.
             right: whether it was right.
         """
-        weights, seen = self._weights, self._seen
         error = right - probability(logit + self.logit(features))
         for feature in features:
-            times = seen[feature]
-            if times < MOST_SEEN:
-                seen[feature] = times = times + 1
-            weights[feature] = weights.get(feature, 0.0) + _RATES[times] * error
-
-    def copy(self) -> Corrections:
-        """The same weights, with initial learning rates."""
-        return Corrections(self._weights)
+            self[feature] = self.get(feature, 0.0) + _RATE * error
 
 
 def probability(logit: float) -> float:
@@ -128,12 +95,11 @@ _FIRST_HIT_RATE, _CHANGE = 0.3, 0.1  # of the best continuations
 # Forms of a continuation: without a competitor, the best of several, one of the others.
 _FORMS, _LOWER_RANKED = 3, 2
 _LONGEST_RUN = 10  # as a power of two
-_N_LENGTHS, _N_DEPTHS = 11, 8
+_N_LENGTHS = 11
 _NO_GAP = 5
 _RUN = 0
 _CLASSES = _RUN + 2 * (_LONGEST_RUN + 1)
-_LENGTH_AT_DEPTH = _CLASSES + _N_CLASSES**2
-_LENGTH = _LENGTH_AT_DEPTH + _N_LENGTHS * _N_DEPTHS
+_LENGTH = _CLASSES + _N_CLASSES**2
 _GAP = _LENGTH + _FORMS * _N_LENGTHS
 _IN_PROMPT = _GAP + _NO_GAP + 1
 TOKEN_FEATURES = _IN_PROMPT + _FORMS * 2
@@ -229,12 +195,10 @@ class AcceptanceModel:
             + (0.0 if depth else weights["first"])
         )
         in_prompt = not self._earlier and newest + depth < self._output_start
-        match_class, depth_class = _LENGTH_CLASSES[matched], _DEPTH_CLASSES[min(depth, _MAX_LENGTH)]
         features = (
             _RUN + 2 * min((self._run + depth).bit_length(), _LONGEST_RUN) + (depth > 0),
             _CLASSES + _N_CLASSES * class_before + token_class,
-            _LENGTH_AT_DEPTH + _N_DEPTHS * match_class + depth_class,
-            _LENGTH + _FORMS * match_class + form,
+            _LENGTH + _FORMS * _LENGTH_CLASSES[matched] + form,
             _GAP + gap,
             _IN_PROMPT + form + _FORMS * in_prompt,
             TOKEN_FEATURES + token,
@@ -288,9 +252,5 @@ def _logit(rate: float) -> float:
 _LENGTH_CLASSES = [
     length if length < 6 else 6 + sum(length >= bound for bound in (8, 12, 20, 32))
     for length in range(_MAX_LENGTH + 1)
-]
-# The class of a depth: 0 to 3 have their own, then 4–7, 8–15, 16–23, 24+.
-_DEPTH_CLASSES = [
-    depth if depth < 4 else 4 + min(depth // 8, 3) for depth in range(_MAX_LENGTH + 1)
 ]
 _LOG = [0.0, *(log(count) for count in range(1, 129))]  # of counts of occurrences

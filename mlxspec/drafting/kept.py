@@ -20,7 +20,7 @@ from pydantic import AfterValidator, Field, TypeAdapter
 
 from ..errors import MlxspecError
 from ..files import directory_in, replaced
-from .acceptance import MOST_SEEN, TOKEN_FEATURES, Corrections
+from .acceptance import TOKEN_FEATURES, Corrections
 from .costs import KnownTime
 from .measurement import COST_PER_ROW, is_whole
 
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 ENVIRONMENT_VARIABLE = "MLXSPEC_CACHE_DIR"
 
 _STEP_TIMES = {"format": "mlxspec step times", "version": 2}
-_EXPERIENCE = {"format": "mlxspec experience", "version": 2}
+_EXPERIENCE = {"format": "mlxspec experience", "version": 3}
 _MAX_BYTES = 1 << 20
 _UNUSABLE = (OSError, ValueError, RecursionError)
 
@@ -300,10 +300,10 @@ class Experience:
         kind = tuple(prompt[:_KIND_TOKENS])
         known = kind in self._kinds
         own = self._kinds.pop(kind, None)
-        self._kinds[kind] = own = (own or self.corrections.copy()) if known else None
+        self._kinds[kind] = own = (own or Corrections(self.corrections)) if known else None
         if len(self._kinds) > _MOST_KINDS:
             del self._kinds[next(iter(self._kinds))]
-        return [own, self.corrections] if own else [self.corrections]
+        return [self.corrections] if own is None else [own, self.corrections]
 
     def of_texts(self, name: str) -> Corrections:
         """What was learned about other texts, such as a memory; it is not saved."""
@@ -316,11 +316,11 @@ class Experience:
         self._next_save = self._clock() + _SECONDS_BETWEEN_SAVES
         if self._has_file and not self._path.exists():  # the user has removed it
             self.corrections, self._kinds = Corrections(), {}
-        weights = [
-            [feature, round(min(max(weight, -_MOST_WEIGHT), _MOST_WEIGHT), 4), times]
-            for feature, weight, times in self.corrections
+        weights = {
+            feature: round(min(max(weight, -_MOST_WEIGHT), _MOST_WEIGHT), 4)
+            for feature, weight in [*self.corrections.items()]  # other threads may be learning
             if feature < TOKEN_FEATURES
-        ]
+        }
         content = _EXPERIENCE | {"weights": weights}
         self._has_file = _write_json("corrections", self._path, content)
         for path in kept_experience()[:-_MOST_FILES] if self._has_file else ():
@@ -329,20 +329,13 @@ class Experience:
 
 def _read_experience(path: Path) -> Corrections:
     """The content of a file; raises as :func:`_read_json`."""
-    weights = _WEIGHTS.validate_python(_read_json(path, _EXPERIENCE).get("weights"))
-    return Corrections(
-        {feature: weight for feature, weight, _ in weights},
-        {feature: times for feature, _, times in weights},
-    )
+    return Corrections(_WEIGHTS.validate_python(_read_json(path, _EXPERIENCE).get("weights")))
 
 
 _WEIGHTS = TypeAdapter(
-    list[
-        tuple[
-            Annotated[int, Field(strict=True, ge=0, lt=TOKEN_FEATURES)],
-            Annotated[float, Field(strict=True, ge=-_MOST_WEIGHT, le=_MOST_WEIGHT)],
-            Annotated[int, Field(strict=True, ge=0, le=MOST_SEEN)],
-        ]
+    dict[
+        Annotated[int, Field(ge=0, lt=TOKEN_FEATURES)],
+        Annotated[float, Field(strict=True, ge=-_MOST_WEIGHT, le=_MOST_WEIGHT)],
     ]
 )
 

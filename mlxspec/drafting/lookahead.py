@@ -183,13 +183,6 @@ class LookaheadDrafter(Drafter):
         self._tree_size = len(tree)
         return tree.tree()
 
-    def window_rows(self) -> dict[tuple[int, int], int]:
-        return {
-            (level, column): node
-            for level, nodes in enumerate(self._rows)
-            for column, node in enumerate(nodes)
-        }
-
     def observe(self, step: VerifiedStep) -> None:
         if self._rows and len(step.tree) == self._tree_size:  # it was not cut
             newest = [step.argmaxes[node] for node in self._rows[-1]]

@@ -29,7 +29,7 @@ from .policy import (
     expected_shortfall,
     expected_tokens,
 )
-from .sources import DrafterSource, and_forced
+from .sources import DrafterSource, forced_chain
 from .suffix_source import SuffixSource
 
 _log = logging.getLogger(__name__)
@@ -160,7 +160,8 @@ class Planner(Drafter):
         tree = united(trees, limits)
         if self.guide is None:
             return tree
-        return and_forced(self.guide.allowed(tree), self.guide.forced(), limits)
+        forced = forced_chain(self._last, self.guide.forced()[: limits.max_depth])
+        return united([forced, self.guide.allowed(tree)], limits)
 
     @property
     def head_time(self) -> float:
@@ -214,21 +215,12 @@ class Planner(Drafter):
             candidates: for the current token; None if the search has failed.
             costs: ``costs[rows]`` is the cost of a step with that many rows.
         """
-        gain = max(self.policy.gain, self._outlook(costs) if self.head else 0.0)
+        gain = self.policy.gain
         branch = candidates.first_chain().p_reached if candidates else ()
         if len(branch) < 2:
             return gain
         then = [probability / branch[0] for probability in branch[1:]]
         return max(gain, branch[0] * self._gain_of_chain(then, costs))
-
-    def _outlook(self, costs: Sequence[float]) -> float:
-        """The allowed gain of a draft by the head alone."""
-        assert self.head
-        experience, plain = self.head.experience, self.costs.seconds(1)
-        p_reached = self.head.outlook(len(costs)).p_reached
-        later = enumerate(costs[2 : 2 + len(p_reached)], start=1)
-        with_head = [*costs[:2], *(cost + experience.seconds(n) / plain for n, cost in later)]
-        return self._gain_of_chain(p_reached, with_head)
 
     def _gain_of_chain(self, p_reached: Sequence[float], costs: Sequence[float]) -> float:
         """The allowed gain of a chain whose first 1, 2, … tokens have these probabilities."""
@@ -399,14 +391,14 @@ class _Step:
         """
         curve, plans = self._curve, list[Plan]()
         self._limits: list[Limits] = []
-        least_p, costs = curve.cheapest_rows, curve.table
+        least_p = curve.cheapest_rows
         for planner, weight, max_depth in zip(
             self._planners, self._weights, max_depths, strict=True
         ):
             if self._sequences > 1:  # a row takes time from all sequences
                 scale = self._sequences / weight
-                least_p, costs = [scale * cost for cost in curve.cheapest_rows], []
-            limits = Limits(max_depth, self._max_nodes, planner.branching, least_p, costs)
+                least_p = [scale * cost for cost in curve.cheapest_rows]
+            limits = Limits(max_depth, self._max_nodes, planner.branching, least_p)
             self._limits.append(limits)
             try:
                 plans.append(Plan(planner.search(limits)))
@@ -478,7 +470,7 @@ class _Step:
         texts, members = [plan.candidates for plan in plans], [*heads.values()]
         options = [(*self._outcome(self.choose()[1]), 0)]
         most = min(max(self._limits[index].max_depth for index in heads), self._max_nodes)
-        for depth in range(1, min(most, len(members[0].p_accept)) + 1):
+        for depth in range(1, min(most, len(members[0].experience.p_accept)) + 1):
             outlooks = {index: head.outlook(depth) for index, head in heads.items()}
             surer = {i: tree for i, tree in outlooks.items() if tree.p_next > plans[i].p_next}
             if not surer:

@@ -25,7 +25,6 @@ from ..corpus.suffix_index import (
 from .acceptance import AcceptanceModel, Estimate
 from .drafter import Drafter, DraftTree, Limits, TreeBuilder, VerifiedStep, united
 from .kept import Experience
-from .policy import SHARE_OF_NOW
 
 CONTEXT = "context"
 """The origin of drafts from the context itself."""
@@ -149,8 +148,7 @@ class SuffixTree(TreeBuilder):
     are wrong, and its own p_accept. It never exceeds its parent's, so the first n nodes are a tree
     for any n.
 
-    The tree grows as long as the next node may belong to the best draft. The nodes so far give a
-    lower bound on the price of time, which ends the growth early in a good copy.
+    The tree grows as long as the next node may belong to the best draft.
 
     Args:
         root: the current token.
@@ -174,7 +172,6 @@ class SuffixTree(TreeBuilder):
         super().__init__(root)
         self.name, self._text, self._acceptance = name, text, acceptance
         self._limits = limits
-        self._expected = self._best_rate = 1.0
         # Per node, the tokens that the text proposes to follow it, and their estimates.
         self._proposals: list[tuple[list[int], list[Estimate]]] = []
         # Negative p_reached, serial number, parent, occurrences, path.
@@ -199,19 +196,10 @@ class SuffixTree(TreeBuilder):
         self._expand(0, 1.0, occurrences, [])
         while self._frontier and len(self.p_reached) < self._limits.nodes:
             negative_p, _, parent, occurrences, path = heappop(self._frontier)
-            if -negative_p < self._least_wanted():
+            if -negative_p < max(_LEAST_P_REACHED, self._limits.least_p[len(self.p_reached)]):
                 return
             node = self.child(parent, path[-1], -negative_p, self.name)
-            self._expected -= negative_p
-            if node + 1 < len(self._limits.costs):
-                rate = self._expected / self._limits.costs[node + 1]
-                self._best_rate = max(self._best_rate, rate)
             self._expand(node, -negative_p, occurrences, path)
-
-    def _least_wanted(self) -> float:
-        """The probability below which no further node is wanted."""
-        price = self._best_rate**SHARE_OF_NOW
-        return max(_LEAST_P_REACHED, self._limits.least_p[len(self.p_reached)] * price)
 
     def _expand(
         self, node: int, p_node: float, occurrences: list[Occurrence], path: list[int]

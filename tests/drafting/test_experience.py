@@ -18,7 +18,10 @@ from mlxspec.drafting.suffix_source import SuffixSource
 
 
 def test_the_probabilities_of_a_known_source_are_found() -> None:
-    """Features add to the logit of the truth; the estimates begin 1.5 too low."""
+    """Features add to the logit of the truth; the estimates begin 1.5 too low.
+
+    They keep following new requests, so they move around the truth: by little, and on average not.
+    """
     source, corrections = random.Random(1), Corrections()
     truth = {0: 1.0, 1: -2.0, 2: 0.5, 3: 2.0}
     errors = []
@@ -27,8 +30,9 @@ def test_the_probabilities_of_a_known_source_are_found() -> None:
         p_true = probability(sum(truth[one] for one in features))
         corrections.learn(features, -1.5, source.random() < p_true)
         if count > 15_000:
-            errors.append(abs(probability(-1.5 + corrections.logit(features)) - p_true))
-    assert sum(errors) / len(errors) < 0.02
+            errors.append(probability(-1.5 + corrections.logit(features)) - p_true)
+    assert abs(sum(errors) / len(errors)) < 0.015
+    assert sum(map(abs, errors)) / len(errors) < 0.06
 
 
 def test_it_follows_requests_that_change() -> None:
