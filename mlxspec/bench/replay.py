@@ -361,7 +361,7 @@ def verdict(comparison: Comparison) -> Iterator[str]:
         gains: dict[str, float] = {"plain decoding": 1.0}
         for name, report in reports.items():
             if name != HINDSIGHT:
-                gains[name] = report.get("over_plain_batching", report["speedup"])
+                gains[name] = report.get("over_plain_batching") or report["speedup"]
         best = max(gains, key=gains.__getitem__)
         yield f"{best} wins on {chip} ({gains[best]:.2f}×)."
 
