@@ -14,12 +14,11 @@ import stat
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from pydantic import BeforeValidator, ConfigDict, Field, Strict, ValidationError, create_model
 from rich.console import Console
 from rich.panel import Panel
 from rich.progress import MofNCompleteColumn, TimeElapsedColumn
@@ -28,10 +27,11 @@ from ..engine.params import SamplingParams
 from ..errors import MlxspecError, OptionError, PromptError, printable
 from ..generation.decoder import Decoder
 from ..generation.engine import Engine
+from ..generation.options import checked_max_tokens
 from ..generation.request import Request
 from ..generation.response import GenerationResult
 from ..jsonl import conversation_of, json_lines
-from ..models.chat_template import Messages, apply_template
+from ..models.chat_template import apply_template
 from ..process import INTERRUPTED
 from .common.generation import Generation
 from .common.model_choice import model_or_default, note_if_demo
@@ -105,62 +105,35 @@ def answer_prompts(
 
 # --- a line ---
 
-
-def _messages(value: Any) -> Messages:
-    return conversation_of({"messages": value})[0]
-
-
-_TYPES = {
-    "float": float,
-    "int": int,
-    "Mapping[int, float]": dict[Annotated[int, Strict(False)], float],
-}
-# The fields that are options of the command; the others are functions.
-_SAMPLING: dict[str, Any] = {
-    own.name: (_TYPES[str(own.type).partition(" | ")[0]] | None, None)
-    for own in fields(SamplingParams)
-    if "help" in own.metadata
-}
-_ENDS: dict[str, Any] = {
-    "stop": (str | list[str] | None, None),
-    "stop_tokens": (int | str | list[int | str] | None, None),
-}
-_Line = create_model(
-    "_Line",
-    __config__=ConfigDict(extra="forbid", strict=True),
-    id=(Any, None),
-    prompt=(str | list[int] | None, None),
-    messages=(Annotated[Any, BeforeValidator(_messages)], None),
-    max_tokens=(Annotated[int, Field(ge=1)] | None, None),
-    **_ENDS,
-    **_SAMPLING,
-)
+_SAMPLING = {own.name for own in fields(SamplingParams) if "help" in own.metadata}
+_OPTIONS = _SAMPLING | {"max_tokens", "stop", "stop_tokens"}
 
 
 def read_line(value: Any) -> dict[str, Any]:
-    """Check a line and return its keys, without those whose value is null.
+    """Check a line, but not its options, and return its keys without those whose value is null.
 
     Raises:
-        PromptError: it is not a prompt, or has an unknown key or a value of the wrong kind. The
-            message names the key, but not the line.
+        PromptError: it is not a prompt, or has an unknown key. The message does not name the line.
     """
     record = {"prompt": value} if isinstance(value, str) else value
     if not isinstance(record, dict):
         raise PromptError(f"not JSON with a prompt: {_FORM}")
     given = {key: one for key, one in record.items() if one is not None}
-    try:
-        line = _Line.model_validate(given).model_dump(exclude_unset=True)
-    except ValidationError as error:
-        fault = error.errors(include_url=False)[0]
-        name, remedy = printable(fault["loc"][0]), fault["msg"]
-        if fault["type"] == "extra_forbidden":
-            remedy = 'leave it out, or keep it in "id"'
-        if name == "prompt":
-            remedy = "give a text, or a list of token ids"
-        raise PromptError(f'"{name}" is {printable(fault["input"])[:100]}: {remedy}') from error
-    if bool(line.get("prompt")) == bool(line.get("messages")):
+    if unknown := sorted(given.keys() - _OPTIONS - {"id", "prompt", "messages"}):
+        raise PromptError(f'"{printable(unknown[0])}": leave it out, or keep it in "id"')
+    prompt = given.get("prompt", "")
+    if not isinstance(prompt, str | list) or bool(prompt) == bool(given.get("messages")):
         raise PromptError(f'it needs either a "prompt" or "messages" that is not empty: {_FORM}')
-    return line
+    try:
+        if "messages" in given:
+            given["messages"] = conversation_of(given)[0]
+        if "logit_bias" in given:  # JSON's keys are texts
+            given["logit_bias"] = {int(token): bias for token, bias in given["logit_bias"].items()}
+    except (AttributeError, ValueError) as error:
+        raise PromptError(
+            f'"messages" or "logit_bias" cannot be read ({error}): {_FORM}'
+        ) from error
+    return given
 
 
 # --- the answers ---
@@ -255,7 +228,7 @@ class PromptAnswers:
             self._begun += 1
             try:
                 self._engine.add(self._request(value, slot))
-            except MlxspecError as error:
+            except (MlxspecError, TypeError) as error:
                 self._fail(slot, error)
         return bool(self._slots)
 
@@ -265,15 +238,16 @@ class PromptAnswers:
         Raises:
             MlxspecError: it cannot be answered.
         """
-        asked, default = read_line(value), self._generation
-        generation = replace(
-            default,
-            sampling=replace(default.sampling, **_those(_SAMPLING, asked)),
-            **_those(("max_tokens", *_ENDS), asked),
-        )
+        asked = read_line(value)
         tokens, templated = self._tokens(asked)
-        request, as_shown = generation.request(
-            self._decoder, tokens, templated=templated, begun=self._prompt.prefill_response
+        options = {name: asked[name] for name in _OPTIONS & asked.keys()}
+        most = checked_max_tokens(options.pop("max_tokens", self._generation.max_tokens))
+        request, as_shown = replace(self._generation, max_tokens=most).request(
+            self._decoder,
+            tokens,
+            templated=templated,
+            begun=self._prompt.prefill_response,
+            **options,
         )
         result = GenerationResult(logprobs=None if self._logprobs is None else [])
         request.receive = lambda response: result.add(as_shown(response), self._logprobs or 0)
@@ -322,7 +296,3 @@ class PromptAnswers:
         kind = "" if isinstance(error, MlxspecError) else f"{type(error).__name__}: "
         self.failed += 1
         slot.line = json_text({**slot.names, "error": f"line {slot.number}: {kind}{error}"})
-
-
-def _those(names: Iterable[str], asked: dict[str, Any]) -> dict[str, Any]:
-    return {name: asked[name] for name in names if name in asked}
