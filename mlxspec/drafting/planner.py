@@ -7,7 +7,6 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,7 +124,6 @@ class Planner(Drafter):
     def begin(self, prompt: Sequence[int]) -> None:
         self._last = prompt[-1]
         self.failed = False
-        self._begun: list[Drafter] = []
         self._plan = NO_PLAN
         self.policy = Policy()
         try:
@@ -135,7 +133,6 @@ class Planner(Drafter):
             self.policy.gain = self._gain_of_chain(_FIRST_DRAFT, self.costs.hopeful.table)
             for source in self._sources:
                 source.begin(prompt)
-                self._begun.append(source)
             if self.head:
                 self.head.begin(prompt)
         except Exception as error:
@@ -273,16 +270,11 @@ class Planner(Drafter):
 
     def end(self) -> None:
         self._experience.probe_step = self.policy.probe_step
-        ends = self.costs.end, self._experience.end, *(one.end for one in reversed(self._begun))
-        with ExitStack() as ending:  # end all of them even if one fails
-            for end in ends:
-                ending.callback(self._end, end)
-
-    def _end(self, end: Callable[[], None]) -> None:
-        try:
-            end()
-        except Exception as error:
-            self._fails(error)
+        for one in (self.costs, self._experience, *self._sources):
+            try:
+                one.end()
+            except Exception as error:
+                self._fails(error)
 
     def no_draft(self) -> str:
         """Why the last proposal has no draft; computed on demand, since only ``explain`` asks."""
