@@ -42,7 +42,7 @@ from ..drafting.measurement import (
     noise,
 )
 from ..errors import OptionError
-from .caches import drop_unseen, parts
+from .caches import parts
 from .capability import chain_capability, joint_mode
 from .joint import JointMode
 from .model_sizes import cache_kinds, context_length
@@ -285,9 +285,7 @@ def _fill(target: Target, length: int) -> None:
     """
     missing = length - target.length
     _repeat(target.cache, target.length, missing)
-    drop_unseen(target.cache)
-    target.prefilled(missing)
-    mx.eval(target.arrays)
+    target.begin_at(length)
 
 
 def _repeat(caches: abc.Sequence[Any], length: int, count: int) -> None:

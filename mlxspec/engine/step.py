@@ -20,6 +20,7 @@ from mlx_lm.generate import generation_stream
 
 from ..drafting.costs import LiveCosts
 from ..drafting.drafter import Drafter, DraftTree, VerifiedStep, accept, checked_draft
+from ..drafting.lookahead import WINDOW
 from ..drafting.planner import NO_PLAN, Plan, Planner, log_fault, plan_drafts
 from .caches import held_arrays, move_rows, parts
 from .joint import Joint, JointMode, JointRows, joint_for
@@ -192,7 +193,7 @@ class Sequence:
         # First, since the grammar and the target expect ids that the model knows.
         tree = tree.pruned(max_depth, self.target.vocab_size)
         # The rows of lookahead's window are not drafts and need not satisfy the grammar.
-        if self.chooser.grammar and not self.drafter.window_rows():
+        if self.chooser.grammar and WINDOW not in tree.origins:
             tree = self.chooser.grammar.allowed(tree)
         return tree if self.target.capability is Capability.TREE else tree.first_chain()
 

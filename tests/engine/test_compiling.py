@@ -57,7 +57,6 @@ def outcome(constraint: Constraint) -> str:
     return message
 
 
-@pytest.mark.nightly(keep=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CHAINS)
 def test_chains_of_references_are_followed_to_some_depth(kind: str) -> None:

@@ -138,7 +138,6 @@ def test_the_demo_model_writes_the_same_with_every_drafter() -> None:
         assert_same_output(model, prompt, expected, outcome.tokens, params)
 
 
-@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("temp", [0.0, 0.9])
 @pytest.mark.parametrize("name", ["mamba2", "recurrent_gemma", "gemma3", "llama4"])
 def test_tokens_that_run_again_and_windows_that_wrap_keep_their_contexts(

@@ -214,7 +214,7 @@ def test_a_prediction_with_a_token_that_the_model_lacks_changes_nothing(together
             PROMPTS[2],
             responses.append,
             TOKENS,
-            auto.drafting_with(prediction=prediction),
+            prediction=prediction,
             constraint=constraint,
         )
     engine.run()
@@ -332,7 +332,6 @@ def test_regexes_choices_and_grammars(constraint: Constraint, pattern: str) -> N
         assert_same(expected, [response.token for response in found])
 
 
-@pytest.mark.nightly(keep=3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("constraint", "named"),

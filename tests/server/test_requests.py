@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxspec import Constraint, SamplingParams
-from mlxspec.server.body import ApiError, read_body
+from mlxspec.server.body import ApiError, parse, read_body
 from mlxspec.server.openai import (
+    DetokenizeBody,
     parse_chat,
     parse_completion,
-    parse_detokenize,
     parse_tokenize,
 )
-from mlxspec.server.requests import ChatRequest, CompletionRequest, sampling_of_choice
+from mlxspec.server.requests import ApiRequest, sampling_of_choice
 from tests.support.examples import examples
 from tests.support.hostile import json_values
 
@@ -34,11 +35,14 @@ WEATHER = {
 }
 
 
-def chat(**fields: Any) -> ChatRequest:
+parse_detokenize = partial(parse, DetokenizeBody)
+
+
+def chat(**fields: Any) -> ApiRequest:
     return parse_chat({"messages": HELLO, **fields})
 
 
-def completion(**fields: Any) -> CompletionRequest:
+def completion(**fields: Any) -> ApiRequest:
     return parse_completion({"prompt": "Once", **fields})
 
 
@@ -131,7 +135,7 @@ def param_of(body: object, parse: Any = parse_chat) -> str | None:
 
 def test_a_request_without_options_has_the_defaults_of_generate() -> None:
     request = chat()
-    assert request == ChatRequest(messages=({"role": "user", "content": "Hello"},))
+    assert request == ApiRequest(messages=({"role": "user", "content": "Hello"},))
     params = sampling_of_choice(request.sampling)
     assert (params.temp, params.top_p, params.top_k, params.seed) == (0.0, 1.0, 0, None)
     assert params.logit_bias is None
@@ -326,7 +330,6 @@ def test_choices_have_seeds_of_their_own_and_the_first_has_the_clients() -> None
         ({"repeat_penalty": 1.1}, "repeat_penalty"),
         ({"grammar": 5}, "grammar"),
         ({"ignore_eos": True}, "ignore_eos"),
-        ({"verbosity": "huge"}, "verbosity"),
         ({"options": {"temperature": 0}}, "options"),
         ({"think": False}, "think"),
         ({"system": "Be brief."}, "system"),
@@ -476,10 +479,7 @@ def test_tools_and_their_choice() -> None:
 def test_thinking_is_asked_for_under_several_names() -> None:
     assert chat(chat_template_kwargs={"a": 1, "b": None}).template_kwargs == {"a": 1}
     assert chat(enable_thinking=False).template_kwargs == {"enable_thinking": False}
-    assert chat(reasoning={"effort": "low"}, verbosity="high").template_kwargs == {
-        "reasoning_effort": "low",
-        "verbosity": "high",
-    }
+    assert chat(reasoning={"effort": "low"}).template_kwargs == {"reasoning_effort": "low"}
     assert chat(reasoning_effort="none").template_kwargs == {
         "reasoning_effort": "none",
         "enable_thinking": False,
@@ -640,8 +640,8 @@ def _edited(body: Any, edits: list[tuple[tuple[Any, ...], Any]]) -> Any:
 
 
 def test_the_bodies_that_are_made_hostile_are_right_before() -> None:
-    assert isinstance(parse_chat(FULL_CHAT), ChatRequest)
-    assert isinstance(parse_completion(FULL_COMPLETION), CompletionRequest)
+    assert isinstance(parse_chat(FULL_CHAT), ApiRequest)
+    assert isinstance(parse_completion(FULL_COMPLETION), ApiRequest)
 
 
 @pytest.mark.slow
