@@ -340,6 +340,7 @@ class ResponseFormat(Body):
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
 
 
 class Options(Body):
@@ -348,6 +349,7 @@ class Options(Body):
     include_usage: bool = False
     drafts: bool = False
     effort: Effort | None = None
+    verbosity: Verbosity | None = None
     format: ResponseFormat | None = None
     content: Texts = []
 
@@ -377,6 +379,7 @@ class CommonBody(SamplingBody):
     enable_thinking: bool | None = None
     reasoning: Options = Options()
     reasoning_effort: Effort | None = None
+    verbosity: Verbosity | None = None
     parallel_tool_calls: bool = True
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] = {}
@@ -414,10 +417,15 @@ class CommonBody(SamplingBody):
             "drafts": self.mlxspec.drafts,
         }
 
-    def template_kwargs(self) -> dict[str, Any]:
-        """The chat template's arguments."""
+    def template_kwargs(self, verbosity: Verbosity | None = None) -> dict[str, Any]:
+        """The chat template's arguments.
+
+        Args:
+            verbosity: that of the API's own field, if it has another one.
+        """
         effort = self.reasoning.effort or self.reasoning_effort
-        return template_kwargs(effort, self.enable_thinking, self.chat_template_kwargs)
+        given = {"verbosity": verbosity or self.verbosity, **self.chat_template_kwargs}
+        return template_kwargs(effort, self.enable_thinking, given)
 
     def _constraint(
         self, formats: Mapping[str, ResponseFormat | None]

@@ -206,7 +206,7 @@ def parse_responses(
         **chosen_tool(word, named, [tool.for_chat() for tool in known.values()], "tool_choice"),
         logprobs=top if asks_logprobs else None,
         parallel_tool_calls=asked.parallel_tool_calls,
-        template_kwargs=asked.template_kwargs(),
+        template_kwargs=asked.template_kwargs(asked.text.verbosity),
         items=tuple(stored),
         known_tools=known,
         store=asked.store,
@@ -228,7 +228,7 @@ def _repeated(asked: ResponsesBody, body: dict[str, Any]) -> dict[str, Any]:
         "service_tier": "default",
         "text": {
             "format": body["text"]["format"] if asked.text.format else {"type": "text"},
-            "verbosity": "medium",
+            "verbosity": asked.text.verbosity or asked.verbosity or "medium",
         },
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": [one for one in body.get("tools") or () if not one["type"].startswith(_HOSTED)],

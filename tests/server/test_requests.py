@@ -330,6 +330,7 @@ def test_choices_have_seeds_of_their_own_and_the_first_has_the_clients() -> None
         ({"repeat_penalty": 1.1}, "repeat_penalty"),
         ({"grammar": 5}, "grammar"),
         ({"ignore_eos": True}, "ignore_eos"),
+        ({"verbosity": "huge"}, "verbosity"),
         ({"options": {"temperature": 0}}, "options"),
         ({"think": False}, "think"),
         ({"system": "Be brief."}, "system"),
@@ -479,7 +480,10 @@ def test_tools_and_their_choice() -> None:
 def test_thinking_is_asked_for_under_several_names() -> None:
     assert chat(chat_template_kwargs={"a": 1, "b": None}).template_kwargs == {"a": 1}
     assert chat(enable_thinking=False).template_kwargs == {"enable_thinking": False}
-    assert chat(reasoning={"effort": "low"}).template_kwargs == {"reasoning_effort": "low"}
+    assert chat(reasoning={"effort": "low"}, verbosity="high").template_kwargs == {
+        "reasoning_effort": "low",
+        "verbosity": "high",
+    }
     assert chat(reasoning_effort="none").template_kwargs == {
         "reasoning_effort": "none",
         "enable_thinking": False,

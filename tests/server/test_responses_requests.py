@@ -171,7 +171,7 @@ def test_what_codex_sends_is_a_chat() -> None:
     ]
     assert not request.store
     assert request.stream
-    assert request.template_kwargs == {"reasoning_effort": "medium"}
+    assert request.template_kwargs == {"reasoning_effort": "medium", "verbosity": "low"}
 
 
 def test_what_is_kept_is_the_whole_conversation() -> None:
@@ -181,7 +181,7 @@ def test_what_is_kept_is_the_whole_conversation() -> None:
     told = Response.model_validate({**whole, **request.repeated})
     assert told.temperature == 0.5
     assert told.metadata == {"a": "b"}
-    assert (told.truncation, told.text and told.text.verbosity) == ("disabled", "medium")
+    assert (told.truncation, told.text and told.text.verbosity) == ("disabled", "low")
 
 
 def test_options_are_those_of_a_chat() -> None:
