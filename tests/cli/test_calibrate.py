@@ -95,7 +95,7 @@ def test_what_was_measured_is_shown_without_measuring(
         for context in ("64", "200", "3,000"):
             assert f"behind {context} tokens, careful" in shown
     assert "3,000" not in calibrate("--show", "--context", 200).stdout
-    assert measurements == [None, 200, 3000]
+    assert measurements == [64, 200, 3000]
 
 
 def test_a_head_s_drafts_are_measured_too(
@@ -169,7 +169,7 @@ def test_longer_contexts_are_measured_and_shown_too(
 ):
     monkeypatch.setattr(costs, "measured_contexts", lambda model, sequences=1: [64, 1000, 8000])
     report = json.loads(calibrate(endless, "--json").stdout)
-    assert measurements == [None, 1000, 8000]
+    assert measurements == [64, 1000, 8000]
     longer, _ = report.pop("longer_contexts"), report.pop("head")
     assert [curve["context"] for curve in (report, *longer)] == [64, 1000, 8000]
     assert report["split_attention"] is None
