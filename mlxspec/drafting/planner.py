@@ -21,12 +21,12 @@ from .drafter import (
 from .heads import HeadSource
 from .kept import Experience
 from .policy import (
-    SHARE_OF_NOW,
     Policy,
     allowed_shortfall,
     best_draft,
     expected_shortfall,
     expected_tokens,
+    price_of_time,
 )
 from .sources import DrafterSource, forced_chain
 from .suffix_source import SuffixSource
@@ -260,7 +260,6 @@ class Planner(Drafter):
             cost,
             gain=plan.gain,
             probing=costs.wants_plain_steps,
-            doubtful=costs.hopeful is not costs.curve,
             charge=charge,
         )
         for source in self._sources:
@@ -473,8 +472,7 @@ class _Step:
                 tokens, cost = self._outcome(n_draft)
                 options.append((tokens, cost + taken, depth))
         self._arrange(texts)
-        best = max(tokens / cost for tokens, cost, _ in options)
-        price = best**SHARE_OF_NOW * self._rate ** (1 - SHARE_OF_NOW)
+        price = price_of_time(max(tokens / cost for tokens, cost, _ in options), self._rate)
         _, _, found = max(options, key=lambda option: option[0] - price * option[1])
         trial = any(head.trials and plans[index].p_next < _UNSURE for index, head in heads.items())
         return found or int(trial)

@@ -15,7 +15,7 @@ import numpy as np
 from .costs import CostCurve
 from .drafter import VerifiedStep
 
-SHARE_OF_NOW = 0.8  # weight of this step's best rate in the price of time; the rest is the average
+_SHARE_OF_NOW = 0.8  # weight of this step's best rate in the price of time; the rest is the average
 _FIRST_RATE = 1.2
 _CHANGE = 0.1  # weight of the newest step in the running averages
 
@@ -72,13 +72,11 @@ class Policy:
         self.patience = _FIRST_PATIENCE
         self.probe_step = probe_step
         self.ahead = False
-        self._doubtful = False
 
     @property
     def probes(self) -> bool:
         """Whether the next step is a probe: a plain step to measure."""
-        gains_much = self.gain >= _MUCH_GAIN and not self._doubtful
-        return not gains_much and self.probe_step % _PROBE_ROUND in _PROBE
+        return self.gain < _MUCH_GAIN and self.probe_step % _PROBE_ROUND in _PROBE
 
     def settle(
         self,
@@ -87,7 +85,6 @@ class Policy:
         *,
         gain: float,
         probing: bool,
-        doubtful: bool = False,
         charge: float | None = None,
     ) -> None:
         """Account for a completed step.
@@ -97,13 +94,11 @@ class Policy:
             cost: T(rows) / T(1) of the step.
             gain: the draft's gain, 0 without one.
             probing: whether plain steps are wanted.
-            doubtful: whether costs are so uncertain that gains may be imaginary.
             charge: the guard's charge, if several sequences share the step; otherwise its cost.
         """
         emitted = len(step.tokens)
         self.ahead = step.ahead
         self.probe_step = self.probe_step + 1 if probing else 0
-        self._doubtful = doubtful
         self.gain += _CHANGE * (gain - self.gain)
         self.rate += _CHANGE * (emitted / cost - self.rate)
         self.bank += _INCOME * emitted - (cost if charge is None else charge)
@@ -124,19 +119,17 @@ def expected_tokens(p_reached: Sequence[float], sequences: int = 1) -> list[floa
     return list(accumulate(p_reached, initial=float(sequences)))
 
 
-def price_of_time(expected: Sequence[float], costs: Sequence[float], rate: float) -> float:
+def price_of_time(best: float, rate: float) -> float:
     """The price of a plain step's time, in tokens.
 
     The time that this step saves goes to later steps, at their rate. The prediction of that rate
     combines the best rate possible now, since easy passages last, with the average.
 
     Args:
-        expected: E(n) as from :func:`expected_tokens`.
-        costs: ``costs[rows]`` is T(rows) / T(1).
+        best: the most tokens per plain step's time that the step can have.
         rate: recent tokens per plain step's time.
     """
-    best = max(tokens / costs[rows] for rows, tokens in enumerate(expected, start=1))
-    return float(best**SHARE_OF_NOW * rate ** (1 - SHARE_OF_NOW))
+    return float(best**_SHARE_OF_NOW * rate ** (1 - _SHARE_OF_NOW))
 
 
 def best_draft(
@@ -158,7 +151,8 @@ def best_draft(
         restart_cost: the cost of any draft besides its rows.
         allows: whether a gain with a number of nodes is allowed.
     """
-    price = price_of_time(expected, costs, rate)
+    best = max(tokens / costs[rows] for rows, tokens in enumerate(expected, start=1))
+    price = price_of_time(best, rate)
     plain = expected[0] - price * costs[1]
     gains = [
         (gain, n_draft)
