@@ -25,7 +25,7 @@ from ..drafting.planner import NO_PLAN, Plan, Planner, log_fault, plan_drafts
 from .caches import held_arrays, move_rows, parts
 from .joint import Joint, JointMode, JointRows, joint_for
 from .sampling import Chooser
-from .target import Capability, Progress, Target
+from .target import Capability, Target
 
 _Result = TypeVar("_Result")
 
@@ -96,10 +96,10 @@ class Sequence:
         self._open = False
         self._uncounted = 0.0  # seconds of the drafter's last ``observe``
 
-    def begin(self, on_progress: Progress = lambda done, total: None) -> None:
+    def begin(self) -> None:
         """Run the prompt except its last token."""
-        for done, total in self.begin_in_chunks():
-            on_progress(done, total)
+        for _ in self.begin_in_chunks():
+            pass
 
     def begin_in_chunks(
         self, chunk: Callable[[], int] | None = None

@@ -165,7 +165,7 @@ def test_without_text_it_carries_the_output() -> None:
     head = Scripted(output)
     replayed = replay([1, 2], output, planner_of(head, text=True))
     assert set(depths(head)) == {4}
-    assert sum(replayed.heads.values()) == pytest.approx(4 * 0.05 * len(head.runs))
+    assert sum(step.head for step in replayed.steps) == pytest.approx(4 * 0.05 * len(head.runs))
     assert replayed.tokens / replayed.cost(FLAT) > 3
 
 
