@@ -273,7 +273,7 @@ class Experience:
     Attributes:
         corrections: those of all requests, of the probabilities of drafts from the context.
         probe_step: where in its round of probes the next generation continues; see
-            :class:`mlxspec.drafting.policy.Policy`.
+            :class:`mlxspec.drafting.planner.Policy`.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ import pytest
 from mlxspec.drafting.chips import known_chip
 from mlxspec.drafting.costs import CostCurve
 from mlxspec.drafting.drafter import DraftTree, VerifiedStep
-from mlxspec.drafting.policy import (
+from mlxspec.drafting.planner import (
     Policy,
     allowed_shortfall,
     best_draft,
