@@ -66,6 +66,7 @@ def test_the_output_is_mlx_lm_s_with_the_same_adapters(
     assert ours != tokens(PROMPT)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_chat_and_explain_put_them_in_too(lora: Path) -> None:
     said = run(generate_command, *OPTIONS, *PLAIN, PROMPT, "--adapter-path", lora).stdout
@@ -79,6 +80,7 @@ def test_chat_and_explain_put_them_in_too(lora: Path) -> None:
     assert explained.stdout != plain.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_chat_s_other_models_go_without_them(lora: Path) -> None:
     options = ("--model", "demo", "--max-tokens", 24, *PLAIN, "--adapter-path", lora, "--no-color")
@@ -176,8 +178,8 @@ def test_nothing_is_downloaded_for_a_bad_directory(monkeypatch: pytest.MonkeyPat
     [
         (
             serve_command,
-            ("--model", "a", "--model", "b"),
-            "--adapter-path needs exactly one --model",
+            ("--models", "all"),
+            "--adapter-path is for models that are named",
         ),
         (calibrate_command, ("--show",), "--adapter-path is given without its MODEL"),
         (chat_command, ("--server", "http://127.0.0.1:1"), "and adapters are for 'mlxspec serve'"),

@@ -83,8 +83,8 @@ def test_what_other_programs_write_is_read(tmp_path: Path) -> None:
         (b"no json", "Expecting value"),
         (b"\xff", "can't decode byte"),
         (b"[" * 100_000, "recursion"),
-        (b"{}", 'no list of "messages"'),
-        (b'{"messages": [{"content": "a"}]}', 'no "role"'),
+        (b"{}", 'it must have "messages"'),
+        (b'{"messages": [{"content": "a"}]}', 'each with a "role"'),
         (
             b'{"messages": [{"role": "tool", "content": "a"}]}',
             "its messages must be the user's and the assistant's",

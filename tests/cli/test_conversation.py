@@ -172,6 +172,7 @@ def test_a_message_that_nothing_was_said_to_has_no_answer(decoder: PromptLookupD
     assert conversation.unanswered
 
 
+@pytest.mark.nightly
 def test_after_undo_retry_and_load_answers_are_those_of_a_fresh_conversation(
     decoder: PromptLookupDecoder, tmp_path: Path
 ) -> None:
@@ -281,7 +282,6 @@ class Letters(Model):
             yield response
 
 
-@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("kind", KINDS_OF_CACHES)
 def test_caches_of_every_kind_return_to_where_the_conversation_did(kind: str) -> None:
     model = ARCHITECTURES[KINDS_OF_CACHES[kind]].model()
