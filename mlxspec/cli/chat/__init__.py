@@ -309,6 +309,7 @@ class Chat:
 
         If there is no new answer, the earlier one stays.
         """
+        self._check_begun()
         temp, seed = self.generation.sampling.temp, self.generation.sampling.seed
         if argument:
             try:
