@@ -52,24 +52,24 @@ def inspect_command(model: str | None, adapter_path: str | None, as_json: bool) 
 
     model = needed_model(model)
     directory = find_directory(model, None, weights=())
-    if named_kind(read_config(directory)):
-        if adapter_path is not None:
-            raise OptionError(f"--adapter-path {adapter_path}: a trained head takes no adapters")
-        found = find_head(head_directory(model))
-        examined, _ = load_lazily(found)
-        target = {"families": list(found.kind.families), **found.needs}
-        report = {"most": examined.most, "target": target}
-    else:
-        found = own_head(directory)
+    if not named_kind(read_config(directory)):
+        own = own_head(directory)
         examined, _ = load(model, adapter_path=adapter_path)
         report = _model_report(examined)
+    elif adapter_path is not None:
+        raise OptionError(f"--adapter-path {adapter_path}: a trained head takes no adapters")
+    else:
+        own = find_head(head_directory(model))
+        examined, _ = load_lazily(own)
+        target = {"families": list(own.kind.families), **own.needs}
+        report = {"most": examined.most, "target": target}
     identity = model_identity(examined)
     # The average in memory: on the CPU, weights and scales in half precision become float32.
     report |= {key: identity[key] for key in ("type", "parameters", "bits_per_weight")}
-    report["head"] = found and {
-        "kind": found.kind.title,
-        "files": [path.relative_to(directory).as_posix() for path in found.files],
-        "bytes": found.nbytes,
+    report["head"] = own and {
+        "kind": own.kind.title,
+        "files": [path.relative_to(directory).as_posix() for path in own.files],
+        "bytes": own.nbytes,
     }
     if as_json:
         write_json(report, indent=2)
