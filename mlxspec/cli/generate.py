@@ -18,7 +18,7 @@ from ..distributed.launch import launched_rank
 from ..errors import PromptError
 from ..process import INTERRUPTED
 from ..terminal import TokenPrinter, colored
-from .common.generation import Generation
+from .common.generation import Generation, generation_options
 from .common.model_choice import model_or_default, note_if_demo
 from .common.notes import silence_notes
 from .common.options import COUNT, NAME, check_one, color_option, command, option, options_of
@@ -64,7 +64,7 @@ _output = partial(option, group="Output")
     needs=("--prompts",),
 )
 @_model("--max-tokens N", "Generate at most N tokens.", default=250, type=COUNT)
-@options_of(Generation, "generation")
+@generation_options()
 @_output("-q --quiet", "Show only the text: no figures, progress or notes.")
 @color_option("Output")
 @_output("--stats", "Show the measured time of a step by its number of rows.")
