@@ -446,20 +446,14 @@ class _Loader:
         self._left_out: set[Path] = set()
 
     def entries(self, names: Sequence[str | None]) -> list[Entry]:
-        """The models to load at the start, which stay, unless --keep-alive is given.
-
-        Raises:
-            OptionError: a model is named twice.
-        """
+        """The models to load at the start, which stay, unless --keep-alive is given."""
         from ..models.model_files import given_name
         from ..server.catalog import Entry
 
-        self._paths = [model_or_default(name) for name in names]
+        self._paths = [*dict.fromkeys(map(model_or_default, names))]
         given = [given_name(path) for path in self._paths]
         entries = []
         for name, path in zip(given, self._paths, strict=True):
-            if self._paths.count(path) > 1:
-                raise OptionError(f"{path} is named twice: name it once")
             # The last part of a directory's path, unless another one has the same.
             name = name if name and given.count(name) == 1 else path
             others = _other_names(name, path)
@@ -650,7 +644,7 @@ def _serve(
             requests = counted(running, "running request")
             note(f"{grace:g} s for {requests} to end; press Ctrl-C again to stop at once")
 
-    server = HttpServer(app, grace=grace, on_start=catalog.watch, on_exit=on_exit)
+    server = HttpServer(app, grace=grace, on_exit=on_exit)
 
     def on_loss(line: str) -> None:
         worker.fail(ApiError(f"the server is ending: {line}", status=503))
