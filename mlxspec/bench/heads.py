@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from random import Random
 from typing import Self, cast
@@ -91,7 +91,7 @@ def policies_with_head(p_reached: Sequence[float], cost: float) -> dict[str, Rep
         p_reached, cost: as :func:`parse_head_curve` returns them.
     """
 
-    def with_head(alone: Callable[[CostCurve, bytes], NewDrafter]) -> ReplayPolicy:
+    def with_head(alone: ReplayPolicy) -> ReplayPolicy:
         def drafters(curve: CostCurve, classes: bytes) -> NewDrafter:
             experience = HeadExperience(cost, cost, len(p_reached))
             new_planner = alone(curve, classes)
@@ -103,9 +103,9 @@ def policies_with_head(p_reached: Sequence[float], cost: float) -> dict[str, Rep
 
             return new
 
-        return ReplayPolicy(drafters)
+        return drafters
 
-    return {"head": with_head(_without_text), f"{AUTO}+head": with_head(POLICIES[AUTO].drafters)}
+    return {"head": with_head(_without_text), f"{AUTO}+head": with_head(POLICIES[AUTO])}
 
 
 def _without_text(curve: CostCurve, classes: bytes) -> NewDrafter:

@@ -10,84 +10,78 @@ from ..corpus.memory import MAX_TOKENS, Memory
 from ..drafting.costs import CostCurve, FixedCosts
 from ..drafting.drafter import Drafter, DraftTree, Limits, VerifiedStep, accept
 from ..drafting.kept import Experience
-from ..drafting.planner import Planner
-from ..drafting.policy import trees_pay
+from ..drafting.planner import Planner, trees_pay
 from ..drafting.sources import PromptLookupDrafter
 from ..drafting.suffix_source import SuffixSource
 
 # --- the rules of other programs ---
 
-Rule = Callable[[Sequence[int]], DraftTree]
-"""Appends tokens to its text, prompt and output, and drafts what may follow them."""
+_FULL = 10  # tokens: the drafts of Spec-Bench's PLD
+_DEEPEST = 64  # tokens: a match and its draft in suffix decoding
 
 
-class RuleDrafter(Drafter):
-    """Drafts by another program's rule, as deep as the rule says.
-
-    Args:
-        start: makes the rule, which begins with an empty text.
-    """
-
-    def __init__(self, start: Callable[[], Rule]) -> None:
-        self._start = start
-
-    def begin(self, prompt: Sequence[int]) -> None:
-        self._rule = self._start()
-        self._tree = self._rule(prompt)
-
-    def propose(self, max_depth: int) -> DraftTree:
-        return self._tree
-
-    def observe(self, step: VerifiedStep) -> None:
-        self._tree = self._rule(step.tokens)
-
-
-def full_draft_lookup(n_draft: int = 10, ngram_max: int = 3) -> Rule:
-    """The earliest match that ``n_draft`` tokens follow, of the longest n-gram that has one.
+class FullLookup(Drafter):
+    """The earliest match that ten tokens follow, of the longest n-gram that has one.
 
     The rule of ``find_candidate_pred_tokens`` in apoorvumang/prompt-lookup-decoding and of
-    Spec-Bench's PLD (n = 3 to 1, 10 tokens).
+    Spec-Bench's PLD (n = 3 to 1).
     """
-    lookups = [PromptLookupDrafter(n_draft, n, n) for n in range(ngram_max, 0, -1)]
-    for lookup in lookups:
-        lookup.begin(())
 
-    def draft(tokens: Sequence[int]) -> DraftTree:
-        for lookup in lookups:
-            lookup.extend(tokens)
-        found = (lookup.propose(n_draft) for lookup in lookups)
-        full = (tree for tree in found if len(tree) == 1 + n_draft)
-        return next(full, DraftTree.chain(tokens[-1]))
+    branching = False
 
-    return draft
+    def __init__(self) -> None:
+        self._lookups = [PromptLookupDrafter(_FULL, n, n) for n in (3, 2, 1)]
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        for lookup in self._lookups:
+            lookup.begin(prompt)
+
+    def propose(self, max_depth: int) -> DraftTree:
+        found = [lookup.propose(_FULL) for lookup in self._lookups]
+        full = (tree for tree in found if len(tree) == 1 + _FULL)
+        return next(full, DraftTree.chain(found[0].tokens[0]))
+
+    def observe(self, step: VerifiedStep) -> None:
+        for lookup in self._lookups:
+            lookup.observe(step)
 
 
-def ngram_simple(size_n: int = 12, size_m: int = 48) -> Rule:
-    """Drafts what followed the newest earlier occurrence of the last 12 tokens, up to 48.
+class NgramSimple(Drafter):
+    """What followed the newest earlier occurrence of the last 12 tokens, up to 48 tokens.
 
     The rule of ``--spec-type ngram-simple`` (common/ngram-map.cpp) with llama.cpp's defaults:
     nothing is drafted when fewer tokens than the n-gram has could be.
     """
-    text: list[int] = []
-    newest: dict[tuple[int, ...], int] = {}  # where each n-gram ended last
 
-    def draft(tokens: Sequence[int]) -> DraftTree:
-        match = None
+    branching = False
+
+    def __init__(self, size_n: int = 12, size_m: int = 48) -> None:
+        self._size_n, self._size_m = size_n, size_m
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._text: list[int] = []
+        self._newest: dict[tuple[int, ...], int] = {}  # where each n-gram ended last
+        self._extend(prompt)
+
+    def propose(self, max_depth: int) -> DraftTree:
+        text, found = self._text, list[int]()
+        if self._match is not None and len(text) > self._size_n + self._size_m + 1:
+            found = text[self._match : self._match + self._size_m]
+        return DraftTree.chain(text[-1], found if len(found) >= self._size_n else ())
+
+    def observe(self, step: VerifiedStep) -> None:
+        self._extend(step.tokens)
+
+    def _extend(self, tokens: Sequence[int]) -> None:
         for token in tokens:
-            text.append(token)
-            key = tuple(text[-size_n:])
-            match = newest.get(key)  # before the very end, which is not a match
-            if len(text) > size_n:  # llama.cpp never looks at the text's very first position
-                newest[key] = len(text)
-        if match is None or len(text) <= size_n + size_m + 1:
-            return DraftTree.chain(text[-1])
-        found = text[match : match + size_m]
-        return DraftTree.chain(text[-1], found if len(found) >= size_n else ())
-
-    return draft
+            self._text.append(token)
+            key = tuple(self._text[-self._size_n :])
+            self._match = self._newest.get(key)  # before the very end, which is not a match
+            if len(self._text) > self._size_n:  # llama.cpp ignores the text's very first position
+                self._newest[key] = len(self._text)
 
 
-def suffix_path(min_token_prob: float = 0.1, max_depth: int = 64) -> Rule:
+class SuffixPath(Drafter):
     """The most frequent continuation of some suffix of the text, over prompt and output.
 
     Each match gives a draft of at most as many tokens; a token's probability is the share of the
@@ -98,23 +92,34 @@ def suffix_path(min_token_prob: float = 0.1, max_depth: int = 64) -> Rule:
 
     Args:
         min_token_prob: the least probable token that is drafted.
-        max_depth: matched and drafted tokens together.
     """
-    text: list[int] = []
-    ends: dict[int, list[int]] = {}  # per token, the positions after it
 
-    def draft(tokens: Sequence[int]) -> DraftTree:
-        for token in tokens:
-            text.append(token)
-            ends.setdefault(token, []).append(len(text))
+    branching = False
+
+    def __init__(self, min_token_prob: float = 0.1) -> None:
+        self._least = min_token_prob
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._text: list[int] = []
+        self._ends: dict[int, list[int]] = {}  # per token, the positions after it
+        self._extend(prompt)
+
+    def propose(self, max_depth: int) -> DraftTree:
+        text = self._text
         best, path = 0.0, list[int]()
-        for positions, most in _matches(text, ends[text[-1]], max_depth):
-            score, found = _most_frequent(text, positions, most, min_token_prob)
+        for positions, most in _matches(text, self._ends[text[-1]], _DEEPEST):
+            score, found = _most_frequent(text, positions, most, self._least)
             if score >= best:
                 best, path = score, found
         return DraftTree.chain(text[-1], path)
 
-    return draft
+    def observe(self, step: VerifiedStep) -> None:
+        self._extend(step.tokens)
+
+    def _extend(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            self._text.append(token)
+            self._ends.setdefault(token, []).append(len(self._text))
 
 
 def _matches(
@@ -231,33 +236,28 @@ class Hindsight(Drafter):
 NewDrafter = Callable[[Sequence[int]], Drafter]
 """Makes the drafter of an output; only hindsight reads the output."""
 
+ReplayPolicy = Callable[[CostCurve, bytes], NewDrafter]
+"""Gives the drafters of a replay, which share what earlier outputs have taught.
 
-@dataclass(frozen=True)
-class ReplayPolicy:
-    """What can be replayed.
-
-    Attributes:
-        drafters: gives the drafters of a replay from its cost curve, T(rows) / T(1), and the
-            classes of its tokens (see :func:`mlxspec.drafting.acceptance.token_classes`). They
-            share what earlier outputs have taught.
-        follows_costs: whether its drafts depend on the cost curve.
-        memory_tokens: how many tokens of completions it remembers; None for all.
-    """
-
-    drafters: Callable[[CostCurve, bytes], NewDrafter]
-    follows_costs: bool = True
-    memory_tokens: int | None = 0
+It is called with the cost curve, T(rows) / T(1), and the classes of tokens (see
+:func:`mlxspec.drafting.acceptance.token_classes`).
+"""
 
 
 def _from_text(new: Callable[[], Drafter]) -> ReplayPolicy:
     """A policy that drafts from the text alone."""
-    return ReplayPolicy(lambda curve, classes: lambda output: new(), follows_costs=False)
+    return lambda curve, classes: lambda output: new()
 
 
 def planned(
     memory_tokens: int | None = 0, other: Callable[[], Drafter] | None = None
 ) -> ReplayPolicy:
-    """The default decoder with a memory of this size, and with another drafter if given."""
+    """The default decoder with a memory of as many tokens, and with another drafter if given.
+
+    Args:
+        memory_tokens: None for a memory without bound.
+        other: makes the other drafter.
+    """
 
     def drafters(curve: CostCurve, classes: bytes) -> NewDrafter:
         experience = Experience()
@@ -276,7 +276,7 @@ def planned(
 
         return new
 
-    return ReplayPolicy(drafters, memory_tokens=memory_tokens)
+    return drafters
 
 
 def _hindsight(curve: CostCurve, classes: bytes) -> NewDrafter:
@@ -292,15 +292,15 @@ POLICIES: dict[str, ReplayPolicy] = {
     "auto-memory": planned(MAX_TOKENS),
     "prompt-lookup": _from_text(PromptLookupDrafter),
     # Its PLD, the yardstick of published figures.
-    "spec-bench": _from_text(lambda: RuleDrafter(full_draft_lookup)),
+    "spec-bench": _from_text(FullLookup),
     # generate(prompt_lookup_num_tokens=10), max_matching_ngram_size 2.
     "transformers": _from_text(lambda: PromptLookupDrafter(n_draft=10, ngram_max=2)),
     # Method "ngram", prompt_lookup_min = prompt_lookup_max = 5; the number of tokens has no
     # default there, 5 is that of its documentation.
     "vllm": _from_text(lambda: PromptLookupDrafter(n_draft=5, ngram_max=5, ngram_min=5)),
-    "llama.cpp": _from_text(lambda: RuleDrafter(ngram_simple)),
-    "suffix-path": _from_text(lambda: RuleDrafter(suffix_path)),
-    HINDSIGHT: ReplayPolicy(_hindsight),
+    "llama.cpp": _from_text(NgramSimple),
+    "suffix-path": _from_text(SuffixPath),
+    HINDSIGHT: _hindsight,
 }
 """By the names of ``--decoder``; a further one, with a drafter of any kind, is one entry."""
 

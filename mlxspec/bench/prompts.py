@@ -1,15 +1,14 @@
-"""The inputs of ``bench`` and ``replay``: prompts, and recorded conversations."""
+"""The inputs of ``bench`` and ``replay``: prompts, recorded conversations, names of decoders."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..errors import LoadError, PromptError
+from ..errors import LoadError, OptionError, PromptError
 from ..jsonl import conversation_of, json_lines
 
 Messages = list[dict[str, str]]
@@ -40,11 +39,10 @@ class BenchPrompt:
 
 def bundled_prompts() -> list[BenchPrompt]:
     """The package's own prompts: four grounded tasks and two free texts."""
-    text = files(__package__).joinpath("prompts.jsonl").read_text(encoding="utf-8")
-    return _parse_prompts(text, "the bundled prompts")
+    return read_prompts(Path(__file__).with_name("prompts.jsonl"))
 
 
-def read_prompts(path: str | Path) -> list[BenchPrompt]:
+def read_prompts(path: Path) -> list[BenchPrompt]:
     """Read a file of prompts.
 
     A ``.jsonl`` or ``.ndjson`` file has one JSON object a line with one of
@@ -57,14 +55,14 @@ def read_prompts(path: str | Path) -> list[BenchPrompt]:
     other file is one prompt.
 
     Raises:
-        PromptError: the file cannot be read, or a line of it is not a prompt.
+        PromptError: the file cannot be read or is empty, or a line of it is not a prompt.
     """
-    path = Path(path)
     text = read_text(path)
-    if path.suffix.lower() in (".jsonl", ".ndjson"):
-        return _parse_prompts(text, str(path))
     if not text.strip():
         raise PromptError(f"{path} is empty: write a prompt into it")
+    if path.suffix.lower() in (".jsonl", ".ndjson"):
+        form = 'write one object per line, with "prompt", "messages" or "turns"'
+        return parse_json_lines(text, path, _prompt, form)
     return [BenchPrompt("text", (message("user", text.removesuffix("\n")),))]
 
 
@@ -107,13 +105,13 @@ def read_text(path: Path) -> str:
 
 
 def parse_json_lines(
-    text: str, source: str | Path, parse: Callable[[Any], _Item], form: str
+    text: str, path: Path, parse: Callable[[Any], _Item], form: str
 ) -> list[_Item]:
-    """Parse JSON lines; blank lines are skipped.
+    """Parse the JSON lines of a file; blank lines are skipped.
 
     Args:
         text: the lines.
-        source: the file's name in errors.
+        path: the file, for errors.
         parse: turns the value of a line into an item, or raises ValueError.
         form: the form of a line, for errors.
 
@@ -123,55 +121,37 @@ def parse_json_lines(
     items = []
     for number, value in json_lines(text.split("\n")):
         try:
-            if value is None:
-                raise ValueError("not valid JSON")
+            if not isinstance(value, dict):
+                raise ValueError("not a JSON object")
             items.append(parse(value))
         except ValueError as error:
-            raise PromptError(f"{source}, line {number}: {error}; {form}") from error
+            raise PromptError(f"{path}, line {number}: {error}; {form}") from error
     return items
 
 
-def _category(record: dict[str, Any], default: str, from_spec_bench: bool) -> str:
+def _category(record: dict[str, Any], default: str) -> str:
     """The category of a record. Spec-Bench's questions from MT-bench have one category."""
     category = str(record.get("category", default))
+    from_spec_bench = "question_id" in record or str(record.get("id")).startswith("specbench-")
     return "mt_bench" if from_spec_bench and category in MT_BENCH else category
 
 
-def _parse_prompts(text: str, source: str) -> list[BenchPrompt]:
-    form = 'write one object per line, with "prompt", "messages" or "turns"'
-    prompts = parse_json_lines(text, source, _from_record, form)
-    if not prompts:
-        raise PromptError(
-            f'{source} is empty: write one object per line, such as {{"prompt": "..."}}'
-        )
-    return prompts
-
-
-def _from_record(record: Any) -> BenchPrompt:
+def _prompt(record: dict[str, Any]) -> BenchPrompt:
     """The prompt in a record; raises ValueError if the record has another form."""
-    if not isinstance(record, dict):
-        raise ValueError("not a JSON object")
-    given = [key for key in ("prompt", "messages", "turns") if key in record]
-    if len(given) != 1:
-        raise ValueError(f"it has {' and '.join(given) or 'no prompt'}")
-    follow_ups: tuple[str, ...] = ()
-    if given == ["messages"]:
-        conversation, _ = conversation_of(record)
-        while conversation and conversation[-1]["role"] == "assistant":
-            conversation.pop()
-        if not any(one["content"] for one in conversation):
+    category = _category(record, "prompts")
+    if "messages" in record:
+        messages, _ = conversation_of(record)
+        while messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        if not any(one["content"] for one in messages):
             raise ValueError('"messages" have no question')
-        messages = tuple(conversation)
-    else:
-        turns = [record["prompt"]] if given == ["prompt"] else record["turns"]
-        if not (isinstance(turns, list) and turns and all(isinstance(t, str) and t for t in turns)):
-            raise ValueError(f'"{given[0]}" must have a text')
-        messages, follow_ups = (message("user", turns[0]),), tuple(turns[1:])
-    raw = record.get("raw", False)
-    if raw is not False and (raw is not True or given != ["prompt"]):
-        raise ValueError('"raw" must be true or false, next to "prompt"')
-    category = _category(record, "prompts", "question_id" in record)
-    return BenchPrompt(category, messages, follow_ups, raw)
+        return BenchPrompt(category, tuple(messages))
+    turns = record.get("turns", [record.get("prompt")])
+    if not (isinstance(turns, list) and turns and all(isinstance(t, str) and t for t in turns)):
+        raise ValueError('"prompt" or "turns" must have a text')
+    first, *follow_ups = turns
+    raw = record.get("raw") is True
+    return BenchPrompt(category, (message("user", first),), tuple(follow_ups), raw)
 
 
 @dataclass(frozen=True)
@@ -198,21 +178,16 @@ def read_traces(path: Path) -> list[Trace]:
     and a "model". The messages that a model wrote are replayed.
 
     Raises:
-        PromptError: the file cannot be read, a line has another form, or there is no message to
-            replay.
+        PromptError: the file cannot be read, or a line has another form.
     """
+
+    def trace(record: dict[str, Any]) -> Trace:
+        messages, completions = conversation_of(record)
+        category = _category(record, path.stem)
+        return Trace(category, str(record.get("model", "")), messages, completions)
+
     form = 'expected a JSON object with "messages", each with "role" and "content"'
-    traces = parse_json_lines(read_text(path), path, partial(_trace, path.stem), form)
-    if not any(trace.completions for trace in traces):
-        raise PromptError(f"{path}: has no assistant message to replay")
-    return traces
-
-
-def _trace(default_category: str, record: Any) -> Trace:
-    messages, completions = conversation_of(record)
-    from_spec_bench = str(record.get("id", "")).startswith("specbench-")
-    category = _category(record, default_category, from_spec_bench)
-    return Trace(category, str(record.get("model", "")), messages, completions)
+    return parse_json_lines(read_text(path), path, trace, form)
 
 
 Encode = Callable[[str], list[int]]
@@ -282,7 +257,7 @@ def read_completions(paths: Iterable[Path], tokenizer: Any, limit: int) -> list[
 
     Raises:
         LoadError: the tokenizer has no EOS token.
-        PromptError: as :func:`read_traces`, or the chosen conversations have no output.
+        PromptError: as :func:`read_traces`, or there is no output.
     """
     bos_id, eos_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     if eos_id is None:
@@ -294,6 +269,25 @@ def read_completions(paths: Iterable[Path], tokenizer: Any, limit: int) -> list[
     completions = [one for trace in traces for one in render(trace, encode, bos_id, eos_id)]
     if not completions:
         raise PromptError(
-            f"--limit {limit} chooses no conversation with an assistant message: raise it"
+            f"the conversations that --limit {limit} chooses have no assistant message to replay: "
+            "give other files, or raise --limit"
         )
     return completions
+
+
+_Entry = TypeVar("_Entry")
+
+
+def chosen(names: str, table: Mapping[str, _Entry]) -> dict[str, _Entry]:
+    """The entries that a comma-separated list names, in its order; "all" names all.
+
+    Raises:
+        OptionError: one of them is unknown.
+    """
+    wanted = [*table] if names == "all" else [name.strip() for name in names.split(",")]
+    try:
+        return {name: table[name] for name in wanted}
+    except KeyError as error:
+        raise OptionError(
+            f"no decoder here is named {error.args[0]!r}: choose among {', '.join(table)}"
+        ) from None

@@ -7,53 +7,55 @@ chip's cost curve.
 from __future__ import annotations
 
 import itertools
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import fmean, geometric_mean
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 from ..drafting.costs import CostCurve, FixedCosts
 from ..drafting.drafter import Drafter, DraftTree, NoDraft
-from ..drafting.planner import Plan, Planner, plan_drafts
+from ..drafting.planner import Planner, plan_drafts
 from ..errors import OptionError
 from ..jsonl import load_json
-from .policies import HINDSIGHT, POLICIES, NewDrafter, ReplayPolicy, planned, verify
+from .policies import HINDSIGHT, NewDrafter, ReplayPolicy, verify
 from .prompts import Completion
-
-SLOW = 0.98
-"""A speed below this counts as slower than plain decoding, but for a few plain steps."""
-_UNNOTICED = 2.0  # plain steps: what an output may lose, however short it is
-
-_UNUSABLE = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError, OptionError)
 
 MAX_DEPTH = 4096  # the drafter does not know where the output ends
 _ANY_CURVE = CostCurve([(1, 1)])  # for policies that do not plan by it
 
 
-@dataclass(frozen=True)
-class Replayed:
-    """The steps of replayed outputs.
+class Step(NamedTuple):
+    """A step of one or several outputs.
 
     Attributes:
-        tokens: how many the outputs have in all.
-        rows: per step, how many rows the target verified for all sequences.
-        sequences: per step, how many sequences shared it.
-        heads: by step, what trained heads took before it, in plain joint steps.
+        rows: how many rows the target verified for all sequences.
+        sequences: how many sequences shared it.
+        head: what trained heads took before it, in plain joint steps.
     """
 
+    rows: int
+    sequences: int = 1
+    head: float = 0.0
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """The steps of replayed outputs, which have ``tokens`` in all."""
+
     tokens: int
-    rows: tuple[int, ...]
-    sequences: tuple[int, ...] = ()
-    heads: Mapping[int, float] = field(default_factory=dict)
+    steps: tuple[Step, ...]
+
+    @property
+    def rows(self) -> list[int]:
+        """The rows of each step."""
+        return [step.rows for step in self.steps]
 
     def cost(self, curve: Callable[[int], float]) -> float:
         """The time of all steps under a cost curve, in plain steps of one sequence."""
-        heads = sum(time * curve(self.sequences[step]) for step, time in self.heads.items())
-        return sum(map(curve, self.rows)) + heads
+        return sum(curve(step.rows) + step.head * curve(step.sequences) for step in self.steps)
 
 
 def replay(prompt: Sequence[int], output: Sequence[int], drafter: Drafter) -> Replayed:
@@ -93,35 +95,25 @@ def replay_jointly(
     waiting, most = iter(completions), min(concurrency, len(completions))
     costs = cache(lambda count: FixedCosts(joint_curve(curve, count)))
     active: list[_Output] = []
-    sequences: list[int] = []
-    rows: list[int] = []
-    heads: dict[int, float] = {}
+    steps: list[Step] = []
     ahead = False  # whether the next step was dispatched in the last one
-    try:
-        while True:
-            for completion in itertools.islice(waiting, most - len(active)):
-                drafter = new_drafter(completion.output)
-                drafter.begin(completion.prompt)
-                last = completion.context[completion.begin - 1]
-                active.append(_Output(completion.output, drafter, last))
-            if not active:
-                break
-            step_rows, head, ahead = _step(active, ahead, costs(len(active)))
-            if head:
-                heads[len(rows)] = head
-            rows.append(step_rows)
-            sequences.append(len(active))
-            ended = [one for one in active if one.done >= len(one.output)]
-            active = [one for one in active if one not in ended]
-            ahead = ahead and bool(active)
-            for one in ended:
-                one.drafter.end()
-                on_progress()
-    finally:
-        for one in active:
+    while True:
+        for completion in itertools.islice(waiting, most - len(active)):
+            drafter = new_drafter(completion.output)
+            drafter.begin(completion.prompt)
+            last = completion.context[completion.begin - 1]
+            active.append(_Output(completion.output, drafter, last))
+        if not active:
+            break
+        step, ahead = _step(active, ahead, costs(len(active)))
+        steps.append(step)
+        ended = [one for one in active if one.done >= len(one.output)]
+        active = [one for one in active if one not in ended]
+        ahead = ahead and bool(active)
+        for one in ended:
             one.drafter.end()
-    tokens = sum(len(completion.output) for completion in completions)
-    return Replayed(tokens, tuple(rows), tuple(sequences), heads)
+            on_progress()
+    return Replayed(sum(len(completion.output) for completion in completions), tuple(steps))
 
 
 @dataclass(eq=False)
@@ -141,24 +133,15 @@ class _Output:
     done: int = 0
 
 
-def _step(active: Sequence[_Output], ahead: bool, costs: FixedCosts) -> tuple[int, float, bool]:
-    """Run a step of all outputs.
-
-    Returns:
-        its rows, what trained heads took, and whether the next step is dispatched in it.
-    """
+def _step(active: Sequence[_Output], ahead: bool, costs: FixedCosts) -> tuple[Step, bool]:
+    """Run a step of all outputs; returns also whether the next step is dispatched in it."""
     planners = [one.drafter for one in active if isinstance(one.drafter, Planner)]
-    shared: dict[Drafter, Plan] = {}
-    if len(active) > 1:
+    if len(active) > 1 and planners:  # all outputs have drafters of one kind
         depths = [MAX_DEPTH] * len(planners)
         plans = plan_drafts(planners, depths, costs, sequences=len(active))
-        shared = dict(zip(planners, plans, strict=True))
-    proposals = [
-        cast(Planner, one.drafter).draft(shared[one.drafter])
-        if one.drafter in shared
-        else one.drafter.propose(MAX_DEPTH)
-        for one in active
-    ]
+        proposals = [one.draft(plan) for one, plan in zip(planners, plans, strict=True)]
+    else:
+        proposals = [one.drafter.propose(MAX_DEPTH) for one in active]
     # A plain step that was dispatched ahead runs first, whatever is proposed meanwhile.
     trees = [DraftTree.chain(one.last) for one in active] if ahead else proposals
     ahead = all(
@@ -172,7 +155,7 @@ def _step(active: Sequence[_Output], ahead: bool, costs: FixedCosts) -> tuple[in
         one.done += len(step.tokens)
         one.last = step.tokens[-1]
         one.drafter.observe(replace(step, rows=rows, sequences=len(active)))
-    return rows, head, ahead
+    return Step(rows, len(active), head), ahead
 
 
 def extended(curve: CostCurve) -> CostCurve:
@@ -227,46 +210,47 @@ def replay_report(
         ``share_slow``: the mean of theirs; ``tokens_per_step`` and ``rows_per_step``: over all
         steps; ``sets``: by name, in the order of their appearance, see :func:`_figures`.
     """
-    replayed = list(replayed)
     by_set: dict[str, list[Replayed]] = {}
     for name, completion in replayed:
         by_set.setdefault(name, []).append(completion)
     sets = {name: _figures(completions, curve) for name, completions in by_set.items()}
-    everything = _figures([completion for _, completion in replayed], curve)
     return {
-        "speedup": geometric_mean([one["speedup"] for one in sets.values()]),
+        "speedup": geometric_mean(one["speedup"] for one in sets.values()),
         "worst": min(one["speedup"] for one in sets.values()),
         "share_slow": fmean(one["share_slow"] for one in sets.values()),
-        "tokens_per_step": everything["tokens_per_step"],
-        "rows_per_step": everything["rows_per_step"],
+        **_per_step([one for completions in by_set.values() for one in completions]),
         "sets": sets,
     }
 
 
-def _figures(completions: list[Replayed], curve: Callable[[int], float]) -> Report:
-    """The figures of one set; ``speedup`` is the time of plain decoding / time of the steps."""
+def _figures(completions: Sequence[Replayed], curve: Callable[[int], float]) -> Report:
+    """The figures of one set.
+
+    ``speedup`` is the time of plain decoding / time of the steps, and ``share_slow`` the share of
+    completions that lose more than 2 % and two plain steps.
+    """
     costs = [completion.cost(curve) for completion in completions]
     tokens = sum(completion.tokens for completion in completions)
-    steps = sum(len(completion.rows) for completion in completions)
-    slow = sum(is_slow(c.tokens, cost) for c, cost in zip(completions, costs, strict=True))
+    slow = (
+        one.tokens < 0.98 * cost and cost - one.tokens > 2
+        for one, cost in zip(completions, costs, strict=True)
+    )
     return {
         "completions": len(completions),
         "tokens": tokens,
         "speedup": tokens / sum(costs),
-        "share_slow": slow / len(completions),
-        "tokens_per_step": tokens / steps,
-        "rows_per_step": sum(sum(completion.rows) for completion in completions) / steps,
+        "share_slow": fmean(slow),
+        **_per_step(completions),
     }
 
 
-def is_slow(plain: float, cost: float) -> bool:
-    """Whether an output lost noticeably: more than 2 % and more than two plain steps.
-
-    Args:
-        plain: the time of plain decoding, in plain steps.
-        cost: the time that it took.
-    """
-    return plain / cost < SLOW and cost - plain > _UNNOTICED
+def _per_step(replayed: Sequence[Replayed]) -> Report:
+    """The tokens and rows of a step, on average over all steps."""
+    steps = sum(len(one.steps) for one in replayed)
+    return {
+        "tokens_per_step": sum(one.tokens for one in replayed) / steps,
+        "rows_per_step": sum(sum(one.rows) for one in replayed) / steps,
+    }
 
 
 def joint_report(
@@ -289,7 +273,6 @@ def joint_report(
     """
     whole = extended(curve)
     speedup, batching = (one.tokens / one.cost(whole) for one in (joint, plain))
-    steps = len(joint.rows)
     return {
         "speedup": speedup,
         "plain_batching": batching,
@@ -297,28 +280,12 @@ def joint_report(
         "over_plain_batching": speedup / batching,
         "tokens": joint.tokens,
         "completions": len(alone),
-        "tokens_per_step": joint.tokens / steps,
-        "rows_per_step": sum(joint.rows) / steps,
-        "sequences_per_step": sum(joint.sequences) / steps,
+        **_per_step([joint]),
+        "sequences_per_step": fmean(step.sequences for step in joint.steps),
     }
 
 
 # --- what is compared ---
-
-
-def chosen_policies(names: str) -> dict[str, ReplayPolicy]:
-    """The policies that a comma-separated list names, in its order; "all" names all.
-
-    Raises:
-        OptionError: one of them is unknown.
-    """
-    wanted = [*POLICIES] if names == "all" else [name.strip() for name in names.split(",")]
-    try:
-        return {name: POLICIES[name] for name in wanted}
-    except KeyError as error:
-        raise OptionError(
-            f"no decoder is replayed as {error.args[0]!r}: choose among {', '.join(POLICIES)}"
-        ) from None
 
 
 def read_curve(path: Path) -> CostCurve:
@@ -330,7 +297,7 @@ def read_curve(path: Path) -> CostCurve:
     try:
         times = load_json(path.read_bytes())["times"]
         return CostCurve([(int(time["rows"]), float(time["cost"])) for time in times])
-    except _UNUSABLE as error:
+    except (OSError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
         raise OptionError(
             f"{path}: no cost curve; write one with mlxspec calibrate MODEL --json"
         ) from error
@@ -360,83 +327,67 @@ def compare(
         at once on, what :func:`joint_report` does.
     """
     several = concurrency > 1
-    runs = sum(len(curves) if policy.follows_costs else 1 for policy in policies.values())
-    total = (1 + 2 * runs if several else runs) * len(completions)
+    work = len(completions)
+    runs = len(curves) * len(policies)
     done = itertools.count(1)
 
     def count() -> None:
-        on_progress(next(done) / total)
+        on_progress(next(done) / (work * (1 + 2 * runs if several else runs)))
 
     def together(new: NewDrafter, curve: CostCurve) -> Replayed:
         return replay_jointly(completions, new, curve, concurrency, count)
 
+    def compared(policy: ReplayPolicy, curve: CostCurve) -> Report:
+        alone, new = list[Replayed](), policy(curve, classes)
+        for one in completions:
+            alone.append(replay(one.prompt, one.output, new(one.output)))
+            count()
+        if plain:
+            return joint_report(together(policy(curve, classes), curve), plain, alone, curve)
+        sets = (one.category for one in completions)
+        return replay_report(zip(sets, alone, strict=True), curve)
+
     plain = together(lambda output: NoDraft(), _ANY_CURVE) if several else None
-    reports: dict[str, dict[str, Report]] = {chip: {} for chip in curves}
-    for name, policy in policies.items():
-        alone: list[Replayed] = []
-        for chip, curve in curves.items():
-            if policy.follows_costs or not alone:  # without costs all chips have the same steps
-                alone, new = [], policy.drafters(curve, classes)
-                for one in completions:
-                    alone.append(replay(one.prompt, one.output, new(one.output)))
-                    count()
-                if several:
-                    joint = together(policy.drafters(curve, classes), curve)
-            if plain:
-                reports[chip][name] = joint_report(joint, plain, alone, curve)
-            else:
-                sets = (one.category for one in completions)
-                reports[chip][name] = replay_report(zip(sets, alone, strict=True), curve)
-    return reports
+    return {
+        chip: {name: compared(policy, curve) for name, policy in policies.items()}
+        for chip, curve in curves.items()
+    }
 
 
-def verdict(comparison: Comparison) -> list[str]:
-    """Which policy wins where, a line for each winner; plain decoding where nothing gains."""
-    won: dict[str, list[str]] = {}
+def verdict(comparison: Comparison) -> Iterator[str]:
+    """Which policy wins on each chip; plain decoding where nothing gains."""
     for chip, reports in comparison.items():
         # Of several outputs at once, plain decoding is plain batching.
-        gains = {
-            name: report["speedup"] / report.get("plain_batching", 1)
-            for name, report in reports.items()
-            if name != HINDSIGHT
-        }
-        best = max(gains, key=lambda name: gains[name], default=None)
-        if best and gains[best] > 1:
-            won.setdefault(best, []).append(f"{chip} ({gains[best]:.2f}×)")
-        else:
-            won.setdefault("plain decoding", []).append(chip)
-    return [f"{winner} wins on {', '.join(chips)}." for winner, chips in won.items()]
+        gains: dict[str, float] = {"plain decoding": 1.0}
+        for name, report in reports.items():
+            if name != HINDSIGHT:
+                gains[name] = report.get("over_plain_batching") or report["speedup"]
+        best = max(gains, key=gains.__getitem__)
+        yield f"{best} wins on {chip} ({gains[best]:.2f}×)."
 
 
-# --- memories of several sizes ---
-
-_LETTERS = {"": 1, "k": 1 << 10, "m": 1 << 20}
-_SIZE = re.compile(r"([0-9]{1,15})([km]?)", re.ASCII | re.IGNORECASE)
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
 
-def memories(sizes: str) -> dict[str, ReplayPolicy]:
-    """The default decoder with memories of the sizes that a comma-separated list names.
+def memory_sizes(texts: str) -> dict[str, int | None]:
+    """The tokens of the memories that a comma-separated list of sizes names.
 
     Args:
-        sizes: numbers of tokens, with k for 1,024 and M for 1,048,576, or "all" for a memory
+        texts: numbers of tokens, with k for 1,024 and M for 1,048,576, or "all" for a memory
             without bound.
 
     Returns:
-        by name, the smallest memory first. Before them, for comparison, stands the decoder without
-        one, whether 0 is in the list or not.
+        by name, before them, for comparison, no memory.
 
     Raises:
         OptionError: a size has another form.
     """
-    names: dict[float, str] = {}
-    for text in map(str.strip, sizes.split(",")):
-        match = _SIZE.fullmatch(text)
+    sizes: dict[str, int | None] = {"no memory": 0}
+    for text in map(str.strip, texts.split(",")):
+        match = re.fullmatch("([0-9]{1,15})([km]?)", text, re.ASCII | re.IGNORECASE)
         if match is None and text != "all":
             raise OptionError(
-                f"--memory: {text!r} is not a size: give tokens as 4096, 16k or 1M, 0 for none, or "
-                "all"
+                f"--memory: {text!r} is not a size: give tokens as 4096, 16k or 1M, or all"
             )
-        size = int(match[1]) * _LETTERS[match[2].lower()] if match else math.inf
-        names[size] = f"memory {text}"
-    names[0] = "no memory"
-    return {names[size]: planned(None if size == math.inf else int(size)) for size in sorted(names)}
+        sizes[f"memory {text}"] = int(match[1]) * _UNITS[match[2].lower()] if match else None
+    return sizes

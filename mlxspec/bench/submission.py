@@ -238,8 +238,8 @@ def _first_problem(error: ValidationError) -> str:
 # --- the issue ---
 
 
-def issue_url(report: BenchReport) -> tuple[str, bool]:
-    """The address of the form for an issue with a report, and whether it is filled in.
+def issue_url(report: BenchReport) -> str:
+    """The address of the form for an issue, which is filled in with the report.
 
     GitHub refuses an address that is too long; then the user pastes the report.
     """
@@ -247,7 +247,7 @@ def issue_url(report: BenchReport) -> tuple[str, bool]:
     empty = f"{REPORT_FORM}&title={quote(title)}"
     compact = report.model_dump_json(exclude_none=True)
     filled = f"{empty}&report={quote(compact, safe=',:/')}"
-    return (filled, True) if len(filled) <= _LONGEST_URL else (empty, False)
+    return filled if len(filled) <= _LONGEST_URL else empty
 
 
 # --- the files ---

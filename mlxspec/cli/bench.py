@@ -7,7 +7,6 @@ import sys
 import time
 import webbrowser
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from rich.text import Text
 from ..engine.params import SamplingParams
 from ..errors import OptionError, PromptError
 from ..files import SHARED, check_writable, replaced
-from ..process import INTERRUPTED, MLX_VARIABLES, variables_in
+from ..process import MLX_VARIABLES, variables_in
 from .calibrate import measured_curves
 from .common.model_choice import ABOUT, DEFAULT, MODEL, model_argument, needed_model
 from .common.options import (
@@ -47,7 +46,7 @@ from .common.output import (
     ratio,
     shown,
 )
-from .settings import MLX_SETTINGS, check_settings
+from .settings import MLX_SETTINGS, checked
 
 if TYPE_CHECKING:
     from ..bench.measure import MakeStream, MeasuredPrompt, Report
@@ -73,9 +72,10 @@ class BenchOptions:
         multiple=True,
     )
     limit: int | None = _prompts("--limit N", "At most N prompts of each category.", type=COUNT)
-    decoders: str | None = _measurement(
+    decoders: str = _measurement(
         "--decoder A,B",
-        f"Decoders to compare with plain decoding: any of {', '.join(_DECODERS)}.  [default: all]",
+        f"Decoders to compare with plain decoding: any of {', '.join(_DECODERS)}.",
+        default="all",
         shell_complete=names_completed(lambda: _DECODERS),
     )
     drafter: str | None = _measurement(
@@ -87,7 +87,9 @@ class BenchOptions:
     repeats: int = _measurement(
         "--repeats N", "Runs of each decoder on each prompt.", default=3, type=COUNT
     )
-    temp: float = _measurement("--temp T", "Temperature; 0 is greedy.", default=0.0)
+    temp: float = _measurement(
+        "--temp T", "Temperature; 0 is greedy. Above it, mlx-lm is left out.", default=0.0
+    )
     seed: int = _measurement("--seed N", "Same seed, same outputs.", default=0)
     mlx_settings: str | None = _measurement(
         "--mlx-settings NAME=1,…",
@@ -132,21 +134,22 @@ def bench_command(
     the model's name if it is a repository's, and figures.
     Nothing is sent before you submit the issue in your browser.
     """
-    from ..bench.measure import backends_with, chosen_backends, takes_head, what_differs
-    from ..bench.prompts import bundled_prompts, limited, read_prompts
+    from ..bench.measure import AUTO, BACKENDS, MLX_LM, PLAIN, backends_with, what_differs
+    from ..bench.prompts import bundled_prompts, chosen, limited, read_prompts
     from ..drafting.drafter import load_drafter
 
     if asked.mlx_settings is not None:
-        check_settings({MLX_SETTINGS: asked.mlx_settings})
+        checked(MLX_SETTINGS, asked.mlx_settings)
         os.environ.update(variables_in(asked.mlx_settings))  # before MLX first uses a GPU
     # Check all that needs no model before a model is loaded, or even downloaded.
     model = needed_model(model)
-    backends = chosen_backends(asked.decoders)
+    backends = {PLAIN: BACKENDS[PLAIN], **chosen(asked.decoders, BACKENDS)}
+    if asked.temp > 0:
+        backends.pop(MLX_LM, None)  # it draws other random numbers
     if asked.drafter is not None:
         backends |= backends_with(load_drafter(asked.drafter))
     check_one(head=asked.head, no_head=asked.no_head)
-    uses_head = any(map(takes_head, backends))
-    if asked.head is not None and not uses_head:
+    if asked.head is not None and AUTO not in backends:
         raise OptionError("--head is for --decoder auto: add it")
     SamplingParams(temp=asked.temp, seed=asked.seed)
     prompts = [prompt for file in asked.prompts for prompt in read_prompts(file)]
@@ -154,20 +157,19 @@ def bench_command(
     shows.check()
     file = Path(time.strftime("mlxspec-report-%Y%m%d-%H%M%S.json"))
     if submit:
-        if asked.prompts or asked.drafter or shows.as_json or "auto" not in backends:
+        if asked.prompts or asked.drafter or shows.as_json or AUTO not in backends:
             raise OptionError(
                 "--submit reports the bundled prompts and decoders, auto among them, as they are "
                 "shown: leave out --prompts, --drafter and --json"
             )
         check_writable(file)
-    head = asked.head if uses_head and not asked.no_head else False
-    report = _report(model, asked, head, backends, questions, include_text, submit)
+    report = _report(model, asked, backends, questions, include_text, submit)
     shows.show_tables(report, lambda: bench_tables(report))
     wrong = [*what_differs(report)]
     for line in wrong:
         click.echo(f"Error: {shown(line)}", err=True)
-    if wrong or report["settings"]["interrupted"]:
-        sys.exit(1 if wrong else INTERRUPTED)
+    if wrong:
+        sys.exit(1)
     if submit:
         _submit(file, report)
 
@@ -175,26 +177,26 @@ def bench_command(
 def _report(
     model: str,
     asked: BenchOptions,
-    head: str | bool | None,
     backends: dict[str, MakeStream],
     questions: list[BenchPrompt],
     include_text: bool,
     with_curves: bool,
 ) -> Report:
-    """Load the model, measure until the end or Ctrl-C, and make the report."""
-    from ..bench.measure import Measurement, bench_report, machine_facts, model_facts, with_head
-    from ..drafting.kept import CostCache
+    """Load the model, measure, and make the report."""
+    from ..bench.measure import AUTO, Measurement, bench_report, machine_facts, model_facts
     from ..engine.heads import attach_head
     from ..models.heads.loading import load_with_head
 
-    loaded, tokenizer, its_head = load_with_head(model, head, asked.adapter_path)
-    if its_head is not None and attach_head(its_head, loaded) is None:
-        its_head = None
-    about = model_facts(loaded, model, its_head)
+    wanted = False if asked.no_head or AUTO not in backends else asked.head
+    loaded, tokenizer, head = load_with_head(model, wanted, asked.adapter_path)
+    if head is not None and attach_head(head, loaded) is None:
+        head = None
+    about = model_facts(loaded, model, head)
     # First, so that the planner knows them, and that a busy machine ends the command early.
-    curves = measured_curves(CostCache(), loaded, about["name"]) if with_curves else []
-    if its_head is not None:
-        backends = with_head(backends, its_head)
+    curves = measured_curves(loaded, about["name"]) if with_curves else []
+    if head is not None:
+        auto = backends[AUTO]
+        backends = {**backends, AUTO: partial(auto, head=head), "auto without head": auto}
     measurement = Measurement(
         *(loaded, tokenizer, backends),
         max_tokens=asked.max_tokens,
@@ -202,23 +204,21 @@ def _report(
         sampling=SamplingParams(temp=asked.temp, seed=asked.seed),
     )
     measured: list[MeasuredPrompt] = []
-    interrupted = True
-    with suppress(KeyboardInterrupt), ProgressBar("Taking turns") as on_progress:
-        for prompt in measurement.measure(questions, on_progress):
+    answers = sum(1 + len(prompt.follow_ups) for prompt in questions)
+    with ProgressBar("Taking turns") as on_progress:
+        on_progress(0.0)
+        for prompt in measurement.measure(questions):
             measured.append(prompt)
-        interrupted = False
-    if not measured and interrupted:
-        raise KeyboardInterrupt
+            on_progress(len(measured) / answers)
     if not measured:
         raise PromptError("every prompt is longer than the model's context: use shorter ones")
     settings = {
         "prompts": len(measured),
-        "prompts_too_long": measurement.skipped,
+        "prompts_too_long": answers - len(measured),
         "max_tokens": asked.max_tokens,
         "repeats": asked.repeats,
         "temperature": asked.temp,
         "seed": asked.seed,
-        "interrupted": interrupted,
     }
     if asked.adapter_path is not None:
         about["name"] += f" with adapters {Path(asked.adapter_path).resolve().name}"
@@ -234,84 +234,75 @@ def _submit(file: Path, report: Report) -> None:
     sent = BenchReport.of(report)
     with replaced(file, SHARED) as writable:
         writable.write(sent.text().encode())
-    url, is_filled_in = issue_url(sent)
+    url = issue_url(sent)
     click.echo(f"\nAll that the report says; it is in {file}, too:\n\n{sent.text()}")
     if at_terminal() and not click.confirm("Open it as a public issue on GitHub?", err=True):
         click.echo(f"Nothing was sent. The report stays in {file}.")
         return
     if not at_terminal() or not webbrowser.open(url):
         click.echo(f"To send the report, open this address:\n{url}")
-    unless = "If the form is empty, paste" if is_filled_in else "The form is empty: paste"
-    click.echo(f"{unless} the content of {file}. Nothing is sent until you submit the form.")
+    click.echo(
+        f"If the form is empty, paste the content of {file}. "
+        "Nothing is sent until you submit the form."
+    )
 
 
 # --- tables ---
 
 
-def _heading(report: Report) -> Iterator[RenderableType]:
-    model, machine = report["model"], report["machine"]
-    yield shown(
-        f"{model['name']}: {model['parameters']:,} parameters, {model['bits_per_weight']} bits "
-        f"each in memory, {model['dtype']}"
-        + (f", with a trained head, {model['head']}" if "head" in model else "")
-    )
-    blas = f", BLAS: {machine['blas']}" if "blas" in machine else ""
-    yield shown(f"{machine['chip']} ({machine['device']}{blas}), {machine['system']}")
-    yield (
-        f"mlxspec {machine['mlxspec']}, mlx {machine['mlx']}, mlx-lm {machine['mlx_lm']}, "
-        f"Python {machine['python']}"
-    )
-    if "mlx_settings" in machine:
-        yield shown(machine["mlx_settings"])
-
-
 def bench_tables(report: Report) -> Iterator[RenderableType]:
     """Speeds by category and over all, how exact the outputs are, and which decoder is fastest."""
-    from ..bench.measure import PLAIN, exactness, verdict
+    from ..bench.measure import exactness, verdict
 
-    yield from _heading(report)
+    yield from map(shown, _heading(report["model"], report["machine"]))
     decoders = report["decoders"]
     table = folding_table(
         *("category", "prompts", *decoders),
         caption="tokens/s without prefill, and the ratio to plain decoding, turn by turn",
     )
     for category, entry in report["categories"].items():
-        cells = []
-        for name, figures in entry["decoders"].items():
-            rate = f"{figures['tokens_per_second']:.1f}"
-            if name != PLAIN:
-                differs = figures["outputs"]["different"]
-                rate += f"  {'differs' if differs else ratio(figures['speedup'])}"
-            cells.append(rate)
+        cells = (
+            f"{of['tokens_per_second']:.1f}  "
+            + ("differs" if of["outputs"]["different"] else ratio(of["speedup"]))
+            for of in entry["decoders"].values()
+        )
         table.add_row(shown(category), str(entry["prompts"]), *cells)
     yield table
-    yield _over_all(decoders)
+    table = folding_table(
+        *("all", "vs plain", "vs mlx-lm", "tokens/step", "rows/step", "accepted", "outputs"),
+        caption="geometric means of the categories; outputs are compared with plain's",
+    )
+    for name, of in decoders.items():
+        outputs = (f"{n} {how.replace('_', ' ')}" for how, n in of["outputs"].items() if n)
+        table.add_row(
+            *(name, ratio(of["speedup"]), ratio(of["vs_mlx_lm"])),
+            _formatted(of["tokens_per_step"], ".2f"),
+            _formatted(of["rows_per_step"], ".2f"),
+            _formatted(of["acceptance_rate"], ".0%"),
+            ", ".join(outputs),
+        )
+    yield table
     if skipped := report["settings"].get("prompts_too_long"):
         yield f"{counted(skipped, 'prompt')} left out: longer than the model's context"
-    if report["exactness"]["outputs"]:
-        yield exactness(report)
+    yield exactness(report)
     if report["rough"]:
         yield report["rough"]
     yield Text(shown(verdict(report)), style="bold")
 
 
-def _over_all(decoders: Report) -> RenderableType:
-    result = folding_table(
-        *("all", "vs plain", "vs mlx-lm", "tokens/step", "rows/step", "accepted", "outputs"),
-        caption="geometric means of the categories; outputs are compared with plain's",
+def _heading(model: Report, machine: Report) -> Iterator[str]:
+    head = f", with a trained head, {model['head']}" if "head" in model else ""
+    yield (
+        f"{model['name']}: {model['parameters']:,} parameters, {model['bits_per_weight']} bits "
+        f"each in memory, {model['dtype']}{head}"
     )
-    for name, figures in decoders.items():
-        outputs = figures["outputs"].items()
-        result.add_row(
-            name,
-            ratio(figures["speedup"]),
-            ratio(figures["vs_mlx_lm"]),
-            _formatted(figures["tokens_per_step"], ".2f"),
-            _formatted(figures["rows_per_step"], ".2f"),
-            _formatted(figures["acceptance_rate"], ".0%"),
-            ", ".join(f"{count} {how.replace('_', ' ')}" for how, count in outputs if count),
-        )
-    return result
+    blas = f", BLAS: {machine['blas']}" if "blas" in machine else ""
+    settings = f", {machine['mlx_settings']}" if "mlx_settings" in machine else ""
+    yield f"{machine['chip']} ({machine['device']}{blas}), {machine['system']}{settings}"
+    yield (
+        f"mlxspec {machine['mlxspec']}, mlx {machine['mlx']}, mlx-lm {machine['mlx_lm']}, "
+        f"Python {machine['python']}"
+    )
 
 
 def _formatted(value: float | None, form: str) -> str:

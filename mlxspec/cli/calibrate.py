@@ -7,13 +7,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.bar import Bar
-from rich.box import SIMPLE
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from ..errors import MlxspecError, OptionError
-from ..terminal import visible
+from ..errors import MlxspecError
 from .common.model_choice import ABOUT, DEFAULT, MODEL, model_argument, needed_model
 from .common.options import (
     ADAPTERS,
@@ -26,17 +23,15 @@ from .common.options import (
     option,
     options_of,
 )
-from .common.output import ProgressBar, ReportOptions
+from .common.output import ProgressBar, ReportOptions, folding_table, shown
 
 if TYPE_CHECKING:
     import mlx.nn as nn
 
-    from ..drafting.kept import CostCache, CostKey, KnownTimes
+    from ..drafting.kept import CostKey, KnownTimes
     from ..engine.heads import TrainedHead
 
-_MOST_SEQUENCES = 64  # whose steps are shown
 _DIGEST = 8  # characters, enough to distinguish models of one kind and size
-
 _WIDEST_BAR = 60  # columns
 _measurement = partial(option, group="Measurement")
 
@@ -58,7 +53,12 @@ _measurement = partial(option, group="Measurement")
     type=MODEL,
 )
 @_measurement(*NO_HEAD)
-@_measurement("--sequences N", "Measure steps that N sequences share.", default=1, type=COUNT)
+@_measurement(
+    "--sequences N",
+    "Measure steps that N sequences share; T(1) is then a plain step of all.",
+    default=1,
+    type=COUNT,
+)
 @_measurement("--show", "Show what is known of MODEL, or else of all, and measure nothing.")
 @options_of(ReportOptions, "shows", "Output")
 def calibrate_command(
@@ -91,33 +91,22 @@ def calibrate_command(
     the exit status is 1. The times are kept in the user's cache directory, or in the directory
     that MLXSPEC_CACHE_DIR names.
     """
-    from ..drafting.kept import CostCache
-
     shows.check()
-    check_one(head=head, no_head=no_head)
-    check_one(head=head, show=show, sequences=sequences > 1)
-    if show and adapter_path is not None and model is None:
-        raise OptionError("--adapter-path is given without its MODEL: name that, too")
-    cache = CostCache()
+    check_one(head=head, no_head=no_head, show=show, sequences=sequences > 1)
     if show:
-        curves, of_head = _known(cache, model, adapter_path, context), None
-        report: dict[str, Any] = {"curves": curves}
+        report: Report = {"curves": _known(model, adapter_path, context)}
     else:
         wanted = False if no_head or sequences > 1 else head
-        curves, of_head = _measured(
-            cache, needed_model(model), adapter_path, wanted, context, sequences
-        )
-        report = {**curves[0], "longer_contexts": curves[1:], "head": of_head}
-    shows.show_tables(report, lambda: _tables(curves, of_head))
+        report = _measured(needed_model(model), adapter_path, wanted, context, sequences)
+    shows.show_tables(report, lambda: _tables(report))
 
 
 # --- the curves: measured, or known from before ---
 
-Curve = dict[str, Any]
-"""What ``--json`` reports of a curve: machine, model and times by rows."""
+Report = dict[str, Any]
 
 
-def _curve(key: CostKey, context: int, known: KnownTimes, name: str) -> Curve:
+def _curve(key: CostKey, context: int, known: KnownTimes) -> Report:
     """The curve behind a context.
 
     Its times have by ``rows`` the ``seconds``, ``cost`` T(rows)/T(1), and the ``error``: half of
@@ -127,7 +116,7 @@ def _curve(key: CostKey, context: int, known: KnownTimes, name: str) -> Curve:
 
     times = known.times
     return {
-        "name": known.name or name or None,
+        "name": known.name or None,
         "machine": key.machine,
         "model": key.model,
         "context": context,
@@ -140,7 +129,6 @@ def _curve(key: CostKey, context: int, known: KnownTimes, name: str) -> Curve:
                 "seconds": time.seconds,
                 "cost": time.seconds / times[0].seconds,
                 "error": error,
-                "seconds_per_row": time.seconds / time.rows,
             }
             for time, error in zip(times, cost_errors(times), strict=True)
         ],
@@ -148,36 +136,34 @@ def _curve(key: CostKey, context: int, known: KnownTimes, name: str) -> Curve:
 
 
 def _measured(
-    cache: CostCache,
     name: str,
     adapter_path: str | None,
     head: str | bool | None,
     contexts: Sequence[int],
     sequences: int,
-) -> tuple[list[Curve], dict[str, Any] | None]:
-    """Load a model, measure it carefully, and keep that; see :func:`measured_curves`.
+) -> Report:
+    """Load a model, measure it carefully, and keep that.
 
     Returns:
-        the curves, and the times of a head, if any.
+        the first curve, with those behind longer contexts, and the times of its head, if any.
     """
     from ..engine.heads import attach_head
     from ..models.heads.loading import load_with_head
     from ..models.model_files import given_name
 
     model, _, its_head = load_with_head(name, head, adapter_path)
-    curves = measured_curves(cache, model, given_name(name), contexts, sequences)
-    plain_step = curves[0]["times"][0]["seconds"]
+    first, *longer = measured_curves(model, given_name(name), contexts, sequences)
     trained = attach_head(its_head, model) if its_head else None
-    return curves, _times_of_head(trained, plain_step) if trained else None
+    times = _times_of(trained, first["times"][0]["seconds"]) if trained else None
+    return {**first, "longer_contexts": longer, "head": times}
 
 
 def measured_curves(
-    cache: CostCache, model: nn.Module, name: str, contexts: Sequence[int] = (), sequences: int = 1
-) -> list[Curve]:
+    model: nn.Module, name: str, contexts: Sequence[int] = (), sequences: int = 1
+) -> list[Report]:
     """Measure carefully, and keep it. An interrupt before the end leaves the cache as it was.
 
     Args:
-        cache: where the times are kept.
         model: an mlx-lm model.
         name: what reports call it.
         contexts: the lengths behind which to measure; by default a short one and longer ones.
@@ -186,6 +172,7 @@ def measured_curves(
     Raises:
         MlxspecError: the times are noise; nothing is kept.
     """
+    from ..drafting.kept import CostCache
     from ..drafting.measurement import CAREFUL, noise
     from ..engine.costs import (
         calibrate,
@@ -199,12 +186,11 @@ def measured_curves(
 
     for asked in contexts:
         check_context(model, CAREFUL, asked)
+    cache = CostCache()
     # Shared steps are measured with their attention split as it will be.
     split_attention(model, split_length(cache.read(cost_key(model))))
     found = {}
-    short, *longer = measured_contexts(model, sequences)
-    wanted: list[int | None] = [*sorted(set(contexts))] or [None, *longer]
-    for context in wanted:
+    for context in sorted(set(contexts)) or measured_contexts(model, sequences):
         with ProgressBar("Prefill") as prefill, ProgressBar("Measuring step times") as measuring:
             times, split = calibrate(
                 model,
@@ -219,20 +205,19 @@ def measured_curves(
                 f"{name}: {problem}; nothing is kept, and what was known stays: close other "
                 "programs and measure again"
             )
-        found[context or short] = known_times(times, split, CAREFUL, "careful", name)
+        found[context] = known_times(times, split, CAREFUL, "careful", name)
     key = cost_key(model).of_sequences(sequences)
     cache.update(key, found)
-    return [_curve(key, context, known, name) for context, known in found.items()]
+    return [_curve(key, context, known) for context, known in found.items()]
 
 
-def _times_of_head(trained: TrainedHead, plain_step: float) -> dict[str, Any]:
+def _times_of(trained: TrainedHead, plain_step: float) -> Report:
     """The head's kind, and by the ``tokens`` of a draft its ``seconds`` and ``cost``.
 
     Args:
         trained: a head, attached to its target.
         plain_step: the seconds of a plain step, the unit of the cost.
     """
-
     times = []
     for tokens in range(1, trained.head.most + 1):
         seconds = trained.experience.seconds(tokens)
@@ -240,101 +225,71 @@ def _times_of_head(trained: TrainedHead, plain_step: float) -> dict[str, Any]:
     return {"kind": trained.head.title, "times": times}
 
 
-def _known(
-    cache: CostCache, name: str | None, adapter_path: str | None, contexts: Sequence[int]
-) -> list[Curve]:
-    """The curves in the cache: of one model on this machine, or all."""
-    from ..engine.costs import cost_key
+def _known(name: str | None, adapter_path: str | None, contexts: Sequence[int]) -> list[Report]:
+    """The curves in the cache: of one model, or all."""
+    from ..drafting.kept import CostCache
+    from ..engine.costs import model_identity
     from ..models.model import load
-    from ..models.model_files import given_name
 
-    if name is None:
-        entries = list(cache.entries())
-    else:
-        key = cost_key(load(name, adapter_path=adapter_path, lazy=True)[0])
-        keys = [key.of_sequences(count) for count in range(1, _MOST_SEQUENCES + 1)]
-        entries = [(key, cache.read(key)) for key in keys]
+    digest = None
+    if name is not None:
+        digest = model_identity(load(name, adapter_path=adapter_path, lazy=True)[0])["digest"]
     return [
-        # Times that decoding has measured by itself have no name.
-        _curve(key, context, known, given_name(name) if name else "")
-        for key, times in entries
+        _curve(key, context, known)
+        for key, times in CostCache().entries()
         for context, known in sorted(times.items())
-        if not contexts or context in contexts
+        if digest in (None, key.model["digest"]) and (not contexts or context in contexts)
     ]
 
 
 # --- tables ---
 
 
-def _tables(curves: list[Curve], of_head: dict[str, Any] | None) -> Iterator[RenderableType]:
+def _tables(report: Report) -> Iterator[RenderableType]:
+    curves = report["curves"] if "curves" in report else [report, *report["longer_contexts"]]
     if not curves:
         yield "No step times are known yet: mlxspec calibrate MODEL measures them."
+        return
     for curve in curves:
-        model, times = curve["model"], curve["times"]
-        yield Text(visible(curve["name"] or str(model.get("type"))), "bold")
-        yield from (visible(", ".join(map(str, facts))) for facts in _about(curve))
-        yield _table(times)
-        if len(times) == 1:
-            yield "Only plain steps were measured; mlxspec inspect says what the model verifies.\n"
-            continue
-        if (sequences := int(model.get("sequences") or 1)) > 1:
-            yield f"T(1) is a plain step of all {sequences} sequences; other rows are of drafts."
-        else:
-            yield "A draft pays when its step emits more than T(M)/T(1) tokens."
-        yield Text("± is half the width of a 95 % confidence interval of T(M)/T(1).\n", "dim")
-    if of_head:
-        yield Text(f"Drafts of the trained head, {of_head['kind']}", "bold")
-        table = _empty_table("tokens", "ms", "plain steps")
-        for draft in of_head["times"]:
-            seconds, cost = _milliseconds(draft["seconds"]), f"{draft['cost']:.2f}"
+        yield from _heading(curve)
+        table = folding_table("rows", "ms", "T(M)/T(1)", "±")
+        table.add_column(max_width=_WIDEST_BAR)
+        highest = max(time["cost"] for time in curve["times"])
+        for time in curve["times"]:
+            table.add_row(
+                str(time["rows"]),
+                f"{1000 * time['seconds']:.2f}",
+                f"{time['cost']:.2f}",
+                f"{time['error']:.0%}" if time["rows"] > 1 else "–",
+                Bar(highest, 0, time["cost"], color="blue"),
+            )
+        yield table
+        if len(curve["times"]) == 1:
+            yield "Only plain steps were measured; mlxspec inspect says what the model verifies."
+    yield "A draft pays when its step emits more than T(M)/T(1) tokens."
+    yield Text("± is half the width of a 95 % confidence interval of T(M)/T(1).\n", "dim")
+    if head := report.get("head"):
+        yield Text(f"Drafts of the trained head, {head['kind']}", "bold")
+        table = folding_table("tokens", "ms", "plain steps")
+        for draft in head["times"]:
+            seconds, cost = f"{1000 * draft['seconds']:.2f}", f"{draft['cost']:.2f}"
             table.add_row(str(draft["tokens"]), seconds, cost)
         yield table
         yield "A step takes this time before its T(M)/T(1) if the head drafts for it.\n"
 
 
-def _about(curve: Curve) -> tuple[list[object], list[object]]:
+def _heading(curve: Report) -> Iterator[RenderableType]:
     """What is known of the model, and of its measurement."""
     model, machine = curve["model"], curve["machine"]
-    about = [
-        *(model.get("type"), f"{(model.get('parameters') or 0) / 1e6:,.1f} M parameters"),
-        f"{model.get('bits_per_weight')} bits each in memory",
-        f"digest {str(model.get('digest'))[:_DIGEST]}",
-    ]
-    if model.get("sequences"):
-        about.append(f"{model['sequences']} sequences")
-    measured = [machine.get("chip"), machine.get("device")]
-    if machine.get("blas") not in (None, "own"):
-        measured.append(machine["blas"])
-    measured += [f"MLX {machine.get('mlx')}", f"behind {curve['context']:,} tokens"]
-    measured += [curve["source"], curve["updated"][:10]]
-    if curve["split_attention"]:
-        measured.append("attention split")
-    return about, measured
-
-
-def _table(points: Sequence[dict[str, float]]) -> Table:
-    """Rows, milliseconds and costs, the costs as bars, too."""
-    table = _empty_table("rows", "ms", "T(M)/T(1)", "ms/row", "±")
-    table.add_column(max_width=_WIDEST_BAR)
-    highest = max(point["cost"] for point in points)
-    for point in points:
-        table.add_row(
-            str(point["rows"]),
-            _milliseconds(point["seconds"]),
-            f"{point['cost']:.2f}",
-            _milliseconds(point["seconds_per_row"]),
-            f"{point['error']:.0%}" if point["rows"] > 1 else "–",
-            Bar(highest, 0, point["cost"], color="blue"),
-        )
-    return table
-
-
-def _empty_table(*headings: str) -> Table:
-    table = Table(box=SIMPLE, pad_edge=False, padding=(0, 0, 0, 1))
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:.2f}" if seconds < 1 else f"{1000 * seconds:.0f}"
+    yield Text(shown(curve["name"] or model["type"]), "bold")
+    yield shown(
+        f"{model['type']}, {model['parameters'] / 1e6:,.1f} M parameters, "
+        f"{model['bits_per_weight']} bits each in memory, digest {model['digest'][:_DIGEST]}"
+        + (f", {model['sequences']} sequences" if "sequences" in model else "")
+    )
+    blas = f", BLAS: {machine['blas']}" if "blas" in machine else ""
+    yield shown(
+        f"{machine['chip']}, {machine['device']}{blas}, MLX {machine['mlx']}, behind "
+        f"{curve['context']:,} tokens, {curve['source']}, {curve['updated'][:10]}"
+        + (", attention split" if curve["split_attention"] else "")
+    )

@@ -96,7 +96,7 @@ def _setup(client: str, address: str, models: Mapping[str, int | None]) -> Setup
     )
     setup: Setup = {"files": [], "fields": {}, "commands": [], "notes": [], **yaml.safe_load(text)}
     setup["files"] = [
-        SettingsFile(Path(file["path"]), file["settings"], file.get("defaults", {}))
+        SettingsFile(Path(file["path"]), file["settings"], file.get("first", {}))
         for file in setup["files"]
     ]
     return setup
@@ -161,7 +161,6 @@ def connect_command(
     If the server needs a key, put the key in MLXSPEC_API_KEY, here and for the client. The key is
     neither shown nor written: files and commands name the variable.
     """
-    check_one(server=server, port=port)
     console = output_console(color)
     if client is None:
         if write or yes:
@@ -169,6 +168,7 @@ def connect_command(
         print_rows(*((name, f"{title}: {way}") for name, (title, way) in CLIENTS.items()))
         return
     title, _ = CLIENTS[client]
+    check_one(server=server, port=port)
     asked = ApiClient(server or f"{_SERVER}:{port or _PORT}")
     models = asked.models(model)
     if context_length:

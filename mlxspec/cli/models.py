@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
-from rich.text import Text
 
 from ..models.model_files import DEMO, DEMO_DIRECTORY, local_path
 from .common.model_choice import DIRECTORY, SMALL_MODEL, model_or_default
@@ -92,24 +91,18 @@ def _directories(named: list[str]) -> dict[str, Path]:
 
 
 def _tables(models: list[dict[str, Any]], memory: int, default: str) -> Iterator[RenderableType]:
-    usable = [one for one in models if one["usable"]]
-    others = [one for one in models if not one["usable"]]
     table = folding_table("model", "weights", "memory", "fits")
+    usable = [one for one in models if one["usable"]]
     for one in usable:
-        table.add_row(
-            shown(one["name"]),
-            shown(one["weights"] or ""),
-            _size(one["memory_bytes"] or 0),
-            "yes" if one["fits"] else "no",
-        )
+        fits, takes = "yes" if one["fits"] else "no", _size(one["memory_bytes"] or 0)
+        table.add_row(shown(one["name"]), shown(one["weights"] or ""), takes, fits)
     yield table
     yield f"MLX may take {_size(memory)} here; the default model is {shown(default)}"
     for one in models:
         yield from (shown(f"{alias} stands for {one['name']}") for alias in one["aliases"])
-    if others:
-        yield Text("\nCannot be run", style="bold")
-    for one in others:
-        yield shown(f"{one['name']}, {_size(one['bytes'])}: {one['reason']}")
+        if not one["usable"]:
+            size = _size(one["bytes"])
+            yield shown(f"{one['name']}, {size}, cannot be run: {one['reason']}")
     if [one["name"] for one in usable] == [DEMO]:
         yield (
             "\nA model from the Hugging Face Hub is downloaded when you first name it: "

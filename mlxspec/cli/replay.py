@@ -128,11 +128,11 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
     "category", "model" and "completions", the indices of the messages to replay.
     """
     from ..bench.prompts import read_completions
-    from ..bench.replay import compare, verdict
+    from ..bench.replay import compare
     from ..models.tokenizer import load_tokenizer_of, vocabulary_classes
 
     check_one(chip=asked.chips or None, curve=asked.curve)
-    policies = _policies(asked)
+    policies, sizes = _policies(asked)
     chips = _chips(asked.chips, asked.curve)
     shows.check()
     tokenizer = load_tokenizer_of(asked.tokenizer)
@@ -141,24 +141,23 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
     work = completions, vocabulary_classes(tokenizer), policies, curves, asked.concurrency
     with ProgressBar("Replaying") as on_progress:
         comparison = compare(*work, on_progress)
-    shows.show_tables(
-        _report(asked, policies, comparison, chips),
-        lambda: [
-            *_tables(comparison, chips, asked.concurrency),
-            *map(shown, verdict(comparison)),
-        ],
-    )
+    report = _report(asked, sizes, comparison, chips)
+    shows.show_tables(report, lambda: _tables(comparison, chips, asked.concurrency))
 
 
-def _policies(asked: ReplayOptions) -> dict[str, ReplayPolicy]:
+def _policies(asked: ReplayOptions) -> tuple[dict[str, ReplayPolicy], dict[str, int | None]]:
     """The requested decoders, drafter and head, or the default decoder with the memories.
+
+    Returns:
+        the policies, and the sizes of the memories, both by name.
 
     Raises:
         OptionError: a decoder, size or curve is unknown, or options contradict each other.
     """
     from ..bench.heads import parse_head_curve, policies_with_head
-    from ..bench.policies import AUTO, policies_with
-    from ..bench.replay import chosen_policies, memories
+    from ..bench.policies import AUTO, POLICIES, planned, policies_with
+    from ..bench.prompts import chosen
+    from ..bench.replay import memory_sizes
     from ..drafting.drafter import load_drafter
 
     if asked.memory is not None:
@@ -167,13 +166,14 @@ def _policies(asked: ReplayOptions) -> dict[str, ReplayPolicy]:
                 "--memory compares the default decoder with itself: leave out --decoder, "
                 "--drafter and --head-curve"
             )
-        return memories(asked.memory)
-    policies = chosen_policies(asked.decoders)
+        sizes = memory_sizes(asked.memory)
+        return {name: planned(size) for name, size in sizes.items()}, sizes
+    policies = chosen(asked.decoders, POLICIES)
     if asked.drafter is not None:
         policies |= policies_with(load_drafter(asked.drafter))
     if asked.head_curve is not None:
         policies |= policies_with_head(*parse_head_curve(asked.head_curve))
-    return policies
+    return policies, {}
 
 
 def _chips(names: tuple[str, ...], file: Path | None) -> dict[str, Chip]:
@@ -189,31 +189,33 @@ def _chips(names: tuple[str, ...], file: Path | None) -> dict[str, Chip]:
 
 def _report(
     asked: ReplayOptions,
-    policies: Mapping[str, ReplayPolicy],
+    sizes: Mapping[str, int | None],
     comparison: Comparison,
     chips: Mapping[str, Chip],
 ) -> Report:
     """The figures of the first policy on the first chip, and all figures as ``comparison``."""
-    from ..bench.policies import AUTO
-
+    common: Report = {"concurrency": asked.concurrency}
+    if asked.head_curve is not None:
+        common["head_curve"] = asked.head_curve
     entries = []
     for chip, reports in comparison.items():
         for name, report in reports.items():
-            entry: Report = {"chip": chip, "estimated_rows": [*chips[chip].estimated]}
-            entry |= {"decoder": name}
-            if asked.memory is not None:
-                entry |= {"decoder": AUTO, "memory_tokens": policies[name].memory_tokens}
-            if asked.concurrency > 1:
-                entry["concurrency"] = asked.concurrency
-            if asked.head_curve is not None:
-                entry["head_curve"] = asked.head_curve
-            entries.append(entry | report)
+            entry: Report = {
+                "chip": chip,
+                "estimated_rows": [*chips[chip].estimated],
+                "decoder": name,
+            }
+            if name in sizes:
+                entry |= {"decoder": "auto", "memory_tokens": sizes[name]}
+            entries.append(entry | common | report)
     return {**entries[0], "comparison": entries}
 
 
 def _tables(
     comparison: Comparison, chips: Mapping[str, Chip], several: int
 ) -> Iterator[RenderableType]:
+    from ..bench.replay import verdict
+
     for chip, reports in comparison.items():
         at_once = f", {several} outputs at once" if several > 1 else ""
         estimates = f" ({chips[chip].about})" if chips[chip].about else ""
@@ -233,6 +235,7 @@ def _tables(
         for decoder, report in reports.items():
             table.add_row(decoder, *(f"{report[name]:.3g}" for name in names))
         yield table
+    yield from map(shown, verdict(comparison))
 
 
 _ALONE = (

@@ -12,7 +12,7 @@ import threading
 from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Annotated, Self
 
 import numpy as np
@@ -150,7 +150,6 @@ _OUTLIER = 4.0  # standard deviations
 # Consecutive steps that make a deviation a lasting change; enough that a burst of another
 # program's work does not count as one.
 _LASTING = 8
-_LOG_WIDEST = math.log(WIDEST)
 _NOTICEABLE = 0.02  # relative change of a cost that is worth a new curve
 
 STEP_SECONDS = 1e-6, 1e4
@@ -178,13 +177,6 @@ class KnownTime:
     def at_best(self, uncertainty: float) -> KnownTime:
         """The same time, known no better than this."""
         return replace(self, uncertainty=max(self.uncertainty, uncertainty))
-
-    @property
-    def bounded(self) -> KnownTime:
-        """The nearest possible time, so that nothing computed from it overflows."""
-        low, high = STEP_SECONDS
-        seconds = min(max(low, self.seconds), high)
-        return KnownTime(self.rows, seconds, min(max(0.0, self.uncertainty), MOST_UNCERTAINTY))
 
 
 @dataclass(slots=True)
@@ -248,12 +240,10 @@ class LiveTimes:
     def __init__(self, known: Mapping[int, Iterable[KnownTime]]) -> None:
         self._contexts = sorted(known)
         measured = [
-            {time.rows: time.bounded for time in known[context] if time.rows <= WIDEST}
+            {time.rows: time for time in known[context] if time.rows <= WIDEST}
             for context in self._contexts
         ]
-        errors: dict[int, float] = {}
-        for times in reversed(measured):
-            errors |= {rows: time.uncertainty for rows, time in times.items()}
+        errors = {rows: time.uncertainty for rows, time in measured[0].items()}
         plain = errors.pop(1)
         seconds = _completed([{r: t.seconds for r, t in times.items()} for times in measured])
         # What steps share, and its covariances: logarithms of the machine's speed now, and of
@@ -359,13 +349,8 @@ class LiveTimes:
                 if other_rows > self._beyond:
                     other.value += doubt * gain
             self._doubt -= doubt * settled
-        _, drafted, exponent = (self._shared - self._in_curves).tolist()
-        if (
-            doubt > 0
-            or abs(self._correction(own) - own.in_curve) > _NOTICEABLE
-            or abs(drafted) > _NOTICEABLE
-            or abs(exponent) * _LOG_WIDEST > _NOTICEABLE
-        ):
+        changes = (abs(self._correction(one) - one.in_curve) for one in self._rows.values())
+        if doubt > 0 or any(change > _NOTICEABLE for change in changes):
             self._forget_curves()
 
     def ran(self, rows: int) -> None:
@@ -418,7 +403,6 @@ class LiveTimes:
 
     def _forget_curves(self) -> None:
         self._curves.clear()
-        self._in_curves = self._shared
         for own in (self._plain, *self._rows.values()):
             own.in_curve = self._correction(own)
 
@@ -476,24 +460,17 @@ _DRAFTED_STEP_CHANGE = np.diag([_MACHINE_CHANGE, _DRAFTED_CHANGE, 0.0])
 def _completed(measured: list[dict[int, float]]) -> list[dict[int, float]]:
     """Complete the times by rows, one dict for each context length, the shortest first.
 
-    Afterwards all lengths have the same rows, and no time falls as the context grows. A time that
-    was not measured at one length follows from the time at the next length, and from the
-    difference that other rows have between the two.
+    Afterwards all lengths have the rows of the shortest one, and no time falls as the context
+    grows. What a longer context adds to a time that was not measured there follows from what it
+    adds to others.
     """
-    times, last = [*measured], len(measured) - 1
-    backwards, forwards = range(last - 1, -1, -1), range(1, last + 1)
-    for own, other in [*((n, n + 1) for n in backwards), *((n, n - 1) for n in forwards)]:
-        rows = sorted(times[own].keys() & times[other].keys())
-        differences = [times[own][row] - times[other][row] for row in rows]
-        slope = np.diff([0.0, *differences])[-1] / np.diff([0, *rows])[-1]  # beyond the last
-        found = {
-            row: seconds + float(np.interp(row, rows, differences) + slope * max(0, row - rows[-1]))
-            for row, seconds in times[other].items()
-        }
-        found = {row: max(seconds, STEP_SECONDS[0]) for row, seconds in found.items()}
-        times[own] = found | times[own]
-    for shorter, longer in pairwise(times):
-        longer |= {row: max(seconds, shorter[row]) for row, seconds in longer.items()}
+    times = measured[:1]
+    for own in measured[1:]:
+        shorter = times[-1]
+        rows = sorted(own.keys() & shorter.keys())
+        added = np.interp([*shorter], rows, [own[row] - shorter[row] for row in rows])
+        grown = zip(shorter.items(), added.tolist(), strict=True)
+        times.append({r: max(own.get(r, seconds + more), seconds) for (r, seconds), more in grown})
     return times
 
 
@@ -599,11 +576,6 @@ class LiveCosts:
         """The wall time that a step over ``rows`` rows would take now."""
         with self._lock:
             return self._live.seconds(rows, self._context)
-
-    @property
-    def slowdown(self) -> float:
-        """Time of a plain step now against the measured one; above 1 on a hot or busy machine."""
-        return self._live.slowdown
 
     @property
     def sync_overhead(self) -> float:

@@ -1,15 +1,22 @@
-"""The planner: drafts what yields the most tokens per unit of time, which may be nothing."""
+"""The planner: drafts what yields the most tokens per unit of time, which may be nothing.
+
+All times are in plain steps: one is the time of a pipelined step over one row. notes/planner.md,
+"Constants", says where the constants come from.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from .costs import CostCurve, Costs
 from .drafter import (
@@ -21,33 +28,215 @@ from .drafter import (
 )
 from .heads import HeadSource
 from .kept import Experience
-from .policy import (
-    SHARE_OF_NOW,
-    Policy,
-    allowed_shortfall,
-    best_allowed,
-    expected_shortfall,
-    expected_tokens,
-    gains_of,
-)
-from .sources import DrafterSource, and_forced
+from .sources import DrafterSource, forced_chain
 from .suffix_source import SuffixSource
 
 _log = logging.getLogger(__name__)
+
+_SHARE_OF_NOW = 0.8  # weight of this step's best rate in the price of time; the rest is the average
+_FIRST_RATE = 1.2
+_CHANGE = 0.1  # weight of the newest step in the running averages
+
+_FIRST_BANK = 2.0
+_INCOME = 1.02  # per emitted token: the bank keeps its level at 98 % of plain speed
+_STAKE = 0.04  # the square of an allowed shortfall, as a fraction of bank times gain
+
+# In plain joint steps: the longest delay of an output, besides a tenth of its time. With a lower
+# first patience, the newest of many short outputs would keep all others from drafting.
+_FIRST_PATIENCE, _MOST_PATIENCE = 4.0, 64.0
+_PATIENCE_PER_STEP = 0.1
+
+_MUCH_GAIN = 1.0
+_PROBE_ROUND = 30  # steps
+_PROBE = range(12, 18)  # in a row: the first and the last pipelined step are special
+
+_ROWS_OF_A_TREE = 16
+_FLAT = 2.0  # the cost of these rows, in plain steps
+
+
+class Policy:
+    """The state of one generation that decides how many of a step's candidates to verify.
+
+    A draft's **gain**, in tokens, is what it adds to a plain step's tokens, less the price of its
+    time. Three things restrain drafts:
+
+    - The *guard* is a bank of time that pays for drafts that fail. Each step deposits a little more
+      than it emits and withdraws its cost. The more the bank holds and the larger the gain, the
+      more a draft may risk; see :func:`allowed_shortfall`. So safe drafts pass at once, bold ones
+      only after earlier gains, and drafts with little gain rarely.
+    - The *sync overhead* is charged if the next step's forward is dispatched already, since a draft
+      interrupts the pipeline.
+    - The *probe*: all costs are relative to the time of a plain step. If every step has a draft,
+      changing costs look like a change of the machine's speed. So while plain steps are wanted, six
+      consecutive steps out of every 30 have no draft, unless drafts gain much. The count
+      continues over generations, since short ones never reach 30 steps.
+
+    Args:
+        probe_step: the number of steps already counted towards the next probe.
+
+    Attributes:
+        probe_step: as given, plus the steps since then while plain steps are wanted.
+        rate: running average of tokens per plain step's time.
+        gain: running average of the chosen drafts' gains; a step without a draft counts 0.
+        bank: the guard's balance, in plain steps.
+        ahead: whether the next step's forward is dispatched already.
+        patience: how much longer the sequence may wait for others' drafts, in plain joint steps.
+    """
+
+    def __init__(self, probe_step: int = 0) -> None:
+        self.rate = _FIRST_RATE
+        self.gain = 0.0
+        self.bank = _FIRST_BANK
+        self.patience = _FIRST_PATIENCE
+        self.probe_step = probe_step
+        self.ahead = False
+
+    @property
+    def probes(self) -> bool:
+        """Whether the next step is a probe: a plain step to measure."""
+        return self.gain < _MUCH_GAIN and self.probe_step % _PROBE_ROUND in _PROBE
+
+    def settle(
+        self,
+        step: VerifiedStep,
+        cost: float,
+        *,
+        gain: float,
+        probing: bool,
+        charge: float | None = None,
+    ) -> None:
+        """Account for a completed step.
+
+        Args:
+            step: the verified step; it has no draft if its forward was dispatched before.
+            cost: T(rows) / T(1) of the step.
+            gain: the draft's gain, 0 without one.
+            probing: whether plain steps are wanted.
+            charge: the guard's charge, if several sequences share the step; otherwise its cost.
+        """
+        emitted = len(step.tokens)
+        self.ahead = step.ahead
+        self.probe_step = self.probe_step + 1 if probing else 0
+        self.gain += _CHANGE * (gain - self.gain)
+        self.rate += _CHANGE * (emitted / cost - self.rate)
+        self.bank += _INCOME * emitted - (cost if charge is None else charge)
+        patience = self.patience + _PATIENCE_PER_STEP + emitted - cost
+        self.patience = min(max(patience, 0.0), _MOST_PATIENCE)
+
+
+def expected_tokens(p_reached: Sequence[float], sequences: int = 1) -> list[float]:
+    """E(n): the average number of tokens of a step that verifies the first ``n`` draft nodes.
+
+    Args:
+        p_reached: per draft node, best first, the probability that it is accepted.
+        sequences: the number of sequences that share the step.
+
+    Returns:
+        E(0), E(1), …; E(0) counts the one token that every step emits for each sequence.
+    """
+    return list(accumulate(p_reached, initial=float(sequences)))
+
+
+def price_of_time(best: float, rate: float) -> float:
+    """The price of a plain step's time, in tokens.
+
+    The time that this step saves goes to later steps, at their rate. The prediction of that rate
+    combines the best rate possible now, since easy passages last, with the average.
+
+    Args:
+        best: the most tokens per plain step's time that the step can have.
+        rate: recent tokens per plain step's time.
+    """
+    return float(best**_SHARE_OF_NOW * rate ** (1 - _SHARE_OF_NOW))
+
+
+def best_draft(
+    expected: Sequence[float],
+    costs: Sequence[float],
+    rate: float,
+    restart_cost: float = 0.0,
+    allows: Callable[[float, int], bool] = lambda gain, n_draft: True,
+) -> tuple[float, int]:
+    """The greatest allowed gain, and its number of nodes; 0.0 and 0 if there is none.
+
+    All numbers of nodes are compared, since costs rise in jumps. After a refusal, only half as many
+    nodes or fewer are tried: slightly fewer would barely be safer, and each check takes time.
+
+    Args:
+        expected: E(n) as from :func:`expected_tokens`.
+        costs: ``costs[rows]`` is T(rows) / T(1).
+        rate: as for :func:`price_of_time`.
+        restart_cost: the cost of any draft besides its rows.
+        allows: whether a gain with a number of nodes is allowed.
+    """
+    best = max(tokens / costs[rows] for rows, tokens in enumerate(expected, start=1))
+    price = price_of_time(best, rate)
+    plain = expected[0] - price * costs[1]
+    gains = [
+        (gain, n_draft)
+        for n_draft, tokens in enumerate(expected)
+        if (gain := tokens - price * (costs[n_draft + 1] + restart_cost) - plain) > 0
+    ]
+    most = len(expected)
+    for gain, n_draft in sorted(gains, reverse=True):
+        if n_draft <= most:
+            if allows(gain, n_draft):
+                return gain, n_draft
+            most = n_draft // 2
+    return 0.0, 0
+
+
+def expected_shortfall(cost: float, *drafts: Sequence[float]) -> float:
+    """The expected time by which a step's cost exceeds its tokens: E[max(0, cost - emitted)].
+
+    Args:
+        cost: 1 plus the time that the step takes beyond a plain one, over all sequences.
+        drafts: per drafting sequence, the probabilities that 1, 2, … or more of its tokens are
+            accepted.
+    """
+    accepted = np.ones(1)  # the probabilities that 0, 1, … tokens are accepted in all
+    for p_by_depth in drafts:
+        at_least = np.minimum.accumulate(np.array([1.0, *p_by_depth, 0.0]))
+        accepted = np.convolve(accepted, at_least[:-1] - at_least[1:])
+    missing = cost - 1 - np.arange(len(accepted))
+    return float(accepted @ np.maximum(missing, 0.0))
+
+
+def allowed_shortfall(banks: Sequence[float], gain: float) -> float:
+    """The greatest expected shortfall of a draft that the guard allows.
+
+    A draft is a bet, and as with Kelly's criterion (Kelly 1956) the stake grows with the edge: the
+    square of the shortfall is at most 4 % of the bank times the gain.
+
+    Args:
+        banks: the banks of the sequences that share the step, in plain steps.
+        gain: the draft's gain, in tokens.
+    """
+    return math.sqrt(_STAKE * max(0.0, sum(banks)) * max(0.0, gain))
+
+
+def trees_pay(curve: CostCurve) -> bool:
+    """Whether rows are cheap enough for drafts that branch.
+
+    Branches pay only if sixteen rows cost less than two plain steps. Otherwise a chain is as fast
+    and saves the work of growing a tree.
+    """
+    rows = min(_ROWS_OF_A_TREE, curve.widest)
+    return rows > 1 and curve(rows) < _FLAT
+
 
 # The running gain starts with the gain of a chain whose tokens each have a p_accept of 60 %
 # (notes/planner.md, "Constants").
 _FIRST_DRAFT = [0.6**depth for depth in range(1, 9)]
 
 _UNSURE = 0.5  # a head is tried only if nothing else is as likely as this
-_WITHOUT_HEAD = "steps run without the trained head"
 
 
 class Plan(NamedTuple):
     """The draft of a sequence for one step.
 
     Attributes:
-        candidates: the possible nodes, the likeliest first; None if there was no search.
+        candidates: the possible nodes, the likeliest first; None if the search has failed.
         n_draft: the number of candidates to verify.
         gain: their gain, in tokens.
         pipelined: whether the next step may be dispatched before this one's tokens are known, if
@@ -102,8 +291,7 @@ class Planner(Drafter):
         policy: the current generation's.
         failed: whether planning has failed in the current generation.
         guide: a constrained output's :class:`mlxspec.engine.grammar.GrammarState`, or None.
-        head: drafts where nothing else is likely enough; None without a trained head, or after it
-            has failed.
+        head: drafts where nothing else is likely enough; None without a trained head.
     """
 
     guide: Any = None
@@ -128,7 +316,6 @@ class Planner(Drafter):
     def begin(self, prompt: Sequence[int]) -> None:
         self._last = prompt[-1]
         self.failed = False
-        self._begun: list[Drafter] = []
         self._plan = NO_PLAN
         self.policy = Policy()
         try:
@@ -138,48 +325,32 @@ class Planner(Drafter):
             self.policy.gain = self._gain_of_chain(_FIRST_DRAFT, self.costs.hopeful.table)
             for source in self._sources:
                 source.begin(prompt)
-                self._begun.append(source)
-            self._of_head(lambda head: head.begin(prompt))
+            if self.head:
+                self.head.begin(prompt)
         except Exception as error:
             self._fails(error)
 
     def attach(self, target: Any, perturb: Callable[..., Any]) -> None:
         for source in self._sources:
             source.attach(target, perturb)
-        self._of_head(lambda head: head.attach(target, perturb))
+        if self.head:
+            self.head.attach(target, perturb)
 
-    def _of_head(self, call: Callable[[HeadSource], object]) -> None:
-        """Call something of the trained head, if any. If it fails, text is still drafted."""
-        try:
-            if self.head:
-                call(self.head)
-        except Exception as error:
-            self.head = None
-            log_fault(error, _WITHOUT_HEAD)
-
-    def search(self, curve: CostCurve, limits: Limits) -> DraftTree | None:
-        """Candidates to follow the current token, the likeliest first; None if not searched for.
-
-        Args:
-            curve: the costs of rows.
-            limits: the candidates'.
-        """
-        forced = self.guide is not None and bool(self.guide.forced())
-        if not forced and self.policy.skips_search(curve):
-            return None
+    def search(self, limits: Limits) -> DraftTree:
+        """Candidates to follow the current token, the likeliest first."""
         return self._united([source.search(limits) for source in self._sources], limits)
 
-    def with_head(self, text: DraftTree | None, head: DraftTree, limits: Limits) -> DraftTree:
+    def with_head(self, text: DraftTree, head: DraftTree, limits: Limits) -> DraftTree:
         """The candidates of a search, and those of the trained head, the likelier first."""
-        trees = [text or DraftTree.chain(self._last), head]
-        trees.sort(key=lambda tree: -max(tree.p_reached, default=0.0))
+        trees = sorted([text, head], key=lambda tree: -max(tree.p_reached, default=0.0))
         return self._united(trees, limits)
 
     def _united(self, trees: Sequence[DraftTree], limits: Limits) -> DraftTree:
         tree = united(trees, limits)
         if self.guide is None:
             return tree
-        return and_forced(self.guide.allowed(tree), self.guide.forced(), limits)
+        forced = forced_chain(self._last, self.guide.forced()[: limits.max_depth])
+        return united([forced, self.guide.allowed(tree)], limits)
 
     @property
     def head_time(self) -> float:
@@ -230,24 +401,15 @@ class Planner(Drafter):
         """The average gain of a draft after the next token, if the step waits for that token.
 
         Args:
-            candidates: for the current token; None if there was no search.
+            candidates: for the current token; None if the search has failed.
             costs: ``costs[rows]`` is the cost of a step with that many rows.
         """
-        gain = max(self.policy.gain, self._outlook(costs) if self.head else 0.0)
+        gain = self.policy.gain
         branch = candidates.first_chain().p_reached if candidates else ()
         if len(branch) < 2:
             return gain
         then = [probability / branch[0] for probability in branch[1:]]
         return max(gain, branch[0] * self._gain_of_chain(then, costs))
-
-    def _outlook(self, costs: Sequence[float]) -> float:
-        """The allowed gain of a draft by the head alone."""
-        assert self.head
-        experience, plain = self.head.experience, self.costs.seconds(1)
-        p_reached = self.head.outlook(len(costs)).p_reached
-        later = enumerate(costs[2 : 2 + len(p_reached)], start=1)
-        with_head = [*costs[:2], *(cost + experience.seconds(n) / plain for n, cost in later)]
-        return self._gain_of_chain(p_reached, with_head)
 
     def _gain_of_chain(self, p_reached: Sequence[float], costs: Sequence[float]) -> float:
         """The allowed gain of a chain whose first 1, 2, … tokens have these probabilities."""
@@ -257,7 +419,7 @@ class Planner(Drafter):
             shortfall = expected_shortfall(costs[n_draft + 1], p_reached[:n_draft])
             return shortfall <= allowed_shortfall([self.policy.bank], gain)
 
-        return best_allowed(gains_of(expected, costs, self.policy.rate, 0.0), allows)[0]
+        return best_draft(expected, costs, self.policy.rate, allows=allows)[0]
 
     def observe(self, step: VerifiedStep) -> None:
         self._last = step.tokens[-1]
@@ -288,36 +450,28 @@ class Planner(Drafter):
         self.policy.settle(
             step,
             cost,
-            chosen=plan.n_draft > 0,
             gain=plan.gain,
             probing=costs.wants_plain_steps,
-            doubtful=costs.hopeful is not costs.curve,
             charge=charge,
         )
         for source in self._sources:
             source.observe(step)
-        self._of_head(lambda head: head.observe(step))
+        if self.head:
+            self.head.observe(step)
 
     def end(self) -> None:
         self._experience.probe_step = self.policy.probe_step
-        ends = self.costs.end, self._experience.end, *(one.end for one in reversed(self._begun))
-        with ExitStack() as ending:  # end all of them even if one fails
-            for end in ends:
-                ending.callback(self._end, end)
-
-    def _end(self, end: Callable[[], None]) -> None:
-        try:
-            end()
-        except Exception as error:
-            self._fails(error)
+        for one in (self.costs, self._experience, *self._sources):
+            try:
+                one.end()
+            except Exception as error:
+                self._fails(error)
 
     def no_draft(self) -> str:
         """Why the last proposal has no draft; computed on demand, since only ``explain`` asks."""
         candidates, policy, costs = self._plan.candidates, self.policy, self.costs
-        if self.failed:
-            return "planning has failed, as the log says"
         if candidates is None:
-            return "no search: rows are expensive here, so only every fourth step searches"
+            return "planning has failed, as the log says"
         table = costs.hopeful.table
         if len(candidates) == 1:
             return (
@@ -327,13 +481,12 @@ class Planner(Drafter):
         if policy.probes:
             return "a plain step, to measure its time"
         expected = expected_tokens(candidates.p_reached)
-        gains = gains_of(expected, table, policy.rate, costs.sync_overhead * policy.ahead)
-        _, n_draft = max(gains, default=(0.0, 1))
-        reason = (
-            f"{n_draft + 1} rows cost {table[n_draft + 1]:.2f} plain steps, expected "
-            f"{expected[n_draft]:.2f} tokens"
-        )
-        if not gains:
+        restart = costs.sync_overhead * policy.ahead
+        gain, n_draft = best_draft(expected, table, policy.rate, restart)
+        rows = (n_draft or 1) + 1
+        tokens = expected[rows - 1]
+        reason = f"{rows} rows cost {table[rows]:.2f} plain steps, expected {tokens:.2f} tokens"
+        if not gain:
             return reason
         return f"the guard, with {policy.bank:.2f} plain steps in its bank, forbids it: {reason}"
 
@@ -421,17 +574,17 @@ class _Step:
         """
         curve, plans = self._curve, list[Plan]()
         self._limits: list[Limits] = []
-        least_p, costs = curve.cheapest_rows, curve.table
+        least_p = curve.cheapest_rows
         for planner, weight, max_depth in zip(
             self._planners, self._weights, max_depths, strict=True
         ):
             if self._sequences > 1:  # a row takes time from all sequences
                 scale = self._sequences / weight
-                least_p, costs = [scale * cost for cost in curve.cheapest_rows], []
-            limits = Limits(max_depth, self._max_nodes, planner.branching, least_p, costs)
+                least_p = [scale * cost for cost in curve.cheapest_rows]
+            limits = Limits(max_depth, self._max_nodes, planner.branching, least_p)
             self._limits.append(limits)
             try:
-                plans.append(Plan(planner.search(curve, limits)))
+                plans.append(Plan(planner.search(limits)))
             except Exception as error:  # the others continue
                 plans.append(Plan(fault=error))
         self._arrange([plan.candidates for plan in plans])
@@ -460,16 +613,6 @@ class _Step:
         Returns:
             the plans, with the heads' candidates and what the heads have taken.
         """
-        try:
-            return self._run_heads(plans)
-        except Exception as error:  # text is still drafted
-            log_fault(error, _WITHOUT_HEAD)
-            for planner in self._planners:
-                planner.head = None
-            self._arrange([plan.candidates for plan in plans])
-            return plans
-
-    def _run_heads(self, plans: list[Plan]) -> list[Plan]:
         if any(policy.ahead for policy in self._policies):
             return plans  # the next token is not known, and a draft would wait
         heads = {
@@ -488,10 +631,10 @@ class _Step:
         taken = self._time_of_heads(depth, members)
         plans = [plan._replace(head=taken, head_seconds=seconds) for plan in plans]
         for (index, head), draft in zip(heads.items(), drafts, strict=True):
-            planner, plan = self._planners[index], plans[index]
-            tree = head.drafted(*draft)
-            plans[index] = plan._replace(
-                candidates=planner.with_head(plan.candidates, tree, self._limits[index]),
+            text, tree = plans[index].candidates, head.drafted(*draft)
+            assert text
+            plans[index] = plans[index]._replace(
+                candidates=self._planners[index].with_head(text, tree, self._limits[index]),
                 charge=1 + self._sequences * taken / len(members),
             )
         self._arrange([plan.candidates for plan in plans])
@@ -510,7 +653,7 @@ class _Step:
         texts, members = [plan.candidates for plan in plans], [*heads.values()]
         options = [(*self._outcome(self.choose()[1]), 0)]
         most = min(max(self._limits[index].max_depth for index in heads), self._max_nodes)
-        for depth in range(1, min(most, len(members[0].p_accept)) + 1):
+        for depth in range(1, min(most, len(members[0].experience.p_accept)) + 1):
             outlooks = {index: head.outlook(depth) for index, head in heads.items()}
             surer = {i: tree for i, tree in outlooks.items() if tree.p_next > plans[i].p_next}
             if not surer:
@@ -521,8 +664,7 @@ class _Step:
                 tokens, cost = self._outcome(n_draft)
                 options.append((tokens, cost + taken, depth))
         self._arrange(texts)
-        best = max(tokens / cost for tokens, cost, _ in options)
-        price = best**SHARE_OF_NOW * self._rate ** (1 - SHARE_OF_NOW)
+        price = price_of_time(max(tokens / cost for tokens, cost, _ in options), self._rate)
         _, _, found = max(options, key=lambda option: option[0] - price * option[1])
         trial = any(head.trials and plans[index].p_next < _UNSURE for index, head in heads.items())
         return found or int(trial)
@@ -557,7 +699,7 @@ class _Step:
                 return False
             return self._patient or self._is_endured(more / self._sequences, shares)
 
-        return best_allowed(gains_of(self._expected, self._table, self._rate, restart), allows)
+        return best_draft(self._expected, self._table, self._rate, restart, allows)
 
     def _is_endured(self, more_time: float, shares: Counter[int]) -> bool:
         """Whether each sequence's wait, less its own drafted tokens, is within its patience."""
@@ -590,16 +732,15 @@ class _Step:
         return sum(gains) <= most
 
 
-def log_fault(error: Exception, result: str = "steps run without drafts") -> None:
-    """Log a failure of planning, and its result, in one line; it costs only speed."""
+def log_fault(error: Exception) -> None:
+    """Log a failure of planning in one line; it costs only speed."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     reason = str(error).partition("\n")[0]
     _log.warning(
-        "planning drafts has failed (%s: %s, in %s:%s): %s",
+        "planning drafts has failed (%s: %s, in %s:%s): steps run without drafts",
         type(error).__name__,
         reason,
         Path(place.filename).name,
         place.lineno,
-        result,
         exc_info=_log.isEnabledFor(logging.DEBUG),
     )

@@ -26,27 +26,18 @@ from ..engine.grammar import Grammar, Vocabulary
 from ..errors import OptionError, printable
 from ..generation.options import GenerationOptions
 from ..generation.request import State
-from .answer import (
-    FAILED,
-    LOADING,
-    ApiAnswer,
-    Endpoint,
-    Failed,
-    answered,
-    is_answered,
-    patient,
-)
+from .answer import FAILED, ApiAnswer, Endpoint, Failed, answered, begun_while_loading, is_answered
 from .auth import AuthMiddleware, OnRefusal, body_of
-from .body import ApiError, error_response, new_request_id, read_body, shown
+from .body import ApiError, error_response, new_request_id, parse, read_body, shown
 from .catalog import Catalog, Entry, keeping_models
 from .messages import MessagesAnswer, messages_headers, parse_messages
 from .openai import (
     ChatAnswer,
     CompletionAnswer,
+    DetokenizeBody,
     detokenized,
     parse_chat,
     parse_completion,
-    parse_detokenize,
     parse_tokenize,
 )
 from .prompts import (
@@ -57,13 +48,12 @@ from .prompts import (
     is_constrained,
     text_ids,
 )
-from .requests import ApiRequest, ChatRequest, check_ids, sampling_of_choice
+from .requests import ApiRequest, check_ids, sampling_of_choice
 from .responses import (
     ResponsesAnswer,
     ResponsesRequest,
     ResponseStore,
     failed_event,
-    input_items_answer,
     parse_responses,
 )
 from .served_model import ServedModel
@@ -132,7 +122,7 @@ _SLOW = 4  # large bodies and constraints that are read and compiled at once
 _LARGE = 1 << 20  # bytes of a large body, which may take a second and 100 MB
 
 _Result = TypeVar("_Result")
-_Chat = TypeVar("_Chat", bound=ChatRequest)
+_Chat = TypeVar("_Chat", bound=ApiRequest)
 
 
 class Endpoints:
@@ -173,7 +163,7 @@ class Endpoints:
         """
 
         def slow(endpoint: Endpoint, failed: Failed = lambda error, request_id: error.body) -> Any:
-            return patient(endpoint, self._keep_alive, failed, on_refusal)
+            return begun_while_loading(endpoint, self._keep_alive, failed, on_refusal)
 
         post = ["POST"]
         chat, complete = slow(self.chat), slow(self.complete)
@@ -190,7 +180,6 @@ class Endpoints:
             Route("/v1/responses/input_tokens", self.count_input, methods=post),
             Route("/v1/responses/{id}", self.show_response),
             Route("/v1/responses/{id}", self.delete_response, methods=["DELETE"]),
-            Route("/v1/responses/{id}/input_items", self.input_items),
             Route("/v1/messages", message, methods=post),
             Route("/v1/messages/count_tokens", self.count_tokens, methods=post),
         ]
@@ -247,7 +236,7 @@ class Endpoints:
 
     async def detokenize(self, request: Request) -> Response:
         """``/v1/detokenize``"""
-        body = await self.read(request, parse_detokenize)
+        body = await self.read(request, partial(parse, DetokenizeBody))
         served = await self._served(request, body.model)
         check_ids(body.tokens, served.decoder.vocab_size, "tokens")
         make = partial(detokenized, served.decoder.tokenizer, body.tokens)
@@ -279,11 +268,6 @@ class Endpoints:
         response_id = self._kept(request)[0]["id"]
         self._responses.delete(request.state.partition, response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
-
-    async def input_items(self, request: Request) -> Response:
-        """``/v1/responses/ID/input_items``"""
-        _, given = self._kept(request)
-        return JSONResponse(input_items_answer(given, request.query_params.get("order")))
 
     def _response_parser(self, request: Request) -> Callable[[Any], ResponsesRequest]:
         return partial(parse_responses, store=self._responses, partition=request.state.partition)
@@ -351,9 +335,9 @@ class Endpoints:
         Raises as :meth:`.Catalog.named` and :meth:`.Catalog.use` do.
         """
         entry = await self._catalog.named(name, self._strict)
-        request.state.sign = LOADING if streamed else ""
+        request.state.loading = streamed
         served = await self._catalog.use(entry, request.state.uses)
-        request.state.sign = ""
+        request.state.loading = False
         return served
 
     async def _tokenized(self, served: ServedModel, make: Callable[[], _Result]) -> _Result:
@@ -361,7 +345,7 @@ class Endpoints:
         async with self._tokenizing[served.name]:
             return await run_in_threadpool(make)
 
-    async def _chat_prompt(self, served: ServedModel, body: ChatRequest) -> Prompt:
+    async def _chat_prompt(self, served: ServedModel, body: ApiRequest) -> Prompt:
         longest, arguments = served.context_length, served.template_arguments
         make = partial(chat_prompt, body, served.decoder.tokenizer, longest, arguments)
         return await self._tokenized(served, make)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -30,7 +31,7 @@ from ..corpus.suffix_index import common_length
 from ..engine.caches import for_steps, is_trimmable_anywhere, parts
 from ..engine.costs import model_identity
 from ..engine.params import CacheOptions
-from ..engine.prompt_cache import read_prompt_cache_metadata, tokens_in
+from ..engine.prompt_cache import read_prompt_cache_metadata
 from ..errors import FileError
 from ..files import is_ours_alone
 from ..generation.session import Session
@@ -112,8 +113,8 @@ class PrefixCache:
         self._chunks_matter = chunks_matter
         self._idle: dict[_Entry, None] = {}
         """Idle entries, the least recently used first."""
-        self._lent: dict[Session, _Entry | None] = {}
-        """Lent sessions with their entries; None for a session that shares nothing."""
+        self._lent: dict[Session, _Entry] = {}
+        """The entries of lent sessions."""
 
     @property
     def nbytes(self) -> int:
@@ -121,9 +122,9 @@ class PrefixCache:
         return sum(entry.nbytes for entry in self._idle.copy())  # for the status page
 
     @property
-    def oldest(self) -> int | None:
-        """The number of the last use of the entry that :meth:`make_room` evicts next, if any."""
-        return next((entry.used for entry in self._idle), None)
+    def oldest(self) -> float:
+        """When the entry that :meth:`make_room` evicts next was last used; infinity without one."""
+        return next((entry.used for entry in self._idle), math.inf)
 
     @property
     def entries(self) -> int:
@@ -149,8 +150,12 @@ class PrefixCache:
             make_room: called before anything is copied. It may evict idle entries, among which the
                 one that is lent no longer is.
         """
-        alone, tokens, name = self._shares_nothing(prompt), array("i", prompt), _digest(partition)
-        entry, length, moves = (None, 0, False) if alone else self._best(tokens, name)
+        if self._shares_nothing(prompt):
+            make_room()
+            self.misses += 1
+            return Session()
+        tokens, name = array("i", prompt), _digest(partition)
+        entry, length, moves = self._best(tokens, name)
         if entry and moves:
             del self._idle[entry]
         elif entry and not entry.lent:
@@ -164,13 +169,13 @@ class PrefixCache:
             session, length = Session(), 0
             self.misses += 1
         lent = _Entry(tokens, len(tokens), name, session, lent=True)
-        if not (alone or self._cuttable):
+        if not self._cuttable:
             # No state was kept where the prompt departs from others. Keep one for later prompts.
             longest = max((common for common, _ in self._matches(tokens, name)), default=0)
             common = min(longest, len(tokens) - 1)
             if common - length >= _WORTH_WAITING:
                 session.mark_at = lent.branch = common
-        self._lent[session] = None if alone else lent
+        self._lent[session] = lent
         return session
 
     def should_wait(self, prompt: Sequence[int], partition: str = "") -> bool:
@@ -182,7 +187,7 @@ class PrefixCache:
         if self._shares_nothing(prompt):
             return False
         tokens, name = array("i", prompt), _digest(partition)
-        lent = [entry for entry in self._lent.values() if entry and entry.partition == name]
+        lent = (entry for entry in self._lent.values() if entry.partition == name)
         coming = max((self._coming(entry, tokens) for entry in lent), default=0)
         if coming < _WORTH_WAITING:
             return False
@@ -190,11 +195,8 @@ class PrefixCache:
 
     def _coming(self, entry: _Entry, tokens: array[int]) -> int:
         """The length of a prompt's prefix that a running request has yet to compute."""
-        options, last = self._options, entry.n_prompt - 1
+        last = entry.n_prompt - 1
         coming = min(common_length(entry.tokens, tokens), len(tokens) - 1)
-        quantizes = options.kv_bits is not None and last >= options.quantized_kv_start
-        if quantizes and not self._quantized_alike(entry, coming):
-            return 0
         if not self._cuttable:  # it can only be copied at its marks, one of them near its end
             marks = (entry.branch, last - _OPENING)
             coming = max((mark for mark in marks if mark <= coming), default=0)
@@ -202,33 +204,30 @@ class PrefixCache:
 
     def give_back(self, session: Session) -> None:
         """Take back a session and keep its contents, however its generation has ended."""
-        lent = self._lent.pop(session)
-        if lent is None:
+        entry = self._lent.pop(session, None)
+        if entry is None:  # it shares nothing
             return
-        tokens = array("i", session.tokens)
-        entry = _Entry(tokens, min(lent.n_prompt, len(tokens)), lent.partition, session)
-        entry.nbytes = session.nbytes
-        if not tokens or entry.nbytes > self.max_bytes:
+        tokens = entry.tokens = array("i", session.tokens)
+        entry.nbytes, entry.lent = session.nbytes, False
+        if not tokens or entry.nbytes > self.max_bytes or not self._alike(entry, len(tokens)):
             return
-        if session.quantized and not self._quantized_alike(lent, len(tokens)):
-            return
+        entry.n_prompt = min(entry.n_prompt, len(tokens))
         for common, other in self._matches(tokens, entry.partition):
             is_prefix = common == len(other.tokens) and not (other.lent or other.shared)
             if is_prefix and session.reach(common) == common:
                 del self._idle[other]
         self._touch(entry)
-        if lent.branch and session.reach(lent.branch) == lent.branch:
-            self._keep_branch(entry, lent.branch)
-        self._evict(self.nbytes - self.max_bytes)
+        if entry.branch and session.reach(entry.branch) == entry.branch:
+            self._keep_branch(entry)
+        self.make_room(self.nbytes - self.max_bytes)
 
-    def _keep_branch(self, entry: _Entry, length: int) -> None:
+    def _keep_branch(self, entry: _Entry) -> None:
         """Keep a copy of a prefix that prompts share: later states cannot be cut back to it."""
+        length, name = entry.branch, entry.partition
         tokens = entry.tokens[:length]
-        known = self._matches(tokens, entry.partition)
-        if not any(other.shared and other.tokens == tokens for _, other in known):
+        if not any(one.shared and one.tokens == tokens for _, one in self._matches(tokens, name)):
             session = entry.session.fork(length)
-            kept = _Entry(tokens, length, entry.partition, session, session.nbytes, shared=True)
-            self._touch(kept)
+            self._touch(_Entry(tokens, length, name, session, session.nbytes, shared=True))
 
     def make_room(self, nbytes: int) -> int:
         """Evict idle entries, the least recently used first.
@@ -236,17 +235,21 @@ class PrefixCache:
         Returns:
             the number of freed bytes; less than ``nbytes`` if no entries are left.
         """
-        freed = self._evict(nbytes)
+        freed = 0
+        while freed < nbytes and self._idle:
+            entry = next(iter(self._idle))
+            del self._idle[entry]
+            freed += entry.nbytes
+            self.evictions += 1
         if freed:
             mx.clear_cache()
         return freed
 
     def _matches(self, tokens: array[int], partition: str) -> list[tuple[int, _Entry]]:
         """A partition's entries with the lengths of their common prefix, longest first."""
-        entries = [*self._idle, *(entry for entry in self._lent.values() if entry)]
         found = [
             (common_length(entry.tokens, tokens), entry)
-            for entry in entries
+            for entry in (*self._idle, *self._lent.values())
             if entry.partition == partition
         ]
         return sorted(found, key=lambda match: -match[0])
@@ -264,7 +267,7 @@ class PrefixCache:
             if usable < max(1, length):
                 break
             reached = entry.session.reach(usable)
-            if entry.session.quantized and not self._quantized_alike(entry, reached):
+            if not self._alike(entry, reached):
                 continue
             continues = self._continues(entry, common)
             least = 1 if continues else _LEAST
@@ -276,9 +279,13 @@ class PrefixCache:
         """Whether a prompt must run as a whole, since its result depends on its chunks."""
         return self._chunks_matter(len(prompt) - 1, self._caches)
 
-    def _quantized_alike(self, entry: _Entry, length: int) -> bool:
-        """Whether the cache of an entry's first tokens is quantised as any prompt's would be."""
-        return min(entry.n_prompt - 1, length) >= self._options.quantized_at
+    def _alike(self, entry: _Entry, length: int) -> bool:
+        """Whether the cache of an entry's first tokens is what any prompt's would be.
+
+        Where a cache was quantised depends on the prompt's length, up to a certain length.
+        """
+        first = min(entry.n_prompt - 1, length)
+        return not entry.session.quantized or first >= self._options.quantized_at
 
     def _continues(self, entry: _Entry, common: int) -> bool:
         """Whether an entry's session may be cut to ``common`` tokens and lent, instead of copied.
@@ -295,16 +302,6 @@ class PrefixCache:
         """Make an idle entry the most recently used."""
         self._idle.pop(entry, None)
         self._idle[entry], entry.used = None, next(_uses)
-
-    def _evict(self, nbytes: int) -> int:
-        """Take entries out of memory until ``nbytes`` are freed; returns the number of bytes."""
-        freed = 0
-        while freed < nbytes and self._idle:
-            entry = next(iter(self._idle))
-            del self._idle[entry]
-            freed += entry.nbytes
-            self.evictions += 1
-        return freed
 
     @cached_property
     def _cuttable(self) -> bool:
@@ -363,8 +360,7 @@ class PrefixCache:
         """
         if not directory.is_dir() or not self._trusts(directory):
             return
-        left = self.max_bytes if most is None else most
-        entries: list[_Entry] = []
+        left, entries = self.max_bytes if most is None else most, list[_Entry]()
         for path in sorted(directory.glob(_FILES), key=lambda one: -one.lstat().st_mtime):
             if (entry := self._read(path)) and entry.nbytes <= left:
                 left -= entry.nbytes
@@ -388,20 +384,16 @@ class PrefixCache:
             if not self._trusts(path):
                 return None
             metadata = read_prompt_cache_metadata(path)
-            n_prompt, shared = int(metadata["prompt_tokens"]), metadata["shared"] == "1"
-            partition, model = metadata["partition"], metadata["model"]
-            if model != self._fingerprint:
+            if metadata["model"] != self._fingerprint:
                 self._warn(f"{path}: ignored, since it is for another model, version or option")
                 return None
-            session = Session.load(path)
+            session, n_prompt = Session.load(path), int(metadata["prompt_tokens"])
+            entry = _Entry(array("i", session.tokens), n_prompt, metadata["partition"], session)
+            entry.nbytes, entry.shared = session.nbytes, metadata["shared"] == "1"
+            return entry
         except (OSError, FileError, ValueError, KeyError):
             self._warn(f"{path}: ignored, since it is damaged or not from a prefix cache")
             return None
-        entry = _Entry(
-            array("i", tokens_in(metadata)), n_prompt, partition, session, session.nbytes
-        )
-        entry.shared = shared
-        return entry
 
     @cached_property
     def _fingerprint(self) -> str:

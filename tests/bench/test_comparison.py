@@ -2,8 +2,9 @@
 
 import pytest
 
-from mlxspec.bench.prompts import Completion
-from mlxspec.bench.replay import chosen_policies, compare
+from mlxspec.bench.policies import POLICIES
+from mlxspec.bench.prompts import Completion, chosen
+from mlxspec.bench.replay import compare
 from mlxspec.drafting.costs import CostCurve
 from mlxspec.errors import OptionError
 
@@ -16,18 +17,18 @@ CURVES = {
 
 
 def test_auto_memory_knows_an_output_that_was_there_before() -> None:
-    reports = compare(TWICE, b"", chosen_policies("auto,auto-memory"), CURVES)
+    reports = compare(TWICE, b"", chosen("auto,auto-memory", POLICIES), CURVES)
     assert reports["flat"]["auto"]["tokens_per_step"] == 1  # nothing in it repeats
     assert reports["flat"]["auto-memory"]["tokens_per_step"] > 1.5
     assert reports["linear"]["auto-memory"]["speedup"] >= 0.98
 
 
-def test_what_knows_no_costs_is_replayed_once_for_all_chips() -> None:
+def test_every_policy_is_replayed_on_every_chip() -> None:
     shares: list[float] = []
     reports = compare(
-        TWICE, b"", chosen_policies("prompt-lookup,auto"), CURVES, on_progress=shares.append
+        TWICE, b"", chosen("prompt-lookup,auto", POLICIES), CURVES, on_progress=shares.append
     )
-    assert shares == pytest.approx([turn / 6 for turn in range(1, 7)])
+    assert shares == pytest.approx([turn / 8 for turn in range(1, 9)])
     assert {chip: list(by_name) for chip, by_name in reports.items()} == {
         chip: ["prompt-lookup", "auto"] for chip in CURVES
     }
@@ -36,6 +37,6 @@ def test_what_knows_no_costs_is_replayed_once_for_all_chips() -> None:
 @pytest.mark.parametrize("name", ["plain", "lookahead", "warp"])
 def test_what_is_not_replayed_is_named_with_what_is(name: str) -> None:
     with pytest.raises(
-        OptionError, match=f"no decoder is replayed as '{name}': choose among auto, "
+        OptionError, match=f"no decoder here is named '{name}': choose among auto, "
     ):
-        chosen_policies(name)
+        chosen(name, POLICIES)

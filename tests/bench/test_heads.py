@@ -10,7 +10,7 @@ import pytest
 from mlxspec.bench.heads import ReplayedHead, parse_head_curve, policies_with_head
 from mlxspec.bench.policies import AUTO, POLICIES
 from mlxspec.bench.prompts import Completion
-from mlxspec.bench.replay import Replayed, compare, replay, replay_jointly
+from mlxspec.bench.replay import Replayed, Step, compare, replay, replay_jointly
 from mlxspec.drafting.costs import CostCurve
 from mlxspec.drafting.drafter import DraftTree
 from mlxspec.drafting.heads import HeadExperience
@@ -31,7 +31,7 @@ def output_of(length: int, seed: int = 1) -> list[int]:
 def replayed_with(
     head: tuple[list[float], float], curve: CostCurve, output: list[int], name: str
 ) -> Replayed:
-    drafter = policies_with_head(*head)[name].drafters(curve, b"")(output)
+    drafter = policies_with_head(*head)[name](curve, b"")(output)
     return replay([1, 2], output, drafter)
 
 
@@ -78,16 +78,17 @@ def test_an_output_has_the_same_luck_again() -> None:
 def test_a_sure_head_s_speed_is_tokens_by_rows_and_its_own_time() -> None:
     output = output_of(100)
     replayed = replayed_with(SURE, ONE_FREE, output, "head")
-    assert replayed.rows == (2,) * 50
-    assert set(replayed.heads.values()) == {0.25}
+    assert replayed.rows == [2] * 50
+    assert {step.head for step in replayed.steps} == {0.25}
     assert replayed.cost(ONE_FREE) == pytest.approx(50 * 1.25)
 
 
 def test_where_it_cannot_gain_it_only_takes_its_trials() -> None:
     replayed = replayed_with(SURE, LINEAR, output_of(300), f"{AUTO}+head")
     assert set(replayed.rows) == {1}
-    assert replayed.cost(LINEAR) == pytest.approx(300 + 0.25 * len(replayed.heads))
-    assert len(replayed.heads) <= 5
+    trials = sum(step.head > 0 for step in replayed.steps)
+    assert replayed.cost(LINEAR) == pytest.approx(300 + 0.25 * trials)
+    assert trials <= 5
 
 
 def test_the_clock_teaches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,16 +115,16 @@ def test_in_joint_steps_all_wait_for_the_heads() -> None:
     outputs = [output_of(60, seed) for seed in range(3)]
     work = [Completion("set", [1, *output], 1, output) for output in outputs]
     free = CostCurve([(1, 1), (32, 1)])
-    new = policies_with_head(*SURE)["head"].drafters(free, b"")
+    new = policies_with_head(*SURE)["head"](free, b"")
     joint = replay_jointly(work, new, free, 3)
-    assert joint.rows == (9,) * 20  # two of a sure head's tokens for each
-    assert joint.heads == dict.fromkeys(range(20), 0.5)
+    # Two of a sure head's tokens for each.
+    assert joint.steps == (Step(9, 3, 0.5),) * 20
     assert joint.cost(free) == pytest.approx(20 * 1.5)
 
 
 def test_the_time_of_heads_is_counted_in_steps_of_as_many_sequences() -> None:
     curve = CostCurve([(1, 1), (2, 1.25), (4, 2)])
-    joint = Replayed(8, (4, 4), (2, 2), heads={1: 0.2})
+    joint = Replayed(8, (Step(4, 2), Step(4, 2, 0.2)))
     assert joint.cost(curve) == pytest.approx(4 + 0.2 * 1.25)
     drafter = Scripted(DraftTree.chain(1, [2]))
-    assert replay([1], [2, 3, 4], drafter).heads == {}
+    assert {step.head for step in replay([1], [2, 3, 4], drafter).steps} == {0}

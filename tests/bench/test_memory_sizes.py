@@ -6,13 +6,9 @@ import random
 
 import pytest
 
-from mlxspec.bench.prompts import Completion
-from mlxspec.bench.replay import (
-    Report,
-    chosen_policies,
-    compare,
-    memories,
-)
+from mlxspec.bench.policies import POLICIES, ReplayPolicy, planned
+from mlxspec.bench.prompts import Completion, chosen
+from mlxspec.bench.replay import Report, compare, memory_sizes
 from mlxspec.drafting.chips import known_chip
 from mlxspec.drafting.costs import CostCurve
 from mlxspec.errors import OptionError
@@ -26,12 +22,16 @@ def noise(count: int, seed: int) -> list[int]:
     return random.Random(seed).sample(range(1000 + 5000 * seed, 6000 + 5000 * seed), count)
 
 
+def planned_with(sizes: str) -> dict[str, ReplayPolicy]:
+    return {name: planned(size) for name, size in memory_sizes(sizes).items()}
+
+
 def replayed(sizes: str, *outputs: tuple[str, list[int]]) -> dict[str, Report]:
     """Reports by the name of the memory of outputs by set."""
     completions = [
         Completion(name, [number + 1], 1, output) for number, (name, output) in enumerate(outputs)
     ]
-    return compare(completions, b"", memories(sizes), FLAT)["flat"]
+    return compare(completions, b"", planned_with(sizes), FLAT)["flat"]
 
 
 def steps_are_saved(report: Report, name: str) -> bool:
@@ -39,18 +39,15 @@ def steps_are_saved(report: Report, name: str) -> bool:
     return report["sets"][name]["tokens_per_step"] > 1
 
 
-def test_sizes_are_sorted_and_no_memory_is_among_them() -> None:
-    policies = memories("all,1M, 20000,16k,1025,2048K,0")
-    assert {name: policy.memory_tokens for name, policy in policies.items()} == {
-        "no memory": 0,
-        "memory 1025": 1025,
-        "memory 16k": 16 * 1024,
-        "memory 20000": 20_000,
-        "memory 1M": 1024 * 1024,
-        "memory 2048K": 2 * 1024 * 1024,
-        "memory all": None,
-    }
-    assert [*memories("8")] == ["no memory", "memory 8"]
+def test_sizes_keep_their_order_after_no_memory() -> None:
+    assert list(memory_sizes("1025, 16k,2048K,1M,all").items()) == [
+        ("no memory", 0),
+        ("memory 1025", 1025),
+        ("memory 16k", 16 * 1024),
+        ("memory 2048K", 2 * 1024 * 1024),
+        ("memory 1M", 1024 * 1024),
+        ("memory all", None),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +55,7 @@ def test_sizes_are_sorted_and_no_memory_is_among_them() -> None:
 )
 def test_what_is_no_size_is_refused(sizes: str) -> None:
     with pytest.raises(OptionError, match=r"^--memory: '.*' is not a size: give tokens as "):
-        memories(sizes)
+        memory_sizes(sizes)
 
 
 def test_an_answer_that_repeats_is_known_with_a_memory_alone() -> None:
@@ -104,11 +101,11 @@ def test_nothing_and_the_default_size_are_the_decoders_that_have_names() -> None
     outputs = [[pick.randrange(40) for _ in range(60)] for _ in range(6)]
     completions = [Completion("a", [41, 42], 2, pick.choice(outputs)) for _ in range(30)]
     curves = {"M4 Pro": known_chip("M4 Pro").curve}
-    named = compare(completions, b"", chosen_policies("auto,auto-memory"), curves)["M4 Pro"]
-    sized = compare(completions, b"", memories("1M,all,300"), curves)["M4 Pro"]
+    named = compare(completions, b"", chosen("auto,auto-memory", POLICIES), curves)["M4 Pro"]
+    sized = compare(completions, b"", planned_with("1M,all,300"), curves)["M4 Pro"]
     assert sized["no memory"] == named["auto"]
     assert sized["memory 1M"] == sized["memory all"] == named["auto-memory"]
     assert sized["memory 300"] not in named.values()
     # Merging, which happens in another thread, changes nothing.
-    again = compare(completions, b"", memories("1M,all,300"), curves)["M4 Pro"]
+    again = compare(completions, b"", planned_with("1M,all,300"), curves)["M4 Pro"]
     assert sized == again

@@ -2,18 +2,10 @@
 
 import random
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import pytest
 
-from mlxspec.bench.policies import (
-    POLICIES,
-    Hindsight,
-    RuleDrafter,
-    full_draft_lookup,
-    ngram_simple,
-    suffix_path,
-)
+from mlxspec.bench.policies import POLICIES, Hindsight, NgramSimple, SuffixPath
 from mlxspec.bench.replay import replay
 from mlxspec.drafting.costs import CostCurve
 from mlxspec.drafting.drafter import Drafter
@@ -25,7 +17,7 @@ PROMPT = [1, 2, 3, 4, 5, 9, 1]
 
 def drafter_of(name: str, output: list[int]) -> Drafter:
     """A policy's drafter for one output."""
-    return POLICIES[name].drafters(FLAT, b"")(output)
+    return POLICIES[name](FLAT, b"")(output)
 
 
 def proposal(drafter: Drafter, text: Sequence[int], fed: int = 3) -> list[int]:
@@ -58,17 +50,6 @@ def full_draft(text: list[int]) -> list[int]:
     return []
 
 
-def earliest_of(sizes: Sequence[int], count: int) -> Callable[[list[int]], list[int]]:
-    def draft(text: list[int]) -> list[int]:
-        for n in sizes:
-            for start in range(len(text) - n):
-                if text[start : start + n] == text[-n:]:
-                    return text[start + n : start + n + count]
-        return []
-
-    return draft
-
-
 def newest_long_copy(text: list[int]) -> list[int]:
     n, m = 2, 6
     if len(text) <= n + m + 1:
@@ -80,13 +61,24 @@ def newest_long_copy(text: list[int]) -> list[int]:
     return []
 
 
+def earliest_of(sizes: Sequence[int], count: int) -> Callable[[list[int]], list[int]]:
+    def draft(text: list[int]) -> list[int]:
+        for n in sizes:
+            for start in range(len(text) - n):
+                if text[start : start + n] == text[-n:]:
+                    return text[start + n : start + n + count]
+        return []
+
+    return draft
+
+
 @pytest.mark.parametrize(
     ("drafter", "rule"),
     [
-        (lambda: RuleDrafter(full_draft_lookup), full_draft),
+        (lambda: drafter_of("spec-bench", []), full_draft),
         (lambda: drafter_of("transformers", []), earliest_of((2, 1), 10)),
         (lambda: drafter_of("vllm", []), earliest_of((5,), 5)),
-        (lambda: RuleDrafter(partial(ngram_simple, 2, 6)), newest_long_copy),
+        (lambda: NgramSimple(2, 6), newest_long_copy),
     ],
 )
 def test_drafts_follow_the_rule(
@@ -99,14 +91,14 @@ def test_drafts_follow_the_rule(
 def test_suffix_decoding_drafts_the_most_frequent_path() -> None:
     # "1 2" goes on with 3 twice and with 4 once; two matched tokens give a draft of two.
     text = [1, 2, 3, 7, 0, 1, 2, 4, 8, 0, 1, 2, 3, 7, 9, 1, 2]
-    assert proposal(RuleDrafter(suffix_path), text) == [3, 7]
+    assert proposal(SuffixPath(), text) == [3, 7]
 
 
 def test_suffix_decoding_stops_at_improbable_tokens() -> None:
     # The end counted, each of ten continuations has 1/11, less than the least of 0.1.
     text = [t for token in range(10, 20) for t in (1, token)] + [1]
-    assert proposal(RuleDrafter(suffix_path), text) == []
-    assert len(proposal(RuleDrafter(partial(suffix_path, min_token_prob=0.01)), text)) == 1
+    assert proposal(SuffixPath(), text) == []
+    assert len(proposal(SuffixPath(min_token_prob=0.01), text)) == 1
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -118,13 +110,13 @@ def test_every_policy_replays_an_output_to_its_end(name: str) -> None:
     assert len(replayed.rows) <= 200
 
 
-def rows(output: list[int], curve: CostCurve, branching: bool = False) -> tuple[int, ...]:
+def rows(output: list[int], curve: CostCurve, branching: bool = False) -> list[int]:
     return replay(PROMPT, output, Hindsight(output, curve, branching=branching)).rows
 
 
 def test_verifies_exactly_what_is_right() -> None:
-    assert rows([2, 3, 4, 7], FLAT) == (4,)  # the prompt has 5 and 9 after it
-    assert rows([7, 8], FLAT) == (1, 1)
+    assert rows([2, 3, 4, 7], FLAT) == [4]  # the prompt has 5 and 9 after it
+    assert rows([7, 8], FLAT) == [1, 1]
 
 
 def test_verifies_less_where_all_would_cost_too_much() -> None:
@@ -132,7 +124,7 @@ def test_verifies_less_where_all_would_cost_too_much() -> None:
     stairs = CostCurve([(1, 1), (3, 1.5), (4, 4), (5, 4)])
     assert rows([2, 3, 4, 5, 9], stairs)[0] == 3
     # Two rows cost as much as two plain steps: nothing is gained.
-    assert rows([2, 3, 4], CostCurve([(1, 1), (64, 64)])) == (1, 1, 1)
+    assert rows([2, 3, 4], CostCurve([(1, 1), (64, 64)])) == [1, 1, 1]
 
 
 def test_of_a_tree_it_verifies_up_to_the_right_node() -> None:
@@ -148,7 +140,7 @@ def test_of_a_tree_it_verifies_up_to_the_right_node() -> None:
 def test_a_node_costs_all_rows_up_to_it_and_not_those_of_its_depth_alone() -> None:
     prompt = [5, 1, 2, 2, 5, 1, 3, 3, 5, 1]  # the draft 2 2 stands before 3 3
     curve = CostCurve([(1, 1), (3, 1.2), (4, 4), (64, 64)])
-    assert replay(prompt, [2, 2], Hindsight([2, 2], curve, branching=True)).rows == (3,)
+    assert replay(prompt, [2, 2], Hindsight([2, 2], curve, branching=True)).rows == [3]
     assert replay(prompt, [3, 3], Hindsight([3, 3], curve, branching=True)).rows[0] == 1
 
 
@@ -177,7 +169,7 @@ def test_prompt_lookup_drafts_what_generate_s_does():
     from mlxspec.cli.common.generation import DraftingOptions
 
     output = [2, 3, 4, 5, 9, 1, 2, 3, 7, 1, 2, 3, 4]
-    ours = DraftingOptions(decoder="prompt-lookup").lookup.new()
+    ours = DraftingOptions(decoder="prompt-lookup").fixed.new()
     replayed = replay(PROMPT, output, drafter_of("prompt-lookup", output))
     assert replayed == replay(PROMPT, output, ours)
     assert replayed != replay(PROMPT, output, drafter_of("spec-bench", output))

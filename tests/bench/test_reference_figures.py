@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from sentencepiece import SentencePieceProcessor
 
-from mlxspec.bench.policies import RuleDrafter, full_draft_lookup
+from mlxspec.bench.policies import FullLookup
 from mlxspec.bench.prompts import Completion, read_traces, render
 from mlxspec.bench.replay import replay, replay_report
 from mlxspec.drafting.acceptance import token_classes
@@ -43,7 +43,7 @@ def completions(shared: Path, processor: SentencePieceProcessor) -> list[Complet
 def test_prompt_lookup_takes_as_many_steps_as_measured_elsewhere(
     completions: list[Completion],
 ) -> None:
-    drafter = RuleDrafter(full_draft_lookup)
+    drafter = FullLookup()
     replayed = [(c.category, replay(c.prompt, c.output, drafter)) for c in completions]
     sets = replay_report(replayed, known_chip("M4 Pro").curve)["sets"]
     assert {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlxspec.bench.replay import Replayed, replay, replay_report
+from mlxspec.bench.replay import Replayed, Step, replay, replay_report
 from mlxspec.drafting.costs import CostCurve
 from mlxspec.drafting.drafter import DraftTree, NoDraft, VerifiedStep
 from mlxspec.drafting.sources import PromptLookupDrafter
@@ -33,9 +33,14 @@ class Scripted:
         self.ended = True
 
 
+def of_rows(tokens: int, *rows: int) -> Replayed:
+    """An output whose steps had these rows."""
+    return Replayed(tokens, tuple(map(Step, rows)))
+
+
 def test_plain_decoding_takes_one_row_per_token() -> None:
     replayed = replay([1], [2, 3, 4], NoDraft())
-    assert replayed.rows == (1, 1, 1)
+    assert replayed.rows == [1, 1, 1]
     assert replayed.cost(lambda rows: rows * 2.0) == 6
 
 
@@ -43,7 +48,7 @@ def test_a_tree_is_walked_along_the_output() -> None:
     tree = DraftTree.from_branches(1, [[2, 9], [2, 3], [8]])
     drafter = Scripted(tree)
     replayed = replay([1], [2, 3, 4, 5], drafter)
-    assert replayed.rows == (5, 1)
+    assert replayed.rows == [5, 1]
     first = drafter.steps[0]
     assert first.accepted == (1, 3)
     assert first.tokens == (2, 3, 4)
@@ -54,7 +59,7 @@ def test_a_tree_is_walked_along_the_output() -> None:
 def test_an_output_may_end_inside_a_draft() -> None:
     drafter = Scripted(DraftTree.chain(1, [2, 3, 4]))
     replayed = replay([1], [2, 3], drafter)
-    assert replayed.rows == (4,)
+    assert replayed.rows == [4]
     assert drafter.steps[0].tokens == (2, 3)
     assert drafter.steps[0].accepted == (1, 2)
 
@@ -65,22 +70,22 @@ def test_a_draft_made_while_a_plain_step_is_under_way_waits() -> None:
 
     draft = DraftTree.chain(2, [3])
     drafter = Pipelined(DraftTree.chain(1), draft, DraftTree.chain(3, [4]))
-    assert replay([1], [2, 3, 4, 5], drafter).rows == (1, 1, 2)
+    assert replay([1], [2, 3, 4, 5], drafter).rows == [1, 1, 2]
 
 
 def test_prompt_lookup_copies_ten_tokens_a_step() -> None:
     text = list(range(100, 140))
     replayed = replay([*text, 1, 2, text[0]], text[1:34], PromptLookupDrafter())
-    assert replayed.rows == (11, 11, 11)
+    assert replayed.rows == [11, 11, 11]
     assert replayed.cost(CostCurve([(1, 1), (11, 2)])) == 6
 
 
 def test_sets_count_alike_and_completions_by_their_time() -> None:
     replayed = [
-        ("a", Replayed(8, (2, 2, 2, 2))),  # 8 tokens in a cost of 6
-        ("b", Replayed(2, (1, 1))),
-        ("a", Replayed(3, (2, 2, 2, 2))),  # 3 tokens in a cost of 6
-        ("c", Replayed(1, (2, 2))),  # below 0.98, but by two plain steps only
+        ("a", of_rows(8, 2, 2, 2, 2)),  # 8 tokens in a cost of 6
+        ("b", of_rows(2, 1, 1)),
+        ("a", of_rows(3, 2, 2, 2, 2)),  # 3 tokens in a cost of 6
+        ("c", of_rows(1, 2, 2)),  # below 0.98, but by two plain steps only
     ]
     figures = replay_report(replayed, lambda rows: {1: 1.0, 2: 1.5}[rows])
     assert figures["sets"]["a"]["speedup"] == pytest.approx(11 / 12)

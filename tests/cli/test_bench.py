@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 
 import click
@@ -98,26 +97,26 @@ def test_a_wrong_output_is_told_and_gets_no_speedup(
     assert "2 different" in row
 
 
-def test_ctrl_c_shows_what_was_measured(
+def test_at_a_temperature_mlx_lm_is_left_out(endless: Path, prompts: Path) -> None:
+    asked = ("--decoder", "mlx-lm,prompt-lookup", "--temp", 0.7, "--json")
+    result = bench(endless, "--prompts", prompts, *QUICK, *asked)
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert list(report["decoders"]) == ["plain", "prompt-lookup"]
+    assert report["exactness"]["differ"] == 0
+
+
+def test_a_prompt_beyond_the_context_is_counted(
     endless: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def impatient(model: object, tokenizer: object) -> Stream:
-        plain = BACKENDS[PLAIN](model, tokenizer)  # type: ignore[arg-type]
-        runs = count(1)
-
-        def stream(prompt: list[int], **options: object) -> Iterator[object]:
-            if next(runs) == 3:  # the warm-up, the first prompt, the second
-                raise KeyboardInterrupt
-            return plain(prompt, **options)
-
-        return stream  # type: ignore[return-value]
-
-    monkeypatch.setitem(BACKENDS, "impatient", impatient)
-    result = bench(endless, "--prompts", prompts, *QUICK, "--decoder", "impatient", "--json")
-    assert result.exit_code == 130
-    report = json.loads(result.stdout)
-    assert list(report["categories"]) == ["say"]
-    assert report["settings"]["interrupted"] is True
+    monkeypatch.setattr("mlxspec.bench.measure.context_length", lambda model: 3)
+    result = bench(endless, "--prompts", prompts, *QUICK, "--decoder", "plain")
+    assert "1 prompt left out: longer than the model's context" in result.stdout
+    monkeypatch.setattr("mlxspec.bench.measure.context_length", lambda model: 1)
+    result = bench(endless, "--prompts", prompts, *QUICK)
+    assert result.stderr == (
+        "Error: every prompt is longer than the model's context: use shorter ones\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -176,7 +175,7 @@ def test_a_head_takes_part_with_auto_which_is_measured_without_it_too(
         report = json.loads(result.stdout)
         assert report["model"]["head"] == "DSpark"
         decoders = report["decoders"]
-        assert list(decoders) == ["plain", "auto", "auto without head", "prompt-lookup"]
+        assert list(decoders) == ["plain", "auto", "prompt-lookup", "auto without head"]
         assert decoders["auto"]["tokens_per_step"] > 1.5
         assert decoders["auto without head"]["tokens_per_step"] == 1
         assert report["exactness"]["differ"] == 0

@@ -70,9 +70,10 @@ def test_table_and_plot_fit_the_width(endless: Path, measurements: list[int | No
     assert len({bar for bar in bars if bar}) >= (2 if columns > 40 else 1)
     table = [re.sub("[█▏▎▍▌▋▊▉]", "", line).split() for line in lines]
     # The square root of 0.08² and the least error of T(1), 1.96 times 0.02, squared; and so on.
-    assert ["1", "25.00", "1.00", "25.00", "–"] in table
-    assert ["8", "67.00", "2.68", "8.38", "9%"] in table
-    assert ["64", "1300", "52.00", "20.31", "40%"] in table
+    assert ["1", "25.00", "1.00", "–"] in table
+    assert ["8", "67.00", "2.68", "9%"] in table
+    if columns > 40:  # where cells are folded
+        assert ["64", "1300.00", "52.00", "40%"] in table
 
 
 def test_a_terminal_without_unicode_gets_ascii(endless: Path, measurements: list[int | None]):
@@ -90,11 +91,11 @@ def test_what_was_measured_is_shown_without_measuring(
     assert calibrate(endless, "--context", 3000, "--context", 200).exit_code == 0
     for arguments in (["--show"], [endless, "--show"]):
         shown = calibrate(*arguments).stdout
-        assert shown.count("ms/row") == 3
+        assert len(re.findall("rows +ms", shown)) == 3
         for context in ("64", "200", "3,000"):
             assert f"behind {context} tokens, careful" in shown
     assert "3,000" not in calibrate("--show", "--context", 200).stdout
-    assert measurements == [None, 200, 3000]
+    assert measurements == [64, 200, 3000]
 
 
 def test_a_head_s_drafts_are_measured_too(
@@ -131,7 +132,7 @@ def test_steps_of_several_sequences_are_kept_beside_the_others(
         assert ("4 sequences" in result.stdout) is (sequences == 4)
     shown = calibrate("--show", "--json", endless)
     curves = json.loads(shown.stdout)["curves"]
-    assert [curve["model"].get("sequences") for curve in curves] == [None, 4]
+    assert {curve["model"].get("sequences") for curve in curves} == {None, 4}
 
 
 def test_nothing_known_is_said(endless: Path, finite: Path, measurements: list[int | None]):
@@ -156,7 +157,6 @@ def test_json_is_one_object(endless: Path, measurements: list[int | None]):
         "rows": 8,
         "seconds": 0.067,
         "cost": pytest.approx(2.68),
-        "seconds_per_row": pytest.approx(0.067 / 8),
         "error": pytest.approx((0.08**2 + 0.0392**2) ** 0.5),
     }
     assert report["name"] == endless.name
@@ -169,7 +169,7 @@ def test_longer_contexts_are_measured_and_shown_too(
 ):
     monkeypatch.setattr(costs, "measured_contexts", lambda model, sequences=1: [64, 1000, 8000])
     report = json.loads(calibrate(endless, "--json").stdout)
-    assert measurements == [None, 1000, 8000]
+    assert measurements == [64, 1000, 8000]
     longer, _ = report.pop("longer_contexts"), report.pop("head")
     assert [curve["context"] for curve in (report, *longer)] == [64, 1000, 8000]
     assert report["split_attention"] is None
@@ -237,7 +237,7 @@ def test_a_measurement_of_plain_steps_alone_replaces_no_better_one(
     monkeypatch.setattr(costs, "calibrate", lambda *_, **__: (TIMES[:1], None))
     result = calibrate(endless)
     assert result.exit_code == 0
-    assert "8.38" in calibrate(endless, "--show").stdout
+    assert "67.00" in calibrate(endless, "--show").stdout
 
 
 def test_ctrl_c_leaves_the_cache_as_it_was(
@@ -271,7 +271,7 @@ def test_a_spoiled_cache_file_is_one_note(
     assert result.stderr.count("\n") == 1
     result = calibrate(endless)
     assert result.exit_code == 0
-    assert "8.38" in calibrate("--show").stdout
+    assert "67.00" in calibrate("--show").stdout
 
 
 def test_a_model_without_drafts_has_plain_steps_alone(

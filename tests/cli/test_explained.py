@@ -33,7 +33,7 @@ def test_the_most_instructive_has_walks_that_end_inside_their_drafts() -> None:
         tree = DraftTree.chain(0, [1] * drafted)
         walk = tuple(range(1, accepted + 1))
         step = VerifiedStep(tree, (1,) * len(tree), (1,) * len(tree), walk, (1,) * (accepted + 1))
-        return RecordedStep(step, ("",) * len(tree), {})
+        return RecordedStep(step, ("",) * len(tree))
 
     plain, partly, whole, wrong = chain(0, 0), chain(5, 2), chain(9, 9), chain(5, 0)
     assert most_instructive([plain, whole, whole, partly, partly, wrong], 2) == 3

@@ -228,6 +228,7 @@ def test_what_the_template_gets_by_default_and_what_a_request_says(
         assert json.loads(output)["prompt_tokens"] == 3
 
 
+@pytest.mark.nightly
 def test_a_model_is_served_with_its_adapters(tmp_path: Path) -> None:
     adapters = write_adapters(tmp_path / "adapters")
     decoder = PromptLookupDecoder(*load("demo", adapter_path=adapters))

@@ -19,6 +19,7 @@ import pytest
 
 import mlxspec
 from mlxspec import AutoDecoder, Decoder, DraftTree, PromptLookupDecoder, Session
+from mlxspec.drafting.drafter import NoDraft
 from mlxspec.generation import asynchronous
 from mlxspec.generation.engine import Engine
 from mlxspec.generation.request import Request, State
@@ -102,8 +103,7 @@ def test_a_decoders_way_to_draft_can_be_chosen() -> None:
     assert isinstance(decoder, PromptLookupDecoder)
 
     async def drafted(n_draft: int) -> int:
-        how = decoder.drafting_with(n_draft=n_draft)
-        *_, last = [r async for r in decoder.astream(REPEAT, 24, make_drafter=how)]
+        *_, last = [r async for r in decoder.astream(REPEAT, 24, n_draft=n_draft)]
         return last.stats.drafted
 
     assert asyncio.run(drafted(0)) == 0
@@ -272,12 +272,12 @@ class Failing(mlxspec.Drafter):
 
 @pytest.mark.slow
 def test_what_a_generation_raises_is_raised_where_it_is_read() -> None:
-    decoder = new_decoder(Decoder)
-
+    drafters = iter([Failing(), NoDraft()])
+    decoder = new_decoder(Decoder, drafter=lambda: next(drafters))
     taken: list[int] = []
 
     async def fail() -> None:
-        async for response in decoder.astream(REPEAT, make_drafter=Failing):
+        async for response in decoder.astream(REPEAT):
             taken.append(response.token)
 
     async def main() -> list[Any]:
@@ -287,8 +287,9 @@ def test_what_a_generation_raises_is_raised_where_it_is_read() -> None:
     error, other = asyncio.run(main())
     assert isinstance(error, RuntimeError)
     assert str(error) == "no more ideas"
-    assert taken == written(decoder, REPEAT)[:2]
-    assert other == written(decoder, PROMPTS[1])
+    plain = new_decoder(Decoder)
+    assert taken == written(plain, REPEAT)[:2]
+    assert other == written(plain, PROMPTS[1])
 
 
 def test_a_fault_of_the_model_reaches_all_and_ends_none_of_the_later_ones(
@@ -340,6 +341,7 @@ def test_the_thread_keeps_no_decoder() -> None:
 PROGRAM = """
 import asyncio, sys
 import mlxspec
+from mlxspec.drafting.drafter import NoDraft
 
 async def main():
     decoder = mlxspec.PromptLookupDecoder("demo")

@@ -152,7 +152,6 @@ def test_so_many_values_are_read_and_no_more(
     assert (caught.value.status, caught.value.code) == (413, "request_too_large")
 
 
-@pytest.mark.nightly(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(PARTS))
 def test_the_rest_of_too_many_values_is_not_even_read(kind: str) -> None:
