@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 import platform
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from statistics import geometric_mean, median
+from time import perf_counter
 from typing import Any, cast
 
 import mlx.core as mx
@@ -201,10 +201,6 @@ def backends_with(drafter: type[Drafter]) -> dict[str, MakeStream]:
     return {name: with_drafter(drafter), f"{AUTO}+{name}": partial(_auto, extra_drafter=drafter)}
 
 
-Clock = Callable[[], float]
-"""Seconds since some moment."""
-
-
 @dataclass(frozen=True)
 class TimedRun:
     """One answer of a backend, and how long it took.
@@ -229,35 +225,23 @@ class TimedRun:
         return len(self.tokens) / self.seconds
 
 
-def run(
-    stream: Stream,
-    prompt: list[int],
-    max_tokens: int,
-    sampling: SamplingParams,
-    clock: Clock = time.perf_counter,
-) -> TimedRun:
+def run(stream: Stream, prompt: list[int], max_tokens: int, sampling: SamplingParams) -> TimedRun:
     """Let a backend answer a prompt."""
     tokens, texts, stats = list[int](), list[str](), None
-    started = prefilled = ended = clock()
+    started = prefilled = ended = perf_counter()
 
     def on_progress(done: int, total: int) -> None:
         nonlocal prefilled
-        prefilled = clock()
+        prefilled = perf_counter()
 
-    for response in stream(
-        prompt, max_tokens=max_tokens, sampling=sampling, on_progress=on_progress
-    ):
-        ended = clock()  # work after the last token delays no output
+    options = {"max_tokens": max_tokens, "sampling": sampling, "on_progress": on_progress}
+    for response in stream(prompt, **options):
+        ended = perf_counter()  # work after the last token delays no output
         tokens.append(response.token)
         texts.append(response.text)
         stats = getattr(response, "stats", None)
-    return TimedRun(
-        tokens=tuple(tokens),
-        text="".join(texts),
-        prefill_seconds=prefilled - started,
-        seconds=ended - prefilled,
-        stats=stats,
-    )
+    text = "".join(texts)
+    return TimedRun(tuple(tokens), text, prefilled - started, ended - prefilled, stats)
 
 
 @dataclass(frozen=True)
@@ -288,80 +272,82 @@ def in_turn(names: list[str], repeat: int) -> list[str]:
     return (names[first:] + names[:first])[:: (-1) ** repeat]
 
 
-@dataclass
-class Measurement:
-    """Measures backends on prompts.
+def measure(
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    makers: Mapping[str, MakeStream],
+    prompts: Sequence[BenchPrompt],
+    *,
+    max_tokens: int,
+    repeats: int,
+    sampling: SamplingParams,
+) -> Iterator[MeasuredPrompt]:
+    """Measure backends answer by answer; each warms up on the first prompt.
+
+    Conversations end where they are longer than the model's context.
 
     Args:
         model, tokenizer: as :func:`mlxspec.load` returns them.
         makers: make the backends, by name; plain decoding among them.
+        prompts: the questions.
         max_tokens: per answer.
         repeats: how often each backend answers each prompt.
         sampling: how the target picks tokens.
-        clock: in seconds.
+
+    Raises:
+        PromptError: the model's chat template refuses a prompt.
     """
+    backends = {name: make(model, tokenizer) for name, make in makers.items()}
+    longest = context_length(model)
+    is_warm = False
 
-    model: nn.Module
-    tokenizer: TokenizerWrapper
-    makers: Mapping[str, MakeStream]
-    _: KW_ONLY
-    max_tokens: int
-    repeats: int
-    sampling: SamplingParams
-    clock: Clock = time.perf_counter
-
-    def measure(self, prompts: Sequence[BenchPrompt]) -> Iterator[MeasuredPrompt]:
-        """Measure answer by answer; every backend warms up on the first prompt.
-
-        Conversations end where they are longer than the model's context.
-
-        Raises:
-            PromptError: the model's chat template refuses a prompt.
-        """
-        makers = self.makers.items()
-        self._backends = {name: make(self.model, self.tokenizer) for name, make in makers}
-        longest = context_length(self.model)
-        is_warm = False
-        for prompt in prompts:
-            messages = list(prompt.messages)
-            for question in (*prompt.follow_ups, None):
-                tokens = self._encode(prompt, messages)
-                if longest is not None and len(tokens) > longest:
-                    break
-                if not is_warm:
-                    self._take_turns(tokens, 1)
-                    is_warm = True
-                runs = self._take_turns(tokens, self.repeats)
-                differences = {name: self._compare(tokens, runs, name) for name in runs}
-                yield MeasuredPrompt(prompt.category, messages, len(tokens), runs, differences)
-                if question is not None:
-                    answer = runs[PLAIN][0].text.strip()
-                    messages = [*messages, message("assistant", answer), message("user", question)]
-
-    def _take_turns(self, tokens: list[int], repeats: int) -> dict[str, list[TimedRun]]:
-        runs: dict[str, list[TimedRun]] = {name: [] for name in self._backends}
+    def take_turns(tokens: list[int], repeats: int) -> dict[str, list[TimedRun]]:
+        runs: dict[str, list[TimedRun]] = {name: [] for name in backends}
         for repeat in range(repeats):
             for name in in_turn([*runs], repeat):
-                stream, limits = self._backends[name], (self.max_tokens, self.sampling)
-                runs[name].append(run(stream, tokens, *limits, clock=self.clock))
+                runs[name].append(run(backends[name], tokens, max_tokens, sampling))
         return runs
 
-    def _compare(
-        self, prompt: list[int], runs: dict[str, list[TimedRun]], name: str
-    ) -> list[Difference]:
-        """How the distinct outputs of a backend differ from plain decoding's first one."""
-        expected = runs[PLAIN][0].tokens
-        compared = (
-            first_difference(self.model, prompt, expected, output, self.sampling)
-            for output in dict.fromkeys(one.tokens for one in runs[name])
-        )
-        return [difference for difference in compared if difference]
+    for prompt in prompts:
+        messages = list(prompt.messages)
+        for question in (*prompt.follow_ups, None):
+            tokens = _encoded(tokenizer, messages, prompt.raw)
+            if longest is not None and len(tokens) > longest:
+                break
+            if not is_warm:
+                take_turns(tokens, 1)
+                is_warm = True
+            runs = take_turns(tokens, repeats)
+            differences = {
+                name: _differing(model, tokens, runs[PLAIN], own, sampling)
+                for name, own in runs.items()
+            }
+            yield MeasuredPrompt(prompt.category, messages, len(tokens), runs, differences)
+            if question is not None:
+                answer = runs[PLAIN][0].text.strip()
+                messages = [*messages, message("assistant", answer), message("user", question)]
 
-    def _encode(self, prompt: BenchPrompt, messages: Messages) -> list[int]:
-        """The conversation's tokens; without a chat template its texts, a blank line between."""
-        if prompt.raw or not self.tokenizer.has_chat_template:
-            return encode_prompt(self.tokenizer, "\n\n".join(m["content"] for m in messages))
-        return apply_template(self.tokenizer, messages, add_generation_prompt=True)
+
+def _encoded(tokenizer: TokenizerWrapper, messages: Messages, raw: bool) -> list[int]:
+    """A conversation's tokens; without a chat template its texts, a blank line between."""
+    if raw or not tokenizer.has_chat_template:
+        return encode_prompt(tokenizer, "\n\n".join(one["content"] for one in messages))
+    return apply_template(tokenizer, messages, add_generation_prompt=True)
+
+
+def _differing(
+    model: nn.Module,
+    prompt: list[int],
+    plain: Sequence[TimedRun],
+    runs: Sequence[TimedRun],
+    sampling: SamplingParams,
+) -> list[Difference]:
+    """How the distinct outputs of a backend differ from plain decoding's first one."""
+    compared = (
+        first_difference(model, prompt, plain[0].tokens, output, sampling)
+        for output in dict.fromkeys(one.tokens for one in runs)
+    )
+    return [difference for difference in compared if difference]
 
 
 # --- the report ---
@@ -458,7 +444,7 @@ def bench_report(
         "rough": noise_warning(prompts),
         "decoders": over_all,
         "categories": categories,
-        "exactness": _exactness(over_all, differences),
+        "exactness": _exactness(prompts, differences),
         "differences": differences,
         "prompts": [_prompt(prompt, trusted, include_text) for prompt in prompts],
     }
@@ -555,14 +541,13 @@ def _differences(prompts: Sequence[MeasuredPrompt]) -> Iterator[Report]:
                 }
 
 
-def _exactness(decoders: Report, differences: Sequence[Report]) -> Report:
-    drafting = [of["outputs"] for name, of in decoders.items() if name != PLAIN]
-    margins = [of["margin"] for of in differences if of["decoder"] != PLAIN]
-    differ = sum(of["near_ties"] + of["different"] for of in drafting)
+def _exactness(prompts: Sequence[MeasuredPrompt], differences: Sequence[Report]) -> Report:
+    drafted = [of for of in differences if of["decoder"] != PLAIN]
+    margins = [of["margin"] for of in drafted if of["margin"] is not None]
     return {
-        "outputs": differ + sum(of["equal"] for of in drafting),
-        "differ": differ,
-        "largest_margin": max((one for one in margins if one is not None), default=None),
+        "outputs": sum(len(prompt.runs) - 1 for prompt in prompts),
+        "differ": len({(of["prompt"], of["decoder"]) for of in drafted}),
+        "largest_margin": max(margins, default=None),
     }
 
 
@@ -582,17 +567,14 @@ def exactness(report: Report) -> str:
 
 
 def _prompt(prompt: MeasuredPrompt, trusted: set[str], include_text: bool) -> Report:
-    first = {name: runs[0] for name, runs in prompt.runs.items()}
-    entry: Report = {
+    outputs = {name: runs[0].text for name, runs in prompt.runs.items()}
+    return {
         "category": prompt.category,
         "prompt_tokens": prompt.prompt_tokens,
-        "generated_tokens": {name: len(run.tokens) for name, run in first.items()},
+        "generated_tokens": {name: len(runs[0].tokens) for name, runs in prompt.runs.items()},
         "decoders": _by_backend([prompt], trusted),
+        **({"messages": prompt.messages, "outputs": outputs} if include_text else {}),
     }
-    if include_text:
-        entry["messages"] = prompt.messages
-        entry["outputs"] = {name: run.text for name, run in first.items()}
-    return entry
 
 
 def verdict(report: Report) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from ..drafting.planner import Planner
 from ..drafting.policy import trees_pay
 from ..drafting.sources import PromptLookupDrafter
 from ..drafting.suffix_source import SuffixSource
+from ..errors import OptionError
 
 _FULL = 10  # tokens: the drafts of Spec-Bench's PLD
 
@@ -184,3 +186,28 @@ def policies_with(drafter: type[Drafter]) -> dict[str, ReplayPolicy]:
     """A custom drafter class, alone and together with the default decoder's look-ups."""
     name = drafter.__name__
     return {name: _from_text(drafter), f"{AUTO}+{name}": planned(other=drafter)}
+
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
+
+
+def policies_with_memory(sizes: str) -> dict[str, ReplayPolicy]:
+    """The default decoder with memories of earlier outputs.
+
+    Args:
+        sizes: a comma-separated list of numbers of tokens, with k for 1,024 and M for 1,048,576,
+            or "all" for a memory without bound.
+
+    Raises:
+        OptionError: a size has another form.
+    """
+    policies = {}
+    for text in map(str.strip, sizes.split(",")):
+        size = re.fullmatch("([0-9]{1,15})([km]?)", text, re.ASCII | re.IGNORECASE)
+        if size is None and text != "all":
+            raise OptionError(
+                f"--memory: {text!r} is not a size: give tokens as 4096, 16k or 1M, or all"
+            )
+        tokens = int(size[1]) * _UNITS[size[2].lower()] if size else None
+        policies[f"memory {text}"] = planned(tokens)
+    return policies

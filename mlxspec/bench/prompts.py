@@ -55,7 +55,8 @@ def read_prompts(path: Path) -> list[BenchPrompt]:
     other file is one prompt.
 
     Raises:
-        PromptError: the file cannot be read or is empty, or a line of it is not a prompt.
+        OSError: the file cannot be read.
+        PromptError: it is empty or not UTF-8, or a line of it is not a prompt.
     """
     text = read_text(path)
     if not text.strip():
@@ -92,16 +93,13 @@ def read_text(path: Path) -> str:
     """The text of a user's file, without a byte order mark.
 
     Raises:
-        PromptError: the file cannot be read, or is not UTF-8.
+        OSError: the file cannot be read.
+        PromptError: it is not UTF-8.
     """
     try:
         return path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise PromptError(f"{path} cannot be read ({error.strerror}): name a file") from error
     except UnicodeDecodeError as error:
-        raise PromptError(
-            f"{path} is not UTF-8 text (byte {error.start}): convert it to UTF-8"
-        ) from error
+        raise PromptError(f"{path} is not UTF-8 text: convert it to UTF-8") from error
 
 
 def parse_json_lines(
@@ -178,7 +176,8 @@ def read_traces(path: Path) -> list[Trace]:
     and a "model". The messages that a model wrote are replayed.
 
     Raises:
-        PromptError: the file cannot be read, or a line has another form.
+        OSError: the file cannot be read.
+        PromptError: it is not UTF-8, or a line has another form.
     """
 
     def trace(record: dict[str, Any]) -> Trace:
@@ -257,7 +256,7 @@ def read_completions(paths: Iterable[Path], tokenizer: Any, limit: int) -> list[
 
     Raises:
         LoadError: the tokenizer has no EOS token.
-        PromptError: as :func:`read_traces`, or there is no output.
+        OSError, PromptError: as :func:`read_traces`, or there is no output.
     """
     bos_id, eos_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     if eos_id is None:

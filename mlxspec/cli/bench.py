@@ -20,6 +20,7 @@ from ..engine.params import SamplingParams
 from ..errors import OptionError, PromptError
 from ..files import SHARED, check_writable, replaced
 from ..process import MLX_VARIABLES, variables_in
+from ..terminal import one_line
 from .calibrate import measured_curves
 from .common.model_choice import ABOUT, DEFAULT, MODEL, model_argument, needed_model
 from .common.options import (
@@ -44,7 +45,6 @@ from .common.output import (
     counted,
     folding_table,
     ratio,
-    shown,
 )
 from .settings import MLX_SETTINGS, check_settings
 
@@ -167,7 +167,7 @@ def bench_command(
     shows.show_tables(report, lambda: bench_tables(report))
     wrong = [*what_differs(report)]
     for line in wrong:
-        click.echo(f"Error: {shown(line)}", err=True)
+        click.echo(f"Error: {one_line(line)}", err=True)
     if wrong:
         sys.exit(1)
     if submit:
@@ -183,7 +183,7 @@ def _report(
     with_curves: bool,
 ) -> Report:
     """Load the model, measure, and make the report."""
-    from ..bench.measure import AUTO, Measurement, bench_report, machine_facts, model_facts
+    from ..bench.measure import AUTO, bench_report, machine_facts, measure, model_facts
     from ..engine.heads import attach_head
     from ..models.heads.loading import load_with_head
 
@@ -197,17 +197,16 @@ def _report(
     if head is not None:
         auto = backends[AUTO]
         backends = {**backends, AUTO: partial(auto, head=head), "auto without head": auto}
-    measurement = Measurement(
-        *(loaded, tokenizer, backends),
-        max_tokens=asked.max_tokens,
-        repeats=asked.repeats,
-        sampling=SamplingParams(temp=asked.temp, seed=asked.seed),
-    )
     measured: list[MeasuredPrompt] = []
     answers = sum(1 + len(prompt.follow_ups) for prompt in questions)
     with ProgressBar("Taking turns") as on_progress:
         on_progress(0.0)
-        for prompt in measurement.measure(questions):
+        for prompt in measure(
+            *(loaded, tokenizer, backends, questions),
+            max_tokens=asked.max_tokens,
+            repeats=asked.repeats,
+            sampling=SamplingParams(temp=asked.temp, seed=asked.seed),
+        ):
             measured.append(prompt)
             on_progress(len(measured) / answers)
     if not measured:
@@ -254,7 +253,7 @@ def bench_tables(report: Report) -> Iterator[RenderableType]:
     """Speeds by category and over all, how exact the outputs are, and which decoder is fastest."""
     from ..bench.measure import exactness, verdict
 
-    yield from map(shown, _heading(report["model"], report["machine"]))
+    yield from map(one_line, _heading(report["model"], report["machine"]))
     decoders = report["decoders"]
     table = folding_table(
         *("category", "prompts", *decoders),
@@ -266,7 +265,7 @@ def bench_tables(report: Report) -> Iterator[RenderableType]:
             + ("differs" if of["outputs"]["different"] else ratio(of["speedup"]))
             for of in entry["decoders"].values()
         )
-        table.add_row(shown(category), str(entry["prompts"]), *cells)
+        table.add_row(one_line(category), str(entry["prompts"]), *cells)
     yield table
     table = folding_table(
         *("all", "vs plain", "vs mlx-lm", "tokens/step", "rows/step", "accepted", "outputs"),
@@ -287,7 +286,7 @@ def bench_tables(report: Report) -> Iterator[RenderableType]:
     yield exactness(report)
     if report["rough"]:
         yield report["rough"]
-    yield Text(shown(verdict(report)), style="bold")
+    yield Text(one_line(verdict(report)), style="bold")
 
 
 def _heading(model: Report, machine: Report) -> Iterator[str]:

@@ -11,6 +11,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ..errors import MlxspecError
+from ..terminal import one_line
 from .common.model_choice import ABOUT, DEFAULT, MODEL, model_argument, needed_model
 from .common.options import (
     ADAPTERS,
@@ -23,7 +24,7 @@ from .common.options import (
     option,
     options_of,
 )
-from .common.output import ProgressBar, ReportOptions, folding_table, shown
+from .common.output import ProgressBar, ReportOptions, folding_table
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -174,27 +175,20 @@ def measured_curves(
     """
     from ..drafting.kept import CostCache
     from ..drafting.measurement import CAREFUL, noise
-    from ..engine.costs import (
-        calibrate,
-        check_context,
-        cost_key,
-        known_times,
-        measured_contexts,
-        split_length,
-    )
+    from ..engine import costs
     from ..engine.patches import split_attention
 
     for asked in contexts:
-        check_context(model, CAREFUL, asked)
+        costs.check_context(model, CAREFUL, asked)
     cache = CostCache()
     # Shared steps are measured with their attention split as it will be.
-    split_attention(model, split_length(cache.read(cost_key(model))))
+    split_attention(model, costs.split_length(cache.read(costs.cost_key(model))))
     found = {}
-    short, *longer = measured_contexts(model, sequences)
+    short, *longer = costs.measured_contexts(model, sequences)
     wanted: list[int | None] = [*sorted(set(contexts))] or [None, *longer]
     for context in wanted:
         with ProgressBar("Prefill") as prefill, ProgressBar("Measuring step times") as measuring:
-            times, split = calibrate(
+            times, split = costs.calibrate(
                 model,
                 CAREFUL,
                 context=context,
@@ -207,8 +201,8 @@ def measured_curves(
                 f"{name}: {problem}; nothing is kept, and what was known stays: close other "
                 "programs and measure again"
             )
-        found[context or short] = known_times(times, split, CAREFUL, "careful", name)
-    key = cost_key(model).of_sequences(sequences)
+        found[context or short] = costs.known_times(times, split, CAREFUL, "careful", name)
+    key = costs.cost_key(model).of_sequences(sequences)
     cache.update(key, found)
     return [_curve(key, context, known) for context, known in found.items()]
 
@@ -283,14 +277,14 @@ def _tables(report: Report) -> Iterator[RenderableType]:
 def _heading(curve: Report) -> Iterator[RenderableType]:
     """What is known of the model, and of its measurement."""
     model, machine = curve["model"], curve["machine"]
-    yield Text(shown(curve["name"] or model["type"]), "bold")
-    yield shown(
+    yield Text(one_line(curve["name"] or model["type"]), "bold")
+    yield one_line(
         f"{model['type']}, {model['parameters'] / 1e6:,.1f} M parameters, "
         f"{model['bits_per_weight']} bits each in memory, digest {model['digest'][:_DIGEST]}"
         + (f", {model['sequences']} sequences" if "sequences" in model else "")
     )
     blas = f", BLAS: {machine['blas']}" if "blas" in machine else ""
-    yield shown(
+    yield one_line(
         f"{machine['chip']}, {machine['device']}{blas}, MLX {machine['mlx']}, behind "
         f"{curve['context']:,} tokens, {curve['source']}, {curve['updated'][:10]}"
         + (", attention split" if curve["split_attention"] else "")

@@ -234,7 +234,7 @@ def test_whatever_a_field_holds_it_is_refused_or_plain(path: str, value: object)
 def test_what_cannot_be_sent_is_one_line_that_names_it() -> None:
     report = bench()
     report["model"]["type"] = "my model"
-    with pytest.raises(OptionError, match=r"^this cannot be sent as a report: model\.type: "):
+    with pytest.raises(OptionError, match=r"^the report is wrong: model\.type: "):
         BenchReport.of(report)
 
 

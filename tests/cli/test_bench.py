@@ -126,8 +126,11 @@ def test_a_prompt_beyond_the_context_is_counted(
         (("--head", "a", "--no-head"), "--head and --no-head are given together"),
         (("--head", "a", "--decoder", "plain"), "--head is for --decoder auto"),
         (("--temp", "-1"), "temp is -1.0"),
-        (("--prompts", "missing.jsonl"), "missing.jsonl cannot be read"),
-        (("--spec-bench", "missing.jsonl"), "missing.jsonl cannot be read"),
+        (("--prompts", "missing.jsonl"), "missing.jsonl: No such file or directory"),
+        (
+            ("--spec-bench", "missing.jsonl"),
+            "missing.jsonl: No such file or directory",
+        ),
         (("--html", "missing/page.html"), "missing/page.html"),
         (("--mlx-settings", "MLX_RANK=1"), "mlx-settings is 'MLX_RANK=1': give whole numbers"),
     ],

@@ -79,11 +79,10 @@ def run_command(command: click.Command, name: str) -> None:
         except click.exceptions.NoArgsIsHelpError as error:
             click.echo(error.format_message())  # asked for, as with --help
             sys.exit(0)
-        except click.UsageError as error:
-            hint = f" ({error.ctx.command_path} --help)" if error.ctx else ""
-            _fail(error.format_message().rstrip(".") + hint, error.exit_code)
         except click.ClickException as error:
-            _fail(error.format_message(), error.exit_code)
+            context = getattr(error, "ctx", None)
+            hint = f" ({context.command_path} --help)" if context else ""
+            _fail(error.format_message().rstrip(".") + hint, error.exit_code)
         except click.Abort:  # click has already ended the line
             _write("Interrupted.")
             sys.exit(INTERRUPTED)
