@@ -12,7 +12,6 @@ import platform
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib.metadata import version
 from statistics import geometric_mean, median
 from time import perf_counter
@@ -28,14 +27,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import mlxspec
 
-from ..drafting.drafter import Drafter, DraftTree, NoDraft
-from ..drafting.sources import PromptLookupDrafter
+from ..drafting.drafter import Drafter, DraftTree
 from ..engine.costs import machine_identity, model_identity, whole_memory
 from ..engine.model_sizes import context_length
 from ..engine.params import SamplingParams
 from ..engine.sampling import Chooser
 from ..engine.target import Progress
-from ..generation.decoder import AutoDecoder, Decoder, LookaheadDecoder
+from ..generation.decoder import Decoder
+from ..generation.drafting import Auto, Drafting, Lookahead, PromptLookup
 from ..generation.response import SpeculationStats
 from ..models.chat_template import apply_template
 from ..models.heads import Head
@@ -146,22 +145,13 @@ token's forward begins. Nothing is remembered from run to run, else a repeated p
 be known.
 """
 
-MakeStream = Callable[..., Stream]
-"""Makes a way to generate from a loaded model and its tokenizer; auto also takes a ``head``."""
+MakeStream = Callable[[nn.Module, TokenizerWrapper], Stream]
+"""Makes a way to generate from a loaded model and its tokenizer."""
 
 
-def with_drafter(make_drafter: Callable[[], Drafter]) -> MakeStream:
-    """mlxspec's loop with a new drafter for each run."""
-
-    def make(model: nn.Module, tokenizer: TokenizerWrapper) -> Stream:
-        decoder = Decoder(model, tokenizer)
-        return lambda prompt, **options: decoder.decode(prompt, make_drafter(), **options)
-
-    return make
-
-
-def _auto(model: nn.Module, tokenizer: TokenizerWrapper, **more: Any) -> Stream:
-    return AutoDecoder(model, tokenizer, memory_tokens=0, **more).stream
+def decoding(drafting: Drafting) -> MakeStream:
+    """mlxspec's decoder that drafts in this way."""
+    return lambda model, tokenizer: Decoder(model, tokenizer, drafting).stream
 
 
 def _mlx_lm(model: nn.Module, tokenizer: TokenizerWrapper) -> Stream:
@@ -186,19 +176,19 @@ def _mlx_lm(model: nn.Module, tokenizer: TokenizerWrapper) -> Stream:
 
 
 BACKENDS: dict[str, MakeStream] = {
-    PLAIN: with_drafter(NoDraft),
+    PLAIN: decoding(Drafting()),
     MLX_LM: _mlx_lm,
-    "prompt-lookup": with_drafter(PromptLookupDrafter),
-    AUTO: _auto,
-    "lookahead": lambda model, tokenizer: LookaheadDecoder(model, tokenizer).stream,
+    "prompt-lookup": decoding(PromptLookup()),
+    AUTO: decoding(Auto()),
+    "lookahead": decoding(Lookahead()),
 }
 """By the names of ``--decoder``."""
 
 
 def backends_with(drafter: type[Drafter]) -> dict[str, MakeStream]:
     """A custom drafter class, alone and together with the default decoder's look-ups."""
-    name = drafter.__name__
-    return {name: with_drafter(drafter), f"{AUTO}+{name}": partial(_auto, extra_drafter=drafter)}
+    alone, added = Drafting(maker=drafter), Auto(extra=drafter)
+    return {drafter.__name__: decoding(alone), f"{AUTO}+{drafter.__name__}": decoding(added)}
 
 
 @dataclass(frozen=True)

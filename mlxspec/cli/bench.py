@@ -183,8 +183,16 @@ def _report(
     with_curves: bool,
 ) -> Report:
     """Load the model, measure, and make the report."""
-    from ..bench.measure import AUTO, bench_report, machine_facts, measure, model_facts
+    from ..bench.measure import (
+        AUTO,
+        bench_report,
+        decoding,
+        machine_facts,
+        measure,
+        model_facts,
+    )
     from ..engine.heads import attach_head
+    from ..generation.drafting import Auto
     from ..models.heads.loading import load_with_head
 
     wanted = False if asked.no_head or AUTO not in backends else asked.head
@@ -195,8 +203,8 @@ def _report(
     # First, so that the planner knows them, and that a busy machine ends the command early.
     curves = measured_curves(loaded, about["name"]) if with_curves else []
     if head is not None:
-        auto = backends[AUTO]
-        backends = {**backends, AUTO: partial(auto, head=head), "auto without head": auto}
+        with_head = {AUTO: decoding(Auto(head=head)), "auto without head": backends[AUTO]}
+        backends = backends | with_head
     measured: list[MeasuredPrompt] = []
     answers = sum(1 + len(prompt.follow_ups) for prompt in questions)
     with ProgressBar("Taking turns") as on_progress:

@@ -13,7 +13,7 @@ from mlxspec.bench.prompts import BenchPrompt, bundled_prompts
 from mlxspec.drafting.costs import KnownTime, LiveCosts
 from mlxspec.engine.sampling import SamplingParams
 from mlxspec.errors import PromptError
-from mlxspec.generation.decoder import AutoDecoder
+from mlxspec.generation.decoder import Decoder
 from tests.support.scripted_backends import ManualClock, Scripted
 from tests.support.scripted_model import write_scripted_model
 
@@ -180,7 +180,7 @@ class FlatCosts(LiveCosts):
 def test_auto_does_not_remember_its_earlier_runs(
     endless: tuple, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(AutoDecoder, "costs", FlatCosts())
+    monkeypatch.setattr(Decoder, "costs", FlatCosts())
     stream = BACKENDS["auto"](*endless)
     first, again = (run(stream, [1, 3, 4], 40, SamplingParams()) for _ in range(2))
     assert first.stats == again.stats
