@@ -240,15 +240,11 @@ class MeasuredPrompt:
 
     Attributes:
         category: the prompt's.
-        messages: the conversation that was answered.
-        prompt_tokens: how many tokens the conversation has.
         runs: by backend, one per repeat.
         differences: by backend, how its distinct outputs differ from plain decoding's first one.
     """
 
     category: str
-    messages: Messages
-    prompt_tokens: int
     runs: dict[str, list[TimedRun]]
     differences: dict[str, list[Difference]]
 
@@ -312,7 +308,7 @@ def measure(
                 name: _differing(model, tokens, runs[PLAIN], own, sampling)
                 for name, own in runs.items()
             }
-            yield MeasuredPrompt(prompt.category, messages, len(tokens), runs, differences)
+            yield MeasuredPrompt(prompt.category, runs, differences)
             if question is not None:
                 answer = runs[PLAIN][0].text.strip()
                 messages = [*messages, message("assistant", answer), message("user", question)]
@@ -376,31 +372,24 @@ def model_facts(model: nn.Module, name: str, head: Head | None = None) -> Report
         name: what the user called it; of a directory only the last part is given.
         head: its trained head, if one is used.
     """
-    # The dtype of most floating-point bytes: packed weights are computed in their scales' dtype.
-    nbytes: dict[mx.Dtype, int] = {}
-    for _, weight in tree_flatten(model.parameters()):
-        if mx.issubdtype(weight.dtype, mx.floating):
-            nbytes[weight.dtype] = nbytes.get(weight.dtype, 0) + weight.nbytes
+    # Packed weights are computed in the type of their scales.
+    weights = (weight for _, weight in tree_flatten(model.parameters()))
+    floating = (weight for weight in weights if mx.issubdtype(weight.dtype, mx.floating))
+    dtype = max(floating, key=lambda weight: weight.nbytes).dtype
     return {
         "name": given_name(name),
         **model_identity(model),
-        "dtype": str(max(nbytes, key=nbytes.__getitem__)).removeprefix("mlx.core."),
+        "dtype": str(dtype).removeprefix("mlx.core."),
         **({} if head is None else {"head": head.title}),
     }
 
 
-def bench_report(
-    prompts: Sequence[MeasuredPrompt],
-    *,
-    facts: Report,
-    include_text: bool = False,
-) -> Report:
+def bench_report(prompts: Sequence[MeasuredPrompt], facts: Report) -> Report:
     """Sum up a measurement.
 
     Args:
         prompts: what was measured, at least one.
         facts: what the report says about model, machine and settings.
-        include_text: show prompts and outputs. Otherwise the report has none of them.
 
     Returns:
         ``decoders``, ``categories`` and ``prompts`` hold the figures of each backend over all,
@@ -436,7 +425,9 @@ def bench_report(
         "categories": categories,
         "exactness": _exactness(prompts, differences),
         "differences": differences,
-        "prompts": [_prompt(prompt, trusted, include_text) for prompt in prompts],
+        "prompts": [
+            {"category": one.category, "decoders": _by_backend([one], trusted)} for one in prompts
+        ],
     }
 
 
@@ -502,16 +493,11 @@ def _outputs(compared: Sequence[list[Difference]]) -> Report:
 
 def noise_warning(prompts: Sequence[MeasuredPrompt]) -> str | None:
     """Why the figures are noisy, in one sentence; None where they are not."""
-    spread: dict[str, float] = {}
-    for name in prompts[0].runs:
-        ratios = [_ratios(prompt, name, PLAIN) for prompt in prompts]
-        spread[name] = median((max(of) - min(of)) / median(of) for of in ratios)
-    widest = max(spread, key=spread.__getitem__)
-    if spread[widest] <= _WIDE:
+    ratios = ([_ratios(prompt, name, PLAIN) for prompt in prompts] for name in prompts[0].runs)
+    spread = max(median((max(of) - min(of)) / median(of) for of in by_run) for by_run in ratios)
+    if spread <= _WIDE:
         return None
-    return (
-        f"The figures are rough: the turns of {widest} on a prompt differ by {spread[widest]:.0%}."
-    )
+    return f"The figures are rough: the turns of a decoder on a prompt differ by {spread:.0%}."
 
 
 def _differences(prompts: Sequence[MeasuredPrompt]) -> Iterator[Report]:
@@ -556,17 +542,6 @@ def exactness(report: Report) -> str:
     return said
 
 
-def _prompt(prompt: MeasuredPrompt, trusted: set[str], include_text: bool) -> Report:
-    outputs = {name: runs[0].text for name, runs in prompt.runs.items()}
-    return {
-        "category": prompt.category,
-        "prompt_tokens": prompt.prompt_tokens,
-        "generated_tokens": {name: len(runs[0].tokens) for name, runs in prompt.runs.items()},
-        "decoders": _by_backend([prompt], trusted),
-        **({"messages": prompt.messages, "outputs": outputs} if include_text else {}),
-    }
-
-
 def verdict(report: Report) -> str:
     """One sentence: which backend is fastest."""
     speeds = {
@@ -586,8 +561,8 @@ def what_differs(report: Report) -> Iterator[str]:
         if not of["near_tie"]:
             how = "one output ended before the other"
             if of["margin"] is not None:
-                how = f"the tokens are {of['margin']:.2g} apart, rounding explains "
-                how += f"{of['bound']:.2g}"
+                margins = f"{of['margin']:.2g} apart, rounding explains {of['bound']:.2g}"
+                how = f"the tokens are {margins}"
             yield (
                 f"{of['decoder']} differs from {PLAIN} decoding on prompt {of['prompt']} "
                 f"({of['category']}) at token {of['token']}: {how}"

@@ -62,8 +62,7 @@ def read_prompts(path: Path) -> list[BenchPrompt]:
     if not text.strip():
         raise PromptError(f"{path} is empty: write a prompt into it")
     if path.suffix.lower() in (".jsonl", ".ndjson"):
-        form = 'write one object per line, with "prompt", "messages" or "turns"'
-        return parse_json_lines(text, path, _prompt, form)
+        return parse_json_lines(text, path, _prompt)
     return [BenchPrompt("text", (message("user", text.removesuffix("\n")),))]
 
 
@@ -102,16 +101,13 @@ def read_text(path: Path) -> str:
         raise PromptError(f"{path} is not UTF-8 text: convert it to UTF-8") from error
 
 
-def parse_json_lines(
-    text: str, path: Path, parse: Callable[[Any], _Item], form: str
-) -> list[_Item]:
+def parse_json_lines(text: str, path: Path, parse: Callable[[Any], _Item]) -> list[_Item]:
     """Parse the JSON lines of a file; blank lines are skipped.
 
     Args:
         text: the lines.
         path: the file, for errors.
-        parse: turns the value of a line into an item, or raises ValueError.
-        form: the form of a line, for errors.
+        parse: turns the object of a line into an item, or raises ValueError.
 
     Raises:
         PromptError: a line has another form.
@@ -120,10 +116,12 @@ def parse_json_lines(
     for number, value in json_lines(text.split("\n")):
         try:
             if not isinstance(value, dict):
-                raise ValueError("not a JSON object")
+                raise ValueError("it is not a JSON object")
             items.append(parse(value))
         except ValueError as error:
-            raise PromptError(f"{path}, line {number}: {error}; {form}") from error
+            raise PromptError(
+                f"{path}, line {number}: {error}; write one object per line"
+            ) from error
     return items
 
 
@@ -185,8 +183,7 @@ def read_traces(path: Path) -> list[Trace]:
         category = _category(record, path.stem)
         return Trace(category, str(record.get("model", "")), messages, completions)
 
-    form = 'expected a JSON object with "messages", each with "role" and "content"'
-    return parse_json_lines(read_text(path), path, trace, form)
+    return parse_json_lines(read_text(path), path, trace)
 
 
 Encode = Callable[[str], list[int]]

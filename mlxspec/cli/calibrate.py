@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     import mlx.nn as nn
 
     from ..drafting.kept import CostKey, KnownTimes
-    from ..engine.heads import TrainedHead
 
 _DIGEST = 8  # characters, enough to distinguish models of one kind and size
 _WIDEST_BAR = 60  # columns
@@ -146,7 +145,7 @@ def _measured(
     """Load a model, measure it carefully, and keep that.
 
     Returns:
-        the first curve, with those behind longer contexts, and the times of its head, if any.
+        the first curve, with those behind longer contexts, and the head's kind and times, if any.
     """
     from ..engine.heads import attach_head
     from ..models.heads.loading import load_with_head
@@ -154,9 +153,13 @@ def _measured(
 
     model, _, its_head = load_with_head(name, head, adapter_path)
     first, *longer = measured_curves(model, given_name(name), contexts, sequences)
-    trained = attach_head(its_head, model) if its_head else None
-    times = _times_of(trained, first["times"][0]["seconds"]) if trained else None
-    return {**first, "longer_contexts": longer, "head": times}
+    report = {**first, "longer_contexts": longer, "head": None}
+    if its_head and (trained := attach_head(its_head, model)):
+        drafts = [(n, trained.experience.seconds(n)) for n in range(1, trained.head.most + 1)]
+        plain_step = first["times"][0]["seconds"]
+        times = [{"tokens": n, "seconds": of, "cost": of / plain_step} for n, of in drafts]
+        report["head"] = {"kind": trained.head.title, "times": times}
+    return report
 
 
 def measured_curves(
@@ -205,20 +208,6 @@ def measured_curves(
     key = costs.cost_key(model).of_sequences(sequences)
     cache.update(key, found)
     return [_curve(key, context, known) for context, known in found.items()]
-
-
-def _times_of(trained: TrainedHead, plain_step: float) -> Report:
-    """The head's kind, and by the ``tokens`` of a draft its ``seconds`` and ``cost``.
-
-    Args:
-        trained: a head, attached to its target.
-        plain_step: the seconds of a plain step, the unit of the cost.
-    """
-    times = []
-    for tokens in range(1, trained.head.most + 1):
-        seconds = trained.experience.seconds(tokens)
-        times.append({"tokens": tokens, "seconds": seconds, "cost": seconds / plain_step})
-    return {"kind": trained.head.title, "times": times}
 
 
 def _known(name: str | None, adapter_path: str | None, contexts: Sequence[int]) -> list[Report]:

@@ -157,7 +157,6 @@ def accepted_by_origin(steps: Sequence[RecordedStep]) -> str:
 
 _SPACE, _NEWLINE, _TAB = "·", "↵", "⇥"
 _SIGNS = str.maketrans({"\n": _NEWLINE, "\t": _TAB, "\r": "␍"})
-_PIECE_WIDTH = 24
 
 
 TextOf = Callable[[Sequence[int]], str]
@@ -180,9 +179,7 @@ def _text_of(tokenizer: TokenizerWrapper) -> TextOf:
 def _piece(token: int, text_of: TextOf) -> str:
     """The text of a token with a sign for spaces, or its number if it has no text of its own."""
     text = text_of([token]).replace(" ", _SPACE)
-    piece = Text(text if text.strip("\ufffd") and cell_len(text) else f"<{token}>")
-    piece.truncate(_PIECE_WIDTH, overflow="ellipsis")
-    return piece.plain
+    return text if text.strip("\ufffd") and cell_len(text) else f"<{token}>"
 
 
 _CONTEXT = 30  # tokens shown before a step

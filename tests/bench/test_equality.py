@@ -106,7 +106,7 @@ def test_bench_counts_the_outputs_that_differ_in_half_precision() -> None:
     options = {"max_tokens": 40, "repeats": 1, "sampling": SamplingParams()}
     measured = list(measure(model, tokenizer, makers, bundled_prompts(), **options))
     facts = {"model": model_facts(model, "demo"), "machine": {}, "settings": {}}
-    report = bench_report(measured, facts=facts)
+    report = bench_report(measured, facts)
     outputs = [[runs[0].tokens for runs in prompt.runs.values()] for prompt in measured]
     same = sum(plain == drafted for plain, drafted in outputs)
     assert report["exactness"]["outputs"] == len(outputs)

@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 import mlxspec
-from mlxspec.bench.measure import BACKENDS, MLX_LM, PLAIN, MakeStream, MeasuredPrompt, measure, run
+from mlxspec.bench.measure import (
+    BACKENDS,
+    MLX_LM,
+    PLAIN,
+    MakeStream,
+    MeasuredPrompt,
+    Stream,
+    measure,
+    run,
+)
 from mlxspec.bench.prompts import BenchPrompt, bundled_prompts
 from mlxspec.drafting.costs import KnownTime, LiveCosts
 from mlxspec.engine.sampling import SamplingParams
@@ -127,25 +136,39 @@ def test_an_output_that_ends_early_is_no_near_tie(endless: tuple) -> None:
 
 def test_follow_ups_are_asked_after_plain_decoding_s_answer(endless: tuple) -> None:
     prompt = BenchPrompt("talk", QUESTION.messages, ("three",))
-    _, second = measured_with(endless, "plain", max_tokens=3, repeats=1, prompts=[prompt])
-    assert second.messages == [
-        {"role": "user", "content": "one two"},
-        {"role": "assistant", "content": "one two three"},
-        {"role": "user", "content": "three"},
-    ]
+    answer = {"role": "assistant", "content": "one two three"}
+    whole = BenchPrompt("talk", (*QUESTION.messages, answer, {"role": "user", "content": "three"}))
+    asked: list[list[int]] = []
+    others = {"plain": recording(BACKENDS["plain"], asked)}
+    settings = {"max_tokens": 3, "repeats": 1, "others": others}
+    assert len(measured_with(endless, prompts=[prompt], **settings)) == 2
+    measured_with(endless, prompts=[whole], **settings)
+    assert asked[2] == asked[4]  # the first prompt of each run is also the warm-up's
+
+
+def recording(make: MakeStream, asked: list[list[int]]) -> MakeStream:
+    """A backend that also keeps its prompts."""
+
+    def make_stream(model: object, tokenizer: object) -> Stream:
+        stream = make(model, tokenizer)  # type: ignore[arg-type]
+        return lambda prompt, **options: asked.append(prompt) or stream(prompt, **options)
+
+    return make_stream
 
 
 def test_a_question_goes_into_the_chat_template_and_a_raw_text_does_not(endless: tuple) -> None:
     raw = BenchPrompt("raw", QUESTION.messages, raw=True)
-    templated, continued = measured_with(endless, "plain", repeats=1, prompts=[QUESTION, raw])
-    assert templated.prompt_tokens == 4  # [INST] one two [/INST]
-    assert continued.prompt_tokens == 3  # BOS one two
+    asked: list[list[int]] = []
+    others = {"plain": recording(BACKENDS["plain"], asked)}
+    measured_with(endless, prompts=[QUESTION, raw], others=others, repeats=1)
+    assert [len(prompt) for prompt in asked[1:]] == [4, 3]  # [INST] one two [/INST]; BOS one two
 
 
 def test_without_a_chat_template_the_texts_follow_each_other(tmp_path: Path) -> None:
     model = mlxspec.load(write_scripted_model(tmp_path / "base", ROUND, template=False))
-    (measured,) = measured_with(model, "plain", repeats=1)
-    assert measured.prompt_tokens == 3  # BOS and two words
+    asked: list[list[int]] = []
+    measured_with(model, others={"plain": recording(BACKENDS["plain"], asked)}, repeats=1)
+    assert len(asked[0]) == 3  # BOS and two words
 
 
 @pytest.mark.slow

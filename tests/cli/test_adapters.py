@@ -178,7 +178,6 @@ def test_nothing_is_downloaded_for_a_bad_directory(monkeypatch: pytest.MonkeyPat
             ("--model", "a", "--model", "b"),
             "--adapter-path needs exactly one --model",
         ),
-        (calibrate_command, ("--show",), "--adapter-path is given without its MODEL"),
         (chat_command, ("--server", "http://127.0.0.1:1"), "and adapters are for 'mlxspec serve'"),
     ],
 )
