@@ -17,10 +17,12 @@ import matplotlib.pyplot as plt
 CHIPS = ("M2 Pro", "M3 Ultra", "M4 Pro", "M3 Max", "M5 Max", "H200-like")
 DECODERS = {
     "spec-bench": ("prompt lookup, 10 tokens", "#c9c9c9"),
-    "vllm": ("vLLM's n-gram default", "#7d7d7d"),
+    "vllm": ("vLLM's n-gram default", "#a3a3a3"),
+    "llama.cpp": ("llama.cpp's ngram-simple", "#7d7d7d"),
+    "suffix-path": ("suffix decoding, path", "#5a5a5a"),
     "auto": ("mlxspec (auto)", "#0087d7"),
 }
-WIDTH = 0.27
+WIDTH = 0.16
 
 
 def main(source: str, target: str) -> None:
@@ -30,7 +32,7 @@ def main(source: str, target: str) -> None:
     plt.rcParams.update({"font.family": "sans-serif", "svg.fonttype": "none"})
     figure, axes = plt.subplots(figsize=(8, 4))
     for rank, (decoder, (label, color)) in enumerate(DECODERS.items()):
-        places = [place + (rank - 1) * WIDTH for place in range(len(CHIPS))]
+        places = [place + (rank - 2) * WIDTH for place in range(len(CHIPS))]
         speeds = [speed[chip, decoder] for chip in CHIPS]
         bars = axes.bar(places, speeds, WIDTH, label=label, color=color)
         if decoder == "auto":

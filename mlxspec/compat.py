@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.generate import BatchResponse, generate_step
+from mlx_lm.generate import BatchResponse
 from mlx_lm.generate import batch_generate as generate_in_batch
 from mlx_lm.generate import stream_generate as stream_generate_plainly
 from mlx_lm.generate_utils import BatchStats
@@ -40,7 +40,7 @@ from .errors import OptionError
 from .generation.decoder import AutoDecoder
 from .generation.engine import Engine, responses
 from .generation.options import GenerationOptions, Prompt
-from .generation.request import RecordTime, Request
+from .generation.request import Request
 from .generation.response import GenerationResponse, GenerationResult, SpeculationStats
 from .models.model import load
 from .models.model_files import DEMO
@@ -48,8 +48,6 @@ from .models.model_files import DEMO
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from typing_extensions import Unpack
-
-_PLAIN_OPTIONS = signature(generate_step).parameters
 
 
 def generate(
@@ -150,11 +148,6 @@ def stream_generate(
         TypeError: an option does not exist.
     """
     if input_embeddings is not None:
-        for name in options.keys() - _PLAIN_OPTIONS:
-            raise OptionError(
-                f"{name} is given with input_embeddings, for which mlx-lm generates and does not "
-                "have that option: leave it out"
-            )
         return plainly(
             model,
             tokenizer,
@@ -168,34 +161,20 @@ def stream_generate(
     decoder = decoder_of(model, tokenizer)
     if max_tokens == -1:
         max_tokens = sys.maxsize
-    first_step: RecordTime | None = None
     if prompt_progress_callback is not None:
-        options["on_progress"], first_step = _prompt_progress(prompt_progress_callback)
-    if draft_model is None:
-        request = decoder.new_request(prompt, max_tokens, options)
-    else:
-        request = _with_draft_model(
-            decoder, prompt, max_tokens, options, draft_model, num_draft_tokens
-        )
-    if first_step:
-        request.record_times.append(first_step)
-    return responses(request)
+        options["on_progress"] = partial(_progress, prompt_progress_callback)
+    drafting = decoder.drafting
+    if draft_model is not None:
+        options.pop("max_kv_size", None)
+        check_vocabularies(draft_model, decoder.vocab_size, len(decoder.tokenizer))
+        drafter = DraftModelDrafter(draft_model, num_draft_tokens)
+        drafting = replace(drafting, extra=lambda: drafter)
+    return responses(decoder.new_request(prompt, max_tokens, options, drafting))
 
 
-def _with_draft_model(
-    decoder: AutoDecoder,
-    prompt: Prompt,
-    max_tokens: int,
-    options: GenerationOptions,
-    draft_model: nn.Module,
-    num_draft_tokens: int,
-) -> Request:
-    """A request that drafts with a small model, too; arguments as for :func:`stream_generate`."""
-    options.pop("max_kv_size", None)
-    check_vocabularies(draft_model, decoder.vocab_size, len(decoder.tokenizer))
-    drafter = DraftModelDrafter(draft_model, num_draft_tokens)
-    drafting = replace(decoder.drafting, extra=lambda: drafter)
-    return decoder.new_request(prompt, max_tokens, options, drafting.bound_to(decoder))
+def _progress(callback: Progress, done: int, total: int) -> None:
+    """Count the prompt's last token, as mlx-lm does; it belongs to the first step here."""
+    callback(done + (done == total), total + 1)
 
 
 class _KeptDecoder(AutoDecoder):
@@ -267,26 +246,6 @@ def plainly(*args: Any, **options: Any) -> Generator[GenerationResponse, None, N
         yield GenerationResponse(**vars(response), stats=stats)
 
 
-def _prompt_progress(callback: Progress) -> tuple[Progress, RecordTime]:
-    """Functions that report the prompt's progress as mlx-lm does.
-
-    mlx-lm also counts the prompt's last token, which belongs to the first step here.
-    """
-    unfinished: list[int] = []
-
-    def prefilled(done: int, total: int) -> None:
-        unfinished[:] = [total + 1]
-        callback(done, total + 1)
-
-    def stepped(*_: object) -> None:
-        if unfinished:
-            total = unfinished.pop()
-            callback(total, total)
-
-    return prefilled, stepped
-
-
-_LABEL = "[batch_generate] "
 _DECODING = ("sampler", "logits_processors", "prefill_step_size", "max_kv_size")
 
 
@@ -385,17 +344,14 @@ def prepared(
         request = decoder.new_request(prompt, budget, every, receive=answer.add)
         answers[request] = answer
         lengths.append(len(request.prompt))
-    return partial(_at_once, decoder, answers, held, **options)
+    return partial(_at_once, decoder, answers, held, options)
 
 
 def _at_once(
     decoder: AutoDecoder,
     answers: Mapping[Request, GenerationResult],
     caches: list[list[Any] | None],
-    *,
-    verbose: bool = False,
-    completion_batch_size: int = 32,
-    **returns: Any,
+    options: Mapping[str, Any],
 ) -> BatchResponse:
     """Answer the prompts with speculation.
 
@@ -403,13 +359,14 @@ def _at_once(
         decoder: the model's decoder.
         answers: the requests, each with the result that collects its responses.
         caches: the prompts' caches, which the requests continue.
-        verbose, completion_batch_size: as for :func:`batch_generate`.
-        returns: the other options; only those that select what to return are used.
+        options: the other options of :func:`batch_generate`.
     """
-    engine = Engine(decoder, max_active=completion_batch_size, stall=math.inf)
+    engine = Engine(decoder, max_active=options.get("completion_batch_size", 32), stall=math.inf)
     engine.add(*answers)
     started = time.perf_counter()
-    _run(engine, [*answers], verbose)
+    engine.run()
+    for error in (request.error for request in answers if request.error):
+        raise error
     results = list(answers.values())
     stats = BatchStats(
         prompt_tokens=sum(result.prompt_tokens for result in results),
@@ -420,43 +377,21 @@ def _at_once(
         peak_memory=max((result.peak_memory for result in results), default=0.0),
     )
     stats.decode_time = stats.generation_time
-    if verbose:
+    if options.get("verbose"):
         accepted = sum(result.stats.accepted for result in results)
         drafted = sum(result.stats.drafted for result in results)
-        print()
-        _show_figures(stats, f"{accepted} of {drafted}", _LABEL)
-    # mlx-lm does not return the token that ended an answer.
-    ends = decoder.tokenizer.eos_token_ids
-    counts = [len(one.tokens) - (one.tokens[-1] in ends) for one in results]
-    tokens = [one.tokens[:count] for one, count in zip(results, counts, strict=True)]
-    logprobs = [
-        [found.logprob for found in (one.logprobs or [])[:count]]
-        for one, count in zip(results, counts, strict=True)
-    ]
+        _show_figures(stats, f"{accepted} of {drafted}", "[batch_generate] ")
+    for result in results:  # mlx-lm does not return the token that ended an answer
+        if result.tokens[-1] in decoder.tokenizer.eos_token_ids:
+            result.tokens.pop()
+    logprobs = [[one.logprob for one in (r.logprobs or [])[: len(r.tokens)]] for r in results]
     return BatchResponse(
-        texts=[decoder.tokenizer.decode(answer) for answer in tokens],
+        texts=[decoder.tokenizer.decode(result.tokens) for result in results],
         stats=stats,
-        caches=caches if returns.get("return_prompt_caches") else None,
-        token_ids=tokens if returns.get("return_token_ids") else None,
-        logprobs=logprobs if returns.get("return_logprobs") else None,
+        caches=caches if options.get("return_prompt_caches") else None,
+        token_ids=[one.tokens for one in results] if options.get("return_token_ids") else None,
+        logprobs=logprobs if options.get("return_logprobs") else None,
     )
-
-
-def _run(engine: Engine, requests: Sequence[Request], verbose: bool) -> None:
-    """Run all requests; the first error ends all of them."""
-    shown = -1
-    with engine.running():
-        going_on = True
-        while going_on:
-            going_on = engine.turn()
-            for request in requests:
-                if request.error:
-                    raise request.error
-            done = sum(request.done for request in requests)
-            if verbose and done != shown:
-                line = f"{_LABEL}Finished processing {done}/{len(requests)} ..."
-                print(line, end="\r", flush=True)
-                shown = done
 
 
 # --- augment ---
@@ -521,23 +456,11 @@ def _exchange(replacements: Mapping[Any, Any]) -> None:
                 setattr(module, name, by_identity[id(value)])
 
 
-def _known(*functions: Callable[..., Any]) -> set[str]:
-    """The names of mlx-lm's arguments; mlx-lm itself refuses others."""
-    return {name for function in functions for name in signature(function).parameters}
-
-
-_STREAM_ARGUMENTS = _known(
-    _mlx_lm.stream_generate, _mlx_lm.generate_step, _mlx_lm.speculative_generate_step
-)
-_BATCH_ARGUMENTS = _known(_mlx_lm.batch_generate, _mlx_lm.BatchGenerator)
-
-
 @wraps(_mlx_lm.stream_generate)
 def _stream_generate(*args: Any, **options: Any) -> Generator[GenerationResponse, None, None]:
     responses = None
-    if options.keys() <= _STREAM_ARGUMENTS:
-        with _warned_if_it_fails():
-            responses = stream_generate(*args, **options)
+    with _warned_if_it_fails():
+        responses = stream_generate(*args, **options)
     yield from responses or plainly(*args, **options)
 
 
@@ -551,10 +474,9 @@ def _generate(
 @wraps(_mlx_lm.batch_generate)
 def _batch_generate(*args: Any, **options: Any) -> Any:
     run: Callable[[], Any] = partial(generate_in_batch, *args, **options)
-    if options.keys() <= _BATCH_ARGUMENTS:
-        with _warned_if_it_fails():
-            given = signature(batch_generate).bind(*args, **options)
-            run = prepared(**given.arguments)
+    with _warned_if_it_fails():
+        given = signature(batch_generate).bind(*args, **options)
+        run = prepared(**given.arguments)
     return run()
 
 

@@ -14,7 +14,6 @@ import fcntl
 import os
 import shutil
 import stat
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,8 +25,6 @@ PRIVATE = 0o600
 """The mode of files that hold prompts or outputs: only their owner may read them."""
 SHARED = 0o644
 
-_PATIENCE = 30.0  # seconds to wait for another writer
-_POLL = 0.02
 _MAX_NAME_BYTES = 200  # of a file's name within its temporary name; file systems allow 255
 
 
@@ -44,17 +41,15 @@ def check_writable(path: Path) -> None:
         FileError: the directory is missing, there is no permission to write, or ``path`` is
             something other than a regular file.
     """
-    mode = None
-    with _one_line(path), suppress(FileNotFoundError, NotADirectoryError):
-        mode = path.lstat().st_mode
-    if mode is not None and not stat.S_ISREG(mode):
+    exists = os.path.lexists(path)
+    if exists and (path.is_symlink() or not path.is_file()):
         raise FileError(f"{path}: is a directory, a link or a device; name a regular file")
     if not path.parent.is_dir():
         raise FileError(
             f"{path}: cannot be written (there is no directory {path.parent}); create it"
         )
     may_write = os.access(path.parent, os.W_OK | os.X_OK)
-    if not may_write or (mode is not None and not os.access(path, os.W_OK)):
+    if not may_write or (exists and not os.access(path, os.W_OK)):
         raise FileError(f"{path}: cannot be written (no permission); name another file")
 
 
@@ -82,8 +77,7 @@ def replaced(path: Path, mode: int = PRIVATE) -> Iterator[BinaryIO]:
         mode: the new file's permissions; the process's umask applies.
 
     Raises:
-        FileError: ``path`` cannot be written, the disk is full, or another process does not finish
-            writing it.
+        FileError: ``path`` cannot be written, or the disk is full.
     """
     check_writable(path)
     partial = _beside(path, "partial")
@@ -110,7 +104,7 @@ def new_directory(path: Path, *, replace: bool) -> Iterator[Path]:
         replace: replace an existing directory, even if it is not empty.
 
     Raises:
-        FileError: it cannot be written, or another process does not finish writing it.
+        FileError: it cannot be written.
     """
     partial, old, lock = (_beside(path, kind) for kind in ("partial", "replaced", "lock"))
     with _one_line(path):
@@ -130,13 +124,6 @@ def new_directory(path: Path, *, replace: bool) -> Iterator[Path]:
                 lock.unlink(missing_ok=True)
 
 
-def remove_leftover(partial: Path) -> None:
-    """Remove a temporary file, unless a process is writing it."""
-    with suppress(OSError), partial.open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        partial.unlink()
-
-
 def _beside(path: Path, kind: str) -> Path:
     name = os.fsdecode(os.fsencode(path.name)[:_MAX_NAME_BYTES])
     return path.with_name(f".{name}.{kind}")
@@ -145,27 +132,14 @@ def _beside(path: Path, kind: str) -> Path:
 @contextmanager
 def _locked(path: Path, mode: int) -> Iterator[BinaryIO]:
     """Open a file, created if it is missing, that no other process writes meanwhile."""
-    deadline = time.monotonic() + _PATIENCE
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, mode)
         with os.fdopen(descriptor, "r+b") as file:
             status = os.fstat(descriptor)
-            if (
-                status.st_uid != os.geteuid() or status.st_nlink > 1
-            ):  # somebody wants it overwritten
+            if status.st_uid != os.geteuid() or status.st_nlink > 1:
                 raise FileError(f"{path}: belongs to another user or file; remove it")
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise FileError(
-                        f"{path}: another process has been writing it for {_PATIENCE:.0f} seconds; "
-                        "end that process, or try again later"
-                    ) from None
-                time.sleep(_POLL)
-                continue
-            except OSError:  # a file system without locks
-                pass
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX)
             if _is_at(status, path):
                 yield file
                 return

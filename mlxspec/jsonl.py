@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def load_json(text: str | bytes) -> Any:
+def load_json(text: str | bytes, parse: Callable[[str], Any] = json.loads) -> Any:
     """Parse a JSON text; bytes are UTF-8.
 
-    Half a surrogate pair (``"\\ud800"``), which cannot be encoded, becomes a question mark.
+    Half a surrogate pair (``"\\ud800"``), which cannot be encoded, becomes U+FFFD.
 
     Raises:
         ValueError, RecursionError: the text is not JSON, or is nested too deeply.
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8-sig")
-    value = json.loads(text)
+    value = parse(text)
     if _SURROGATE.search(text):
-        whole = json.dumps(value, ensure_ascii=False).encode("utf-8", "replace").decode()
-        value = json.loads(whole)
+        value = json.loads(without_lone_surrogates(json.dumps(value, ensure_ascii=False)))
     return value
+
+
+def without_lone_surrogates(text: str) -> str:
+    """Replace half a surrogate pair by U+FFFD, so that the text can be encoded."""
+    # UTF-16 turns two adjacent halves into the character that they stand for.
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def json_lines(lines: Iterable[str | bytes]) -> Iterator[tuple[int, Any]]:
@@ -59,55 +64,36 @@ def conversation_of(record: object) -> tuple[list[dict[str, str]], list[int]]:
     Raises:
         ValueError: the record does not have this form.
     """
-    messages = record.get("messages") if isinstance(record, dict) else None
-    if not isinstance(record, dict) or not isinstance(messages, list):
-        raise ValueError('it has no list of "messages"')
-    read = [_message(message) for message in messages]
-    written = [index for index, message in enumerate(read) if message["role"] == "assistant"]
+    try:
+        record = cast(dict[str, Any], record)
+        messages = [_message(message) for message in record["messages"]]
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            'it must have "messages", each with a "role" and a text or a list of parts as "content"'
+        ) from error
+    written = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     completions = record.get("completions", written)
     if not isinstance(completions, list) or not all(
-        type(index) is int and 0 <= index < len(read) for index in completions
+        type(index) is int and 0 <= index < len(messages) for index in completions
     ):
         raise ValueError('its "completions" must be a list of indices of messages')
-    return read, completions
+    return messages, completions
 
 
-def _message(message: object) -> dict[str, str]:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ValueError('a message has no "role"')
-    texts = [_content(message), *map(_call, _list(message, "tool_calls"))]
-    return {"role": message["role"], "content": "\n".join(text for text in texts if text)}
+def _message(message: dict[str, Any]) -> dict[str, str]:
+    content = message.get("content")
+    if not isinstance(content, str):
+        content = "".join(part.get("text") or "" for part in content or [])
+    texts = [content, *(_call(**call["function"]) for call in message.get("tool_calls") or [])]
+    return {"role": "" + message["role"], "content": "\n".join(text for text in texts if text)}
 
 
-def _content(message: dict[str, Any]) -> str:
-    if isinstance(message.get("content"), str):
-        return str(message["content"])
-    texts = []
-    for part in _list(message, "content"):
-        if not isinstance(part, dict):
-            raise ValueError("a part of a message's content must be an object")
-        if isinstance(part.get("text"), str):
-            texts.append(part["text"])
-    return "".join(texts)
-
-
-def _call(call: object) -> str:
+def _call(name: Any = None, arguments: Any = None, **_: Any) -> str:
     """A tool call, as a model writes it."""
-    tool = call if isinstance(call, dict) else {}
-    if isinstance(function := tool.get("function"), dict):
-        # OpenAI logs the arguments as the model wrote them; others log them parsed.
-        arguments = function.get("arguments")
-        text = arguments if isinstance(arguments, str) else _json(arguments)
-        return f'{{"name": {_json(function.get("name"))}, "arguments": {text}}}'
-    raise ValueError('a tool call must have a "function"')
+    # OpenAI logs the arguments as the model wrote them; others log them parsed.
+    written = arguments if isinstance(arguments, str) else _json(arguments)
+    return f'{{"name": {_json(name)}, "arguments": {written}}}'
 
 
 def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
-
-
-def _list(message: dict[str, Any], key: str) -> list[Any]:
-    value = message.get(key)
-    if value is not None and not isinstance(value, list):
-        raise ValueError(f'the "{key}" of a message must be a list')
-    return value or []

@@ -182,16 +182,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def nightly(items: list[pytest.Item]) -> set[pytest.Item]:
-    """All but ``keep`` of each test's slow parameters, those evenly spread, if it is nightly."""
+    """All but two of each test's slow parameters, evenly spread; ``nightly(keep=n)``: all but n."""
     slow: dict[object, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("nightly") and item.get_closest_marker("slow"):
+        if item.get_closest_marker("slow"):
             slow.setdefault((item.path, getattr(item, "originalname", "")), []).append(item)
     left = set()
     for same in slow.values():
         marker = same[0].get_closest_marker("nightly")
-        assert marker
-        keep = marker.kwargs.get("keep", 0)
+        keep = marker.kwargs.get("keep", 0) if marker else 2
         left |= set(same) - {same[n * len(same) // keep] for n in range(keep)}
     return left
 

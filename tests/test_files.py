@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import mlx.core as mx
@@ -125,16 +126,6 @@ def test_a_temporary_file_that_leads_to_another_file_is_not_written(tmp_path: Pa
     assert names(tmp_path) == {"victim"}
 
 
-def test_a_leftover_is_removed_unless_it_is_being_written(tmp_path: Path):
-    with replaced(tmp_path / "file") as file:
-        files.remove_leftover(tmp_path / ".file.partial")
-        file.write(b"new")
-    assert (tmp_path / "file").read_bytes() == b"new"
-    (tmp_path / ".file.partial").touch()
-    files.remove_leftover(tmp_path / ".file.partial")
-    assert names(tmp_path) == {"file"}
-
-
 @pytest.mark.slow
 def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path):
     path = tmp_path / "s"
@@ -154,17 +145,17 @@ def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path):
     assert names(tmp_path) == {"s"}
 
 
-def test_a_writer_that_never_ends_is_not_waited_for_forever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_writer_waits_for_another(tmp_path: Path):
     path = tmp_path / "s"
     build_store(path, [[1, 2, 3]], FIRST)
-    monkeypatch.setattr(files, "_PATIENCE", 0.1)
-    with replaced(path) as file:
-        file.write(path.read_bytes())
-        with pytest.raises(FileError, match="another process has been writing it"):
-            extend(path)
-    extend(path)
+    with ThreadPoolExecutor() as pool:
+        with replaced(path) as file:
+            file.write(path.read_bytes())
+            second = pool.submit(extend, path)
+            with pytest.raises(TimeoutError):
+                second.result(timeout=0.1)
+        second.result(timeout=10)
+    assert names(tmp_path) == {"s"}
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

@@ -54,8 +54,8 @@ def test_calls_of_tools_are_what_the_model_wrote_a_line_each() -> None:
     [
         *(None, 3, [], {}, {"messages": 3}, {"messages": ["text"]}),
         *({"messages": [{"content": "a"}]}, {"messages": [{"role": 3, "content": "a"}]}),
-        *({"messages": [{**ANSWER, "content": value}]} for value in (3, {}, ["text"])),
-        *({"messages": [{**ANSWER, "tool_calls": value}]} for value in ({}, [3], [{}])),
+        *({"messages": [{**ANSWER, "content": value}]} for value in (3, {"a": 1}, ["text"])),
+        *({"messages": [{**ANSWER, "tool_calls": value}]} for value in ({"a": 1}, [3], [{}])),
         *({"messages": [ANSWER], "completions": value} for value in (3, [1], [-1], [True], ["0"])),
     ],
 )

@@ -96,7 +96,7 @@ for response in decoder.stream("text"):
 
 ASYNC = """
 async def main() -> None:
-    stream = decoder.astream("text", 5, temp=0.5, make_drafter=lookup.drafting_with(n_draft=3))
+    stream = decoder.astream("text", 5, temp=0.5, n_draft=3)
     assert_type(stream, AsyncGenerator[GenerationResponse, None])
     async for response in stream:
         assert_type(response.text, str)

@@ -17,7 +17,10 @@ from ..drafting.sources import PromptLookupDrafter
 from ..drafting.suffix_source import SuffixSource
 from ..errors import OptionError
 
+# --- the rules of other programs ---
+
 _FULL = 10  # tokens: the drafts of Spec-Bench's PLD
+_DEEPEST = 64  # tokens: a match and its draft in suffix decoding
 
 
 class FullLookup(Drafter):
@@ -44,6 +47,127 @@ class FullLookup(Drafter):
     def observe(self, step: VerifiedStep) -> None:
         for lookup in self._lookups:
             lookup.observe(step)
+
+
+class NgramSimple(Drafter):
+    """What followed the newest earlier occurrence of the last 12 tokens, up to 48 tokens.
+
+    The rule of ``--spec-type ngram-simple`` (common/ngram-map.cpp) with llama.cpp's defaults:
+    nothing is drafted when fewer tokens than the n-gram has could be.
+    """
+
+    branching = False
+
+    def __init__(self, size_n: int = 12, size_m: int = 48) -> None:
+        self._size_n, self._size_m = size_n, size_m
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._text: list[int] = []
+        self._newest: dict[tuple[int, ...], int] = {}  # where each n-gram ended last
+        self._extend(prompt)
+
+    def propose(self, max_depth: int) -> DraftTree:
+        text, found = self._text, list[int]()
+        if self._match is not None and len(text) > self._size_n + self._size_m + 1:
+            found = text[self._match : self._match + self._size_m]
+        return DraftTree.chain(text[-1], found if len(found) >= self._size_n else ())
+
+    def observe(self, step: VerifiedStep) -> None:
+        self._extend(step.tokens)
+
+    def _extend(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            self._text.append(token)
+            key = tuple(self._text[-self._size_n :])
+            self._match = self._newest.get(key)  # before the very end, which is not a match
+            if len(self._text) > self._size_n:  # llama.cpp ignores the text's very first position
+                self._newest[key] = len(self._text)
+
+
+class SuffixPath(Drafter):
+    """The most frequent continuation of some suffix of the text, over prompt and output.
+
+    Each match gives a draft of at most as many tokens; a token's probability is the share of the
+    match's occurrences that it continues; the draft with the greatest sum of probabilities is
+    taken. (Oliaro et al. 2024, arXiv 2411.04975, with the rules and defaults of Snowflake's
+    ArcticInference: ``SuffixTree::speculate``. The text's own end counts as an occurrence there,
+    and so it does here. Its global tree of earlier requests is left out.)
+
+    Args:
+        min_token_prob: the least probable token that is drafted.
+    """
+
+    branching = False
+
+    def __init__(self, min_token_prob: float = 0.1) -> None:
+        self._least = min_token_prob
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._text: list[int] = []
+        self._ends: dict[int, list[int]] = {}  # per token, the positions after it
+        self._extend(prompt)
+
+    def propose(self, max_depth: int) -> DraftTree:
+        text = self._text
+        best, path = 0.0, list[int]()
+        for positions, most in _matches(text, self._ends[text[-1]], _DEEPEST):
+            score, found = _most_frequent(text, positions, most, self._least)
+            if score >= best:
+                best, path = score, found
+        return DraftTree.chain(text[-1], path)
+
+    def observe(self, step: VerifiedStep) -> None:
+        self._extend(step.tokens)
+
+    def _extend(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            self._text.append(token)
+            self._ends.setdefault(token, []).append(len(self._text))
+
+
+def _matches(
+    text: Sequence[int], positions: list[int], max_depth: int
+) -> list[tuple[list[int], int]]:
+    """The distinct sets of places where a suffix of the text occurs, shortest suffix first.
+
+    Each has the length of its longest draft. Suffixes that occur at the same places differ only in
+    that length, so the greatest is kept.
+    """
+    end = len(text)
+    matches: list[tuple[list[int], int]] = []
+    for length in range(1, min(end, max_depth)):
+        token = text[end - length]
+        longer = [p for p in positions if p >= length and text[p - length] == token]
+        if len(longer) < 2:  # the text's end alone
+            break
+        most = min(length, max_depth - length)
+        if matches and len(longer) == len(positions):
+            most = max(most, matches.pop()[1])
+        matches.append((longer, most))
+        positions = longer
+    return matches
+
+
+def _most_frequent(
+    text: Sequence[int], positions: list[int], most: int, least: float
+) -> tuple[float, list[int]]:
+    """The most frequent continuation of a match, and the sum of its probabilities."""
+    path: list[int] = []
+    score, probability = 0.0, 1.0
+    while len(path) < most:
+        groups: dict[int, list[int]] = {}  # occurrences by the token that follows
+        for position in positions:
+            if position + len(path) < len(text):
+                groups.setdefault(text[position + len(path)], []).append(position)
+        if not groups:
+            break
+        token, group = max(groups.items(), key=lambda item: len(item[1]))
+        probability *= len(group) / len(positions)
+        if probability < least:
+            break
+        path.append(token)
+        score, positions = score + probability, group
+    return score, path
 
 
 # --- hindsight ---
@@ -177,6 +301,8 @@ POLICIES: dict[str, ReplayPolicy] = {
     # Method "ngram", prompt_lookup_min = prompt_lookup_max = 5; the number of tokens has no
     # default there, 5 is that of its documentation.
     "vllm": _from_text(lambda: PromptLookupDrafter(n_draft=5, ngram_max=5, ngram_min=5)),
+    "llama.cpp": _from_text(NgramSimple),
+    "suffix-path": _from_text(SuffixPath),
     HINDSIGHT: _hindsight,
 }
 """By the names of ``--decoder``; a further one, with a drafter of any kind, is one entry."""

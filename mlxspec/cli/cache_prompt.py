@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ..engine.params import CacheOptions
 from ..errors import FileError, OptionError
-from ..models.model_files import DEMO, is_downloaded, local_path
+from ..models.model_files import local_path
 from ..terminal import one_line
-from .common.generation import Generation
 from .common.model_choice import model_or_default, note_if_demo
 from .common.notes import note
 from .common.options import ADAPTERS, NAME, command, option, options_of
@@ -54,9 +53,7 @@ def cache_prompt_command(
       mlxspec cache-prompt --prompt-file a.txt --prompt-cache-file a.safetensors
       mlxspec generate --prompt-cache-file a.safetensors "Who is the narrator?"
 
-    The prompt may also come through a pipe. The file names its model and adapters, so 'generate'
-    needs no --model and no --adapter-path. Only if the model must be downloaded, name it with
-    --model.
+    The prompt may also come through a pipe. 'generate' needs the same --model and --adapter-path.
 
     "mlx_lm.generate --prompt-cache-file" reads this file, too, and 'generate' reads files of
     "mlx_lm.cache_prompt". With a chat template the prompt begins the user's message, and the later
@@ -91,7 +88,7 @@ def cache_prompt_command(
     with prefill_bar(error_console()) as bar:
         options["prompt_progress_callback"] = bar
         deque(generate_step(mx.array(tokens), loaded, max_tokens=0, **options), maxlen=0)
-    adapters = "" if adapter_path is None else str(local_path(adapter_path).resolve())
+    adapters = "" if adapter_path is None else _absolute(adapter_path)
     metadata = {"model": name, "tokenizer_config": "{}", ADAPTERS_OF_FILE: adapters}
     save_prompt_cache(path, cache, metadata, tokens=tokens)
     note(f"{path} holds {len(tokens):,} tokens, {path.stat().st_size / 1e6:,.1f} MB")
@@ -120,37 +117,20 @@ class CachedPrompt:
         self._cache, self._metadata = load_prompt_cache(file, return_metadata=True)
         self._tokens = tokens_in(self._metadata, self._cache)
 
-    def completed(self, generation: Generation) -> Generation:
-        """Complete a generation with the file's model and adapters.
-
-        The file may come from anybody, so its model is not downloaded.
+    def check(self, model: str, adapter_path: str | None) -> None:
+        """Check that the file was made with this model and these adapters.
 
         Raises:
-            FileError: the generation has another model or other adapters, or the model is
-                not on this machine.
+            FileError: it was made with others.
         """
-        model, adapters = self._metadata.get("model"), self._metadata.get(ADAPTERS_OF_FILE)
-        if generation.model is None and model and not _is_here(model):
-            raise FileError(
-                f"{self.file} was made by the model {one_line(model[:_LONGEST_NAME])}, which is "
-                "not on this machine: name the model with --model"
-            )
-        return replace(
-            generation,
-            model=self._same("--model", generation.model, model),
-            adapter_path=self._same("--adapter-path", generation.adapter_path, adapters),
-        )
-
-    def _same(self, option: str, asked: str | None, own: str | None) -> str | None:
-        """What the file was made with, which an option may only repeat."""
-        if asked is None or own is None:
-            return asked or own or None
-        if asked == own or (own and local_path(asked).resolve() == local_path(own).resolve()):
-            return asked
-        made = one_line(own[:_LONGEST_NAME]) or "none"
-        raise FileError(
-            f"{option} is {asked}, and {self.file} was made with {made}: leave out {option}"
-        )
+        own_model, own_adapters = map(self._metadata.get, ("model", ADAPTERS_OF_FILE))
+        for name, asked, own in (
+            ("--model", model, own_model),
+            ("--adapter-path", adapter_path or "", own_adapters),
+        ):
+            if own is not None and asked != own and _absolute(asked) != _absolute(own):
+                made = one_line(own[:_LONGEST_NAME]) or "none"
+                raise FileError(f"{self.file} was made with {name} {made}: name the same")
 
     def continued(
         self, prompt: str | list[int], options: PromptOptions, decoder: Decoder, templated: bool
@@ -193,5 +173,5 @@ def _following(
     return tokenizer.encode(prompt, add_special_tokens=False)
 
 
-def _is_here(model: str) -> bool:
-    return model == DEMO or os.path.isdir(local_path(model)) or is_downloaded(model)
+def _absolute(name: str) -> str:
+    return os.path.abspath(local_path(name))

@@ -187,9 +187,7 @@ def measured_curves(
     # Shared steps are measured with their attention split as it will be.
     split_attention(model, costs.split_length(cache.read(costs.cost_key(model))))
     found = {}
-    short, *longer = costs.measured_contexts(model, sequences)
-    wanted: list[int | None] = [*sorted(set(contexts))] or [None, *longer]
-    for context in wanted:
+    for context in sorted(set(contexts)) or costs.measured_contexts(model, sequences):
         with ProgressBar("Prefill") as prefill, ProgressBar("Measuring step times") as measuring:
             times, split = costs.calibrate(
                 model,
@@ -204,7 +202,7 @@ def measured_curves(
                 f"{name}: {problem}; nothing is kept, and what was known stays: close other "
                 "programs and measure again"
             )
-        found[context or short] = costs.known_times(times, split, CAREFUL, "careful", name)
+        found[context] = costs.known_times(times, split, CAREFUL, "careful", name)
     key = costs.cost_key(model).of_sequences(sequences)
     cache.update(key, found)
     return [_curve(key, context, known) for context, known in found.items()]

@@ -6,14 +6,13 @@ import os
 from typing import Any
 
 import click
-from click.shell_completion import CompletionItem
 
-from ..errors import MlxspecError, OptionError
+from ..errors import OptionError
 from ..models.model_files import DEMO, hub_repository, instead_of, is_repository_name, local_path
 from ..terminal import one_line
 from .common.model_choice import known_names, model_or_default
 from .common.notes import reported, say
-from .common.options import argument, group
+from .common.options import argument, group, names_completed
 from .common.output import print_rows
 from .settings import (
     ALIAS,
@@ -23,28 +22,12 @@ from .settings import (
     MODEL,
     SettingsFile,
     UserConfig,
-    check_settings,
+    checked,
+    config_path,
     load_config,
 )
 
-
-def _complete_key(ctx: click.Context, param: Any, incomplete: str) -> list[str]:
-    keys = [*KEYS, ALIAS_PREFIX]
-    if ctx.info_name != "set":
-        try:
-            keys = [*load_config().entries()]
-        except MlxspecError:
-            return []
-    return [key for key in keys if key.startswith(incomplete)]
-
-
-def _complete_value(ctx: click.Context, param: Any, incomplete: str) -> list[CompletionItem]:
-    key = ctx.params.get("key") or ""
-    if key != MODEL and not key.startswith(ALIAS_PREFIX):
-        return []
-    return [CompletionItem(name) for name in known_names() if name.startswith(incomplete)]
-
-
+_complete_key = names_completed(lambda: [*KEYS, ALIAS_PREFIX])
 _key = argument("key", f"One of {KNOWN}.", shell_complete=_complete_key)
 
 
@@ -88,26 +71,22 @@ def config_command(ctx: click.Context) -> None:
 # A value may begin with a dash, such as -1.
 @config_command.command("set", context_settings={"ignore_unknown_options": True})
 @_key
-@argument("value", "Its value.", shell_complete=_complete_value)
+@argument("value", "Its value.", shell_complete=names_completed(known_names))
 def set_command(key: str, value: str) -> None:
     """Set KEY to VALUE."""
-    config, key = load_config(), _spelled(key)
-    alias = key.partition(".")[2]
-    try:
-        read = value if key not in KEYS else KEYS[key].kind(value)
-    except ValueError:
-        raise OptionError(f"{key} is {value!r}: give {KEYS[key].must_be}") from None
-    if key == MODEL or key not in KEYS:
+    config, read = load_config(), checked(key, value)
+    if key == MODEL:
         read = _model(read, config)
-    _write(config, key, read)
-    say(f"{alias} stands for {read}." if alias else f"{key} is {read}.")
+    elif key not in KEYS:
+        read = config.resolved(_model(read, config))
+    _write(key, read)
+    say(f"{key} is {read}.")
 
 
 @config_command.command("get")
 @_key
 def get_command(key: str) -> None:
     """Print the value of KEY; the exit status is 1 if it is not set."""
-    key = _spelled(key)
     entries = load_config().entries()
     if key not in entries:
         raise OptionError(f"{key} is not set: to set it, run mlxspec config set {key} VALUE")
@@ -118,34 +97,19 @@ def get_command(key: str) -> None:
 @_key
 def unset_command(key: str) -> None:
     """Remove KEY from the settings."""
-    config, key = load_config(), _spelled(key)
-    if key in config.entries():
-        _write(config, key, None)
+    if key in load_config().entries():
+        _write(key, None)
         say(f"{key} is no longer set.")
     else:
         say(f"{key} was not set.")
 
 
 def _show(config: UserConfig) -> None:
-    there = "" if config.path.exists() else " (does not exist yet)"
-    print_rows(("file", f"{config.path}{there}"), *config.entries().items())
+    there = "" if config_path().exists() else " (does not exist yet)"
+    print_rows(("file", f"{config_path()}{there}"), *config.entries().items())
     if not config.entries():
         say("Nothing is set. 'mlxspec config --help' lists the settings.")
     say(f"The default model is {model_or_default(None)}.")
-
-
-def _spelled(key: str) -> str:
-    """The name of a setting; underscores become hyphens.
-
-    Raises:
-        OptionError: the setting is unknown.
-    """
-    if key.startswith(ALIAS_PREFIX):
-        return key
-    spelled = key.replace("_", "-")
-    if spelled not in KEYS:
-        raise OptionError(f"unknown setting {key!r}: give one of {KNOWN}")
-    return spelled
 
 
 def _model(name: str, config: UserConfig) -> str:
@@ -164,11 +128,9 @@ def _model(name: str, config: UserConfig) -> str:
     return name
 
 
-def _write(config: UserConfig, key: str, value: Any) -> None:
+def _write(key: str, value: Any) -> None:
     """Set a setting in the file, or remove it if the value is None."""
-    _, dot, name = key.partition(".")
-    changed = {ALIAS: {**config.aliases, name: value}} if dot else {key: value}
-    if value is not None:
-        check_settings({ALIAS: config.aliases, **config.values, **changed})
-    file = SettingsFile(config.path, changed)
+    alias = key.removeprefix(ALIAS_PREFIX)
+    changed = {key: value} if alias == key else {ALIAS: {alias: value}}
+    file = SettingsFile(config_path(), changed)
     file.write(file.merged(file.read()))

@@ -26,13 +26,12 @@ from .common.api_client import ApiClient
 from .common.generation import API_KEY
 from .common.model_choice import MODEL
 from .common.notes import say
-from .common.options import COUNT, argument, check_one, color_option, command, option
+from .common.options import COUNT, argument, color_option, command, option
 from .common.output import confirm, output_console, print_rows
 from .settings import SettingsFile
 
 _MOST_OUTPUT = 8192
-_SERVER = "http://127.0.0.1"
-_PORT = 8080  # of mlxspec serve
+_SERVER = "http://127.0.0.1:8080"  # of mlxspec serve
 
 
 CLIENTS = {
@@ -96,7 +95,7 @@ def _setup(client: str, address: str, models: Mapping[str, int | None]) -> Setup
     )
     setup: Setup = {"files": [], "fields": {}, "commands": [], "notes": [], **yaml.safe_load(text)}
     setup["files"] = [
-        SettingsFile(Path(file["path"]), file["settings"], file.get("defaults", {}))
+        SettingsFile(Path(file["path"]), file["settings"], file.get("first", {}))
         for file in setup["files"]
     ]
     return setup
@@ -118,8 +117,7 @@ def _folder(variable: str, default: str) -> str:
     type=click.Choice([*CLIENTS]),
     metavar="[CLIENT]",
 )
-@option("--server URL", f"The server's address.  [default: {_SERVER}:{_PORT}]", group="Server")
-@option("--port N", f"The server's port, if its address is {_SERVER}.", type=COUNT, group="Server")
+@option("--server URL", "The server's address.", default=_SERVER, group="Server")
 @option(
     "-m --model NAME",
     "The model to use first.  [default: the server's first]",
@@ -138,8 +136,7 @@ def _folder(variable: str, default: str) -> str:
 def connect_command(
     *,
     client: str | None,
-    server: str | None,
-    port: int | None,
+    server: str,
     model: str | None,
     context_length: int | None,
     write: bool,
@@ -161,7 +158,6 @@ def connect_command(
     If the server needs a key, put the key in MLXSPEC_API_KEY, here and for the client. The key is
     neither shown nor written: files and commands name the variable.
     """
-    check_one(server=server, port=port)
     console = output_console(color)
     if client is None:
         if write or yes:
@@ -169,7 +165,7 @@ def connect_command(
         print_rows(*((name, f"{title}: {way}") for name, (title, way) in CLIENTS.items()))
         return
     title, _ = CLIENTS[client]
-    asked = ApiClient(server or f"{_SERVER}:{port or _PORT}")
+    asked = ApiClient(server)
     models = asked.models(model)
     if context_length:
         models = dict.fromkeys(models, context_length)

@@ -154,7 +154,8 @@ def answer(
     # Check all that needs no model before a model is loaded, or even downloaded.
     source = prompt.read(piped=leader is None)
     cached = _cached_prompt(prompt_cache_file, prompt)
-    generation = cached.completed(generation) if cached else generation
+    if cached:
+        cached.check(model_or_default(generation.model), generation.adapter_path)
 
     from ..generation.response import GenerationResult
 

@@ -61,13 +61,14 @@ class Memories:
 
     Raises:
         OptionError: the variable MLXSPEC_MEMORY has an invalid value.
+        FileError: the user's settings cannot be read.
     """
 
     def __init__(self, keeps: bool = True, shared: bool = False) -> None:
         from ..corpus import SWITCH, Settings, settings_in_force
 
         self.keeps = keeps
-        self._settings = settings_in_force(note) if keeps else Settings()
+        self._settings = settings_in_force() if keeps else Settings()
         self._undecided = keeps and not os.environ.get(SWITCH)
         self._needs_identity = shared or self._settings.keeps_some
         self._memories: dict[bytes, Memory] = {}
@@ -190,7 +191,7 @@ def _switch(model: str | None, keeps: bool, max_tokens: int | None = None) -> No
     from .. import corpus
 
     directory, tokenizer, identity = corpus.memory_directory(), _tokenizer_of(model), None
-    settings = corpus.load_settings(note)
+    settings = corpus.load_settings()
     settings = replace(settings, max_tokens=max_tokens or settings.max_tokens)
     if tokenizer is None:
         settings = replace(settings, everything=keeps, tokenizers=frozenset())
@@ -224,7 +225,7 @@ def show_command(model: str | None, as_json: bool) -> None:
     from ..corpus import memory_directory, settings_in_force
     from ..drafting.kept import experience_directory, kept_experience
 
-    settings, kept, taught = settings_in_force(note), _kept(_tokenizer_of(model)), kept_experience()
+    settings, kept, taught = settings_in_force(), _kept(_tokenizer_of(model)), kept_experience()
     report: dict[str, Any] = {
         "on": settings.everything,
         "max_tokens": settings.max_tokens,

@@ -14,12 +14,11 @@ import stat
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from pydantic import BeforeValidator, ConfigDict, Field, Strict, ValidationError, create_model
 from rich.console import Console
 from rich.panel import Panel
 from rich.progress import MofNCompleteColumn, TimeElapsedColumn
@@ -28,10 +27,11 @@ from ..engine.params import SamplingParams
 from ..errors import MlxspecError, OptionError, PromptError, printable
 from ..generation.decoder import Decoder
 from ..generation.engine import Engine
+from ..generation.options import checked_max_tokens
 from ..generation.request import Request
 from ..generation.response import GenerationResult
 from ..jsonl import conversation_of, json_lines
-from ..models.chat_template import Messages, apply_template
+from ..models.chat_template import apply_template
 from ..process import INTERRUPTED
 from .common.generation import Generation
 from .common.model_choice import model_or_default, note_if_demo
@@ -42,7 +42,6 @@ from .memory import Memories
 if TYPE_CHECKING:
     from ..distributed.ranks import Leader
 
-_MOST_HELD = 1000  # results that wait for an earlier one; a few kilobytes each
 _FORM = 'write {"prompt": "..."} or {"messages": [...]}'
 
 
@@ -106,118 +105,86 @@ def answer_prompts(
 
 # --- a line ---
 
-
-def _messages(value: Any) -> Messages:
-    return conversation_of({"messages": value})[0]
-
-
-_TYPES = {
-    "float": float,
-    "int": int,
-    "Mapping[int, float]": dict[Annotated[int, Strict(False)], float],
-}
-# The fields that are options of the command; the others are functions.
-_SAMPLING: dict[str, Any] = {
-    own.name: (_TYPES[str(own.type).partition(" | ")[0]] | None, None)
-    for own in fields(SamplingParams)
-    if "help" in own.metadata
-}
-_ENDS: dict[str, Any] = {
-    "stop": (str | list[str] | None, None),
-    "stop_tokens": (int | str | list[int | str] | None, None),
-}
-_Line = create_model(
-    "_Line",
-    __config__=ConfigDict(extra="forbid", strict=True),
-    id=(Any, None),
-    prompt=(str | list[int] | None, None),
-    messages=(Annotated[Any, BeforeValidator(_messages)], None),
-    max_tokens=(Annotated[int, Field(ge=1)] | None, None),
-    **_ENDS,
-    **_SAMPLING,
-)
+_SAMPLING = {own.name for own in fields(SamplingParams) if "help" in own.metadata}
+_OPTIONS = _SAMPLING | {"max_tokens", "stop", "stop_tokens"}
 
 
 def read_line(value: Any) -> dict[str, Any]:
-    """Check a line and return its keys, without those whose value is null.
+    """Check a line, but not its options, and return its keys without those whose value is null.
 
     Raises:
-        PromptError: it is not a prompt, or has an unknown key or a value of the wrong kind. The
-            message names the key, but not the line.
+        PromptError: it is not a prompt, or has an unknown key. The message does not name the line.
     """
     record = {"prompt": value} if isinstance(value, str) else value
     if not isinstance(record, dict):
         raise PromptError(f"not JSON with a prompt: {_FORM}")
     given = {key: one for key, one in record.items() if one is not None}
-    try:
-        line = _Line.model_validate(given).model_dump(exclude_unset=True)
-    except ValidationError as error:
-        fault = error.errors(include_url=False)[0]
-        name, remedy = printable(fault["loc"][0]), fault["msg"]
-        if fault["type"] == "extra_forbidden":
-            remedy = 'leave it out, or keep it in "id"'
-        if name == "prompt":
-            remedy = "give a text, or a list of token ids"
-        raise PromptError(f'"{name}" is {printable(fault["input"])[:100]}: {remedy}') from error
-    if bool(line.get("prompt")) == bool(line.get("messages")):
+    if unknown := sorted(given.keys() - _OPTIONS - {"id", "prompt", "messages"}):
+        raise PromptError(f'"{printable(unknown[0])}": leave it out, or keep it in "id"')
+    prompt = given.get("prompt", "")
+    if not isinstance(prompt, str | list) or bool(prompt) == bool(given.get("messages")):
         raise PromptError(f'it needs either a "prompt" or "messages" that is not empty: {_FORM}')
-    return line
+    try:
+        if "messages" in given:
+            given["messages"] = conversation_of(given)[0]
+        if "logit_bias" in given:  # JSON's keys are texts
+            given["logit_bias"] = {int(token): bias for token, bias in given["logit_bias"].items()}
+    except (AttributeError, ValueError) as error:
+        raise PromptError(
+            f'"messages" or "logit_bias" cannot be read ({error}): {_FORM}'
+        ) from error
+    return given
 
 
 # --- the answers ---
 
 
 @dataclass(eq=False)
-class _PromptAnswer:
-    """The answer to one line of the file.
+class _Slot:
+    """The place of a result in the output.
 
     Attributes:
-        number: the number of the line, from 1.
-        place: the result's "index", counted from 0 without blank lines, and its "id".
-        result: collects the responses.
-        request: the request that is answered; None once it has ended.
+        number: the number of the prompt's line, from 1.
+        names: the result's "index", counted from 0 without blank lines, and its "id".
         line: the line of JSON to write; None until the request has ended.
     """
 
     number: int
-    place: dict[str, Any]
-    result: GenerationResult
-    request: Request | None = None
+    names: dict[str, Any]
     line: str | None = None
 
-    def end(self, report: dict[str, Any]) -> None:
-        """Keep only the JSON: responses hold log-probabilities of the whole vocabulary."""
-        self.line = json_text({**self.place, **report})
-        self.request, self.result = None, GenerationResult()
 
-
-@dataclass(eq=False)
 class PromptAnswers:
     """Answers the lines of a file and writes the results to standard output, in order.
 
-    Attributes:
+    Args:
         generation: the options of lines that do not set them.
         decoder: the decoder of ``generation``.
         prompt: options of the chat template.
         concurrency: how many prompts to answer at once, at most.
         logprobs: how many of the likeliest tokens get log-probabilities in the results, besides the
             chosen token; None for no log-probabilities.
+
+    Attributes:
         failed: how many prompts could not be answered.
         figures: the figures of the others.
     """
 
-    generation: Generation
-    decoder: Decoder
-    prompt: PromptOptions
-    concurrency: int
-    logprobs: int | None
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        decoder: Decoder,
+        prompt: PromptOptions,
+        concurrency: int,
+        logprobs: int | None,
+    ) -> None:
+        self._generation, self._prompt, self._logprobs = generation, prompt, logprobs
+        self._decoder = decoder
         self.failed = self._begun = 0
         self.figures = Figures()
         # Nobody reads the answers as they grow, so they may wait for the prompts of others.
-        self._engine = Engine(self.decoder, max_active=self.concurrency, stall=math.inf)
-        self._held: deque[_PromptAnswer] = deque()  # not yet written, in the file's order
+        self._engine = Engine(decoder, max_active=concurrency, stall=math.inf)
+        self._slots: deque[_Slot] = deque()  # not yet written, in the file's order
 
     def panel(self, interrupted: bool) -> Panel:
         """The figures of all answers."""
@@ -243,50 +210,48 @@ class PromptAnswers:
                 while self._begin_more(lines):
                     bar(self.figures.answers + self.failed, None)
                     self._engine.turn()
-                    self._write(lambda answer: bool(answer.request and answer.request.done))
+                    self._write()
         except KeyboardInterrupt:
             interrupted = True
-            self._write(lambda answer: answer.line is None)
+        self._write()
         self.figures.seconds = time.perf_counter() - started
         self.figures.prefill_seconds = self._engine.prefill_seconds
         return interrupted
 
     def _begin_more(self, lines: Iterator[tuple[int, Any]]) -> bool:
         """Begin as many answers as may run; return whether any work is left."""
-        while self._engine.room > 0 and len(self._held) < _MOST_HELD:
-            number, value = next(lines, (0, None))
-            if not number:
-                break
+        while self._engine.room > 0 and (line := next(lines, None)):
+            number, value = line
             given_id = value.get("id") if isinstance(value, dict) else None
-            result = GenerationResult(logprobs=None if self.logprobs is None else [])
-            answer = _PromptAnswer(number, {"index": self._begun, "id": given_id}, result)
-            self._held.append(answer)
+            slot = _Slot(number, {"index": self._begun, "id": given_id})
+            self._slots.append(slot)
             self._begun += 1
             try:
-                answer.request = self._request(value, result)
-                self._engine.add(answer.request)
-            except MlxspecError as error:
-                self._fail(answer, error)
-        return bool(self._held)
+                self._engine.add(self._request(value, slot))
+            except (MlxspecError, TypeError) as error:
+                self._fail(slot, error)
+        return bool(self._slots)
 
-    def _request(self, value: Any, result: GenerationResult) -> Request:
+    def _request(self, value: Any, slot: _Slot) -> Request:
         """The request for a line.
 
         Raises:
             MlxspecError: it cannot be answered.
         """
-        asked, default = read_line(value), self.generation
-        generation = replace(
-            default,
-            sampling=replace(default.sampling, **_those(_SAMPLING, asked)),
-            **_those(("max_tokens", *_ENDS), asked),
-        )
+        asked = read_line(value)
         tokens, templated = self._tokens(asked)
-        request, as_shown = generation.request(
-            self.decoder, tokens, templated=templated, begun=self.prompt.prefill_response
+        options = {name: asked[name] for name in _OPTIONS & asked.keys()}
+        most = checked_max_tokens(options.pop("max_tokens", self._generation.max_tokens))
+        request, as_shown = replace(self._generation, max_tokens=most).request(
+            self._decoder,
+            tokens,
+            templated=templated,
+            begun=self._prompt.prefill_response,
+            **options,
         )
-        likeliest = self.logprobs or 0
-        request.receive = lambda response: result.add(as_shown(response), likeliest)
+        result = GenerationResult(logprobs=None if self._logprobs is None else [])
+        request.receive = lambda response: result.add(as_shown(response), self._logprobs or 0)
+        request.at_end = lambda: self._finish(slot, request, result)
         return request
 
     def _tokens(self, asked: dict[str, Any]) -> tuple[list[int], bool]:
@@ -295,7 +260,7 @@ class PromptAnswers:
         Raises:
             PromptError, OptionError: the template does not apply, or the model has none.
         """
-        options, tokenizer = self.prompt, self.decoder.tokenizer
+        options, tokenizer = self._prompt, self._decoder.tokenizer
         if "messages" not in asked:
             return options.encoded(asked["prompt"], tokenizer)
         if options.chat is False or not tokenizer.has_chat_template:
@@ -307,35 +272,27 @@ class PromptAnswers:
         tokens: list[int] = apply_template(tokenizer, messages, **how)
         return tokens, True
 
-    def _write(self, has_ended: Callable[[_PromptAnswer], bool]) -> None:
-        """Finish the answers that have ended, and write the results that are next in order."""
-        for answer in filter(has_ended, self._held):
-            self._finish(answer)
-        while self._held and self._held[0].line is not None:
+    def _write(self) -> None:
+        """Write the results that are next in order."""
+        while self._slots and self._slots[0].line is not None:
             # In this order an interrupt cannot cause a result to be written twice.
-            click.echo(self._held.popleft().line)
+            click.echo(self._slots.popleft().line)
 
-    def _finish(self, answer: _PromptAnswer) -> None:
+    def _finish(self, slot: _Slot, request: Request, result: GenerationResult) -> None:
         """Make the result from what was generated, or from the error that ended it."""
-        request, result = answer.request, answer.result
-        if request:
-            self.figures.plain_cost += request.plain_seconds
-            self.figures.cost += request.decode_seconds
-            if request.error:
-                self._fail(answer, request.error)
-                return
-            result.prompt_tokens = len(request.prompt)
-        report = result_report(result, model_or_default(self.generation.model))
+        self.figures.plain_cost += request.plain_seconds
+        self.figures.cost += request.decode_seconds
+        if request.error:
+            self._fail(slot, request.error)
+            return
+        result.prompt_tokens = len(request.prompt)
+        report = result_report(result, model_or_default(self._generation.model))
         del report["step_times"]  # they include all answers
-        answer.end(report)  # first, or an interrupt could count the answer twice
+        slot.line = json_text({**slot.names, **report})
         self.figures.add(result, len(result.tokens))
 
-    def _fail(self, answer: _PromptAnswer, error: Exception) -> None:
+    def _fail(self, slot: _Slot, error: Exception) -> None:
         """Make the result from an error; a custom drafter may raise anything."""
         kind = "" if isinstance(error, MlxspecError) else f"{type(error).__name__}: "
         self.failed += 1
-        answer.end({"error": f"line {answer.number}: {kind}{error}"})
-
-
-def _those(names: Iterable[str], asked: dict[str, Any]) -> dict[str, Any]:
-    return {name: asked[name] for name in names if name in asked}
+        slot.line = json_text({**slot.names, "error": f"line {slot.number}: {kind}{error}"})

@@ -32,7 +32,7 @@ from ..files import is_ours_alone
 from ..models.model_files import local_path
 from ..process import give_back_large_blocks
 from ..terminal import one_line
-from .common.generation import API_KEY, DraftingOptions, Generation, measure
+from .common.generation import API_KEY, DraftingOptions, Generation
 from .common.model_choice import (
     DIRECTORY,
     default_model,
@@ -58,14 +58,13 @@ from .settings import load_config
 
 if TYPE_CHECKING:
     from ..distributed.ranks import Leader
-    from ..generation.decoder import Decoder
     from ..generation.options import GenerationOptions
     from ..models.model import OnRead
     from ..server.body import ApiError
     from ..server.catalog import Catalog, Entry
     from ..server.memory import ServerMemory
     from ..server.served_model import ServedModel
-    from ..server.worker import ServedRequest, Worker
+    from ..server.worker import ServedRequest
 
 ALL = "all"
 """The value of ``--models`` for the models that 'mlxspec models' lists."""
@@ -220,15 +219,15 @@ def checked(
         OptionError: a value is wrong, or the server would be open to other machines.
     """
     check_one(quiet=options.quiet, log_json=options.log_json)
-    count = len(models) or int(not options.available)  # without any, the default one is loaded
-    for option, value, most in (
-        ("--adapter-path", options.adapter_path, 1),
-        ("--head", drafting.head, 1),
-        ("--draft-model", drafting.draft_model, count),
-        ("--store", drafting.store, count),
-    ):
-        if value is not None and not 1 <= count <= most:
-            raise OptionError(f"{option} needs {'exactly one' if most == 1 else 'a'} --model")
+    if options.available and not models:
+        for option, value in (
+            ("--adapter-path", options.adapter_path),
+            ("--head", drafting.head),
+            ("--draft-model", drafting.draft_model),
+            ("--store", drafting.store),
+        ):
+            if value is not None:
+                raise OptionError(f"{option} is for models that are named: name a MODEL")
     for one in options.available:
         if one != ALL and not local_path(one).is_dir():
             raise OptionError(
@@ -266,14 +265,10 @@ def serve_command(
     connect with --host 0.0.0.0, which needs a key. Ctrl-C or SIGTERM gives running requests --grace
     seconds to end; press Ctrl-C again to end them at once.
     """
-    names = models or (() if options.available else (None,))
-    asked = [
-        Generation(
-            *(name, options.max_tokens, drafting, SamplingParams(), caches),
-            adapter_path=options.adapter_path,
-        )
-        for name in names
-    ]
+    named = Generation(
+        *(None, options.max_tokens, drafting, SamplingParams(), caches),
+        adapter_path=options.adapter_path,
+    )
     with leading() as leader:
         if leader and (options.available or options.keep_alive is not None or options.cache_dir):
             raise OptionError(
@@ -281,82 +276,79 @@ def serve_command(
                 "out, or run without mlx.launch"
             )
         keys, hosts = checked(models, options, drafting, os.environ.get(API_KEY, ""))
-        console = error_console(color)
-        # A head, a draft model and a store belong to the models that were named with them.
-        apart = replace(drafting, head=None, draft_model=None, store=None)
-        base = Generation(None, options.max_tokens, apart, SamplingParams(), caches)
-        _run(asked, base, options, hosts, keys, chat_template_config or {}, console, leader)
+        names = models or (() if options.available else (None,))
+        template = chat_template_config or {}
+        _run(names, named, options, template, keys, hosts, error_console(color), leader)
 
 
 def _run(
-    asked: list[Generation],
-    base: Generation,
+    names: Sequence[str | None],
+    named: Generation,
     options: ServeOptions,
-    hosts: set[str] | None,
-    keys: list[str],
     template: Mapping[str, Any],
+    keys: list[str],
+    hosts: set[str] | None,
     console: Console,
     leader: Leader | None = None,
 ) -> None:
-    """Load the models and serve them until Ctrl-C or SIGTERM.
+    """Load the models of these names, and serve them until Ctrl-C or SIGTERM.
 
-    Models that are loaded later have the options of ``base``. With a ``leader``, the models are
-    split over its ranks.
+    With a ``leader``, they are split over its ranks.
     """
     give_back_large_blocks()
     with ExitStack() as serving:
         listening = serving.enter_context(_listening(options.host, options.port))
         from ..server.app import create_app
+        from ..server.catalog import Catalog
         from ..server.memory import ServerMemory
         from ..server.worker import Worker
 
         # With several keys, kept answers would show others what has been written.
-        keeps = not base.drafting.no_memory and len(keys) < 2
-        several = len(asked) > 1 or bool(options.available)
+        keeps = not named.drafting.no_memory and len(keys) < 2
+        several = len(names) > 1 or bool(options.available)
         memories = serving.enter_context(Memories(keeps, several))
-        memory = ServerMemory(options.memory, options.cache_bytes)
-        loader = _Loader(asked, base, options, memories, memory, template, keys)
         if options.cache_dir:
             serving.callback(os.close, _locked(options.cache_dir))
-        log = serving.enter_context(
-            request_log(options.log_json, options.quiet, not console.no_color)
-        )
+        quiet, color = options.quiet, not console.no_color
+        log = serving.enter_context(request_log(options.log_json, quiet, color))
         worker = Worker(
-            _checked(loader.start(console, leader), memory),
             active=options.concurrency,
             queued=options.queue,
             stall=options.stall,
-            on_end=lambda requests: log(end_record(requests)),
-            memory=memory,
+            on_end=lambda request: log(end_record(request)),
+            memory=ServerMemory(options.memory, options.cache_bytes),
         )
+        loader = _Loader(named, options, memories, worker.memory, template, keys, leader)
+        entries = loader.entries(names)
+        found = loader.find, loader.close
+        default = None if entries else default_model()
+        catalog = Catalog(worker, loader.load, entries, *found, default=default, log=log)
         # SIGTERM acts like Ctrl-C.
         usual = signal.signal(signal.SIGTERM, signal.default_int_handler)
         serving.callback(signal.signal, signal.SIGTERM, usual)
-        serving.push(partial(_save, loader, worker))
-        worker.start()
         serving.callback(worker.stop)
-        catalog = loader.catalog(worker, log)
         serving.callback(catalog.close)
-        if asked:
-            note_if_demo(asked[0].model)
+        catalog.start()
+        if names:
+            note_if_demo(names[0])
         if not options.quiet:
-            address = f"http://{bracketed(options.host)}:{listening.getsockname()[1]}"
-            console.print(_about(address, worker, catalog, bool(keys)))
-            if not options.log_json:
-                memories.suggest_once()
+            console.print(_about(options.host, listening, catalog, bool(keys)))
+        if not (options.quiet or options.log_json):
+            memories.suggest_once()
         app = create_app(
-            worker,
+            catalog,
             max_tokens=options.max_tokens,
             hosts=hosts,
             keys=keys,
             strict_model_names=options.strict_model_names,
             on_refusal=lambda path, error: log(refusal_record(path, error)),
-            catalog=catalog,
         )
-        # Nothing that is loaded now becomes garbage. Without this, each full collection would scan
-        # it, and delay every request by 100 ms.
-        gc.freeze()
-        _serve(app, listening, worker, catalog, options.grace, leader)
+        _serve(app, listening, catalog, options.grace, leader)
+        # After an error nothing is saved, since the worker may still be using the prefixes.
+        catalog.close()
+        worker.stop()
+        for entry in catalog.entries:
+            loader.save(entry)
 
 
 def _keys(file: Path | None, other: str) -> list[str]:
@@ -366,8 +358,7 @@ def _keys(file: Path | None, other: str) -> list[str]:
         OptionError: the file has no key, or a key that cannot be sent in a header.
     """
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file else []
-    given = [key for line in [*lines, other] if (key := line.strip())]
-    keys = [*dict.fromkeys(given)]
+    keys = [*dict.fromkeys(key for line in [*lines, other] if (key := line.strip()))]
     if file and not keys:
         raise OptionError(f"--api-key-file {one_line(str(file))} has no key: write one per line")
     if any(not key.isascii() or not key.isprintable() or " " in key for key in keys):
@@ -423,97 +414,58 @@ class _Loader:
     """Loads a server's models: at its start, and as requests need them.
 
     Args:
-        asked: the models to load at the start.
-        base: the options of all others.
+        named: how to load those of the start.
         options: the server's.
         memories: hold the earlier answers to draft from.
         memory: the memory of the server.
         template: default arguments of the chat template.
-        keys: the valid API keys; an only one's requests use the decoder's own memory.
-
-    Raises:
-        OptionError: a model is named twice.
+        keys: the valid API keys; an only one's requests use the decoders' own memories.
+        leader: splits the models over its ranks; None for one process.
     """
 
     def __init__(
         self,
-        asked: Sequence[Generation],
-        base: Generation,
+        named: Generation,
         options: ServeOptions,
         memories: Memories,
         memory: ServerMemory,
         template: Mapping[str, Any],
-        keys: Sequence[str],
+        keys: Sequence[str] = (),
+        leader: Leader | None = None,
     ) -> None:
-        from ..models.model_files import given_name
-
-        paths = [model_or_default(one.model) for one in asked]
-        names = [given_name(path) for path in paths]
-        self._asked: dict[str, tuple[str, Generation]] = {}
-        for name, path, one in zip(names, paths, asked, strict=True):
-            if paths.count(path) > 1:
-                raise OptionError(f"{path} is named twice: name it once")
-            # The last part of a directory's path, unless another one has the same.
-            self._asked[name if name and names.count(name) == 1 else path] = path, one
-        self._base = base
+        self._named = named
+        # A head, a draft model and a store belong to the models that were named with them.
+        apart = replace(named.drafting, head=None, draft_model=None, store=None)
+        self._others = replace(named, drafting=apart, adapter_path=None)
         self._options = options
         self._memories = memories
         self._memory = memory
         self._template = template
         self._owner = keys[0] if len(keys) == 1 else ""
+        self._leader = leader
+        self._paths: list[str] = []
         self._left_out: set[Path] = set()
 
-    def start(self, console: Console, leader: Leader | None) -> list[ServedModel]:
-        """Load the models that were asked for."""
-        decoders = [one.load(console, self._memories, leader) for _, one in self._asked.values()]
-        return [
-            self._served(name, path, decoder)
-            for (name, (path, _)), decoder in zip(self._asked.items(), decoders, strict=True)
-        ]
+    def entries(self, names: Sequence[str | None]) -> list[Entry]:
+        """The models to load at the start, which stay, unless --keep-alive is given.
 
-    def _served(self, name: str, path: str, decoder: Decoder) -> ServedModel:
-        from ..server.prefix_cache import PrefixCache
-        from ..server.served_model import CacheMemory, ServedModel
-
-        model, caches = decoder.model, self._base.caches
-        draft_model = getattr(decoder.drafting, "draft_model", None)
-        prefixes = PrefixCache(
-            *(model, self._memory.most_cached, caches),
-            warn=note,
-            chunks_matter=decoder.chunks_matter,
-        )
-        memory = CacheMemory(model, caches, draft_model)
-        if self._options.cache_dir:
-            most = self._memory.most_idle(memory.weights) // max(1, len(self._asked))
-            prefixes.load(_place(self._options.cache_dir, path), most)
-        return ServedModel(
-            *(name, decoder, prefixes, memory),
-            cast("GenerationOptions", vars(caches)),
-            self._template,
-            owner=self._owner,
-            path=path,
-        )
-
-    def catalog(self, worker: Worker, log: Callable[[dict[str, Any]], None]) -> Catalog:
-        """The models that requests may name.
-
-        Those that were loaded at the start stay, unless --keep-alive is given.
+        Raises:
+            OptionError: a model is named twice.
         """
-        from ..server.catalog import Catalog, Entry
+        from ..models.model_files import given_name
+        from ..server.catalog import Entry
 
-        seconds = self._options.keep_alive
-        entries = [*map(Entry.of, worker.models.values())]
-        for entry in entries:
-            entry.others = _other_names(entry.name, entry.path)
-            if seconds is not None:
-                entry.keep_alive, entry.stays = seconds, False
-        loads = self._options.available or seconds is not None
-        return Catalog(
-            *(worker, self if loads else None),
-            entries=entries,
-            default=None if entries else default_model(),
-            log=log,
-        )
+        self._paths = [model_or_default(name) for name in names]
+        given = [given_name(path) for path in self._paths]
+        entries = []
+        for name, path in zip(given, self._paths, strict=True):
+            if self._paths.count(path) > 1:
+                raise OptionError(f"{path} is named twice: name it once")
+            # The last part of a directory's path, unless another one has the same.
+            name = name if name and given.count(name) == 1 else path
+            others = _other_names(name, path)
+            entries.append(Entry(name, path, others, keep_alive=self._options.keep_alive))
+        return entries
 
     def find(self) -> list[Entry]:
         """The models that can be loaded later; of two with the same name the first one."""
@@ -524,78 +476,93 @@ class _Loader:
         from ..models.on_machine import model_files
         from ..server.catalog import KEEP_ALIVE, Entry
 
-        ours = {local_path(path).resolve() for path, _ in self._asked.values()}
+        ours = {local_path(path).resolve() for path in self._paths}
         entries: dict[str, Entry] = {}
         seconds = self._options.keep_alive
-        for name, directory in _found(self._options.available):
-            if name in entries or name in self._asked or directory.resolve() in ours:
-                continue
-            files = model_files(directory)
-            if files.trouble:
-                self._leave_out(directory, files.trouble)
-                continue
-            widened = files.half_bytes if mx.default_device().type == mx.cpu else 0
-            entries[name] = Entry(
-                # Absolute, or it could mean a repository of the Hub once it has left the disk.
-                *(name, str(directory.absolute()), _other_names(name, str(directory))),
-                nbytes=files.weight_bytes + widened,
-                context_length=stated_context_length(read_config(directory)),
-                keep_alive=KEEP_ALIVE if seconds is None else seconds,
-            )
+        for source in self._options.available:
+            for name, directory in _found(source):
+                if name in entries or directory.resolve() in ours:
+                    continue
+                files = model_files(directory)
+                if files.trouble:
+                    # Once; of all models on this machine, 'mlxspec models' says it.
+                    if source != ALL and directory not in self._left_out:
+                        self._left_out.add(directory)
+                        note(f"{one_line(str(directory))} is left out: {files.trouble}")
+                    continue
+                widened = files.half_bytes if mx.default_device().type == mx.cpu else 0
+                entries[name] = Entry(
+                    # Absolute, or it could mean a Hub repository once it has left the disk.
+                    *(name, str(directory.absolute()), _other_names(name, str(directory))),
+                    nbytes=files.weight_bytes + widened,
+                    context_length=stated_context_length(read_config(directory)),
+                    keep_alive=KEEP_ALIVE if seconds is None else seconds,
+                )
         return [*entries.values()]
 
-    def _leave_out(self, directory: Path, trouble: str) -> None:
-        """Say once that a model of ``--models DIR`` cannot run; 'mlxspec models' says it of all."""
-        folders = [local_path(one) for one in self._options.available if one != ALL]
-        if directory not in self._left_out and any(map(directory.is_relative_to, folders)):
-            self._left_out.add(directory)
-            note(f"{one_line(str(directory))} is left out: {trouble}")
+    def load(self, entry: Entry, on_read: OnRead) -> ServedModel:
+        """Load a model; its steps have not been measured yet."""
+        from ..server.prefix_cache import PrefixCache
+        from ..server.served_model import CacheMemory, ServedModel
 
-    def load(self, entry: Entry, on_read: OnRead) -> Callable[[], ServedModel]:
-        """As :meth:`.server.catalog.Loader.load`."""
-        path, one = self._asked.get(entry.name) or (
-            entry.path,
-            replace(self._base, model=entry.path),
-        )
-        decoder = one.load(None, self._memories, on_read=on_read)
+        how = self._named if entry.path in self._paths else self._others
+        how = replace(how, model=entry.path)
+        decoder = how.load(None, self._memories, self._leader, on_read)
         # With many forwards, which may run beside those of other models.
         _ = decoder.capability, decoder.joint_mode
 
-        served = self._served(entry.name, path, decoder)
+        model, caches = decoder.model, how.caches
+        prefixes = PrefixCache(
+            *(model, self._memory.most_cached, caches),
+            warn=note,
+            chunks_matter=decoder.chunks_matter,
+        )
+        memory = CacheMemory(model, caches, getattr(decoder.drafting, "draft_model", None))
+        served = ServedModel(
+            *(entry.name, decoder, prefixes, memory),
+            cast("GenerationOptions", vars(caches)),
+            self._template,
+            owner=self._owner,
+        )
+        if place := self._place(entry):
+            most = self._memory.most_idle(memory.weights) // max(1, len(self._paths))
+            prefixes.load(place, most)
+        return served
 
-        def measured() -> ServedModel:
-            measure(decoder)
-            return served
+    def close(self, entry: Entry) -> None:
+        """Save what a model has learned."""
+        self.save(entry)
+        drafting = entry.served.decoder.drafting if entry.served else None
+        self._memories.close(getattr(drafting, "memory", None))
 
-        return measured
+    def save(self, entry: Entry) -> None:
+        """Save a model's prefixes, if it is loaded and they are kept."""
+        if entry.served and (place := self._place(entry)):
+            entry.served.cache.save(place)
 
-    def close(self, served: ServedModel) -> None:
-        """As :meth:`.server.catalog.Loader.close`."""
-        self.save(served)
-        self._memories.close(getattr(served.decoder.drafting, "memory", None))
-
-    def save(self, served: ServedModel) -> None:
-        """Keep a model's prefixes, if they are kept."""
-        if self._options.cache_dir:
-            served.cache.save(_place(self._options.cache_dir, served.path or served.name))
+    def _place(self, entry: Entry) -> Path | None:
+        """The directory of a model's prefixes, if they are kept."""
+        if not self._options.cache_dir:
+            return None
+        # With a suffix, since a path may be "..".
+        return self._options.cache_dir / f"{quote(entry.path, safe='')}.prefixes"
 
 
-def _found(available: Sequence[str]) -> Iterator[tuple[str, Path]]:
-    """The names and directories of the models that ``--models`` names."""
+def _found(source: str) -> Iterator[tuple[str, Path]]:
+    """The names and directories of the models that a value of ``--models`` means."""
     from ..models.model_files import DEMO, DEMO_DIRECTORY, given_name
     from ..models.on_machine import cached_repositories, lm_studio_folders, models_in
 
-    for one in available:
-        if one != ALL:
-            yield from models_in(local_path(one))
-            continue
-        yield from cached_repositories()
-        for folder in lm_studio_folders():
-            yield from models_in(folder)
-        for name in (*load_config().aliases.values(), model_or_default(None), DIRECTORY):
-            if local_path(name).is_dir():
-                yield given_name(name), local_path(name)
-        yield DEMO, DEMO_DIRECTORY
+    if source != ALL:
+        yield from models_in(local_path(source))
+        return
+    yield from cached_repositories()
+    for folder in lm_studio_folders():
+        yield from models_in(folder)
+    for name in (*load_config().aliases.values(), model_or_default(None), DIRECTORY):
+        if local_path(name).is_dir():
+            yield given_name(name), local_path(name)
+    yield DEMO, DEMO_DIRECTORY
 
 
 def _other_names(name: str, path: str) -> frozenset[str]:
@@ -608,21 +575,6 @@ def _other_names(name: str, path: str) -> frozenset[str]:
         if same & {model, os.path.realpath(local_path(model))}
     }
     return frozenset({name.rpartition("/")[2], *own, *same})
-
-
-def _checked(served: list[ServedModel], memory: ServerMemory) -> list[ServedModel]:
-    """The models; raises OptionError if one could not answer even the shortest request."""
-    from ..server.memory import in_words
-
-    for one in served:
-        need = one.memory.needs(1)
-        if not memory.ever_fits(need):
-            raise OptionError(
-                f"{in_words(memory.limit)} of memory are too little for {one_line(one.name)}: "
-                f"allow at least {in_words(memory.bound_for(need) + (1 << 20))} with --memory, "
-                "where the machine has them, or serve a smaller or more quantised model"
-            )
-    return served
 
 
 def _locked(directory: Path) -> int:
@@ -648,25 +600,12 @@ def _locked(directory: Path) -> int:
     return held
 
 
-def _save(loader: _Loader, worker: Worker, error: type[BaseException] | None, *_: object) -> None:
-    """Keep the prefixes of the loaded models at the end.
-
-    After an interrupt nothing is saved, since the worker may still be using the prefixes.
-    """
-    for served in worker.models.values() if error is None else ():
-        loader.save(served)
-
-
-def _place(directory: Path, path: str) -> Path:
-    """The subdirectory of a model's prefixes."""
-    return directory / f"{quote(path, safe='')}.prefixes"  # a suffix, since a path may be ".."
-
-
-def _about(address: str, worker: Worker, catalog: Catalog, with_key: bool) -> Table:
+def _about(host: str, listening: socket.socket, catalog: Catalog, with_key: bool) -> Table:
     """The server's address and models, and how to use it."""
     from ..server.memory import in_words
     from ..server.prompts import why_no_tools
 
+    worker, address = catalog.worker, f"http://{bracketed(host)}:{listening.getsockname()[1]}"
     rows = Table.grid(padding=(0, 2))
     rows.add_row("address", address)
     for served in worker.models.values():
@@ -693,7 +632,6 @@ _LAST_ERRORS = 2.0  # seconds for clients to take the error if a rank is gone
 def _serve(
     app: Any,
     listening: socket.socket,
-    worker: Worker,
     catalog: Catalog,
     grace: float,
     leader: Leader | None,
@@ -705,7 +643,7 @@ def _serve(
     from ..server.body import ApiError
     from ..server.connections import HttpServer
 
-    ended = threading.Event()
+    worker, ended = catalog.worker, threading.Event()
 
     def on_exit() -> None:
         running = len({request.stream for request in worker.requests.copy()})
@@ -722,6 +660,9 @@ def _serve(
 
     if leader:
         leader.channel.on_loss = on_loss
+    # Nothing that is loaded now becomes garbage. Without this, each full collection would scan it,
+    # and delay every request by 100 ms.
+    gc.freeze()
     with suppress(KeyboardInterrupt):  # uvicorn raises it again once all has ended
         server.run(sockets=[listening])
     ended.set()
@@ -772,40 +713,20 @@ def refusal_record(path: str, error: ApiError) -> dict[str, Any]:
     return {**record, "param": error.param, "code": error.code}
 
 
-def end_record(requests: Sequence[ServedRequest]) -> dict[str, Any]:
-    """The log record of a request: sums over its choices, without prompts and outputs.
+_LOGGED = (
+    *("prompt_tokens", "cached_tokens", "tokens", "seconds", "first_token", "tokens_per_step"),
+    "gain",
+)
 
-    Times count from the start of the first choice.
-    """
-    now, first = time.perf_counter(), requests[0]
-    emitted = sum(request.stats.emitted for request in requests)
-    steps = sum(request.stats.steps for request in requests)
-    seconds = sum(request.decode_seconds for request in requests)
-    plain_seconds = sum(request.plain_seconds for request in requests)
-    begun = [request.first_token for request in requests if request.first_token]
-    errors = [(r.outcome, r.failure.message) for r in requests if r.failure]
-    # When one choice fails, the others are cancelled: its own error comes first.
-    errors.sort(key=lambda error: error[0] == "cancelled")
-    outcomes = dict.fromkeys(request.outcome or "" for request in requests)
-    # As in the answer's usage, a prompt counts once for all of its choices, which share it.
-    prompts = {id(request.prompt): len(request.prompt) for request in requests}
-    cached: dict[int, int] = {}
-    for request in requests:
-        if (count := request.cached_tokens) is not None:
-            cached[id(request.prompt)] = min(count, cached.get(id(request.prompt), count))
-    return {
-        "model": first.served.name,
-        "outcome": errors[0][0] if errors else "/".join(outcomes),
-        "choices": len(requests),
-        "prompt_tokens": sum(prompts.values()),
-        "cached_tokens": sum(cached.values()) if cached else None,
-        "tokens": sum(request.generated for request in requests),
-        "seconds": round(now - first.asked, 3),
-        "first_token": round(min(begun) - first.asked, 3) if begun else None,
-        "tokens_per_step": round(emitted / steps, 2) if steps else None,
-        "gain": round(plain_seconds / seconds, 2) if plain_seconds and seconds else None,
-        "error": errors[0][1] if errors else None,
-    }
+
+def end_record(request: ServedRequest) -> dict[str, Any]:
+    """The log record of an answer that has ended, without its prompt and its text."""
+    figures = request.figures()
+    record = {"model": figures["model"], "outcome": request.outcome}
+    for name in _LOGGED:
+        value = figures[name]
+        record[name] = round(value, 3) if isinstance(value, float) else value
+    return {**record, "error": request.failure.message if request.failure else None}
 
 
 def _line(record: dict[str, Any]) -> str:

@@ -11,10 +11,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.request import ProxyHandler, build_opener
 
 import click
 
@@ -111,16 +111,14 @@ def status_command() -> None:
 
 def _answers(address: str) -> str:
     """Whether the server answers: "yes", or why not."""
-    at = urlsplit(address)
+    direct = build_opener(ProxyHandler({}))
     try:
-        connection = HTTPConnection(at.hostname or "", at.port, timeout=_PATIENCE)
-        connection.request("GET", "/ready", headers={"Host": at.netloc})
-        status = connection.getresponse().status
+        direct.open(f"{address}/ready", timeout=_PATIENCE).close()
     except TimeoutError:  # it listens before it has loaded the models
         return "not yet: it is loading its models"
     except (OSError, HTTPException) as error:
-        return f"no: {getattr(error, 'strerror', None) or error}"
-    return "yes" if status == 200 else f"no: /ready has status {status}"
+        return f"no: {getattr(error, 'reason', error)}"
+    return "yes"
 
 
 @service_command.command("logs")
@@ -225,7 +223,6 @@ class Systemd:
         run("systemctl", "--user", "enable", str(self.path))
         run("systemctl", "--user", "reset-failed", self.name, check=False)  # the limit of starts
         run("systemctl", "--user", "restart", self.name)
-        say("It stops when you log out, unless 'loginctl enable-linger' is set.")
 
     def stop(self) -> None:
         """Stop the service, and do not start it at the next login."""

@@ -7,22 +7,21 @@ merge their settings into a file that the user may edit, and leave the rest unch
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import stat
 import tomllib
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import click
 import platformdirs
 
 from ..errors import FileError, MlxspecError, OptionError
 from ..files import SHARED, directory_in, replaced
-from ..models.model_files import DEMO
 from ..process import MLX_VARIABLES, variables_in
 
 # --- the user's settings ---
@@ -38,55 +37,38 @@ ALIAS_PREFIX = f"{ALIAS}."
 _ALIAS_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 
-class Setting(NamedTuple):
-    """A setting.
+class _Variables(click.ParamType):
+    """MLX's tuning variables, as NAME=1,OTHER=512."""
 
-    Attributes:
-        kind: its type.
-        must_be: its valid values, in words.
-        takes: whether a value is valid.
-        commands: the commands whose option of this name has it as the default.
-    """
+    name = "variables"
+    _form = re.compile(rf"(({'|'.join(MLX_VARIABLES)})=[1-9][0-9]{{0,5}}(,(?=.)|$))+")
 
-    kind: type
-    must_be: str
-    takes: Callable[[Any], bool]
-    commands: tuple[str, ...] = ()
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if not self._form.fullmatch(str(value)):
+            self.fail(
+                f"give whole numbers, 1 or more for {', '.join(MLX_VARIABLES)}, in the form "
+                "NAME=1,OTHER=512"
+            )
+        return str(value)
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 1
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < math.inf
-
-
-def _sets_variables(value: Any) -> bool:
-    variable = rf"({'|'.join(MLX_VARIABLES)})=[1-9][0-9]{{0,5}}"
-    return isinstance(value, str) and bool(re.fullmatch(f"{variable}(,{variable})*", value))
-
-
-_GENERATING = ("generate", "explain", "chat")
-
-KEYS = {
-    MODEL: Setting(str, "a model", _is_text),
-    "max-tokens": Setting(int, "a whole number, 1 or more", _is_count, _GENERATING),
-    "temp": Setting(float, "a number, 0 or more", _is_number, _GENERATING),
-    "system-prompt": Setting(str, "a text", _is_text, ("chat",)),
-    MLX_SETTINGS: Setting(
-        str,
-        f"whole numbers, 1 or more for {', '.join(MLX_VARIABLES)}, in the form NAME=1,OTHER=512",
-        _sets_variables,
-    ),
+KEYS: dict[str, click.ParamType] = {
+    MODEL: click.STRING,
+    "max-tokens": click.IntRange(1),
+    "temp": click.FloatRange(0),
+    "system-prompt": click.STRING,
+    MLX_SETTINGS: _Variables(),
 }
-"""All settings except aliases."""
+"""All settings except aliases, with their types."""
 
 KNOWN = f"{', '.join(KEYS)} or {ALIAS_PREFIX}NAME"
+
+_DEFAULTS = {
+    "generate": ("max-tokens", "temp"),
+    "explain": ("max-tokens", "temp"),
+    "chat": ("max-tokens", "temp", "system-prompt"),
+}
+"""The options of commands whose defaults are settings."""
 
 
 @dataclass(frozen=True)
@@ -94,12 +76,10 @@ class UserConfig:
     """The user's settings.
 
     Attributes:
-        path: the file, which may be missing.
         values: values by the name of the setting.
         aliases: models by alias.
     """
 
-    path: Path
     values: Mapping[str, Any] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
 
@@ -114,11 +94,8 @@ class UserConfig:
 
     def defaults_of(self, command: str) -> dict[str, Any]:
         """The defaults for a command, by the names of its parameters."""
-        return {
-            name.replace("-", "_"): value
-            for name, value in self.values.items()
-            if command in KEYS[name].commands
-        }
+        names = [name for name in _DEFAULTS.get(command, ()) if name in self.values]
+        return {name.replace("-", "_"): self.values[name] for name in names}
 
 
 def config_path() -> Path:
@@ -136,17 +113,17 @@ def load_config() -> UserConfig:
     path = config_path()
     try:
         document = tomllib.loads(path.read_bytes().decode())
-        check_settings(document)
+        aliases = document.pop(ALIAS) if isinstance(document.get(ALIAS), dict) else {}
+        return UserConfig(
+            {name: checked(name, value) for name, value in document.items()},
+            {name: checked(ALIAS_PREFIX + name, model) for name, model in aliases.items()},
+        )
     except FileNotFoundError:
-        return UserConfig(path)
-    except OptionError as error:
-        raise FileError(f"{path}: {error}; correct the file") from error
+        return UserConfig()
     except OSError as error:
         raise FileError(f"{path}: cannot be read ({error.strerror}); make it readable") from error
     except ValueError as error:
-        raise FileError(f"{path}: is not valid TOML ({error}); correct it, or remove it") from error
-    aliases = document.pop(ALIAS, {})
-    return UserConfig(path, document, aliases)
+        raise FileError(f"{path}: {error}; correct the file") from error
 
 
 def apply_mlx_settings() -> None:
@@ -159,39 +136,30 @@ def apply_mlx_settings() -> None:
             os.environ.setdefault(name, value)
 
 
-def check_settings(document: Mapping[str, Any]) -> None:
-    """Check all settings, in the form that they have in the file.
+def checked(name: str, value: object) -> Any:
+    """Convert the value of a setting to its type.
 
     Raises:
-        OptionError: a setting is unknown or has a wrong value, or an alias or its model is invalid.
+        OptionError: the setting is unknown, or the value or the alias is invalid.
     """
-    for name, value in document.items():
-        if name not in (*KEYS, ALIAS):
-            raise OptionError(f"unknown setting {name!r}: give one of {KNOWN}")
-        if name in KEYS and not KEYS[name].takes(value):
-            raise OptionError(f"{name} is {value!r}: give {KEYS[name].must_be}")
-    aliases = document.get(ALIAS, {})
-    if not isinstance(aliases, Mapping):
-        raise OptionError(f"{ALIAS} is {aliases!r}: make it a table of models by alias")
-    for name in aliases:
-        if not _ALIAS_NAME.fullmatch(name) or name == DEMO:
-            raise OptionError(
-                f"{ALIAS_PREFIX}{name}: name it with letters, digits, '.', '-' and '_', and not "
-                f"{DEMO!r}"
-            )
-    for name, model in aliases.items():
-        if not _is_text(model):
-            raise OptionError(f"{ALIAS_PREFIX}{name} is {model!r}: give a model")
-        if model in aliases:
-            raise OptionError(f"{ALIAS_PREFIX}{name} is {model!r}, another alias: give its model")
+    alias = name.removeprefix(ALIAS_PREFIX)
+    if name == alias and name not in KEYS:
+        raise OptionError(f"unknown setting {name!r}: give one of {KNOWN}")
+    if name != alias and not _ALIAS_NAME.fullmatch(alias):
+        raise OptionError(f"{name}: name it with letters, digits, '.', '-' and '_'")
+    try:
+        return KEYS.get(name, click.STRING).convert(value, None, None)
+    except (click.BadParameter, TypeError) as error:
+        raise OptionError(f"{name} is {value!r}: {str(error).rstrip('.')}") from error
 
 
 # --- edits of files ---
 
 Settings = dict[str, Any]
-"""Nested settings by name. None removes a setting. Lists of settings with a ``name`` are merged by
-name."""
+"""Nested settings by name. None removes a setting. Entries of lists are merged by ``name``."""
 
+JSON, TOML, YAML = "JSON without comments", "TOML", "YAML"
+_KINDS = {".json": JSON, ".toml": TOML, ".yaml": YAML, ".yml": YAML}
 _INDENT = re.compile(r"\n([ \t]+)\S")
 
 
@@ -202,12 +170,12 @@ class SettingsFile:
     Attributes:
         path: the file; its suffix determines the format.
         settings: the values to set.
-        defaults: values at the top to set only if the file has none.
+        first: further values for a new file.
     """
 
     path: Path
     settings: Settings
-    defaults: Settings = field(default_factory=dict)
+    first: Settings = field(default_factory=dict)
 
     def read(self) -> str:
         """The file's text; empty if the file does not exist.
@@ -230,17 +198,14 @@ class SettingsFile:
             FileError: something in the text would be lost.
         """
         kind = _KINDS[self.path.suffix]
+        settings = self.settings if text else {**self.first, **self.settings}
         try:
-            document = _parse(kind, text)
-            before = _plain(document)
-            for name, value in self.defaults.items():
-                document.setdefault(name, value)
-            _merge(document, self.settings)
-            expected = _plain(document)
-            if expected == before:
+            wanted = _parse(kind, text)
+            _merge(wanted, settings)
+            if wanted == _parse(kind, text):
                 return text
-            new = _render(kind, document, text)
-            if _plain(_parse(kind, new)) != expected:
+            new = _render(kind, wanted, settings, text)
+            if _parse(kind, new) != wanted:
                 raise ValueError("the edit would change other parts of it")
         except ValueError as error:
             reason = " ".join(str(error).split())
@@ -262,84 +227,64 @@ class SettingsFile:
             file.write(text.encode())
 
 
-def _merge(document: MutableMapping[str, Any], settings: Settings) -> None:
+def _parse(kind: str, text: str) -> Any:
+    """Parse a document; an empty text is an empty document.
+
+    Raises:
+        ValueError: it is not a document of this kind, or parts of it would be lost.
+    """
+    import yaml
+
+    if kind == TOML:
+        return tomllib.loads(text)
+    if kind == JSON:
+        return json.loads(text.strip() or "{}")
+    if "#" in text or "&" in text:
+        raise ValueError("comments and anchors would be lost")
+    try:
+        return yaml.safe_load(text.strip() or "{}")
+    except yaml.YAMLError as error:
+        raise ValueError(error) from error
+
+
+def _merge(document: Any, settings: Settings) -> None:
     """Put settings into a document, which is changed in place.
 
     Raises:
         ValueError: nested settings meet a value of another type.
     """
+    if not isinstance(document, MutableMapping):
+        raise ValueError("the settings must be in an object")
     for name, value in settings.items():
-        there = document.get(name)
         if value is None:
             document.pop(name, None)
-        elif there is None or there in ([], {}):  # TOML would write ours on the line of an `[]`
-            document[name] = _given(value)
         elif isinstance(value, dict):
-            if not isinstance(there, MutableMapping):
-                raise ValueError(f"{name} must be an object")
-            _merge(there, value)
+            _merge(document.setdefault(name, {}), value)
         elif isinstance(value, list) and any(isinstance(one, dict) for one in value):
-            if not isinstance(there, list):
+            entries = document.setdefault(name, [])
+            if not isinstance(entries, list):
                 raise ValueError(f"{name} must be a list")
             for entry in value:
-                named = (one for one in there if isinstance(one, MutableMapping))
+                named = (one for one in entries if isinstance(one, dict))
                 same = next((one for one in named if one.get("name") == entry["name"]), None)
                 if same is None:
-                    there.append(_given(entry))
-                else:
-                    _merge(same, entry)
-        elif there != value:
+                    entries.append(same := {})
+                _merge(same, entry)
+        elif document.get(name) != value:
             document[name] = value
 
 
-def _given(value: Any) -> Any:
-    """A copy of a setting without entries that are None."""
-    if isinstance(value, dict):
-        return {name: _given(one) for name, one in value.items() if one is not None}
-    return [_given(one) for one in value] if isinstance(value, list) else value
+def _render(kind: str, document: Any, settings: Settings, text: str) -> str:
+    """Write a document as text, in the style of the text before the settings were put in.
 
-
-def _plain(value: Any) -> Any:
-    """A copy as plain dictionaries and lists."""
-    if isinstance(value, MutableMapping):
-        return {name: _plain(one) for name, one in value.items()}
-    return [_plain(one) for one in value] if isinstance(value, list) else value
-
-
-JSON, TOML, YAML = "JSON without comments", "TOML", "YAML"
-_KINDS = {".json": JSON, ".toml": TOML, ".yaml": YAML, ".yml": YAML}
-
-
-def _parse(kind: str, text: str) -> Any:
-    """Parse a document; an empty text is an empty document.
-
-    Raises:
-        ValueError: it is not a document of this kind, or its comments would be lost.
+    TOML keeps its comments and order. JSON is indented and escaped as before.
     """
-    import tomlkit
-    import yaml
-    from tomlkit.exceptions import TOMLKitError
-
-    try:
-        if kind == TOML:
-            return tomlkit.parse(text)
-        if kind == YAML and "#" in text:
-            raise ValueError("comments would be lost")
-        read = yaml.safe_load if kind == YAML else json.loads
-        document = _plain(read(text.strip() or "{}"))  # a copy without shared parts
-    except (TOMLKitError, yaml.YAMLError) as error:
-        raise ValueError(error) from error
-    if not isinstance(document, dict):
-        raise ValueError("it must be an object")
-    return document
-
-
-def _render(kind: str, document: Any, text: str) -> str:
-    """Write a document as text; JSON is indented and escaped as in the earlier ``text``."""
     if kind == TOML:
         import tomlkit
 
-        return tomlkit.dumps(document)
+        edited = tomlkit.parse(text)
+        _merge(edited, settings)
+        return tomlkit.dumps(edited)
     if kind == YAML:
         import yaml
 

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -96,7 +95,7 @@ EARNED = ("steps", "tokens", *SOURCES)
 
 DATABASE = "answers.sqlite"
 INDEX = ".index"
-INDEX_FORMAT = "mlxspec answers index", ("tokens", "order")
+INDEX_FORMAT = "mlxspec answers index"
 
 OnTrouble = Callable[[str], None]
 """Called with a line that describes a failure."""
@@ -243,10 +242,9 @@ class KeptAnswers:
         """
         with self._transaction():
             self._db.executemany("DELETE FROM answers WHERE id = ?", [(row,) for row in rows])
-        for file in (
-            self.directory.glob(f"*{self.identity.key}-*{INDEX}*") if self.directory else ()
-        ):
-            file.unlink(missing_ok=True)
+        if self.directory:
+            for file in self.directory.glob(f"*{self.identity.key}{INDEX}*"):  # a partial one, too
+                file.unlink(missing_ok=True)
         self._run("VACUUM")
         ((busy, *_),) = self._run("PRAGMA wal_checkpoint(TRUNCATE)")
         if busy:
@@ -264,9 +262,9 @@ class KeptAnswers:
             self._tokenizer,
         )
         nbytes, indexed = nbytes or 0, 0
-        for file in self.index_files():
-            with suppress(FileNotFoundError):  # another process has removed it
-                indexed += file.stat().st_size
+        if self.index_file:
+            with suppress(FileNotFoundError):
+                indexed = self.index_file.stat().st_size
         sizes = {"texts": texts, "tokens": nbytes // 4, "bytes": nbytes + indexed}
         return {**sizes, "oldest": oldest, "newest": newest}
 
@@ -279,16 +277,10 @@ class KeptAnswers:
         """Close the database."""
         self._db.close()
 
-    def index_files(self) -> list[Path]:
-        """The index files of this tokenizer's answers."""
-        if self.directory is None:
-            return []
-        return [*self.directory.glob(f"{self.identity.key}-*{INDEX}")]
-
-    def new_index_file(self) -> Path:
-        """A path for a new index file."""
-        assert self.directory is not None
-        return self.directory / f"{self.identity.key}-{secrets.token_hex(8)}{INDEX}"
+    @property
+    def index_file(self) -> Path | None:
+        """The file with the searchable index of this tokenizer's answers."""
+        return self.directory / f"{self.identity.key}{INDEX}" if self.directory else None
 
     @contextmanager
     def locked(self) -> Iterator[int]:
@@ -383,8 +375,7 @@ ENVIRONMENT_VARIABLE = "MLXSPEC_DATA_DIR"
 SWITCH = "MLXSPEC_MEMORY"
 """Overrides the user's settings: "on", "off", or a directory to keep answers in."""
 
-_KEY = re.compile(r"[0-9a-f]{16}")
-_MOST_BYTES = 1 << 20
+_SETTINGS = "settings.json"
 
 
 @dataclass(frozen=True)
@@ -438,39 +429,35 @@ def data_directory() -> Path:
     return directory_in(ENVIRONMENT_VARIABLE) or platformdirs.user_data_path("mlxspec")
 
 
-def load_settings(on_trouble: OnTrouble) -> Settings:
-    """The user's settings; if they cannot be read, those that keep nothing.
+def load_settings() -> Settings:
+    """The user's settings.
 
-    Args:
-        on_trouble: called with a line if they cannot be read.
+    Raises:
+        FileError: they cannot be read.
     """
-    path = memory_directory() / "settings.json"
-    try:
-        with path.open("rb") as file:
-            return _parsed(load_json(file.read(_MOST_BYTES)))
-    except FileNotFoundError:
-        return Settings()
-    except OSError as error:
-        reason = error.strerror
-    except (ValueError, RecursionError) as error:
-        reason = f"is damaged ({error})"
-    on_trouble(f"{path}: {reason}; answers are not kept; set it again with `mlxspec memory`")
-    return Settings()
+    path = memory_directory() / _SETTINGS
+    value = None
+    with suppress(OSError, ValueError, RecursionError):
+        if not path.exists():
+            return Settings()
+        value = load_json(path.read_bytes())
+    match value:
+        case {"everything": bool(on), "except": list(names), "max_tokens": int(most)} if most > 0:
+            return Settings(on, frozenset(map(str, names)), most)
+    raise FileError(f"{path}: cannot be read; remove it, and set it again with `mlxspec memory`")
 
 
-def settings_in_force(on_trouble: OnTrouble) -> Settings:
+def settings_in_force() -> Settings:
     """The user's settings, overridden by :data:`SWITCH`.
-
-    Args:
-        on_trouble: called with a line if they cannot be read.
 
     Raises:
         OptionError: as :func:`memory_directory`.
+        FileError: as :func:`load_settings`.
     """
     switch = os.environ.get(SWITCH)
     if switch == "off":
         return Settings()
-    settings = load_settings(on_trouble)
+    settings = load_settings()
     return replace(settings, everything=True, tokenizers=frozenset()) if switch else settings
 
 
@@ -481,28 +468,12 @@ def save_settings(settings: Settings) -> None:
         FileError: they cannot be written.
     """
     value = {
-        "version": 1,
         "everything": settings.everything,
         "except": sorted(settings.tokenizers),
         "max_tokens": settings.max_tokens,
     }
     directory = memory_directory()
-    try:
+    with suppress(OSError):  # writing then fails
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise FileError(f"{directory}: cannot be made ({error.strerror})") from error
-    with replaced(directory / "settings.json") as file:
+    with replaced(directory / _SETTINGS) as file:
         file.write(json.dumps(value, indent=1).encode() + b"\n")
-
-
-def _parsed(value: object) -> Settings:
-    """Parse the content of the settings file; raises ValueError for other content."""
-    match value:
-        case {
-            "version": 1,
-            "everything": bool(everything),
-            "except": list(names),
-            "max_tokens": int(max_tokens),
-        } if max_tokens >= 2 and all(isinstance(n, str) and _KEY.fullmatch(n) for n in names):
-            return Settings(everything, frozenset(names), max_tokens)
-    raise ValueError("its settings are of another version")

@@ -16,8 +16,8 @@ import threading
 import time
 import weakref
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import chain
 from operator import index
@@ -28,9 +28,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import FileError, OptionError
-from ..files import remove_leftover, replaced
+from ..files import replaced
 from .answers import (
-    INDEX,
     INDEX_FORMAT,
     KEPT_TOKENS,
     KeptAnswers,
@@ -43,10 +42,8 @@ from .suffix_array import (
     TOKEN_BYTES,
     SuffixArray,
     encode_texts,
-    is_intact,
     merged_order,
-    read_arrays,
-    write_arrays,
+    write_index,
 )
 from .suffix_index import (
     EXCERPT_TOKENS,
@@ -185,8 +182,7 @@ class Memory:
     @property
     def nbytes(self) -> int:
         """The memory of the indexes, without those in files, which are only mapped."""
-        indexes = self._worker.searched
-        return sum(index.nbytes for index in indexes if getattr(index, "path", None) is None)
+        return sum(index.nbytes for index in self._worker.searched)
 
     def refresh(self) -> None:
         """Soon index what other processes have kept, and drop what they have forgotten."""
@@ -225,9 +221,7 @@ _open: weakref.WeakSet[Memory] = weakref.WeakSet()
 def _stop_all() -> None:
     """Keep the last additions before the process ends."""
     for memory in [*_open]:
-        memory._worker.hurries = True
-        memory._worker.requests.put(None)
-        memory._thread.join(_EXIT_SECONDS)
+        memory.close(patience=0)
 
 
 class _MemoryWorker:
@@ -272,20 +266,30 @@ class _MemoryWorker:
         self._stamp, self._last = self._answers.stamp(), 0
 
     def _start_over(self) -> None:
-        """Index only what is in a file; :meth:`refresh` adds the other rows."""
+        """Index only what is in the file; :meth:`refresh` adds the other rows."""
         self._stamp = self._answers.stamp()
-        self._publish(self._file())
+        self._publish(self._open_file())
 
-    def _publish(self, segment: Segment) -> None:
-        """Let other threads search a segment, and an empty index of the newest answers."""
-        self._segment, self._last = segment, segment.last  # the last indexed row
+    def _open_file(self) -> SuffixArray:
+        """The sorted answers in the file; none if it is missing, damaged or outdated."""
+        if self._answers.index_file:
+            with suppress(OSError, ValueError):
+                segment = SuffixArray.open(self._answers.index_file, INDEX_FORMAT)
+                match segment.header:
+                    case {"stamp": int(stamp), "last": int()} if stamp == self._stamp:
+                        return segment
+        return SuffixArray(np.empty(0, np.int32), np.empty(0, np.int32))
+
+    def _publish(self, segment: SuffixArray) -> None:
+        """Let other threads search sorted answers, and an empty index of the newest ones."""
+        self._segment, self._last = segment, int(segment.header.get("last", 0))
         self._live, self._live_texts = SuffixIndex(), list[bytes]()
         self.searched: tuple[SuffixIndex | SuffixArray, ...] = (self._live, segment)
 
     @property
     def _live_tokens(self) -> int:
         """The newest answers are sorted once they have so many tokens."""
-        most = min(max(LIVE_TOKENS, len(self._segment) // 16), MOST_LIVE_TOKENS)
+        most = min(max(LIVE_TOKENS, len(self._segment.tokens) // 16), MOST_LIVE_TOKENS)
         return max(1, min(most, self._max_tokens // 8))
 
     def take(
@@ -317,11 +321,12 @@ class _MemoryWorker:
                 if self._answers.stamp() != self._stamp:
                     self._start_over()
                 self._index_new(openings or {})
-                most = max(0, self._max_tokens - self._live_tokens)
-                if len(self._segment) <= most or not self._answers.evict(self._max_tokens * 3 // 4):
+                room = self._max_tokens - self._live_tokens - len(self._segment.tokens)
+                if room >= 0 or not self._answers.evict(self._max_tokens * 3 // 4):
                     return
             except (IndexError, ValueError):  # rows were deleted, or the file is damaged
-                self._segment.remove_file()
+                if self._answers.index_file:
+                    self._answers.index_file.unlink(missing_ok=True)
                 self._start_over()
 
     def _index_new(self, openings: Mapping[int, Sequence[int]]) -> None:
@@ -347,127 +352,49 @@ class _MemoryWorker:
         self._live_texts += new.values()
 
     def _sort(self, new: Iterable[bytes]) -> None:
-        """Sort the newest answers, and further ones, and merge them into the segment.
+        """Sort the newest answers, and further ones, and merge them into the others.
+
+        If the process ends meanwhile, nothing changes.
 
         Raises:
-            ValueError, IndexError: the segment is damaged or outdated, or the process ends.
+            ValueError, IndexError: the index is damaged or outdated.
             OSError, FileError: its file cannot be written.
         """
         old, texts = self._segment, SuffixArray.of([*self._live_texts, *new])
         if not old.is_intact():
             raise ValueError("damaged")
-        arrays = {
-            name: (length, self._taken(pieces))
-            for name, length, pieces in zip(
-                INDEX_FORMAT[1],
-                (len(old.tokens) + len(texts.tokens), len(old.order) + len(texts.order)),
-                (chain(_pieces(old.tokens), [texts.tokens]), _merged(old, texts)),
-                strict=True,
-            )
-        }
-        if self._answers.directory is None:
-            tokens, order = (np.concatenate([*pieces]) for _, pieces in arrays.values())
-            self._publish(Segment(tokens, order, self._last))
-            return
-        path = self._answers.new_index_file()
-        header = {"format": INDEX_FORMAT[0], "stamp": self._stamp, "last": self._last}
-        with ExitStack() as locked, replaced(path) as file:
-            write_arrays(file, header, arrays)
-            if locked.enter_context(self._answers.locked()) != self._stamp:
-                raise ValueError("rows were deleted")
-        try:
-            self._publish(Segment.open(path, self._stamp))
-        except FileNotFoundError as error:
-            raise ValueError("another process has removed the file") from error
-        old.remove_file()
+        tokens = chain(np.array_split(old.tokens, len(old.tokens) // _PIECE + 1), [texts.tokens])
+        header = {"format": INDEX_FORMAT, "stamp": self._stamp, "last": self._last}
+        path = self._answers.index_file
+        with suppress(_Hurried):
+            if path is None:
+                orders = [*map(self._let_others_run, merged_order(old, texts))]
+                segment = SuffixArray(np.concatenate([*tokens]), np.concatenate(orders))
+                segment.header = header
+            else:
+                lengths = len(old.tokens) + len(texts.tokens), len(old.order) + len(texts.order)
+                pieces = chain(tokens, merged_order(old, texts))
+                with ExitStack() as locked, replaced(path) as file:
+                    write_index(file, header, lengths, map(self._let_others_run, pieces))
+                    if locked.enter_context(self._answers.locked()) != self._stamp:
+                        raise ValueError("rows were deleted")
+                segment = self._open_file()
+                if segment.header.get("last") != self._last:
+                    raise ValueError("another process has replaced the file, or removed it")
+            self._publish(segment)
 
-    def _taken(self, pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-        """Yield an array's pieces, until the process ends."""
-        for piece in pieces:
-            if self.hurries:
-                raise ValueError("the process ends")
-            yield piece
-            time.sleep(0)  # lets drafting threads run
-
-    def _file(self) -> Segment:
-        """The segment in a file that has the most rows; removes other files."""
-        directory = self._answers.directory
-        for leftover in directory.glob(f".*{INDEX}.partial") if directory else ():
-            remove_leftover(leftover)
-        best = Segment(np.empty(0, np.int32), np.empty(0, np.int32), 0)
-        for path in self._answers.index_files():
-            try:
-                found = Segment.open(path, self._stamp)
-            except FileNotFoundError:  # another process has removed it
-                continue
-            except (OSError, ValueError):
-                path.unlink(missing_ok=True)
-                continue
-            best, other = (found, best) if found.last > best.last else (best, found)
-            other.remove_file()
-        return best
+    def _let_others_run(self, piece: np.ndarray) -> np.ndarray:
+        """Pause between two pieces of a long work, and end it if the process ends."""
+        if self.hurries:
+            raise _Hurried
+        time.sleep(0)
+        return piece
 
 
-class Segment(SuffixArray):
-    """Sorted answers: all those up to a row of the database.
-
-    Args:
-        tokens, order: as for the base class.
-        last: the row.
-        path: the segment's file, if it has one.
-        whole: the file's whole content.
-    """
-
-    def __init__(
-        self,
-        tokens: np.ndarray,
-        order: np.ndarray,
-        last: int,
-        path: Path | None = None,
-        whole: np.ndarray | None = None,
-    ) -> None:
-        super().__init__(tokens, order)
-        self.last, self.path, self._whole = last, path, whole
-
-    @classmethod
-    def open(cls, path: Path, stamp: int) -> Segment:
-        """Map a file.
-
-        Raises:
-            OSError: it cannot be read.
-            ValueError: it is damaged, or outdated.
-        """
-        header, whole, (tokens, order) = read_arrays(path, *INDEX_FORMAT)
-        match header:
-            case {"stamp": int(found), "last": int(last)} if found == stamp:
-                return cls(tokens, order, last, path, whole)
-        raise ValueError("is outdated")
-
-    def __len__(self) -> int:
-        """The number of tokens, including a SEPARATOR for each text."""
-        return len(self.tokens)
-
-    def is_intact(self) -> bool:
-        """Whether the file is as it was written."""
-        return self._whole is None or is_intact(self._whole)
-
-    def remove_file(self) -> None:
-        if self.path:
-            self.path.unlink(missing_ok=True)
+class _Hurried(Exception):
+    """The process ends while answers are sorted."""
 
 
 def _size(text: bytes) -> int:
     """The number of tokens of a text, including its SEPARATOR."""
     return len(text) // TOKEN_BYTES + 1
-
-
-def _merged(old: SuffixArray, new: SuffixArray) -> Iterator[np.ndarray]:
-    """The order of two arrays, of which the second's tokens follow the first's."""
-    start = len(old.tokens)
-    if len(old.order) < len(new.order):
-        return merged_order(new, old, start, 0)
-    return merged_order(old, new, 0, start)
-
-
-def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:
-    return (array[start : start + _PIECE] for start in range(0, len(array), _PIECE))

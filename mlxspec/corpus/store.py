@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,10 +20,8 @@ from .suffix_array import (
     TOKEN_BYTES,
     SuffixArray,
     encode_texts,
-    is_intact,
-    read_arrays,
     split_texts,
-    write_arrays,
+    write_index,
 )
 from .suffix_index import EXCERPT_TOKENS, SEPARATOR, Excerpts, excerpts
 
@@ -128,8 +126,6 @@ def _pieces(path: Path) -> Iterator[str]:
 
 
 _FORMAT = "mlxspec store"
-_ARRAYS = "tokens", "order"
-_MAX_WORDS = 2**31 - 1  # positions are int32
 _REMEDY = "build it again with `mlxspec store build`"
 
 
@@ -157,14 +153,13 @@ class Store:
 
     def __init__(self, path: Path, identity: TokenizerIdentity | None = None) -> None:
         try:
-            header, self._whole, arrays = read_arrays(path, _FORMAT, _ARRAYS)
-            self.identity = _identity(header)
-        except FileNotFoundError as error:
-            raise FileError(
-                f"{path}: no such file; make a store with `mlxspec store build`"
-            ) from error
+            self.index = SuffixArray.open(path, _FORMAT)
+            self.identity = _identity(self.index.header)
         except OSError as error:
-            raise FileError(f"{path}: cannot be read ({error.strerror})") from error
+            raise FileError(
+                f"{path}: cannot be read ({error.strerror}); make a store with `mlxspec store "
+                "build`"
+            ) from error
         except ValueError as error:
             raise FileError(f"{path}: {error}; {_REMEDY}") from error
         held = self.identity
@@ -174,8 +169,7 @@ class Store:
                 "a store with this tokenizer with `mlxspec store build`"
             )
         self.path = path
-        self.index = SuffixArray(*arrays)
-        self.nbytes = self._whole.nbytes
+        self.nbytes = path.stat().st_size
 
     @property
     def n_texts(self) -> int:
@@ -194,7 +188,7 @@ class Store:
         Raises:
             FileError: the file is damaged.
         """
-        if not is_intact(self._whole):
+        if not self.index.is_intact():
             raise FileError(f"{self.path}: is damaged (its checksum is wrong); {_REMEDY}")
         return self
 
@@ -256,7 +250,7 @@ def build_store(
         raise FileError(f"{target}: nothing to write; add a text of at least two tokens")
     with replaced(target) as file:
         _check_target(target, force)
-        write_store(file, target, identity, built)
+        write_store(file, identity, built)
     return Store(target)
 
 
@@ -287,31 +281,23 @@ def add_to_store(
         store = Store(target, identity).verify()
         held = split_texts(store.index.tokens)
         new = [*_first(sequences, identity, max_tokens, held)]
-        write_store(file, target, store.identity, SuffixArray.of([*held, *new]))
+        write_store(file, store.identity, SuffixArray.of([*held, *new]))
     return Store(target)
 
 
-def write_store(
-    file: BinaryIO, path: Path, identity: TokenizerIdentity, index: SuffixArray
-) -> None:
-    """Write a store's content to a new file.
-
-    Raises:
-        FileError: the store is too large.
-    """
-    if len(index.tokens) > _MAX_WORDS:
-        raise FileError(f"{path}: more than {_MAX_WORDS:,} tokens; build several stores")
+def write_store(file: BinaryIO, identity: TokenizerIdentity, index: SuffixArray) -> None:
+    """Write a store's content to a new file."""
     header = {
         "format": _FORMAT,
         "tokenizer": identity.name,
         "vocab_size": identity.vocab_size,
         "fingerprint": identity.fingerprint.hex(),
     }
-    arrays = zip(_ARRAYS, (index.tokens, index.order), strict=True)
-    write_arrays(file, header, {name: (len(one), [one]) for name, one in arrays})
+    lengths = len(index.tokens), len(index.order)
+    write_index(file, header, lengths, [index.tokens, index.order])
 
 
-def _identity(header: dict[str, Any]) -> TokenizerIdentity:
+def _identity(header: Mapping[str, Any]) -> TokenizerIdentity:
     """The tokenizer in a store's header; raises ValueError if the header is damaged."""
     match header:
         case {"tokenizer": str(name), "vocab_size": int(vocab_size), "fingerprint": str(digits)}:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import mmap
-import os
 import stat
 import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,6 +23,7 @@ TOKEN_BYTES = 4
 
 _MOST_KNOWN = 1 << 13  # tokens whose slots are cached, in 1 MB
 _CHUNK = 1 << 16  # places merged at a time
+_HEADER = 1 << 12  # bytes of a file before its arrays
 _SEPARATOR_BYTES = np.int32(SEPARATOR).tobytes()
 
 
@@ -34,11 +34,21 @@ class SuffixArray:
     Places are sorted by the tokens before them, read backwards, so this is the suffix array of the
     reversed texts. Nothing needs to be loaded: a look-up reads a few dozen numbers of either array.
 
+    A file begins with a line of JSON, which says how long both arrays are. They follow as
+    little-endian int32, and then the CRC-32 of all that.
+
     Args:
         tokens: (n,) of int32, with a SEPARATOR after each text.
         order: (places,) of int32, from 1 to n - 1, sorted by :func:`sorted_places`. A wrong order
             loses matches, or gives places that do not match.
+
+    Attributes:
+        header: the JSON, if the array is in a file.
+        file: the whole file, (words,) of int32; None if the array is in memory.
     """
+
+    header: Mapping[str, Any] = {}
+    file: np.ndarray | None = None
 
     def __init__(self, tokens: np.ndarray, order: np.ndarray) -> None:
         self.tokens = tokens
@@ -56,10 +66,39 @@ class SuffixArray:
         tokens = np.ndarray(len(data) // TOKEN_BYTES, np.int32, data)
         return cls(tokens, sorted_places(tokens))
 
+    @classmethod
+    def open(cls, path: Path, format_name: str) -> SuffixArray:
+        """Map a file, checking its header and length without reading the rest.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: the file is damaged or has another format.
+        """
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size <= _HEADER:
+            raise ValueError(f"is not an {format_name}")
+        whole = np.asarray(np.memmap(path, "<i4", "r", shape=status.st_size // TOKEN_BYTES))
+        with suppress(ValueError, RecursionError):
+            header = load_json(whole[: _HEADER // TOKEN_BYTES].tobytes())
+            match header:
+                case {"format": name, "lengths": [int(n), int(places)]} if name == format_name:
+                    start, end = _HEADER // TOKEN_BYTES, len(whole) - 1
+                    if min(n, places) >= 0 and start + n + places == end:
+                        opened = cls(whole[start : start + n], whole[start + n : end])
+                        opened.header, opened.file = header, whole
+                        return opened
+        raise ValueError(f"is not an {format_name}, or is damaged")
+
+    def is_intact(self) -> bool:
+        """Whether the file, if there is one, is as it was written."""
+        if self.file is None:
+            return True
+        return zlib.crc32(self.file[:-1].data) == int(self.file[-1:].view(np.uint32)[0])
+
     @property
     def nbytes(self) -> int:
-        """The size of the texts and their order."""
-        return self.tokens.nbytes + self.order.nbytes
+        """The memory of the texts and their order, without a file, which is only mapped."""
+        return self.tokens.nbytes + self.order.nbytes if self.file is None else 0
 
     def matches(self, tail: Sequence[int], limit: int) -> list[tuple[int, int]]:
         """Find up to ``limit`` places, the longest matches first, then the newest.
@@ -143,39 +182,26 @@ class SuffixArray:
         return found
 
 
-def merged_order(
-    first: SuffixArray, second: SuffixArray, first_start: int, second_start: int
-) -> Iterator[np.ndarray]:
-    """Merge the orders of two arrays, without sorting again.
+def merged_order(old: SuffixArray, new: SuffixArray) -> Iterator[np.ndarray]:
+    """Merge the orders of two arrays, of which the second's tokens follow the first's.
 
-    Binary search finds where the second array's places belong in the first's order, many at a
-    time. So the time is proportional to the second's length times the logarithm of the first's,
-    plus one pass over the first. It takes little memory.
-
-    Args:
-        first: the larger array.
-        second: the smaller array; its places come after equal ones of the first.
-        first_start, second_start: where their tokens begin in the merged text.
+    Binary search finds where the new places belong in the old order, many at a time. So the time
+    is proportional to the new length times the logarithm of the old one, plus one pass over the old
+    order. It takes little memory.
 
     Yields:
-        the next places of the order, (n,) of int32.
+        the next places of the order, (n,) of int32. New places come after equal old ones.
     """
-    done = 0  # slots of the first
-    for start in range(0, len(second.order), _CHUNK):
-        places = second.order[start : start + _CHUNK]
-        slots = _slots_among(first, second.tokens, places, done)
-        taken, last = 0, int(slots[-1])
-        while taken < len(slots):
-            stop = min(done + _CHUNK, last)
-            next_taken = int(np.searchsorted(slots, stop, side="right"))
-            yield np.insert(
-                first.order[done:stop] + np.int32(first_start),
-                slots[taken:next_taken] - done,
-                places[taken:next_taken] + np.int32(second_start),
-            )
-            done, taken = stop, next_taken
-    for start in range(done, len(first.order), _CHUNK):
-        yield first.order[start : start + _CHUNK] + np.int32(first_start)
+    chunks = range(0, len(new.order), _CHUNK)
+    slots, first = np.empty(len(new.order), np.int64), 0
+    for start in chunks:
+        chunk = slice(start, start + _CHUNK)
+        slots[chunk] = _slots_among(old, new.tokens, new.order[chunk], first)
+        first = slots[chunk][-1]
+    places = new.order + np.int32(len(old.tokens))
+    for start in range(0, len(old.order) + 1, _CHUNK):
+        here = slice(*np.searchsorted(slots, [start, start + _CHUNK]))
+        yield np.insert(old.order[start : start + _CHUNK], slots[here] - start, places[here])
 
 
 def _slots_among(
@@ -279,91 +305,23 @@ def _starts(keys: np.ndarray) -> np.ndarray:
     return starts
 
 
-# The format of a file: a line of JSON, padded with spaces to whole words, the arrays as
-# little-endian int32, and the CRC-32 of all that. The JSON has the arrays' names and lengths.
-_WORD = 4
-_MOST_HEADER = 1 << 14
-
-
-def write_arrays(
+def write_index(
     file: BinaryIO,
     header: Mapping[str, Any],
-    arrays: Mapping[str, tuple[int, Iterable[np.ndarray]]],
+    lengths: tuple[int, int],
+    pieces: Iterable[np.ndarray],
 ) -> None:
-    """Write a file, piece by piece.
+    """Write a file that :meth:`SuffixArray.open` maps.
 
     Args:
         file: where to write.
         header: the other entries of the JSON, with a "format".
-        arrays: the length and the pieces of each array, by name.
-
-    Raises:
-        ValueError: the pieces of an array do not add up to its length.
+        lengths: those of the tokens and of the order.
+        pieces: both, one after the other.
     """
-    lengths = {name: length for name, (length, _) in arrays.items()}
-    line = json.dumps({**header, "arrays": lengths}).encode()
-    data: bytes | memoryview = line.ljust(-(-(len(line) + 1) // _WORD) * _WORD - 1) + b"\n"
-    file.write(data)
-    checksum = zlib.crc32(data)
-    for length, pieces in arrays.values():
-        for piece in pieces:
-            data = np.ascontiguousarray(piece, np.int32).data
-            file.write(data)
-            checksum, length = zlib.crc32(data, checksum), length - len(piece)
-        if length:
-            raise ValueError("an index has changed while it was written")
-    file.write(checksum.to_bytes(_WORD, "little"))
-
-
-def read_arrays(
-    path: Path, expected: str, names: Sequence[str]
-) -> tuple[dict[str, Any], np.ndarray, list[np.ndarray]]:
-    """Map a file, checking its header and length without reading the rest.
-
-    Args:
-        path: the file.
-        expected: its format.
-        names: the arrays that it must have, in their order.
-
-    Returns:
-        the header, the whole file as int32, and the arrays.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: the file is damaged or has another format; the message says which.
-    """
-    # A blocking open would wait for the other end of a named pipe.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError("is not a regular file")
-        if status.st_size < 2 * _WORD:
-            raise ValueError(f"is not an {expected}")
-        mapped = mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_READ)
-    finally:
-        os.close(descriptor)
-    line = mapped[: mapped.find(b"\n", 0, _MOST_HEADER) + 1]
-    try:
-        header = load_json(line)
-    except (ValueError, RecursionError):
-        header = None
-    if not isinstance(header, dict) or header.get("format") != expected:
-        raise ValueError(f"is not an {expected}")
-    lengths = header.get("arrays")
-    if (
-        not isinstance(lengths, dict)
-        or [*lengths] != [*names]
-        or not all(type(length) is int and length >= 0 for length in lengths.values())
-    ):
-        raise ValueError("has a damaged header")
-    if len(line) % _WORD or len(line) + _WORD * (sum(lengths.values()) + 1) != len(mapped):
-        raise ValueError("is cut short, or too long")
-    whole = np.frombuffer(mapped, np.dtype("<i4"))
-    ends = np.cumsum([len(line) // _WORD, *lengths.values()]).tolist()
-    return header, whole, [whole[a:b] for a, b in pairwise(ends)]
-
-
-def is_intact(whole: np.ndarray) -> bool:
-    """Whether the checksum at a file's end is right."""
-    return zlib.crc32(whole[:-1].data) == int(whole[-1:].view(np.uint32)[0])
+    line = json.dumps({**header, "lengths": lengths}).encode().ljust(_HEADER - 1) + b"\n"
+    checksum = 0
+    for data in chain([np.frombuffer(line, np.uint8)], pieces):
+        file.write(data.data)
+        checksum = zlib.crc32(data.data, checksum)
+    file.write(checksum.to_bytes(TOKEN_BYTES, "little"))

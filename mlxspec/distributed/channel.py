@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from queue import SimpleQueue
 from typing import NoReturn, cast
 
@@ -39,7 +40,7 @@ def meet(group: mx.distributed.Group) -> Channel:
     rank, size = group.rank(), group.size()
     if rank == 0:
         addresses = _own_addresses()
-        host = _LOOPBACK if addresses == [_LOOPBACK] else ""
+        host = _LOOPBACK if addresses[0] == _LOOPBACK else ""
         with socket.create_server((host, 0), backlog=size) as listener:
             secret = secrets.token_hex(16)
             _broadcast(json.dumps([addresses, listener.getsockname()[1], secret]))
@@ -57,16 +58,11 @@ def _own_addresses() -> list[str]:
     address. In a ring of cables, not every host is connected to rank 0, so rank 0's host
     name comes last.
     """
-    file = os.environ.get("MLX_HOSTFILE")
-    if file:
-        with open(file, encoding="utf-8") as stream:
-            hosts = json.load(stream)
-        found = [[address.rpartition(":")[0] for address in host] for host in hosts]
-        if all(address == _LOOPBACK for host in found for address in host):
-            return [_LOOPBACK]
-        return [*dict.fromkeys(found[0]), socket.gethostname()]
-    coordinator = os.environ.get("MLX_JACCL_COORDINATOR", "").rpartition(":")[0]
-    return [address for address in (coordinator, socket.gethostname()) if address]
+    own = [os.environ.get("MLX_JACCL_COORDINATOR", "")]
+    if file := os.environ.get("MLX_HOSTFILE"):
+        own = json.loads(Path(file).read_text("utf-8"))[0]
+    hosts = (address.rpartition(":")[0] for address in own)
+    return [*filter(None, dict.fromkeys(hosts)), socket.gethostname()]
 
 
 def _broadcast(text: str) -> str:
@@ -130,7 +126,7 @@ class Channel:
         # or in the one that sends.
         self._sending = threading.RLock()
         self._closing = threading.Event()
-        self._losing = threading.Lock()
+        self._ending = threading.Lock()
         self._may_end = False
         self.on_loss: Callable[[str], object] = lambda line: None
         for peer, connected in peers.items():
@@ -141,32 +137,29 @@ class Channel:
             threading.Thread(target=self._listen, args=(peer, connection), daemon=True).start()
         threading.Thread(target=self._beat, daemon=True).start()
 
-    def send(self, message: str) -> None:
+    def send(self, message: bytes) -> None:
         """Send a message to all peers; nothing is sent after the farewell."""
-        self._send(message.encode())
-
-    def _send(self, message: bytes) -> None:
         if not self._closing.is_set():
             with self._sending:
                 for connection in self._peers:
                     with suppress(OSError):  # the thread that listens to it acts
                         connection.send_bytes(message)
 
-    def receive(self) -> str:
+    def receive(self) -> bytes:
         """Wait for the next message."""
-        return self._messages.get().decode()
+        return self._messages.get()
 
     def close(self) -> None:
         """Send the farewell: once this process has ended, the peers end with status 0.
 
         Until then they take part in running forwards.
         """
-        self._send(_END)
+        self.send(_END)
         self._closing.set()
 
     def _beat(self) -> None:
         while not self._closing.wait(_SECONDS_BETWEEN_BEATS):
-            self._send(_BEAT)
+            self.send(_BEAT)
 
     def _listen(self, rank: int, connection: Connection) -> None:
         """Receive a rank's messages until it is gone."""
@@ -186,8 +179,8 @@ class Channel:
 
     def end(self, line: str) -> NoReturn:
         """End this process with an error line. If it is rank 0, the others then end without one."""
-        self._losing.acquire()  # for good: only one rank is named
+        self._ending.acquire()  # for good: only one rank is named
         self.on_loss(line)
         if self._rank == 0:
-            self._send(_END)
+            self.send(_END)
         end_with(line)

@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-_ending = threading.Lock()
-
 
 def launched_rank() -> int | None:
     """The rank that ``mlx.launch`` gave this process; None without it, or with a single rank."""
@@ -32,15 +30,14 @@ def silence_followers() -> None:
         sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
 
-def end_with(line: str, status: int = 1) -> NoReturn:
+def end_with(line: str) -> NoReturn:
     """Write a line to standard error, and end the process, from any thread and at any rank.
 
     The main thread may be waiting inside MLX for a rank that will never answer, where no
-    exception reaches it. If several threads notice that a rank is gone, only one writes its line.
+    exception reaches it.
     """
-    _ending.acquire()
     os.write(2, f"{' '.join(line.split())}\n".encode(errors="replace"))
-    os._exit(status)
+    os._exit(1)
 
 
 @contextmanager

@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-import json
+import io
 import logging
+import pickle
 import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import IO, TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..drafting.drafter import DraftTree
-from ..engine.capability import (
-    joint_agrees,
-    rounding_noise,
-    rows_agree,
-    tree_agrees,
-)
-from ..engine.costs import forward_memory, least_free_memory
 from ..engine.joint import Joint, JointMode, JointRows
 from ..engine.params import CacheOptions
 from ..engine.target import Capability, Target, vocabulary_size
 from ..errors import LoadError, MlxspecError, OptionError
-from ..models.model import load
+from ..models.model import evaluate, load
 from .channel import Channel, meet
 from .launch import end_with, uninterrupted
 
@@ -59,11 +51,7 @@ def load_shard(
     """
     model, tokenizer = load(path_or_repo, lazy=True)
     split(model, group, str(path_or_repo))
-    try:
-        for _, parameter in tree_flatten(model.parameters()):
-            mx.eval(parameter)
-    except RuntimeError as error:
-        raise LoadError(f"{path_or_repo}: the weights cannot be read ({error})") from error
+    evaluate(model, path_or_repo)
     return model, tokenizer
 
 
@@ -146,14 +134,15 @@ def wait_for_all() -> None:
 
 
 Result = TypeVar("Result")
+Made = TypeVar("Made", bound=Target | Joint)
 
 
 class Leader:
     """Rank 0's end of the channel. Models that it loads have it as their ``leader``.
 
     All that rank 0 changes in the memory of MLX, the followers change, too. Models, targets and
-    joints have numbers, which stand for them in messages. A message is the name of one of the
-    functions in :data:`REPEATED`, its arguments, and the number of its result, if that is kept.
+    joints have numbers, which stand for them in messages. A message is a function with its
+    arguments, the number of its result if that is kept, and the numbers that nobody uses any more.
 
     Threads take turns, since MLX runs the operations of each thread by themselves, and the
     followers have one thread only.
@@ -184,8 +173,8 @@ class Leader:
         with self.repeating(_load, str(path_or_repo), result=number):
             model, tokenizer = load_shard(path_or_repo, self.group)
             wait_for_all()
-        model.leader, model.number = self, number
-        weakref.finalize(model, self._dropped.append, number)
+        model.leader = self
+        self._number(model, number)
         return model, tokenizer
 
     def target(
@@ -207,29 +196,26 @@ class Leader:
                 "a prompt cache is not split over several machines as the model is: leave it out, "
                 "or run without mlx.launch"
             )
-        options = options or CacheOptions()
-        target = LeadingTarget(model, capability, vocab_size, options, None, marks)
-        own = capability.value, vocab_size, asdict(options), marks
-        self.share_result(target, _new_target, model, *own)
-        return target
+        args = model, capability, vocab_size, options, None, marks
+        return self.share_result(LeadingTarget(*args), Target, *args)
 
     def joint(self, model: nn.Module, mode: JointMode, spare: int | None = None) -> LeadingJoint:
         """Make a joint at every rank, with the arguments of :class:`Joint`."""
-        joint = LeadingJoint(model, mode, spare)
-        self.share_result(joint, _new_joint, model, mode.value, spare)
-        return joint
+        return self.share_result(LeadingJoint(model, mode, spare), Joint, model, mode, spare)
 
-    def share_result(
-        self, made: LeadingTarget | LeadingJoint, function: Callable[..., Any], *args: Any
-    ) -> None:
+    def share_result(self, made: Made, function: Callable[..., Any], *args: Any) -> Made:
         """Let the followers make what this rank has made, and repeat what is done with it."""
         number = next(self._numbers)
-        self.send(function, *args, result=number)
+        self._send(function, args, number)
+        self._number(made, number)
+        return made
+
+    def _number(self, made: Any, number: int) -> None:
         weakref.finalize(made, self._dropped.append, number)
         made.number = number
 
     def run(self, function: Callable[..., Result], model: nn.Module, *args: Any) -> Result:
-        """Call a function of :data:`REPEATED` with the model, at every rank."""
+        """Call a function with the model, at every rank."""
         with self.repeating(function, model, *args):
             return function(model, *args)
 
@@ -259,12 +245,17 @@ class Leader:
 
         A ValueError, such as that of a window that cannot be cut, is the same at every rank, and a
         model that cannot be loaded ends the command. After other errors all end.
+
+        Args:
+            function: a function or class of mlxspec.
+            args: its arguments: what can be pickled, and what has a number.
+            result: the number of its result; None if it is not kept.
         """
         with uninterrupted(), self._turn, mx.stream(generation_stream):
             if self._thread != threading.get_ident():
                 mx.eval(self._dispatched)
                 self._thread = threading.get_ident()
-            began = self.send(function, *args, result=result) - self._busy
+            began = self._send(function, args, result) - self._busy
             self._busy |= began
             try:
                 yield
@@ -275,36 +266,37 @@ class Leader:
             finally:
                 self._busy -= began
 
-    def send(self, function: Callable[..., Any], *args: Any, result: int | None = None) -> set[int]:
-        """Let the followers call a function.
-
-        Args:
-            function: one of :data:`REPEATED`.
-            args: its arguments: JSON values, ranges, and what has a number.
-            result: the number of its result; None if it is not kept.
-
-        Returns:
-            the numbers among the arguments.
-        """
-        numbers = set()
-
-        def as_json(value: Any) -> Any:
-            if isinstance(value, range):
-                return [*value]
-            numbers.add(value.number)
-            return {"number": value.number}
-
-        given = [as_json(one) if isinstance(one, nn.Module) else one for one in args]  # a dict, too
-        message = json.dumps([function.__qualname__, given, result], default=as_json)
+    def _send(
+        self, function: Callable[..., Any], args: Sequence[Any], result: int | None
+    ) -> set[int]:
+        """Let the followers call a function; returns the numbers among its arguments."""
         with self._turn:
-            while self._dropped:
-                self.channel.send(json.dumps(self._dropped.pop()))
-            self.channel.send(message)
-        return numbers
+            # One by one: the garbage collector may add to them at any time.
+            dropped = [self._dropped.pop() for _ in range(len(self._dropped))]
+            message = io.BytesIO()
+            pickler = _Pickler(message)
+            pickler.dump((dropped, function, args, result))
+            self.channel.send(message.getvalue())
+            return pickler.numbers
+
+
+class _Pickler(pickle.Pickler):
+    """Writes the number of what has one."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self.numbers: set[int] = set()
+
+    def persistent_id(self, value: Any) -> int | None:
+        numbered = isinstance(value, nn.Module | Target | Joint)
+        number: int | None = getattr(value, "number", None) if numbered else None
+        if number is not None:
+            self.numbers.add(number)
+        return number
 
 
 def _repeated(method: Callable[..., None], at_followers: Callable[..., None] | None = None) -> Any:
-    """A method that the followers repeat; its arguments are as for :meth:`Leader.send`."""
+    """A method that the followers repeat; its arguments are as for :meth:`Leader.repeating`."""
 
     def repeated(self: LeadingTarget | LeadingJoint, *args: Any) -> None:
         leader, call = self.model.leader, (at_followers or method, self, *args)
@@ -323,12 +315,21 @@ class LeadingTarget(Target):
 
     number = -1
 
+    _prefill_chunk = _repeated(Target._prefill_chunk)
+    _change_for_steps = _repeated(Target._change_for_steps)
+    _quantize_if_due = _repeated(Target._quantize_if_due)
+    mark = _repeated(Target.mark)
+    truncate = _repeated(Target.truncate)
+    rewind = _repeated(Target.rewind)
+    # The leader has moved its rows already.
+    commit_moved = _repeated(Target.commit_moved, Target.commit)
+
     def forward(self, tokens: mx.array, tree: DraftTree) -> mx.array:
         """As :meth:`Target.forward`, but dispatched."""
         leader = self.model.leader
         if not leader.leads(self):
             return super().forward(tokens, tree)
-        with leader.repeating(_forward, self, [(self, tree.tokens, tree.parents)]):
+        with leader.repeating(_forward, self, [self], [tree]):
             (shared,) = share([tree], [tokens])
             logits = super().forward(shared, tree)
             leader.dispatch(logits)
@@ -336,12 +337,7 @@ class LeadingTarget(Target):
 
     def fork(self, length: int, room: int) -> Target:
         forked = super().fork(length, room)
-        assert isinstance(forked, LeadingTarget)
-        self.model.leader.share_result(forked, Target.fork, self, length, room)
-        return forked
-
-    def _beside(self, cache: Sequence[Any]) -> Target:
-        return LeadingTarget(*self._as_this(cache))
+        return self.model.leader.share_result(forked, Target.fork, self, length, room)
 
 
 class LeadingJoint(Joint):
@@ -349,28 +345,18 @@ class LeadingJoint(Joint):
 
     number = -1
 
+    join = _repeated(Joint.join)
+    leave = _repeated(Joint.leave)
+
     def forward(self, members: Sequence[JointRows]) -> tuple[mx.array, list[slice]]:
         """As :meth:`Joint.forward`, but dispatched."""
         leader = self.model.leader
         targets, tokens, trees = zip(*members, strict=True)
-        rows = [(target, tree.tokens, tree.parents) for target, _, tree in members]
-        with leader.repeating(_forward, self, rows):
+        with leader.repeating(_forward, self, targets, trees):
             shared = [*zip(targets, share(trees, tokens), trees, strict=True)]
             logits, spans = super().forward(shared)
             leader.dispatch(logits)
         return logits, spans
-
-
-_OF_TARGETS: Sequence[Callable[..., Any]] = (
-    *(Target._prefill_chunk, Target._change_for_steps, Target._quantize_if_due, Target.mark),
-    *(Target.truncate, Target.rewind),
-)
-_OF_JOINTS: Sequence[Callable[..., Any]] = (Joint.join, Joint.leave)
-for kind, methods in ((LeadingTarget, _OF_TARGETS), (LeadingJoint, _OF_JOINTS)):
-    for method in methods:
-        setattr(kind, method.__name__, _repeated(method))
-# The leader has moved its rows already.
-LeadingTarget.commit_moved = _repeated(Target.commit_moved, Target.commit)  # type: ignore[method-assign]
 
 
 # --- the followers ---
@@ -382,22 +368,8 @@ def _load(name: str) -> nn.Module:
     return model
 
 
-def _new_target(
-    model: nn.Module, capability: str, vocab_size: int, options: dict[str, Any], marks: int
-) -> Target:
-    return Target(model, Capability(capability), vocab_size, CacheOptions(**options), None, marks)
-
-
-def _new_joint(model: nn.Module, mode: str, spare: int | None) -> Joint:
-    return Joint(model, JointMode(mode), spare)
-
-
-def _forward(
-    runs: Target | Joint, members: Sequence[tuple[Target, Sequence[int], Sequence[int]]]
-) -> None:
+def _forward(runs: Target | Joint, targets: Sequence[Target], trees: Sequence[DraftTree]) -> None:
     """Run a follower's part of a forward of a target, or of a joint."""
-    targets = [target for target, *_ in members]
-    trees = [DraftTree(tuple(tokens), tuple(parents)) for _, tokens, parents in members]
     tokens = share(trees)
     if isinstance(runs, Joint):
         logits, _ = runs.forward([*zip(targets, tokens, trees, strict=True)])
@@ -405,16 +377,6 @@ def _forward(
         logits = runs.forward(tokens[0], trees[0])
     mx.async_eval(logits)  # the other ranks need its values; this rank does not read the logits
 
-
-_FUNCTIONS: Sequence[Callable[..., Any]] = (
-    *(joint_agrees, rounding_noise, rows_agree, tree_agrees),
-    *(forward_memory, least_free_memory, _load, _new_target, _new_joint, _forward),
-    *_OF_TARGETS,
-    *_OF_JOINTS,
-    *(Target.fork, Target.commit),
-)
-REPEATED = {function.__qualname__: function for function in _FUNCTIONS}
-"""What the leader may let the followers call, by name."""
 
 _CALLS_BETWEEN_CLEARING = 512  # outgrown buffers then go to the system, as in the decoding loop
 _SECONDS_TO_NOTICE = 3.0  # for the channel to notice that a rank is gone, after an error in MLX
@@ -450,17 +412,18 @@ def taking_part() -> Iterator[Leader]:
 def _follow_to_the_end(group: mx.distributed.Group) -> NoReturn:
     """Follow rank 0 until the process ends, with its farewell or with an error line."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 gets it too, and acts on it
-    channel = None
     try:
         channel = meet(group)
-        follower = Follower()
+    except Exception as error:
+        end_with(_error_line(group.rank(), error))
+    follower = Follower()
+    try:
         with mx.stream(generation_stream), wired_limit(nn.Module(), [generation_stream]):
             while True:
                 follower.obey(channel.receive())
     except Exception as error:
-        if channel:
-            time.sleep(_SECONDS_TO_NOTICE)  # rank 0 may have the same error, and report it
-        end_with(_error_line(group.rank(), error))
+        time.sleep(_SECONDS_TO_NOTICE)  # rank 0 may have the same error, and report it
+        channel.end(_error_line(group.rank(), error))
 
 
 def _error_line(rank: int, error: Exception) -> str:
@@ -480,28 +443,42 @@ class Follower:
         self.known: dict[int, Any] = {}
         self._calls = count(1)
 
-    def obey(self, message: str) -> None:
-        """Do what one message says: forget what has a number, or call a function.
+    def obey(self, message: bytes) -> None:
+        """Forget what the leader has dropped, and call the function of a message.
 
         Raises:
             LoadError: this rank cannot load its part of a model.
         """
-        said = json.loads(message, object_hook=self._meant)
-        if isinstance(said, int):
-            del self.known[said]
-            return
-        name, args, result = said
+        dropped, function, args, result = _Unpickler(io.BytesIO(message), self.known).load()
+        for number in dropped:
+            del self.known[number]
         # When a generation that was never closed is garbage-collected, it may still truncate its
         # target, which the followers have dropped.
         if args[0] is None:
             return
         with suppress(ValueError):  # the leader has the same, and knows what to do
-            made = REPEATED[name](*args)
+            made = function(*args)
             if result is not None:
                 self.known[result] = made
         if next(self._calls) % _CALLS_BETWEEN_CLEARING == 0:
             mx.clear_cache()
 
-    def _meant(self, value: dict[str, Any]) -> Any:
-        """What a number stands for; None if it was dropped. Other objects stay as they are."""
-        return self.known.get(value["number"]) if "number" in value else value
+
+class _Unpickler(pickle.Unpickler):
+    """Reads a message, which may name ranges and what is in mlxspec, and nothing else."""
+
+    def __init__(self, file: IO[bytes], known: Mapping[int, Any]) -> None:
+        super().__init__(file)
+        self._known = known
+
+    def persistent_load(self, number: int) -> Any:
+        return self._known.get(number)
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "range"):
+            return range
+        if module.startswith("mlxspec."):
+            found = super().find_class(module, name)
+            if found.__module__.startswith("mlxspec."):  # not what a file of ours has imported
+                return found
+        raise pickle.UnpicklingError(f"{module}.{name} is not mlxspec's")

@@ -3,50 +3,24 @@
 from __future__ import annotations
 
 import json
-import math
-from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from functools import cache
 from importlib.resources import files
 from itertools import repeat
-from math import exp, sqrt
+from math import exp, log
 from typing import Any
 
 from ..corpus.suffix_index import Continuation
 
-# Where these come from: notes/planner.md, "What generations teach".
-_RATE, _LOWEST_RATE = 0.2, 0.01
-_SLOWS_AFTER = 10  # occurrences of a feature
-MOST_SEEN = round(_SLOWS_AFTER * ((_RATE / _LOWEST_RATE) ** 2 - 1))  # until the rate is the lowest
-_RATES = [_RATE / sqrt(1 + times / _SLOWS_AFTER) for times in range(MOST_SEEN + 1)]
+_RATE = 0.07  # fast enough to follow a user whose requests change
 
 
-class Corrections:
-    """Weights of features, learned by gradient descent on the logarithmic loss.
-
-    Each weight's learning rate falls with the square root of its feature's occurrences, as in
-    AdaGrad (Duchi, Hazan and Singer 2011). It stops at a rate that still follows a user whose
-    requests change.
-
-    Args:
-        weights: the initial weights; 0 by default.
-        seen: the number of each feature's occurrences.
-    """
-
-    def __init__(
-        self, weights: Mapping[int, float] | None = None, seen: Mapping[int, int] | None = None
-    ) -> None:
-        self._weights = dict(weights or {})
-        self._seen = Counter(seen or {})
-
-    def __iter__(self) -> Iterator[tuple[int, float, int]]:
-        """Yield each feature with its weight and the number of its occurrences."""
-        for feature, weight in [*self._weights.items()]:
-            yield feature, weight, self._seen[feature]
+class Corrections(dict[int, float]):
+    """Weights of features, learned by gradient descent on the logarithmic loss."""
 
     def logit(self, features: Sequence[int]) -> float:
         """The correction to the logit of a continuation with these features."""
-        return sum(map(self._weights.get, features, _NOTHING))
+        return sum(map(self.get, features, _NOTHING))
 
     def learn(self, features: Sequence[int], logit: float, right: bool) -> None:
         """Learn whether a continuation was right.
@@ -56,17 +30,9 @@ class Corrections:
             logit: the logit of its p_accept, without corrections.
             right: whether it was right.
         """
-        weights, seen = self._weights, self._seen
         error = right - probability(logit + self.logit(features))
         for feature in features:
-            times = seen[feature]
-            if times < MOST_SEEN:
-                seen[feature] = times = times + 1
-            weights[feature] = weights.get(feature, 0.0) + _RATES[times] * error
-
-    def copy(self) -> Corrections:
-        """The same weights, with initial learning rates."""
-        return Corrections(self._weights)
+            self[feature] = self.get(feature, 0.0) + _RATE * error
 
 
 def probability(logit: float) -> float:
@@ -129,12 +95,11 @@ _FIRST_HIT_RATE, _CHANGE = 0.3, 0.1  # of the best continuations
 # Forms of a continuation: without a competitor, the best of several, one of the others.
 _FORMS, _LOWER_RANKED = 3, 2
 _LONGEST_RUN = 10  # as a power of two
-_N_LENGTHS, _N_DEPTHS = 11, 8
+_N_LENGTHS = 11
 _NO_GAP = 5
 _RUN = 0
 _CLASSES = _RUN + 2 * (_LONGEST_RUN + 1)
-_LENGTH_AT_DEPTH = _CLASSES + _N_CLASSES**2
-_LENGTH = _LENGTH_AT_DEPTH + _N_LENGTHS * _N_DEPTHS
+_LENGTH = _CLASSES + _N_CLASSES**2
 _GAP = _LENGTH + _FORMS * _N_LENGTHS
 _IN_PROMPT = _GAP + _NO_GAP + 1
 TOKEN_FEATURES = _IN_PROMPT + _FORMS * 2
@@ -180,13 +145,7 @@ class AcceptanceModel:
         self._run = 0  # tokens in a row whose best continuation was right
 
     def estimate(
-        self,
-        found: Sequence[Continuation],
-        end: int,
-        depth: int,
-        before: int,
-        limit: int,
-        least_left: float = 0.0,
+        self, found: Sequence[Continuation], end: int, depth: int, before: int, limit: int
     ) -> list[Estimate]:
         """Estimate the probabilities of the continuations of one node.
 
@@ -196,34 +155,23 @@ class AcceptanceModel:
             depth: the node's; 0 for the root, the text's last token.
             before: the node's own token.
             limit: the most continuations to estimate.
-            least_left: stop once the probability that none so far is right falls below this.
         """
         occurrences = sum([len(continuation.occurrences) for continuation in found])
-        estimates: list[Estimate] = []
-        left = 1.0
-        for rank, continuation in enumerate(found[:limit]):
-            estimated = self.along(found, rank, occurrences, end)(continuation.token, depth, before)
-            estimates.append(estimated)
-            left *= 1 - estimated[0]
-            if left < least_left:
-                break
-        return estimates
+        return [
+            self._estimate(found, rank, occurrences, end, depth, before)
+            for rank in range(min(len(found), limit))
+        ]
 
-    def along(
-        self, found: Sequence[Continuation], rank: int, occurrences: int, end: int
-    ) -> Callable[[int, int, int], Estimate]:
-        """A function that estimates a continuation, and those below it if it is the only one.
-
-        Args:
-            found: all continuations of a node, best first.
-            rank: the continuation's rank among them.
-            occurrences: the number of occurrences of all continuations.
-            end: the length of the indexed text.
-
-        Returns:
-            a function of a token, its parent's depth, and its parent's token.
-        """
-        _, matched, newest, agreed = found[rank]
+    def _estimate(
+        self,
+        found: Sequence[Continuation],
+        rank: int,
+        occurrences: int,
+        end: int,
+        depth: int,
+        before: int,
+    ) -> Estimate:
+        token, matched, newest, agreed = found[rank]
         if rank > 0:
             weights, form, gap = self._lower_ranked, _LOWER_RANKED, _NO_GAP
         elif len(found) > 1:  # by how many tokens its match is longer than the next one's
@@ -231,45 +179,32 @@ class AcceptanceModel:
             weights, form = self._divided, 1
         else:
             weights, form, gap = self._unanimous, 0, _NO_GAP
-        z = weights["by_rank"][min(rank, 4)] if rank else weights["by_gap"][gap]
-        z += weights["hit_rate"] * self._logit_hit_rate
-        z += weights["share"] * len(agreed) / occurrences
-        z += weights["log_agreeing"] * _LOG[len(agreed)]
-        z += weights["log_occurrences"] * _LOG[occurrences]
-        age = math.log(end - newest + 1)
-        z += weights["earlier"] if self._earlier else weights["log_age"] * age
-        prompt_depth = 0 if self._earlier else self._output_start - newest
-        # The function below runs for each node of a long copy, so values are looked up here.
-        by_length, by_class = weights["by_length"], weights["class"]
-        by_class_before, of_first = weights["class_before"], weights["first"]
-        classes, n_classes = self._classes, len(self._classes)
-        correct, run_before = self._corrections[0].logit, self._run
-        match_class = _LENGTH_CLASSES[matched]
-        of_gap, of_prompt = _GAP + gap, _IN_PROMPT + form
-        of_length_at_depth = _LENGTH_AT_DEPTH + _N_DEPTHS * match_class
-        of_length = _LENGTH + _FORMS * match_class + form
-
-        def estimate(token: int, depth: int, before: int) -> Estimate:
-            length = min(matched + depth, _MAX_LENGTH)
-            token_class = classes[token] if token < n_classes else UNKNOWN
-            class_before = classes[before] if before < n_classes else UNKNOWN
-            logit = z + by_length[length] + by_class[token_class] + by_class_before[class_before]
-            if depth == 0:
-                logit += of_first
-            features = (
-                _RUN + 2 * min((run_before + depth).bit_length(), _LONGEST_RUN) + (depth > 0),
-                _CLASSES + _N_CLASSES * class_before + token_class,
-                of_length_at_depth + _DEPTH_CLASSES[min(depth, _MAX_LENGTH)],
-                of_length,
-                of_gap,
-                of_prompt + _FORMS * (depth < prompt_depth),
-                TOKEN_FEATURES + token,
-            )
-            p_accept = 1 / (1 + exp(-logit - correct(features)))
-            p_accept = _HIGHEST if p_accept > _HIGHEST else max(p_accept, _LOWEST)
-            return p_accept, logit, features
-
-        return estimate
+        classes = self._classes
+        token_class = classes[token] if token < len(classes) else UNKNOWN
+        class_before = classes[before] if before < len(classes) else UNKNOWN
+        logit = (
+            weights["by_length"][min(matched + depth, _MAX_LENGTH)]
+            + (weights["by_rank"][min(rank, 4)] if rank else weights["by_gap"][gap])
+            + weights["hit_rate"] * self._logit_hit_rate
+            + weights["share"] * len(agreed) / occurrences
+            + weights["log_agreeing"] * _LOG[len(agreed)]
+            + weights["log_occurrences"] * _LOG[occurrences]
+            + (weights["earlier"] if self._earlier else weights["log_age"] * log(end - newest + 1))
+            + weights["class"][token_class]
+            + weights["class_before"][class_before]
+            + (0.0 if depth else weights["first"])
+        )
+        in_prompt = not self._earlier and newest + depth < self._output_start
+        features = (
+            _RUN + 2 * min((self._run + depth).bit_length(), _LONGEST_RUN) + (depth > 0),
+            _CLASSES + _N_CLASSES * class_before + token_class,
+            _LENGTH + _FORMS * _LENGTH_CLASSES[matched] + form,
+            _GAP + gap,
+            _IN_PROMPT + form + _FORMS * in_prompt,
+            TOKEN_FEATURES + token,
+        )
+        p_accept = 1 / (1 + exp(-logit - self._corrections[0].logit(features)))
+        return min(max(p_accept, _LOWEST), _HIGHEST), logit, features
 
     def learn(self, estimates: Sequence[Estimate], right: int | None) -> None:
         """Learn which of a node's continuations was right.
@@ -298,7 +233,7 @@ def _weights() -> tuple[_Weights, _Weights, _Weights]:
     text = files(__package__).joinpath("p_accept_prior.json").read_text(encoding="utf-8")
     prior: dict[str, _Weights] = json.loads(text)
     chosen = prior["unanimous"], prior["divided"], prior["lower_ranked"]
-    logs = [math.log(length + 1) for length in range(_MAX_LENGTH + 1)]
+    logs = [log(length + 1) for length in range(_MAX_LENGTH + 1)]
     for one in chosen:
         constant, inverse = one["constant"], one["inverse_length"]
         linear, square = one["log_length"], one["log_length_squared"]
@@ -310,7 +245,7 @@ def _weights() -> tuple[_Weights, _Weights, _Weights]:
 
 def _logit(rate: float) -> float:
     clipped = min(0.98, max(0.02, rate))
-    return math.log(clipped / (1 - clipped))
+    return log(clipped / (1 - clipped))
 
 
 # The class of a match's length: 0 to 5 have their own, then 6–7, 8–11, 12–19, 20–31, 32+.
@@ -318,8 +253,4 @@ _LENGTH_CLASSES = [
     length if length < 6 else 6 + sum(length >= bound for bound in (8, 12, 20, 32))
     for length in range(_MAX_LENGTH + 1)
 ]
-# The class of a depth: 0 to 3 have their own, then 4–7, 8–15, 16–23, 24+.
-_DEPTH_CLASSES = [
-    depth if depth < 4 else 4 + min(depth // 8, 3) for depth in range(_MAX_LENGTH + 1)
-]
-_LOG = [0.0, *(math.log(count) for count in range(1, 129))]  # of counts of occurrences
+_LOG = [0.0, *(log(count) for count in range(1, 129))]  # of counts of occurrences

@@ -150,7 +150,6 @@ _OUTLIER = 4.0  # standard deviations
 # Consecutive steps that make a deviation a lasting change; enough that a burst of another
 # program's work does not count as one.
 _LASTING = 8
-_LOG_WIDEST = math.log(WIDEST)
 _NOTICEABLE = 0.02  # relative change of a cost that is worth a new curve
 
 STEP_SECONDS = 1e-6, 1e4
@@ -178,13 +177,6 @@ class KnownTime:
     def at_best(self, uncertainty: float) -> KnownTime:
         """The same time, known no better than this."""
         return replace(self, uncertainty=max(self.uncertainty, uncertainty))
-
-    @property
-    def bounded(self) -> KnownTime:
-        """The nearest possible time, so that nothing computed from it overflows."""
-        low, high = STEP_SECONDS
-        seconds = min(max(low, self.seconds), high)
-        return KnownTime(self.rows, seconds, min(max(0.0, self.uncertainty), MOST_UNCERTAINTY))
 
 
 @dataclass(slots=True)
@@ -248,7 +240,7 @@ class LiveTimes:
     def __init__(self, known: Mapping[int, Iterable[KnownTime]]) -> None:
         self._contexts = sorted(known)
         measured = [
-            {time.rows: time.bounded for time in known[context] if time.rows <= WIDEST}
+            {time.rows: time for time in known[context] if time.rows <= WIDEST}
             for context in self._contexts
         ]
         errors: dict[int, float] = {}
@@ -359,13 +351,8 @@ class LiveTimes:
                 if other_rows > self._beyond:
                     other.value += doubt * gain
             self._doubt -= doubt * settled
-        _, drafted, exponent = (self._shared - self._in_curves).tolist()
-        if (
-            doubt > 0
-            or abs(self._correction(own) - own.in_curve) > _NOTICEABLE
-            or abs(drafted) > _NOTICEABLE
-            or abs(exponent) * _LOG_WIDEST > _NOTICEABLE
-        ):
+        changes = (abs(self._correction(one) - one.in_curve) for one in self._rows.values())
+        if doubt > 0 or any(change > _NOTICEABLE for change in changes):
             self._forget_curves()
 
     def ran(self, rows: int) -> None:
@@ -418,7 +405,6 @@ class LiveTimes:
 
     def _forget_curves(self) -> None:
         self._curves.clear()
-        self._in_curves = self._shared
         for own in (self._plain, *self._rows.values()):
             own.in_curve = self._correction(own)
 
@@ -599,11 +585,6 @@ class LiveCosts:
         """The wall time that a step over ``rows`` rows would take now."""
         with self._lock:
             return self._live.seconds(rows, self._context)
-
-    @property
-    def slowdown(self) -> float:
-        """Time of a plain step now against the measured one; above 1 on a hot or busy machine."""
-        return self._live.slowdown
 
     @property
     def sync_overhead(self) -> float:

@@ -6,7 +6,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from operator import index
@@ -311,14 +311,12 @@ class Limits(NamedTuple):
         least_p: ``least_p[n]`` is the probability below which no node after the first n pays,
             even if a plain step's time is worth one token; see
             :attr:`mlxspec.drafting.costs.CostCurve.cheapest_rows`.
-        costs: ``costs[rows]`` is T(rows) / T(1); empty if several sequences share the step.
     """
 
     max_depth: int
     nodes: int
     branching: bool
     least_p: Sequence[float]
-    costs: Sequence[float] = ()
 
 
 class Drafter:
@@ -371,10 +369,6 @@ class Drafter:
 
     def end(self) -> None:
         """Release the generation's state."""
-
-    def window_rows(self) -> Mapping[tuple[int, int], int]:
-        """Lookahead decoding's window in the last proposal: the node of each (level, column)."""
-        return {}
 
     def no_draft(self) -> str:
         """Why the last proposal was the root alone, in a clause; called before ``observe``."""
@@ -489,9 +483,8 @@ def united(trees: Sequence[DraftTree], limits: Limits) -> DraftTree:
 def merge(trees: Sequence[DraftTree]) -> DraftTree:
     """Merge drafts for one token; common prefixes share their nodes.
 
-    If several trees have a node, it gets the highest of their probabilities, or what its siblings
-    leave. If only a later tree has it, its probability given its parent is scaled by the
-    probability that no sibling from an earlier tree is right.
+    A node gets the highest of its probabilities given its parent, or what its siblings from
+    earlier trees leave.
 
     Returns:
         a tree that begins with the first tree's nodes. It has origins and probabilities if all
@@ -501,28 +494,17 @@ def merge(trees: Sequence[DraftTree]) -> DraftTree:
     p_reached, below = [1.0], [0.0]  # per node, and the sum over its children
     for tree in trees:
         own = (1.0, *(tree.p_reached or (0.0,) * (len(tree) - 1)))
-        # Per node, the share of its probability that the earlier trees' children leave.
-        left = [
-            max(0.0, 1 - p_children / p_node) if p_node else 0.0
-            for p_node, p_children in zip(p_reached, below, strict=True)
-        ]
         nodes = [0]
-        for node in range(1, len(tree)):
-            token, parent = tree.tokens[node], tree.parents[node]
+        for node, origin in enumerate(tree.origins or [None] * (len(tree) - 1), start=1):
+            parent = tree.parents[node]
             above = nodes[parent]
-            p_node = p_reached[above] * own[node] / own[parent] if own[parent] else 0.0
-            room = max(0.0, p_reached[above] - below[above])
-            place = merged.find(above, token)
-            if place is None:
-                gained = min(p_node * left[above], room)
-                origin = tree.origins[node - 1] if tree.origins else None
-                place = merged.child(above, token, origin=origin)
-                p_reached.append(gained)
+            place = merged.child(above, tree.tokens[node], origin=origin)
+            if place == len(p_reached):
+                p_reached.append(0.0)
                 below.append(0.0)
-                left.append(1.0)
-            else:
-                gained = max(0.0, min(p_node - p_reached[place], room))
-                p_reached[place] = min(p_reached[place] + gained, p_reached[above])
+            p_node = p_reached[above] * own[node] / own[parent] if own[parent] else 0.0
+            gained = max(0.0, min(p_node - p_reached[place], p_reached[above] - below[above]))
+            p_reached[place] = min(p_reached[place] + gained, p_reached[above])
             below[above] += gained
             nodes.append(place)
     if all(tree.p_reached or len(tree) == 1 for tree in trees):

@@ -14,9 +14,8 @@ HEAD = "head"
 
 # Where these come from: notes/planner.md, "Trained heads".
 _FIRST_P_ACCEPT = 0.7  # of each token, if those before are right
-_RATE, _RATE_OF_ALL = 0.1, 0.02  # of the averages of one generation, and of all; more at first
+_RATE = 0.05  # of the averages; more at first
 _FIRST_WEIGHT = 2  # drafts that the first probability counts as
-_TRUSTED = 8  # drafts that those of earlier generations count as, at most
 _LEAST, _MOST = 0.02, 0.98
 _TRIAL, _RAREST_TRIAL = 64, 1024  # tokens after which a head that does not pay is tried again
 _CONFIDENCES = 8  # classes of confidence
@@ -72,14 +71,11 @@ class HeadSource:
 
     Attributes:
         experience: as given.
-        p_accept: by depth, how often its token is right if those before are.
         last: the current token.
     """
 
     def __init__(self, experience: HeadExperience) -> None:
         self.experience = experience
-        self.p_accept = list(experience.p_accept)
-        self._seen = [min(times_seen, _TRUSTED) for times_seen in experience.seen]
         self._idle, self._trial = 0, _TRIAL  # tokens since it has run, and until it is tried
         self._draft: DraftTree | None = None
         self._logits: list[tuple[float, tuple[int, int]]] = []
@@ -113,7 +109,7 @@ class HeadSource:
     def outlook(self, depth: int) -> DraftTree:
         """What a draft would be like: a chain of unknown tokens, with ``p_reached``."""
         p_reached, right = [], 1.0
-        for p_accept in self.p_accept[:depth]:
+        for p_accept in self.experience.p_accept[:depth]:
             right *= p_accept
             p_reached.append(right)
         return self._chain(range(-2, -2 - len(p_reached), -1), p_reached)
@@ -145,18 +141,14 @@ class HeadSource:
         self.last = step.tokens[-1]
         if self._draft is None:
             return
+        known = self.experience
         for node, right in self._draft.judged(step.tokens):
             depth = node - 1
-            known = self.experience
-            for p_accept, seen, least in (
-                (self.p_accept, self._seen, _RATE),
-                (known.p_accept, known.seen, _RATE_OF_ALL),
-            ):
-                seen[depth] += 1
-                rate = max(least, 1 / (_FIRST_WEIGHT + seen[depth]))
-                p_accept[depth] += rate * (right - p_accept[depth])
+            known.seen[depth] += 1
+            rate = max(_RATE, 1 / (_FIRST_WEIGHT + known.seen[depth]))
+            known.p_accept[depth] += rate * (right - known.p_accept[depth])
             logit, features = self._logits[depth]
-            self.experience.corrections.learn(features, logit, right)
+            known.corrections.learn(features, logit, right)
         self._draft = None
 
     def _chain(self, tokens: Sequence[int], p_reached: Sequence[float]) -> DraftTree:

@@ -17,92 +17,68 @@ MOST_GUESSES = 64
 token may have thousands, and verifying them all would take longer than they could save."""
 
 
-class JacobiWindow:
-    """Guesses of the tokens ahead, which each step refines by the target's argmaxes.
+Levels = list[list[int]]
+"""A window of guesses of the tokens ahead, which each step refines by the target's argmaxes.
 
-    Level l holds, in column i, a guess for the position ``i + l`` after the current token, made
-    l steps after level 0's guess. Row (l, i) of a step sees level 0's columns 0 to i and column
-    i of the levels 1 to l: the latest guess for each earlier position. The argmax after the
-    deepest level's row completes an n-gram and belongs to the next level. (Fu et al. 2024, arXiv
-    2402.02057, section 3.)
+Level l holds, in column i, a guess for the position ``i + l`` after the current token, made
+l steps after level 0's guess; the oldest level comes first, and ``levels[0][0]`` is the current
+token. Row (l, i) of a step sees level 0's columns 0 to i and column i of the levels 1 to l: the
+latest guess for each earlier position. The argmax after the deepest level's row completes an
+n-gram and belongs to the next level. (Fu et al. 2024, arXiv 2402.02057, section 3.)
 
-    Level 0 is first drawn from the text at random. It starts N - 2 columns wider than W, since each
-    of the first steps adds a level and loses a column. Once there are N - 1 levels, each step
-    drops the oldest instead, which moves all guesses on by one position.
+As in the reference, this does not depend on the number of tokens that a step has emitted.
+Moving on by their number, with new columns drawn from the text at the right end, was no better:
+2.084 tokens per step instead of 2.086, the mean of nine runs (W, N, G = 5, 4, 5; 10, 5, 8; 15,
+5, 15, each with 100 tokens after 40 code and question texts on the bundled demo model, and
+after 20 random starts on stories260K and on BabyLlama; without the prompts in the pool).
+"""
 
-    As in the reference, this does not depend on the number of tokens that a step has emitted.
-    Moving on by their number, with new columns drawn from the text at the right end, was no better:
-    2.084 tokens per step instead of 2.086, the mean of nine runs (W, N, G = 5, 4, 5; 10, 5, 8; 15,
-    5, 15, each with 100 tokens after 40 code and question texts on the bundled demo model, and
-    after 20 random starts on stories260K and on BabyLlama; without the prompts in the pool).
+
+def first_window(window_size: int, ngram_size: int, text: Sequence[int]) -> Levels:
+    """The window before the first step: level 0, drawn from the text at random.
+
+    It starts N - 2 columns wider than W, since each of the first steps adds a level and loses a
+    column.
 
     Args:
         window_size: W, the number of columns; at least 1.
         ngram_size: N, the length of the n-grams that the window yields; at least 2.
         text: the source of the first guesses; its last token is the current one.
     """
-
-    def __init__(self, window_size: int, ngram_size: int, text: Sequence[int]) -> None:
-        self.ngram_size = ngram_size
-        # Seeded, to make generations repeatable.
-        drawn = random.Random(0).choices(text, k=window_size + ngram_size - 3)
-        self.levels: list[list[int]] = [[text[-1], *drawn]]
-        """``levels[l][i]``, the oldest level first; ``levels[0][0]`` is the current token."""
-        self.rows: list[list[int]] = []
-        """The nodes of its rows in the current draft, as from :func:`add_window`."""
-
-    @property
-    def depth(self) -> int:
-        """The depth of its deepest row below the current token."""
-        return len(self.levels[0]) + len(self.levels) - 2
-
-    def add_to(self, tree: TreeBuilder) -> None:
-        """Add its rows to a draft after all other nodes; see :func:`add_window`."""
-        self.rows = add_window(tree, self.levels)
-        self._tree_size = len(tree)
-
-    def observe(self, step: VerifiedStep) -> list[tuple[int, ...]]:
-        """Learn from a step; return the n-grams that it completed."""
-        rows, self.rows = self.rows, []
-        current = step.tokens[-1]
-        if not rows or len(step.tree) != self._tree_size:  # another step, or the tree was cut
-            self.skip(current)
-            return []
-        return self.advance([step.argmaxes[node] for node in rows[-1]], current)
-
-    def advance(self, argmaxes: Sequence[int], current: int) -> list[tuple[int, ...]]:
-        """Add a level and move the window.
-
-        Args:
-            argmaxes: per column, the target's most likely token after the deepest level's row.
-            current: the last emitted token.
-
-        Returns:
-            one n-gram per column, from its oldest guess to its newest; empty while levels are
-            missing.
-        """
-        self.levels.append(list(argmaxes))
-        ngrams: list[tuple[int, ...]] = []
-        if len(self.levels) == self.ngram_size:
-            ngrams = list(zip(*self.levels, strict=True))
-            del self.levels[0]
-        else:
-            self.levels = [level[1:] for level in self.levels]
-        self.skip(current)
-        return ngrams
-
-    def skip(self, current: int) -> None:
-        """Set the last emitted token, without moving the window."""
-        self.levels[0][0] = current
+    # Seeded, to make generations repeatable.
+    drawn = random.Random(0).choices(text, k=window_size + ngram_size - 3)
+    return [[text[-1], *drawn]]
 
 
-def add_window(tree: TreeBuilder, levels: Sequence[Sequence[int]]) -> list[list[int]]:
+def next_window(
+    levels: Levels, argmaxes: list[int], ngram_size: int
+) -> tuple[Levels, list[tuple[int, ...]]]:
+    """Add a level to a window and move it on by a position.
+
+    Once there are N - 1 levels, each step drops the oldest.
+
+    Args:
+        levels: the window of the last step.
+        argmaxes: per column, the target's most likely token after the deepest level's row.
+        ngram_size: N.
+
+    Returns:
+        the window, whose current token is still to be set, and one n-gram per column, from its
+        oldest guess to its newest; none while levels are missing.
+    """
+    levels = [*levels, argmaxes]
+    if len(levels) == ngram_size:
+        return levels[1:], list(zip(*levels, strict=True))
+    return [level[1:] for level in levels], []
+
+
+def add_window(tree: TreeBuilder, levels: Levels) -> list[list[int]]:
     """Add a window's rows to a draft; common prefixes share nodes.
 
     Args:
         tree: the draft, which has the guesses already: a target that verifies only chains takes
             the first branch.
-        levels: as in :class:`JacobiWindow`.
+        levels: the window.
 
     Returns:
         ``rows[l][i]`` is the node of the window's row (l, i).
@@ -176,9 +152,9 @@ class LookaheadDrafter(Drafter):
         self._tails: dict[int, dict[tuple[int, ...], None]] = {}
         # The output's first n-gram begins with the current token.
         self._read(prompt if self.pool_from_prompt else prompt[-1:])
-        self._window: JacobiWindow | None = None
-        if self.window_size:
-            self._window = JacobiWindow(self.window_size, self.ngram_size, self._text)
+        self._rows: list[list[int]] = []  # the window's nodes in the current draft
+        sizes = self.window_size, self.ngram_size
+        self._levels = first_window(*sizes, self._text) if self.window_size else []
 
     def _read(self, tokens: Iterable[int]) -> None:
         """Add the n-grams that these tokens complete."""
@@ -201,22 +177,23 @@ class LookaheadDrafter(Drafter):
         tree = TreeBuilder(last)
         for guess in reversed(self._tails.get(last, {})):  # the newest first
             tree.add_branch(guess[:depth], GUESS)
-        if self._window and self._window.depth <= max_depth:
-            self._window.add_to(tree)
+        # The deepest row follows all of level 0 and one guess of each further level.
+        has_window = self._levels and len(self._levels[0]) + len(self._levels) - 2 <= max_depth
+        self._rows = add_window(tree, self._levels) if has_window else []
+        self._tree_size = len(tree)
         return tree.tree()
 
-    def window_rows(self) -> dict[tuple[int, int], int]:
-        return {
-            (level, column): node
-            for level, nodes in enumerate(self._window.rows if self._window else ())
-            for column, node in enumerate(nodes)
-        }
-
     def observe(self, step: VerifiedStep) -> None:
-        for ngram in self._window.observe(step) if self._window else ():
-            self.add(ngram)
+        if self._rows and len(step.tree) == self._tree_size:  # it was not cut
+            newest = [step.argmaxes[node] for node in self._rows[-1]]
+            self._levels, ngrams = next_window(self._levels, newest, self.ngram_size)
+            for ngram in ngrams:
+                self.add(ngram)
+        if self._levels:
+            self._levels[0][0] = step.tokens[-1]
+        self._rows = []
         self._read(step.tokens)
         self._text += step.tokens
 
     def end(self) -> None:
-        del self._text, self._tails, self._window
+        del self._text, self._tails, self._levels

@@ -7,11 +7,10 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .costs import CostCurve, Costs
+from .costs import Costs
 from .drafter import (
     Drafter,
     DraftTree,
@@ -25,12 +24,11 @@ from .policy import (
     SHARE_OF_NOW,
     Policy,
     allowed_shortfall,
-    best_allowed,
+    best_draft,
     expected_shortfall,
     expected_tokens,
-    gains_of,
 )
-from .sources import DrafterSource, and_forced
+from .sources import DrafterSource, forced_chain
 from .suffix_source import SuffixSource
 
 _log = logging.getLogger(__name__)
@@ -40,14 +38,13 @@ _log = logging.getLogger(__name__)
 _FIRST_DRAFT = [0.6**depth for depth in range(1, 9)]
 
 _UNSURE = 0.5  # a head is tried only if nothing else is as likely as this
-_WITHOUT_HEAD = "steps run without the trained head"
 
 
 class Plan(NamedTuple):
     """The draft of a sequence for one step.
 
     Attributes:
-        candidates: the possible nodes, the likeliest first; None if there was no search.
+        candidates: the possible nodes, the likeliest first; None if the search has failed.
         n_draft: the number of candidates to verify.
         gain: their gain, in tokens.
         pipelined: whether the next step may be dispatched before this one's tokens are known, if
@@ -102,8 +99,7 @@ class Planner(Drafter):
         policy: the current generation's.
         failed: whether planning has failed in the current generation.
         guide: a constrained output's :class:`mlxspec.engine.grammar.GrammarState`, or None.
-        head: drafts where nothing else is likely enough; None without a trained head, or after it
-            has failed.
+        head: drafts where nothing else is likely enough; None without a trained head.
     """
 
     guide: Any = None
@@ -128,7 +124,6 @@ class Planner(Drafter):
     def begin(self, prompt: Sequence[int]) -> None:
         self._last = prompt[-1]
         self.failed = False
-        self._begun: list[Drafter] = []
         self._plan = NO_PLAN
         self.policy = Policy()
         try:
@@ -138,48 +133,32 @@ class Planner(Drafter):
             self.policy.gain = self._gain_of_chain(_FIRST_DRAFT, self.costs.hopeful.table)
             for source in self._sources:
                 source.begin(prompt)
-                self._begun.append(source)
-            self._of_head(lambda head: head.begin(prompt))
+            if self.head:
+                self.head.begin(prompt)
         except Exception as error:
             self._fails(error)
 
     def attach(self, target: Any, perturb: Callable[..., Any]) -> None:
         for source in self._sources:
             source.attach(target, perturb)
-        self._of_head(lambda head: head.attach(target, perturb))
+        if self.head:
+            self.head.attach(target, perturb)
 
-    def _of_head(self, call: Callable[[HeadSource], object]) -> None:
-        """Call something of the trained head, if any. If it fails, text is still drafted."""
-        try:
-            if self.head:
-                call(self.head)
-        except Exception as error:
-            self.head = None
-            log_fault(error, _WITHOUT_HEAD)
-
-    def search(self, curve: CostCurve, limits: Limits) -> DraftTree | None:
-        """Candidates to follow the current token, the likeliest first; None if not searched for.
-
-        Args:
-            curve: the costs of rows.
-            limits: the candidates'.
-        """
-        forced = self.guide is not None and bool(self.guide.forced())
-        if not forced and self.policy.skips_search(curve):
-            return None
+    def search(self, limits: Limits) -> DraftTree:
+        """Candidates to follow the current token, the likeliest first."""
         return self._united([source.search(limits) for source in self._sources], limits)
 
-    def with_head(self, text: DraftTree | None, head: DraftTree, limits: Limits) -> DraftTree:
+    def with_head(self, text: DraftTree, head: DraftTree, limits: Limits) -> DraftTree:
         """The candidates of a search, and those of the trained head, the likelier first."""
-        trees = [text or DraftTree.chain(self._last), head]
-        trees.sort(key=lambda tree: -max(tree.p_reached, default=0.0))
+        trees = sorted([text, head], key=lambda tree: -max(tree.p_reached, default=0.0))
         return self._united(trees, limits)
 
     def _united(self, trees: Sequence[DraftTree], limits: Limits) -> DraftTree:
         tree = united(trees, limits)
         if self.guide is None:
             return tree
-        return and_forced(self.guide.allowed(tree), self.guide.forced(), limits)
+        forced = forced_chain(self._last, self.guide.forced()[: limits.max_depth])
+        return united([forced, self.guide.allowed(tree)], limits)
 
     @property
     def head_time(self) -> float:
@@ -230,24 +209,15 @@ class Planner(Drafter):
         """The average gain of a draft after the next token, if the step waits for that token.
 
         Args:
-            candidates: for the current token; None if there was no search.
+            candidates: for the current token; None if the search has failed.
             costs: ``costs[rows]`` is the cost of a step with that many rows.
         """
-        gain = max(self.policy.gain, self._outlook(costs) if self.head else 0.0)
+        gain = self.policy.gain
         branch = candidates.first_chain().p_reached if candidates else ()
         if len(branch) < 2:
             return gain
         then = [probability / branch[0] for probability in branch[1:]]
         return max(gain, branch[0] * self._gain_of_chain(then, costs))
-
-    def _outlook(self, costs: Sequence[float]) -> float:
-        """The allowed gain of a draft by the head alone."""
-        assert self.head
-        experience, plain = self.head.experience, self.costs.seconds(1)
-        p_reached = self.head.outlook(len(costs)).p_reached
-        later = enumerate(costs[2 : 2 + len(p_reached)], start=1)
-        with_head = [*costs[:2], *(cost + experience.seconds(n) / plain for n, cost in later)]
-        return self._gain_of_chain(p_reached, with_head)
 
     def _gain_of_chain(self, p_reached: Sequence[float], costs: Sequence[float]) -> float:
         """The allowed gain of a chain whose first 1, 2, … tokens have these probabilities."""
@@ -257,7 +227,7 @@ class Planner(Drafter):
             shortfall = expected_shortfall(costs[n_draft + 1], p_reached[:n_draft])
             return shortfall <= allowed_shortfall([self.policy.bank], gain)
 
-        return best_allowed(gains_of(expected, costs, self.policy.rate, 0.0), allows)[0]
+        return best_draft(expected, costs, self.policy.rate, allows=allows)[0]
 
     def observe(self, step: VerifiedStep) -> None:
         self._last = step.tokens[-1]
@@ -288,7 +258,6 @@ class Planner(Drafter):
         self.policy.settle(
             step,
             cost,
-            chosen=plan.n_draft > 0,
             gain=plan.gain,
             probing=costs.wants_plain_steps,
             doubtful=costs.hopeful is not costs.curve,
@@ -296,28 +265,22 @@ class Planner(Drafter):
         )
         for source in self._sources:
             source.observe(step)
-        self._of_head(lambda head: head.observe(step))
+        if self.head:
+            self.head.observe(step)
 
     def end(self) -> None:
         self._experience.probe_step = self.policy.probe_step
-        ends = self.costs.end, self._experience.end, *(one.end for one in reversed(self._begun))
-        with ExitStack() as ending:  # end all of them even if one fails
-            for end in ends:
-                ending.callback(self._end, end)
-
-    def _end(self, end: Callable[[], None]) -> None:
-        try:
-            end()
-        except Exception as error:
-            self._fails(error)
+        for one in (self.costs, self._experience, *self._sources):
+            try:
+                one.end()
+            except Exception as error:
+                self._fails(error)
 
     def no_draft(self) -> str:
         """Why the last proposal has no draft; computed on demand, since only ``explain`` asks."""
         candidates, policy, costs = self._plan.candidates, self.policy, self.costs
-        if self.failed:
-            return "planning has failed, as the log says"
         if candidates is None:
-            return "no search: rows are expensive here, so only every fourth step searches"
+            return "planning has failed, as the log says"
         table = costs.hopeful.table
         if len(candidates) == 1:
             return (
@@ -327,13 +290,12 @@ class Planner(Drafter):
         if policy.probes:
             return "a plain step, to measure its time"
         expected = expected_tokens(candidates.p_reached)
-        gains = gains_of(expected, table, policy.rate, costs.sync_overhead * policy.ahead)
-        _, n_draft = max(gains, default=(0.0, 1))
-        reason = (
-            f"{n_draft + 1} rows cost {table[n_draft + 1]:.2f} plain steps, expected "
-            f"{expected[n_draft]:.2f} tokens"
-        )
-        if not gains:
+        restart = costs.sync_overhead * policy.ahead
+        gain, n_draft = best_draft(expected, table, policy.rate, restart)
+        rows = (n_draft or 1) + 1
+        tokens = expected[rows - 1]
+        reason = f"{rows} rows cost {table[rows]:.2f} plain steps, expected {tokens:.2f} tokens"
+        if not gain:
             return reason
         return f"the guard, with {policy.bank:.2f} plain steps in its bank, forbids it: {reason}"
 
@@ -421,17 +383,17 @@ class _Step:
         """
         curve, plans = self._curve, list[Plan]()
         self._limits: list[Limits] = []
-        least_p, costs = curve.cheapest_rows, curve.table
+        least_p = curve.cheapest_rows
         for planner, weight, max_depth in zip(
             self._planners, self._weights, max_depths, strict=True
         ):
             if self._sequences > 1:  # a row takes time from all sequences
                 scale = self._sequences / weight
-                least_p, costs = [scale * cost for cost in curve.cheapest_rows], []
-            limits = Limits(max_depth, self._max_nodes, planner.branching, least_p, costs)
+                least_p = [scale * cost for cost in curve.cheapest_rows]
+            limits = Limits(max_depth, self._max_nodes, planner.branching, least_p)
             self._limits.append(limits)
             try:
-                plans.append(Plan(planner.search(curve, limits)))
+                plans.append(Plan(planner.search(limits)))
             except Exception as error:  # the others continue
                 plans.append(Plan(fault=error))
         self._arrange([plan.candidates for plan in plans])
@@ -460,16 +422,6 @@ class _Step:
         Returns:
             the plans, with the heads' candidates and what the heads have taken.
         """
-        try:
-            return self._run_heads(plans)
-        except Exception as error:  # text is still drafted
-            log_fault(error, _WITHOUT_HEAD)
-            for planner in self._planners:
-                planner.head = None
-            self._arrange([plan.candidates for plan in plans])
-            return plans
-
-    def _run_heads(self, plans: list[Plan]) -> list[Plan]:
         if any(policy.ahead for policy in self._policies):
             return plans  # the next token is not known, and a draft would wait
         heads = {
@@ -488,10 +440,10 @@ class _Step:
         taken = self._time_of_heads(depth, members)
         plans = [plan._replace(head=taken, head_seconds=seconds) for plan in plans]
         for (index, head), draft in zip(heads.items(), drafts, strict=True):
-            planner, plan = self._planners[index], plans[index]
-            tree = head.drafted(*draft)
-            plans[index] = plan._replace(
-                candidates=planner.with_head(plan.candidates, tree, self._limits[index]),
+            text, tree = plans[index].candidates, head.drafted(*draft)
+            assert text
+            plans[index] = plans[index]._replace(
+                candidates=self._planners[index].with_head(text, tree, self._limits[index]),
                 charge=1 + self._sequences * taken / len(members),
             )
         self._arrange([plan.candidates for plan in plans])
@@ -510,7 +462,7 @@ class _Step:
         texts, members = [plan.candidates for plan in plans], [*heads.values()]
         options = [(*self._outcome(self.choose()[1]), 0)]
         most = min(max(self._limits[index].max_depth for index in heads), self._max_nodes)
-        for depth in range(1, min(most, len(members[0].p_accept)) + 1):
+        for depth in range(1, min(most, len(members[0].experience.p_accept)) + 1):
             outlooks = {index: head.outlook(depth) for index, head in heads.items()}
             surer = {i: tree for i, tree in outlooks.items() if tree.p_next > plans[i].p_next}
             if not surer:
@@ -557,7 +509,7 @@ class _Step:
                 return False
             return self._patient or self._is_endured(more / self._sequences, shares)
 
-        return best_allowed(gains_of(self._expected, self._table, self._rate, restart), allows)
+        return best_draft(self._expected, self._table, self._rate, restart, allows)
 
     def _is_endured(self, more_time: float, shares: Counter[int]) -> bool:
         """Whether each sequence's wait, less its own drafted tokens, is within its patience."""
@@ -590,16 +542,15 @@ class _Step:
         return sum(gains) <= most
 
 
-def log_fault(error: Exception, result: str = "steps run without drafts") -> None:
-    """Log a failure of planning, and its result, in one line; it costs only speed."""
+def log_fault(error: Exception) -> None:
+    """Log a failure of planning in one line; it costs only speed."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     reason = str(error).partition("\n")[0]
     _log.warning(
-        "planning drafts has failed (%s: %s, in %s:%s): %s",
+        "planning drafts has failed (%s: %s, in %s:%s): steps run without drafts",
         type(error).__name__,
         reason,
         Path(place.filename).name,
         place.lineno,
-        result,
         exc_info=_log.isEnabledFor(logging.DEBUG),
     )

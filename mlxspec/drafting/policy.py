@@ -7,7 +7,6 @@ All times are in plain steps: one is the time of a pipelined step over one row. 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
@@ -29,10 +28,6 @@ _STAKE = 0.04  # the square of an allowed shortfall, as a fraction of bank times
 _FIRST_PATIENCE, _MOST_PATIENCE = 4.0, 64.0
 _PATIENCE_PER_STEP = 0.1
 
-_STEEP = 0.6  # plain steps that each further row costs; published curves of Macs stay below 0.3
-_STEPS_BEFORE_BACK_OFF = 8  # steps without a draft
-_STEPS_PER_SEARCH = 4
-
 _MUCH_GAIN = 1.0
 _PROBE_ROUND = 30  # steps
 _PROBE = range(12, 18)  # in a row: the first and the last pipelined step are special
@@ -45,7 +40,7 @@ class Policy:
     """The state of one generation that decides how many of a step's candidates to verify.
 
     A draft's **gain**, in tokens, is what it adds to a plain step's tokens, less the price of its
-    time. Four things restrain drafts:
+    time. Three things restrain drafts:
 
     - The *guard* is a bank of time that pays for drafts that fail. Each step deposits a little more
       than it emits and withdraws its cost. The more the bank holds and the larger the gain, the
@@ -53,8 +48,6 @@ class Policy:
       only after earlier gains, and drafts with little gain rarely.
     - The *sync overhead* is charged if the next step's forward is dispatched already, since a draft
       interrupts the pipeline.
-    - The *back-off*: if rows are expensive, drafts rarely pay, but searching in each step takes
-      noticeable time. Then, after eight steps without a draft, only every fourth step searches.
     - The *probe*: all costs are relative to the time of a plain step. If every step has a draft,
       changing costs look like a change of the machine's speed. So while plain steps are wanted, six
       consecutive steps out of every 30 have no draft, unless drafts certainly gain much. The count
@@ -79,16 +72,7 @@ class Policy:
         self.patience = _FIRST_PATIENCE
         self.probe_step = probe_step
         self.ahead = False
-        self._steps_without_draft = 0
         self._doubtful = False
-
-    def skips_search(self, curve: CostCurve) -> bool:
-        """Whether the next step does not search for a draft."""
-        return (
-            self._steps_without_draft >= _STEPS_BEFORE_BACK_OFF
-            and self._steps_without_draft % _STEPS_PER_SEARCH != 0
-            and curve.cheapest_rows[0] > _STEEP
-        )
 
     @property
     def probes(self) -> bool:
@@ -101,7 +85,6 @@ class Policy:
         step: VerifiedStep,
         cost: float,
         *,
-        chosen: bool,
         gain: float,
         probing: bool,
         doubtful: bool = False,
@@ -112,7 +95,6 @@ class Policy:
         Args:
             step: the verified step; it has no draft if its forward was dispatched before.
             cost: T(rows) / T(1) of the step.
-            chosen: whether a draft was chosen, verified or not.
             gain: the draft's gain, 0 without one.
             probing: whether plain steps are wanted.
             doubtful: whether costs are so uncertain that gains may be imaginary.
@@ -120,7 +102,6 @@ class Policy:
         """
         emitted = len(step.tokens)
         self.ahead = step.ahead
-        self._steps_without_draft = 0 if chosen else self._steps_without_draft + 1
         self.probe_step = self.probe_step + 1 if probing else 0
         self._doubtful = doubtful
         self.gain += _CHANGE * (gain - self.gain)
@@ -158,24 +139,39 @@ def price_of_time(expected: Sequence[float], costs: Sequence[float], rate: float
     return float(best**SHARE_OF_NOW * rate ** (1 - SHARE_OF_NOW))
 
 
-def gains_of(
-    expected: Sequence[float], costs: Sequence[float], rate: float, restart_cost: float
-) -> list[tuple[float, int]]:
-    """The drafts with a positive gain: per draft, its gain and its number of nodes.
+def best_draft(
+    expected: Sequence[float],
+    costs: Sequence[float],
+    rate: float,
+    restart_cost: float = 0.0,
+    allows: Callable[[float, int], bool] = lambda gain, n_draft: True,
+) -> tuple[float, int]:
+    """The greatest allowed gain, and its number of nodes; 0.0 and 0 if there is none.
+
+    All numbers of nodes are compared, since costs rise in jumps. After a refusal, only half as many
+    nodes or fewer are tried: slightly fewer would barely be safer, and each check takes time.
 
     Args:
         expected: E(n) as from :func:`expected_tokens`.
         costs: ``costs[rows]`` is T(rows) / T(1).
         rate: as for :func:`price_of_time`.
         restart_cost: the cost of any draft besides its rows.
+        allows: whether a gain with a number of nodes is allowed.
     """
     price = price_of_time(expected, costs, rate)
     plain = expected[0] - price * costs[1]
-    return [
+    gains = [
         (gain, n_draft)
         for n_draft, tokens in enumerate(expected)
         if (gain := tokens - price * (costs[n_draft + 1] + restart_cost) - plain) > 0
     ]
+    most = len(expected)
+    for gain, n_draft in sorted(gains, reverse=True):
+        if n_draft <= most:
+            if allows(gain, n_draft):
+                return gain, n_draft
+            most = n_draft // 2
+    return 0.0, 0
 
 
 def expected_shortfall(cost: float, *drafts: Sequence[float]) -> float:
@@ -194,42 +190,17 @@ def expected_shortfall(cost: float, *drafts: Sequence[float]) -> float:
     return float(accepted @ np.maximum(missing, 0.0))
 
 
-def best_allowed(
-    gains: Sequence[tuple[float, int]], allows: Callable[[float, int], bool]
-) -> tuple[float, int]:
-    """The greatest allowed gain, and its number of nodes.
-
-    All numbers of nodes are compared, since costs rise in jumps. After a refusal, only half as many
-    nodes or fewer are tried: slightly fewer would barely be safer, and each check takes time.
-
-    Args:
-        gains: from :func:`gains_of`.
-        allows: whether a gain with a number of nodes is allowed.
-
-    Returns:
-        0.0 and 0 if nothing is allowed.
-    """
-    most = sys.maxsize
-    for gain, n_draft in sorted(gains, reverse=True):
-        if n_draft <= most:
-            if allows(gain, n_draft):
-                return gain, n_draft
-            most = n_draft // 2
-    return 0.0, 0
-
-
 def allowed_shortfall(banks: Sequence[float], gain: float) -> float:
     """The greatest expected shortfall of a draft that the guard allows.
 
     A draft is a bet, and as with Kelly's criterion (Kelly 1956) the stake grows with the edge: the
-    square of the shortfall is at most 4 % of the bank times the gain. It is also at most the bank.
+    square of the shortfall is at most 4 % of the bank times the gain.
 
     Args:
         banks: the banks of the sequences that share the step, in plain steps.
         gain: the draft's gain, in tokens.
     """
-    bank = max(0.0, sum(banks))
-    return min(math.sqrt(_STAKE * bank * max(0.0, gain)), bank)
+    return math.sqrt(_STAKE * max(0.0, sum(banks)) * max(0.0, gain))
 
 
 def trees_pay(curve: CostCurve) -> bool:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +20,6 @@ from .drafter import (
     checked_draft,
     checked_drafter,
     merge,
-    united,
     view,
 )
 
@@ -120,7 +118,7 @@ def parse_lookup_config(config: str | Sequence[object]) -> tuple[int, int, str |
 
 
 # Where these come from: notes/planner.md, "Constants".
-_RANKS, _DEPTHS = 4, 8  # ranks among siblings, and depths, each with a probability of its own
+_DEPTHS = 8  # with a probability each; deeper nodes share the last
 _FIRST_P_ACCEPT = 0.5
 _RATE = 0.1
 _LEAST, _MOST = 0.01, 0.99  # nothing is certain
@@ -129,13 +127,13 @@ _LEAST, _MOST = 0.01, 0.99  # nothing is certain
 class DrafterSource(Drafter):
     """Adds probabilities to the drafts of any drafter, which drafts as if it were alone.
 
-    If a draft has no probabilities, they are learned from the tokens that followed, by depth and by
-    rank among siblings, whether the draft was verified or not. So a drafter that is often wrong
-    soon costs only its own time, which is not part of the cost of rows.
+    If a draft has no probabilities, they are learned from the tokens that followed, by depth,
+    whether the draft was verified or not. So a drafter that is often wrong soon costs only its own
+    time, which is not part of the cost of rows.
 
     Args:
-        drafter: proposes the drafts; it serves one generation at a time.
-        name: the origin of its drafts; by default the name of the drafter's class.
+        drafter: proposes the drafts, whose origin is the name of its class; it serves one
+            generation at a time.
 
     Attributes:
         spent: the seconds of the current step that the drafter took.
@@ -145,11 +143,9 @@ class DrafterSource(Drafter):
     spent = 0.0
     fault: Exception | None = None
 
-    def __init__(self, drafter: Drafter, name: str | None = None) -> None:
+    def __init__(self, drafter: Drafter) -> None:
         self._drafter = checked_drafter(drafter)
-        self.name = name or type(drafter).__name__
-        # By rank among siblings and depth.
-        self._p_accept: defaultdict[tuple[int, int], float] = defaultdict(lambda: _FIRST_P_ACCEPT)
+        self._p_accept = [_FIRST_P_ACCEPT] * (_DEPTHS + 1)
 
     def attach(self, target: Any, perturb: Callable[..., Any]) -> None:
         self._drafter.attach(target, perturb)
@@ -168,7 +164,7 @@ class DrafterSource(Drafter):
             proposed = checked_draft(proposed, self._drafter, self._last)
         tree = proposed.pruned(limits.max_depth, sys.maxsize)
         self._tree = tree = tree if limits.branching else tree.first_chain()
-        names = (self.name,) * (len(tree) - 1)
+        names = (type(self._drafter).__name__,) * (len(tree) - 1)
         p_reached = tree.p_reached or tuple(self._estimate(tree))
         return replace(tree, p_reached=p_reached, origins=names).best_first(limits.nodes)
 
@@ -201,21 +197,17 @@ class DrafterSource(Drafter):
 
     def _estimate(self, tree: DraftTree) -> list[float]:
         """Per node but the root, the probability that it is accepted."""
-        p_reached, siblings = [1.0], Counter[int]()
-        self._cells = [(0, 0)]
+        p_reached = [1.0]
         for parent, depth in zip(tree.parents[1:], tree.depths[1:], strict=True):
-            cell = min(siblings[parent], _RANKS - 1), min(depth, _DEPTHS)
-            siblings[parent] += 1
-            self._cells.append(cell)
-            p_reached.append(p_reached[parent] * self._p_accept[cell])
+            p_reached.append(p_reached[parent] * self._p_accept[min(depth, _DEPTHS)])
         return p_reached[1:]
 
     def _learn(self, tree: DraftTree, tokens: Sequence[int]) -> None:
         """Learn from the tokens that followed, up to the first one outside the tree."""
         for node, right in tree.judged(tokens):
-            cell = self._cells[node]
-            p_accept = self._p_accept[cell] + _RATE * (right - self._p_accept[cell])
-            self._p_accept[cell] = min(_MOST, max(_LEAST, p_accept))
+            depth = min(tree.depths[node], _DEPTHS)
+            p_accept = self._p_accept[depth] + _RATE * (right - self._p_accept[depth])
+            self._p_accept[depth] = min(_MOST, max(_LEAST, p_accept))
 
 
 class CombinedDrafter(Drafter):
@@ -266,15 +258,6 @@ class CombinedDrafter(Drafter):
         finally:
             self.second.end()
 
-    def window_rows(self) -> dict[tuple[int, int], int]:
-        rows: dict[tuple[int, int], int] = {}
-        for drafter, tree in zip((self.first, self.second), self._parts, strict=True):
-            nodes = tree.nodes_in(self._merged)
-            for row, own in drafter.window_rows().items():
-                if (node := nodes[own]) is not None:
-                    rows[row] = node
-        return rows
-
 
 GRAMMAR = "grammar"
 """The origin of forced tokens."""
@@ -292,7 +275,7 @@ class ForcedDrafter(NoDraft):
         self._forced = forced
 
     def propose(self, max_depth: int) -> DraftTree:
-        return DraftTree.chain(self._last, self._forced()[:max_depth], GRAMMAR)
+        return forced_chain(self._last, self._forced()[:max_depth])
 
 
 def with_forced(drafter: Drafter, forced: Forced) -> Drafter:
@@ -303,21 +286,10 @@ def with_forced(drafter: Drafter, forced: Forced) -> Drafter:
     return both
 
 
-def and_forced(tree: DraftTree, forced: Sequence[int], limits: Limits) -> DraftTree:
-    """The best nodes of a draft, and the tokens that a constraint forces.
-
-    Args:
-        tree: a draft that the constraint allows, with probabilities and origins.
-        forced: empty if the model has a choice.
-        limits: the result's.
-    """
-    forced = forced[: limits.max_depth]
-    if not forced:
-        return tree
-    tokens, parents = (tree.tokens[0], *forced), range(-1, len(forced))
-    p_reached = tuple(_P_ACCEPT**depth for depth in range(1, len(tokens)))
-    chain = DraftTree(tokens, tuple(parents), p_reached, (GRAMMAR,) * len(forced))
-    return united([chain, tree], limits)
+def forced_chain(last: int, forced: Sequence[int]) -> DraftTree:
+    """The tokens that a constraint forces after the last one, if any."""
+    p_reached = tuple(_P_ACCEPT**depth for depth in range(1, 1 + len(forced)))
+    return replace(DraftTree.chain(last, forced, GRAMMAR), p_reached=p_reached)
 
 
 @dataclass(frozen=True)
@@ -327,13 +299,11 @@ class RecordedStep:
     Attributes:
         verified: the step.
         origins: per node of the verified tree, its origin; the root's is "root".
-        window: lookahead decoding's window in the verified tree: the node of each (level, column).
         no_draft: why nothing was drafted, in a clause; empty with a draft.
     """
 
     verified: VerifiedStep
     origins: tuple[str, ...]
-    window: Mapping[tuple[int, int], int]
     no_draft: str = ""
 
 
@@ -362,17 +332,11 @@ class RecordingDrafter(Drafter):
 
     def propose(self, max_depth: int) -> DraftTree:
         tree = self._drafter.propose(max_depth)
-        # Read now: after the step the drafter may have forgotten this tree.
-        self._window = dict(self._drafter.window_rows())
         self._no_draft = self._drafter.no_draft() if max_depth > 0 else "the output ends here"
         self._proposed = replace(tree, origins=tree.node_origins[1:])
         return self._proposed
 
     def observe(self, step: VerifiedStep) -> None:
-        nodes = self._proposed.nodes_in(step.tree)
-        window = {
-            place: node for place, own in self._window.items() if (node := nodes[own]) is not None
-        }
         if step.drafted:
             self._no_draft = ""
         elif len(self._proposed) > 1:
@@ -381,8 +345,7 @@ class RecordingDrafter(Drafter):
                 if step.pipelined
                 else "the output's form or its end leaves the proposed draft no room"
             )
-        origins = step.tree.node_origins
-        self._steps.append(RecordedStep(step, origins, window, self._no_draft))
+        self._steps.append(RecordedStep(step, step.tree.node_origins, self._no_draft))
         self._drafter.observe(step)
 
     def end(self) -> None:

@@ -8,14 +8,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from heapq import heappop, heappush
-from operator import itemgetter
+from itertools import count
 
 from ..corpus.memory import LEADING_TOKENS, Memory
 from ..corpus.store import Store
 from ..corpus.suffix_index import (
     EXCERPT_TOKENS,
     MAX_LENGTH,
-    SEPARATOR,
     Continuation,
     Excerpts,
     Occurrence,
@@ -26,7 +25,6 @@ from ..corpus.suffix_index import (
 from .acceptance import AcceptanceModel, Estimate
 from .drafter import Drafter, DraftTree, Limits, TreeBuilder, VerifiedStep, united
 from .kept import Experience
-from .policy import SHARE_OF_NOW
 
 CONTEXT = "context"
 """The origin of drafts from the context itself."""
@@ -76,14 +74,10 @@ class SuffixSource(Drafter):
         remembers: bool = True,
     ) -> None:
         self._experience = experience or Experience()
-        self._memory, self._remembers, self._prediction = memory, remembers, prediction
+        self._memory, self._remembers = memory, remembers
+        self._store, self._prediction = store, prediction
+        self._token_classes = token_classes
         self._acceptance = AcceptanceModel(token_classes)
-        self._others: dict[str, tuple[Callable[..., Excerpts], AcceptanceModel]] = {
-            name: (texts.look_up, AcceptanceModel(token_classes, earlier=True))
-            for name, texts in ((MEMORY, memory), (STORE, store))
-            if texts is not None
-        }
-        self._of_prediction = AcceptanceModel(token_classes, earlier=True)
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a generation; a thread builds the index during the prefill."""
@@ -93,14 +87,18 @@ class SuffixSource(Drafter):
         self._prompt = prompt
         self._trees: list[SuffixTree] = []
         self._acceptance.begin(self._experience.of_kind(prompt), len(prompt))
-        for name, (_, acceptance) in self._others.items():
-            acceptance.begin([self._experience.of_texts(name)])
+        self._others: dict[str, tuple[Callable[..., Excerpts], AcceptanceModel]] = {}
+        for name, texts in ((MEMORY, self._memory), (STORE, self._store)):
+            if texts is not None:
+                acceptance = AcceptanceModel(self._token_classes, earlier=True)
+                acceptance.begin([self._experience.of_texts(name)])
+                self._others[name] = texts.look_up, acceptance
         if self._prediction:
             # It is expected to follow the prompt, whose end is looked up.
             text = SuffixIndex([*prompt[-LEADING_TOKENS:], *self._prediction])
             look_up = partial(excerpts, [text], vocab_size=sys.maxsize)
-            self._others[PREDICTION] = look_up, self._of_prediction
-            self._of_prediction.begin()
+            acceptance = AcceptanceModel(self._token_classes, earlier=True)
+            self._others[PREDICTION] = look_up, acceptance
         self.earned: Counter[str] = Counter()
 
     def search(self, limits: Limits) -> DraftTree:
@@ -118,7 +116,12 @@ class SuffixSource(Drafter):
         return united([tree.tree() for tree in self._trees], limits)
 
     def observe(self, step: VerifiedStep) -> None:
-        self._count(step)
+        self.earned["steps"] += 1
+        self.earned["tokens"] += len(step.tokens)
+        origins = step.tree.node_origins
+        for node in step.accepted:
+            own = origins[node] in (CONTEXT, *self._others)
+            self.earned[origins[node] if own else OTHERS] += 1
         for tree in self._trees:
             tree.learn(step.tokens)
         self._trees = []
@@ -130,24 +133,6 @@ class SuffixSource(Drafter):
             self._memory.add(output, self.earned, self._prompt)
         del self._building
 
-    def _count(self, step: VerifiedStep) -> None:
-        """Count the step, and its accepted drafts by the first text that contains them."""
-        self.earned["steps"] += 1
-        self.earned["tokens"] += len(step.tokens)
-        reached = [(tree, 0) for tree in self._trees]
-        for accepted in step.accepted:
-            token = step.tree.tokens[accepted]
-            below = [(tree, tree.find(node, token)) for tree, node in reached]
-            reached = [(tree, node) for tree, node in below if node]
-            name = reached[0][0].name if reached else OTHERS
-            self.earned[name] += 1
-
-
-# Negative p_reached, serial number, parent, occurrences, path.
-_Frontier = tuple[float, int, int, list[Occurrence], list[int]]
-# The children that the text proposes for a node, and their estimates.
-_Proposal = tuple[Sequence[int], Sequence[Estimate]]
-
 
 class SuffixTree(TreeBuilder):
     """A tree of continuations, grown best first.
@@ -156,8 +141,7 @@ class SuffixTree(TreeBuilder):
     are wrong, and its own p_accept. It never exceeds its parent's, so the first n nodes are a tree
     for any n.
 
-    The tree grows as long as the next node may belong to the best draft. The nodes so far give a
-    lower bound on the price of time, which ends the growth early in a good copy.
+    The tree grows as long as the next node may belong to the best draft.
 
     Args:
         root: the current token.
@@ -180,13 +164,12 @@ class SuffixTree(TreeBuilder):
     ) -> None:
         super().__init__(root)
         self.name, self._text, self._acceptance = name, text, acceptance
-        self._max_nodes, self._max_depth = limits.nodes, limits.max_depth
-        self._least_p, self._costs = limits.least_p, limits.costs
-        self._most_children = _CHILDREN if limits.branching else 1
-        self._expected = self._best_rate = self._price = 1.0
-        self._proposals: list[_Proposal | None] = []  # per node, its proposed children
-        self._frontier: list[_Frontier] = []
-        self._serial = 0  # breaks ties: the older entry comes first
+        self._limits = limits
+        # Per node, the tokens that the text proposes to follow it, and their estimates.
+        self._proposals: list[tuple[list[int], list[Estimate]]] = []
+        # Negative p_reached, serial number, parent, occurrences, path.
+        self._frontier: list[tuple[float, int, int, list[Occurrence], list[int]]] = []
+        self._serial = count()  # breaks ties: the older entry comes first
         self._grow(occurrences)
 
     def learn(self, emitted: Sequence[int]) -> None:
@@ -195,8 +178,8 @@ class SuffixTree(TreeBuilder):
         for token in emitted[:_LESSONS]:
             if node is None:
                 return
-            if proposal := self._proposals[node]:
-                tokens, estimates = proposal
+            tokens, estimates = self._proposals[node]
+            if tokens:
                 right = tokens.index(token) if token in tokens else None
                 self._acceptance.learn(estimates, right)
             node = self.find(node, token)
@@ -204,89 +187,27 @@ class SuffixTree(TreeBuilder):
     def _grow(self, occurrences: list[Occurrence]) -> None:
         """Grow the tree from the root, best first."""
         self._expand(0, 1.0, occurrences, [])
-        while self._frontier and self._max_depth > 0:
+        while self._frontier and len(self.p_reached) < self._limits.nodes:
             negative_p, _, parent, occurrences, path = heappop(self._frontier)
-            if not self._is_wanted(-negative_p):
-                break
-            node = self._append(path[-1], parent, -negative_p)
-            self._follow(node, -negative_p, occurrences, path)
-
-    def _push(
-        self, p_reached: float, parent: int, occurrences: list[Occurrence], path: list[int]
-    ) -> None:
-        heappush(self._frontier, (-p_reached, self._serial, parent, occurrences, path))
-        self._serial += 1
-
-    def _is_wanted(self, p_reached: float) -> bool:
-        """Whether to add the best remaining node, which has this probability."""
-        return len(self.p_reached) < self._max_nodes and p_reached >= self._least_wanted()
-
-    def _least_wanted(self) -> float:
-        """The probability below which no further node is wanted."""
-        return max(_LEAST_P_REACHED, self._least_p[len(self.p_reached)] * self._price)
-
-    def _append(self, token: int, parent: int, p_reached: float) -> int:
-        """Add a node that the text proposes."""
-        node = self.child(parent, token, p_reached, self.name)
-        self._expected += p_reached
-        rows = node + 1
-        if rows < len(self._costs) and self._expected > self._best_rate * self._costs[rows]:
-            self._best_rate = self._expected / self._costs[rows]
-            self._price = self._best_rate**SHARE_OF_NOW
-        return node
-
-    def _follow(
-        self, node: int, p_reached: float, occurrences: list[Occurrence], path: list[int]
-    ) -> None:
-        """Extend a node's path while a single token follows it and is the likeliest candidate.
-
-        Most of a long copy is such a path. The result is the same as with :meth:`_expand` and the
-        frontier, but faster.
-        """
-        length, position = occurrences[0]
-        others = [position for _, position in occurrences[1:]]
-        tokens, end = self._text, len(self._text)
-        together = Continuation(path[-1], length, max(map(_POSITION, occurrences)), occurrences)
-        estimate = self._acceptance.along([together], 0, len(occurrences), end)
-        likeliest_other = -self._frontier[0][0] if self._frontier else 0.0
-        while (depth := len(path)) < self._max_depth:
-            at = position + depth
-            token = tokens[at] if at < end else path[at - end]
-            for other in others:
-                at = other + depth
-                if token != (tokens[at] if at < end else path[at - end]):
-                    self._expand(node, p_reached, occurrences, path)
-                    return
-            if token == SEPARATOR:
-                break
-            estimated = estimate(token, depth, path[-1])
-            self._proposals.append(((token,), (estimated,)))
-            p_reached *= estimated[0]
-            path.append(token)
-            if p_reached <= likeliest_other or not self._is_wanted(p_reached):
-                self._push(p_reached, node, occurrences, path)
+            if -negative_p < max(_LEAST_P_REACHED, self._limits.least_p[len(self.p_reached)]):
                 return
-            node = self._append(token, node, p_reached)
-        self._proposals.append(None)  # nothing follows
+            node = self.child(parent, path[-1], -negative_p, self.name)
+            self._expand(node, -negative_p, occurrences, path)
 
     def _expand(
         self, node: int, p_node: float, occurrences: list[Occurrence], path: list[int]
     ) -> None:
         """Rank a node's continuations and add them to the frontier."""
-        found = continuations(self._text, occurrences, path)
-        if not found:
-            self._proposals.append(None)
-            return
-        # For the root, all continuations are worth learning from.
-        least_left = self._least_wanted() / p_node if node else 0.0
+        limits, found = self._limits, list[Continuation]()
+        if len(path) < limits.max_depth:
+            found = continuations(self._text, occurrences, path)
+        most = _CHILDREN if limits.branching else 1
         estimates = self._acceptance.estimate(
-            found, len(self._text), len(path), self.tokens[node], self._most_children, least_left
+            found, len(self._text), len(path), self.tokens[node], most
         )
         self._proposals.append(([one.token for one in found[: len(estimates)]], estimates))
         left = p_node  # the probability that no child so far is right
         for (token, _, _, followed), (p_accept, _, _) in zip(found, estimates, strict=False):
-            self._push(left * p_accept, node, followed, [*path, token])
+            entry = -left * p_accept, next(self._serial), node, followed, [*path, token]
+            heappush(self._frontier, entry)
             left *= 1 - p_accept
-
-
-_POSITION = itemgetter(1)

@@ -10,7 +10,7 @@ more than rounding (:func:`rounding_noise`).
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import mlx.core as mx
@@ -60,7 +60,7 @@ def examine(model: nn.Module) -> tuple[Capability, str]:
     elif cache_capability(caches) is Capability.CHAIN:
         names = _names(cache for cache in caches if not isinstance(cache, TREE_CACHES))
         reason = f"{names} can be cut back, but takes no tree mask"
-    elif (position := _failing_position(model)) is not None:
+    elif (position := _first_failing(model, tree_agrees)) is not None:
         reason = f"branching steps differ from separate branches at position {position}"
     else:
         capability, reason = Capability.TREE, "branching steps equal separate branches"
@@ -206,20 +206,21 @@ def _trial_caches(model: nn.Module) -> list[Any]:
     return [on_trial(cache) for cache in make_prompt_cache(model)]
 
 
-def _context(
-    model: nn.Module, length: int, fill: bool, prefix: tuple[int, ...] = _PREFIX
-) -> list[Any]:
+def _context(model: nn.Module, length: int, prefix: tuple[int, ...] = _PREFIX) -> list[Any]:
     """Trial caches at the end of a context of ``length`` positions.
+
+    Sparse attention chooses among entries. So where it begins to leave some out, the caches are
+    filled up with random ones. Elsewhere only their offset is set.
 
     Args:
         model: the target.
         length: at least the prefix's length.
-        fill: put random entries before the prefix, instead of only setting the offset.
         prefix: the context's last tokens.
     """
     caches = _trial_caches(model)
     logits(model, prefix, caches)
-    before = length - len(prefix)
+    before, sparse = length - len(prefix), sparse_crossing(model)
+    fill = sparse is not None and abs(sparse - length) <= _ROWS
     for part in parts(caches):
         if isinstance(part, _ShiftedCache) and not fill:
             part.base += before
@@ -264,14 +265,11 @@ def _rows_differ_somewhere(model: nn.Module) -> bool:
     if not with_positions or not all(issubclass(k, ArraysCache) for k in kinds - with_positions):
         return False  # no positions, or caches that cannot claim another position
     noise = together(rounding_noise, model)
-
-    def differs(middle: int, fill: bool = False) -> bool:
-        start, samples = middle - _ROWS // 2, range(_SAMPLES)
-        return not any(together(rows_agree, model, start, n, noise, fill) for n in samples)
-
-    if (sparse := sparse_crossing(model)) is not None and differs(sparse, fill=True):
-        return True
-    return any(map(differs, sorted(named_positions(model) - _learned_positions(model))))
+    positions = named_positions(model) - _learned_positions(model)
+    return any(
+        not any(together(rows_agree, model, middle - _ROWS // 2, noise, n) for n in range(_SAMPLES))
+        for middle in sorted(positions)
+    )
 
 
 def _learned_positions(model: nn.Module) -> set[int]:
@@ -284,17 +282,16 @@ def _learned_positions(model: nn.Module) -> set[int]:
     }
 
 
-def rows_agree(model: nn.Module, start: int, sample: int, noise: float, fill: bool) -> bool:
+def rows_agree(model: nn.Module, start: int, noise: float, sample: int) -> bool:
     """Whether a step gives the same if its first and its last row run alone.
 
     Args:
         model: the target.
         start: the position of the step's first row.
-        sample: which tokens to try.
         noise: from :func:`rounding_noise`.
-        fill: fill the caches before the step, instead of only setting their offset.
+        sample: which tokens to try.
     """
-    at_once = _context(model, start, fill)
+    at_once = _context(model, start)
     apart = copy.deepcopy(at_once)
     tokens = tuple((sample + 1) * (2 * row + 1) % 11 for row in range(_ROWS))
     wide = logits(model, tokens, at_once)
@@ -303,34 +300,32 @@ def rows_agree(model: nn.Module, start: int, sample: int, noise: float, fill: bo
     return _agrees(wide, split, noise)
 
 
-# --- branching steps ---
-
-_ROOT, _BRANCHES = 1, ((5, 2, 6), (7, 2, 1))
-_DEPTH = len(_BRANCHES[0])
-
-
-def _failing_position(model: nn.Module) -> int | None:
-    """The first position tried at which a branching step differs from separate branches.
+def _first_failing(model: nn.Module, agrees: Callable[..., bool], *args: Any) -> int | None:
+    """The first position tried at which several rows in a forward differ from fewer.
 
     Steps are tried at the beginning of a context and across all crossings, which reveal positions
     that are scaled outside RoPE modules.
 
     Args:
-        model: the target, whose caches are all of a kind that verifies trees.
+        model: the target.
+        agrees: :func:`tree_agrees` or :func:`joint_agrees`.
+        args: further arguments of ``agrees``.
 
     Returns:
         None if no step differs.
     """
     noise = together(rounding_noise, model)
-    if (sparse := sparse_crossing(model)) is not None:
-        start = sparse - 1 - _DEPTH  # the second branch comes after the crossing
-        if not together(tree_agrees, model, start, noise, True):
-            return start
     # From two below each crossing, the step's positions lie on both sides of it.
     for start in (len(_PREFIX), *(position - 2 for position in crossings(model))):
-        if not together(tree_agrees, model, start, noise, False):
+        if not together(agrees, model, start, noise, *args):
             return start - len(_PREFIX)
     return None
+
+
+# --- branching steps ---
+
+_ROOT, _BRANCHES = 1, ((5, 2, 6), (7, 2, 1))
+_DEPTH = len(_BRANCHES[0])
 
 
 def rounding_noise(model: nn.Module) -> float:
@@ -347,17 +342,10 @@ def rounding_noise(model: nn.Module) -> float:
     return cast(float, mx.minimum(difference, _most_rounding(rows)).item())
 
 
-def tree_agrees(model: nn.Module, start: int, noise: float, fill: bool) -> bool:
-    """Whether a branching step at this position gives the same as separate branches.
-
-    Args:
-        model: the target.
-        start: the position of the step's first row.
-        noise: from :func:`rounding_noise`.
-        fill: as for :func:`rows_agree`.
-    """
+def tree_agrees(model: nn.Module, start: int, noise: float) -> bool:
+    """Whether a branching step at this position gives the same as separate branches."""
     tree = DraftTree.from_branches(_ROOT, _BRANCHES)
-    before = _context(model, start, fill)
+    before = _context(model, start)
     caches = copy.deepcopy(before)
     rows = TreeRows(tree)
     for part in parts(caches):
@@ -419,38 +407,28 @@ def examine_joint(model: nn.Module, capability: Capability) -> tuple[JointMode, 
     joins = (*TREE_CACHES, ArraysCache)
     if others := [cache for cache in caches if not isinstance(cache, joins)]:
         return JointMode.ALONE, f"{_names(others)} takes the rows of one sequence only"
-    noise = together(rounding_noise, model)
-    if (position := _failing_joint(model, JointMode.SPLIT, noise)) is None:
+    position = _first_failing(model, joint_agrees, JointMode.SPLIT.value)
+    if position is None:
         return JointMode.SPLIT, "a joint forward gives each sequence what it gets alone"
-    if _failing_joint(model, JointMode.BLOCK, noise) is None:
+    if _first_failing(model, joint_agrees, JointMode.BLOCK.value) is None:
         reason = f"without the mask it differs from separate forwards at position {position}"
         return JointMode.BLOCK, reason
     reason = f"a joint forward differs from separate forwards at position {position}"
     return JointMode.ALONE, reason
 
 
-def _failing_joint(model: nn.Module, mode: JointMode, noise: float) -> int | None:
-    """The first position tried at which :func:`joint_agrees` is false; None without one."""
-    for start in (len(_PREFIX), *(position - 2 for position in crossings(model))):
-        if not together(joint_agrees, model, mode.value, start, noise):
-            return start - len(_PREFIX)
-    return None
-
-
-def joint_agrees(model: nn.Module, mode: JointMode | str, start: int, noise: float) -> bool:
+def joint_agrees(model: nn.Module, start: int, noise: float, mode: str) -> bool:
     """Whether a joint forward gives each sequence the same as a forward of its own.
 
     Args:
         model: the target.
-        mode: how to join the sequences.
         start: the position of the first sequence's first row; the others start lower.
         noise: from :func:`rounding_noise`.
+        mode: how to join the sequences, a :class:`JointMode`'s value.
     """
-    mode = JointMode(mode)
     at = [start, len(_PREFIX), max(len(_PREFIX), start // 2)]
     contexts = [
-        _context(model, position, False, prefix)
-        for position, prefix in zip(at, _PREFIXES, strict=True)
+        _context(model, position, prefix) for position, prefix in zip(at, _PREFIXES, strict=True)
     ]
     apart = copy.deepcopy(contexts)
     recurrent = any(isinstance(part, ArraysCache) for part in parts(contexts[0]))
@@ -458,7 +436,7 @@ def joint_agrees(model: nn.Module, mode: JointMode | str, start: int, noise: flo
     agreed = []  # no machine may stop early, since others would wait for it
     for rows in _JOINT_STEPS if recurrent else _JOINT_STEPS[:1]:
         expected = [logits(model, *own) for own in zip(rows, apart, strict=True)]
-        found = _joint_logits(model, mode, rows, at, contexts)
+        found = _joint_logits(model, JointMode(mode), rows, at, contexts)
         if not found:
             return False
         agreed += [_agrees(*own, noise) for own in zip(found, expected, strict=True)]

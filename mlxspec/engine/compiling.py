@@ -1,18 +1,16 @@
 """Compiles constraints; none of them can crash this process or keep it busy for long.
 
 They are first compiled in another process, which may crash and has limits of time and memory.
-Constraints that it survives are compiled here, on a stack twice as large.
+Constraints that it survives are compiled here, on a larger stack.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from typing import Any
 
 import llguidance
@@ -35,13 +33,7 @@ _LIMITS: dict[str, Any] = {
 }
 _SECONDS = 2.0  # of CPU time
 _MEMORY = 512 << 20  # bytes; on Linux of address space, where the process starts with 100 MB
-_STACK = 8 << 20  # bytes: enough for a chain of a thousand references
-
-_CAUSES: dict[int, str] = {
-    signal.SIGPROF: f"it takes more than {_SECONDS:.0f} seconds to compile; make it simpler",
-    signal.SIGABRT: "it takes too much memory to compile; make it simpler",
-    signal.SIGKILL: "it takes too much memory to compile; make it simpler",
-}
+_STACK = 2 << 20  # bytes, enough for a chain of 200 references; threads here have more
 
 Outline = dict[str, Any]
 """The parts of a tokenizer that the other process needs, as JSON values: the arguments of
@@ -63,30 +55,13 @@ def compiled(
             follow.
     """
     definition = tried(constraint, outline)
-
-    def compile() -> llguidance.LLMatcher:
-        limits = llguidance.LLParserLimits(**_LIMITS)
-        matcher = llguidance.LLMatcher(tokens, definition, log_level=0, limits=limits)
-        if not matcher.is_error():  # the first mask reveals errors that the definition does not
-            matcher.compute_bitmask()
-        return matcher
-
-    with _changing_stack_size:
-        # The size applies to all new threads: one that another thread starts now gets it, too.
-        usual = threading.stack_size(2 * _STACK)
-        try:
-            thread = ThreadPoolExecutor(1)
-            made = thread.submit(compile)
-        finally:
-            threading.stack_size(usual)
-    thread.shutdown()
-    matcher = made.result()
+    limits = llguidance.LLParserLimits(**_LIMITS)
+    matcher = llguidance.LLMatcher(tokens, definition, log_level=0, limits=limits)
+    if not matcher.is_error():  # the first mask reveals errors that the definition does not
+        matcher.compute_bitmask()
     if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
         raise _refusal(constraint, matcher.get_error() or "nothing satisfies it")
     return matcher
-
-
-_changing_stack_size = threading.Lock()
 
 
 def tried(constraint: Constraint, outline: Outline) -> str:
@@ -98,13 +73,8 @@ def tried(constraint: Constraint, outline: Outline) -> str:
     Raises:
         OptionError: llguidance refuses the constraint, crashes, or exceeds a limit.
     """
-    if getattr(sys, "frozen", False):  # the executable is not a Python that could run a file
-        raise OptionError("constraints need another Python process: install mlxspec with pip")
-    request = {
+    request = asdict(constraint) | {
         "path": os.path.dirname(os.path.dirname(llguidance.__file__)),
-        "kind": constraint.kind,
-        "text": constraint.text,
-        "lead": constraint.lead,
         "json_format": ONE_LINE,
         "outline": outline,
         "limits": _LIMITS,
@@ -112,24 +82,20 @@ def tried(constraint: Constraint, outline: Outline) -> str:
         "memory": _MEMORY,
         "stack": _STACK,
     }
-    try:
-        done = subprocess.run(
-            [sys.executable, "-I", "-S", compiling_process.__file__],
-            input=json.dumps(request).encode(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # keep an interrupt at the terminal from it
-            check=False,
-        )
-    except OSError as error:
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", compiling_process.__file__],
+        input=json.dumps(request).encode(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # keep an interrupt at the terminal from it
+        check=False,
+    )
+    if done.returncode or not done.stdout:
         raise OptionError(
-            f"constraints are compiled in another process, but {sys.executable} cannot be started "
-            f"({error.strerror}): end other programs, or use no constraint"
-        ) from error
-    if done.returncode:
-        crash = f"compiling it crashes (status {done.returncode}), usually because references or "
-        cause = _CAUSES.get(-done.returncode, crash + "nesting are too deep; make it flatter")
-        raise OptionError(f"the {constraint.noun} cannot be used: {cause}")
+            f"the {constraint.noun} cannot be used: compiling it takes more than {_SECONDS:g} "
+            f"seconds or {_MEMORY >> 20} MB, or crashes (status {done.returncode}); make it "
+            "simpler, or its references and nesting flatter"
+        )
     definition, problem = json.loads(done.stdout)
     if problem:
         raise _refusal(constraint, problem)

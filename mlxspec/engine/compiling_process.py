@@ -8,23 +8,21 @@ A constraint that crashes or exceeds a limit kills it.
 from __future__ import annotations
 
 import json
-import os
 import resource
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 
 def main(path: str, seconds: float, memory: int, stack: int, **constraint: Any) -> None:
-    """Try a constraint within limits, and end this process.
+    """Try a constraint within limits.
 
     Args:
         path: the directory that contains llguidance.
         seconds: the CPU time that compiling may take.
-        memory: the bytes that the process may take.
+        memory: the bytes that the process may take, where the system can limit it.
         stack: the bytes of the compiling thread's stack.
         constraint: arguments of :func:`tried`.
     """
@@ -32,32 +30,13 @@ def main(path: str, seconds: float, memory: int, stack: int, **constraint: Any) 
     import llguidance  # noqa: F401 (before the time limit starts)
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if sys.platform == "linux":  # other systems ignore it
+    if sys.platform == "linux":  # elsewhere the time limits the memory, too
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         most = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
         resource.setrlimit(resource.RLIMIT_AS, (most, hard))
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the parent may have ignored it,
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # or blocked it
     signal.setitimer(signal.ITIMER_PROF, seconds)
-
-    def answer() -> None:
-        definition = error = ""
-        try:
-            definition, error = tried(**constraint)
-        except MemoryError:
-            os.abort()
-        except Exception as raised:
-            error = str(raised) or type(raised).__name__
-        print(json.dumps([definition, error]), flush=True)
-        os._exit(0)
-
     threading.stack_size(stack)
-    threading.Thread(target=answer).start()
-    least = _peak()
-    while True:  # for systems without RLIMIT_AS; the other thread ends the process
-        if _peak() - least > memory:
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(0.02)
+    threading.Thread(target=lambda: print(json.dumps(tried(**constraint)))).start()
 
 
 def tried(
@@ -76,12 +55,15 @@ def tried(
     """
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
-    if kind == "json_schema":
-        definition = LLMatcher.grammar_from_json_schema(
-            json.loads(text), defaults=json_format, overrides={"lenient": False}
-        )
-    else:
-        definition = grammar_from(kind, text)  # type: ignore[arg-type]
+    try:
+        if kind == "json_schema":
+            definition = LLMatcher.grammar_from_json_schema(
+                json.loads(text), defaults=json_format, overrides={"lenient": False}
+            )
+        else:
+            definition = grammar_from(kind, text)  # type: ignore[arg-type]
+    except (ValueError, RecursionError) as error:
+        return "", str(error)
     if lead:
         own = {"lark_grammar": definition}
         if kind in ("json_schema", "regex"):
@@ -142,12 +124,6 @@ def _outlined(size: int, ends: list[int], special: dict[str, str]) -> ByteTokens
         tokens[int(token)] = text.encode("latin-1")
     special_ids = [*map(int, special)]
     return ByteTokens(tokens, special_ids, ends[0], lambda text: [size + byte for byte in text])
-
-
-def _peak() -> int:
-    """The peak memory use of this process, in bytes."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 if __name__ == "__main__":

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import math
 import os
 import random
-import sys
 import time
 from collections import abc
-from contextlib import suppress
-from dataclasses import asdict, is_dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -45,12 +42,12 @@ from ..drafting.measurement import (
     noise,
 )
 from ..errors import OptionError
-from .caches import drop_unseen, parts
+from .caches import parts
 from .capability import chain_capability, joint_mode
 from .joint import JointMode
 from .model_sizes import cache_kinds, context_length
 from .params import SamplingParams
-from .patches import split_attention, split_from
+from .patches import split_attention
 from .sampling import Chooser
 from .step import Batch, Sequence, step
 from .target import Capability, Progress, Target, target_for, vocabulary_size
@@ -68,7 +65,7 @@ def machine_identity() -> dict[str, str | int | float | None]:
         "mlx": version("mlx"),
     }
     if device.type == mx.cpu:
-        identity |= {"cores": _usable_cores(), "blas": global_blas()}
+        identity |= {"cores": os.cpu_count(), "blas": global_blas()}
     else:
         # Chips of one name differ in the number of cores, and that goes with the memory.
         identity["memory"] = int(info.get("memory_size", 0))
@@ -83,7 +80,7 @@ def model_identity(model: nn.Module) -> dict[str, str | int | float | None]:
     """
     weights = tree_flatten(model.parameters())
     digest = hashlib.sha256(type(model).__module__.encode())
-    digest.update(json.dumps(_configuration(model), sort_keys=True, default=repr).encode())
+    digest.update(repr(getattr(model, "args", None)).encode())
     for name, weight in sorted(weights):
         digest.update(f"{name} {weight.shape} {weight.dtype}\n".encode())
     parameters = get_total_parameters(model)
@@ -107,52 +104,27 @@ def global_blas() -> str:
     return min(names, default="own")
 
 
-def _usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _configuration(model: nn.Module) -> Any:
-    args = getattr(model, "args", None)
-    return asdict(args) if is_dataclass(args) and not isinstance(args, type) else repr(args)
-
-
 # --- how much memory there is ---
-
-_GROUP = Path("/sys/fs/cgroup")
-_OF_FILES = "active_file", "inactive_file"
 
 
 def whole_memory() -> int:
     """How many bytes models and caches can take when nothing else runs."""
-    if mx.default_device().type == mx.gpu:
-        return _gpu_memory()
-    whole = [psutil.virtual_memory().total]
-    if sys.platform == "linux":
-        with suppress(OSError, ValueError):  # there is no group, or it is unbounded ("max")
-            whole.append(int((_GROUP / "memory.max").read_text()))
-    return min(whole)
+    if mx.default_device().type == mx.cpu:
+        return psutil.virtual_memory().total
+    info = mx.device_info(mx.default_device())
+    return int(info.get("max_recommended_working_set_size") or info.get("memory_size") or 0)
 
 
 def free_memory() -> int:
     """How many bytes MLX can take besides those that it has, in use or kept for later arrays.
 
-    On a GPU it is what the driver recommends less that, and where the GPU shares the system's
-    memory, as on a Mac, no more than the system has left for programs without swapping. Elsewhere
-    it is what the system, or the control group of this process, has left.
+    On a GPU it is what the driver recommends less that. Where the processor's memory is used, as
+    on a Mac, it is no more than the system has left for programs without swapping.
     """
-    free = [whole_memory() - mx.get_active_memory() - mx.get_cache_memory()]
+    free = whole_memory() - mx.get_active_memory() - mx.get_cache_memory()
     if mx.default_device().type == mx.cpu or mx.metal.is_available():
-        free.append(psutil.virtual_memory().available)
-    if sys.platform == "linux" and mx.default_device().type == mx.cpu:
-        with suppress(OSError, ValueError):  # as above
-            most = int((_GROUP / "memory.max").read_text())
-            figures = (line.split() for line in (_GROUP / "memory.stat").read_text().splitlines())
-            # Cached files count as its memory, and give way.
-            files = sum(int(size) for name, size in figures if name in _OF_FILES)
-            free.append(most - int((_GROUP / "memory.current").read_text()) + files)
-    return max(0, min(free))
+        free = min(free, psutil.virtual_memory().available)
+    return max(0, free)
 
 
 def least_free_memory(model: nn.Module) -> int:
@@ -202,11 +174,6 @@ def forward_memory(model: nn.Module, max_kv_size: int | None) -> tuple[int, floa
     return short // _TRIED, max(0, taken() - short) / (_TRIED * _BEHIND)
 
 
-def _gpu_memory() -> int:
-    info = mx.device_info(mx.default_device())
-    return int(info.get("max_recommended_working_set_size") or info.get("memory_size") or 0)
-
-
 # --- measuring ---
 
 _UNENDING = 1 << 30  # tokens
@@ -219,19 +186,21 @@ def measured_contexts(model: nn.Module, sequences: int = 1) -> list[int]:
     """The context lengths behind which step times are measured: 64, 1000 and 8000 tokens.
 
     If the model or the memory does not allow 8000, it is halved until they do. If that is below
-    500, or if only a prompt can fill the caches, steps are measured behind 64 tokens alone.
+    500, or if only a prompt can fill the caches, steps are measured behind 64 tokens alone, or
+    behind a quarter of the model's context.
 
     Args:
         model: an mlx-lm model.
         sequences: how many share each step, every one with a context of that length.
     """
-    short, (middle, long) = QUICK.context, _LONG_CONTEXTS
+    window, (middle, long) = context_length(model) or _UNENDING, _LONG_CONTEXTS
+    short = max(1, min(QUICK.context, window // 4))
     if not _can_be_filled(model):
         return [short]
     kinds = cache_kinds(model)
     position = sequences * sum(kind.count * (kind.bytes_per_position or 0) for kind in kinds)
     in_memory = int(whole_memory() * _SHARE_OF_MEMORY) // max(position, 1)
-    most = min((context_length(model) or _UNENDING) // 2, in_memory)
+    most = min(window // 2, in_memory)
     while long > most:
         long //= 2
     if long < _LEAST_LONG:
@@ -243,18 +212,14 @@ def check_context(model: nn.Module, plan: MeasurementPlan, context: int) -> None
     """Raise OptionError unless steps can be measured behind so many tokens."""
     longest = (context_length(model) or _UNENDING) - plan.within(0).room
     if not 1 <= context <= longest:
-        raise OptionError(
-            f"a context of {context} tokens: choose 1 to {longest} for this model"
-            if longest > 0
-            else "the model's context is too short for a measurement"
-        )
+        raise OptionError(f"a context of {context} tokens: choose 1 to {longest} for this model")
 
 
 def calibrate(
     model: nn.Module,
     plan: MeasurementPlan,
     *,
-    context: int | None = None,
+    context: int,
     sequences: int = 1,
     on_prefill: Progress | None = None,
     on_progress: ShareDone | None = None,
@@ -267,9 +232,8 @@ def calibrate(
     Args:
         model: an mlx-lm model.
         plan: which steps, and for how long; see :data:`mlxspec.drafting.measurement.QUICK`.
-        context: tokens of context, instead of the plan's own number. Where the model's context
-            is too short for all steps after it, there are fewer rounds, and the plan's own number
-            becomes smaller.
+        context: tokens before the first step. Where the model's context is too short for all steps
+            after it, there are fewer rounds.
         sequences: how many share each step, every one with a context of its own. One row is a
             plain step of all, and each further row is one of a draft.
         on_prefill: called with context tokens done and context tokens in all.
@@ -280,28 +244,21 @@ def calibrate(
         one; and whether wide drafts are faster with their attention split, None if not measured.
 
     Raises:
-        OptionError: ``context`` is below 1, or too long for the model; ``sequences`` is below 1,
-            or more than share a forward of the model.
+        OptionError: ``sequences`` is more than share a forward of the model.
     """
     mode = joint_mode(model) if sequences > 1 else JointMode.ALONE
-    if sequences < 1 or (sequences > 1 and mode is JointMode.ALONE):
-        raise OptionError(
-            f"sequences is {sequences}: "
-            + ("choose 1 or more" if sequences < 1 else "a forward of this model takes 1")
-        )
+    if sequences > 1 and mode is JointMode.ALONE:
+        raise OptionError(f"sequences is {sequences}: a forward of this model takes 1")
     started = time.perf_counter()
     window = context_length(model) or _UNENDING
-    if context is None:
-        context = max(1, min(plan.context, window - plan.within(window - 1).room))
-    else:
-        check_context(model, plan, context)
     plan = plan.within(window - context)
     with wired_limit(model, [generation_stream]):
         steps = ModelSteps(model, context, on_prefill, sequences, mode)
         # The context grows by one token per step, and the widest step must fit at its end.
         room = max(1, min(1 + steps.target.max_depth, window - context - plan.tokens))
         split = None
-        if context >= _LEAST_LONG and room >= _SPLIT_ROWS and sequences == 1:
+        splits = context >= _LEAST_LONG and room >= _SPLIT_ROWS and sequences == 1
+        if splits and mx.default_device().type == mx.gpu:
             split = steps.splits_attention(started + plan.seconds / 2)
         run = steps.plain, steps.drafted
         return measure(*run, plan, room, started, time.perf_counter, on_progress), split
@@ -328,9 +285,7 @@ def _fill(target: Target, length: int) -> None:
     """
     missing = length - target.length
     _repeat(target.cache, target.length, missing)
-    drop_unseen(target.cache)
-    target.prefilled(missing)
-    mx.eval(target.arrays)
+    target.begin_at(length)
 
 
 def _repeat(caches: abc.Sequence[Any], length: int, count: int) -> None:
@@ -399,25 +354,17 @@ class ModelSteps:
         """Whether wide drafts are faster with their attention split; the model keeps the faster.
 
         Returns:
-            None on a CPU, which has no fused attention, or if there was no time to find out; the
-            model is then left as it is.
+            None if there was no time to find out; it is then not split.
         """
-        before = split_from(self._model)
         times: dict[int | None, list[float]] = {None: [], 0: []}
-        try:
-            while len(times[0]) < _SPLIT_TRIES and mx.default_device().type == mx.gpu:
-                for least, seconds in times.items():
-                    split_attention(self._model, least)
-                    seconds.append(self.drafted(_SPLIT_ROWS))
-                if time.perf_counter() > end:
-                    break
-        finally:
-            split_attention(self._model, before)
-        if len(times[0]) < 2:
-            return None
-        pays = min(times[0][1:]) < _SPLIT_GAIN * min(times[None][1:])
+        for least in (None, 0) * _SPLIT_TRIES:
+            if time.perf_counter() < end:
+                split_attention(self._model, least)
+                times[least].append(self.drafted(_SPLIT_ROWS))
+        known = len(times[0]) > 1
+        pays = known and min(times[0][1:]) < _SPLIT_GAIN * min(times[None][1:])
         split_attention(self._model, 0 if pays else None)
-        return pays
+        return pays if known else None
 
     def plain(self, tokens: int) -> list[float]:
         """Seconds of each of ``tokens`` pipelined plain steps."""
@@ -505,59 +452,20 @@ def costs_for(
         on_progress: called with the share done, 0 to 1, during a first measurement, which takes
             less than 3 seconds.
     """
-    cache = cache or CostCache()
-    key = cost_key(model)
+    cache, key = cache or CostCache(), cost_key(model)
     found = cache.read(key)
     if any(_is_enough(known.times, model) for known in found.values()):
         _log.info("step times are known from %s", cache.directory / key.file_name)
     else:
         found = {}
-    # An earlier process may have had no time for the long context, or a busy machine.
-    if not found or (len(found) == 1 and chain_capability(model) is not Capability.PLAIN):
-        missing = _measured(model, bool(found), on_progress or (lambda share: None))
-        found = found | missing
-        if any(known.source == "quick" for known in missing.values()):
-            cache.update(key, missing)
-    split_attention(model, split_length(found))
-    return KeptCosts(cache, key, found)
-
-
-def _measured(model: nn.Module, only_long: bool, on_progress: ShareDone) -> TimesByContext:
-    """Measure step times quickly, by context length.
-
-    If the machine is too busy or too slow to measure drafts, it is a plain step's time alone.
-
-    Args:
-        model: an mlx-lm model.
-        only_long: whether the times behind a short context are known.
-        on_progress: called with the share done, 0 to 1.
-    """
-    started = time.perf_counter()
-    found: TimesByContext = {}
     short, *longer = measured_contexts(model)
-    wanted = [] if only_long else [(QUICK, short)]
-    wanted += [(QUICK_LONG, context) for context in longer[-1:]]
-
-    def part_done(done: float, share: float) -> None:
-        on_progress(done + share / len(wanted))
-
-    for number, (plan, context) in enumerate(wanted):
-        is_long = context > short
-        left = QUICK.seconds + QUICK_LONG.seconds - (time.perf_counter() - started)
-        times, split = calibrate(
-            model,
-            replace(plan, seconds=max(plan.seconds, left)) if found else plan,
-            context=context if is_long else None,
-            on_progress=partial(part_done, number / len(wanted)),
-        )
-        about = context, time.perf_counter() - started, _in_words(times)
-        _log.info("measured step times behind %d tokens, after %.1f s: %s", *about)
+    parts_done = partial(_in_part, on_progress or (lambda share: None), 1 + bool(longer))
+    if not found:
+        times, split = _measured(model, QUICK, short, parts_done(0))
         problem = noise(times)
-        if problem is None and not (len(times) > 1 if is_long else _is_enough(times, model)):
+        if not problem and not _is_enough(times, model):
             problem = "there was no time for steps over 2, 4 and 8 rows"
-        if problem is None:
-            found[context] = known_times(times, split, plan, "quick")
-        elif not is_long:
+        if problem:
             _log.warning(
                 "step times were measured while the machine was busy, or it is slow for this model "
                 "(%s): drafts begin with usual costs, which real steps correct; the next start "
@@ -565,9 +473,33 @@ def _measured(model: nn.Module, only_long: bool, on_progress: ShareDone) -> Time
                 problem,
             )
             plain = replace(times[0], uncertainty=_BUSY)
-            return {context: KnownTimes.now([plain], "steps")}
+            return KeptCosts(cache, key, {short: KnownTimes.now([plain], "steps")})
+        found[short] = known_times(times, split, QUICK, "quick")
+        cache.update(key, found)
+    # An earlier process may have had no time for the long context, or a busy machine.
+    if longer and len(found) == 1 and chain_capability(model) is not Capability.PLAIN:
+        times, split = _measured(model, QUICK_LONG, longer[-1], parts_done(1))
+        if len(times) > 1 and not noise(times):
+            found = found | {longer[-1]: known_times(times, split, QUICK_LONG, "quick")}
+            cache.update(key, found)
+    split_attention(model, split_length(found))
+    return KeptCosts(cache, key, found)
+
+
+def _in_part(on_progress: ShareDone, parts: int, done: int) -> ShareDone:
+    """A function for the progress of one of so many measurements, after ``done`` of them."""
+    return lambda share: on_progress((done + share) / parts)
+
+
+def _measured(
+    model: nn.Module, plan: MeasurementPlan, context: int, on_progress: ShareDone
+) -> tuple[list[KnownTime], bool | None]:
+    """:func:`calibrate`, with a line in the log."""
+    times, split = calibrate(model, plan, context=context, on_progress=on_progress)
+    words = ", ".join(f"T({time.rows}) {1000 * time.seconds:.1f} ms" for time in times)
+    _log.info("measured step times behind %d tokens: %s", context, words)
     mx.clear_cache()
-    return found
+    return times, split
 
 
 def split_length(found: TimesByContext) -> int | None:
@@ -579,16 +511,10 @@ def split_length(found: TimesByContext) -> int | None:
 
 
 def _is_enough(times: abc.Sequence[KnownTime], model: nn.Module) -> bool:
-    """Whether times show what drafts cost, or as much as the model has room for."""
-    if (context_length(model) or _UNENDING) < QUICK.context:
-        return True
+    """Whether times show what drafts cost, or that the model verifies none."""
     if len(times) == 1:
         return chain_capability(model) is Capability.PLAIN
     return is_whole(times)
-
-
-def _in_words(times: list[KnownTime]) -> str:
-    return ", ".join(f"T({time.rows}) {1000 * time.seconds:.1f} ms" for time in times)
 
 
 def known_times(

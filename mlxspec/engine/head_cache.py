@@ -12,7 +12,7 @@ from mlx_lm.models.cache import KVCache
 from ..models.heads import Head
 from ..models.heads.blocks import DFlash
 from .caches import cut, first_positions, for_steps, held_arrays
-from .patches import HiddenStates
+from .hidden import HiddenStates
 
 _MOST_UNSEEN = 64  # rows of steps that a head has not seen
 _MOST_HELD = 512  # rows of their forwards
@@ -166,7 +166,7 @@ class HeadCache:
             features: of the rows, (rows, width).
         """
         if isinstance(self._head, DFlash):
-            self._head.see(features[None], self.caches)
+            self._head.see([features[None]], [self.caches])
         elif self.caches:
             self._head(tokens[None], features[None], self.caches)
 

@@ -7,10 +7,10 @@ generation; they run the head for several sequences in one forward.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 from itertools import accumulate
 from typing import Any, Self, cast
 
@@ -27,8 +27,9 @@ from ..models.heads.loading import LEFT_OUT
 from ..models.model_files import one_line
 from .caches import SlotKVCache, TreeKVCache, WindowKVCache
 from .head_cache import HeadCache
+from .hidden import HiddenStates
 from .joint import JointCache, JointMode
-from .patches import HiddenStates, forward_at, install
+from .patches import forward_at, install
 from .sampling import Perturb, draft_values
 from .target import Capability, Target, evaluate_constants, vocabulary_size
 
@@ -74,7 +75,7 @@ class TrainedHead:
         own.append(mx.zeros(1, mx.int32), mx.zeros((1, self.head.width), dtype))
         return own.caches
 
-    @cached_property
+    @functools.cached_property
     def experience(self) -> HeadExperience:
         """What its drafts take, measured at first use, and what they have shown since."""
         target = Target(self.model, Capability.CHAIN, vocabulary_size(self.model))

@@ -141,9 +141,9 @@ class Joint:
         """
         ends = list(itertools.accumulate(map(len, tokens)))
         spans = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-        rows, masks = mx.concatenate(list(tokens)), dict[int | None, mx.array]()
+        rows = mx.concatenate(list(tokens))
         layers = [
-            SlotCaches(of_layer, masks) if batch else _of_layer(of_layer, spans, self.mode, tape)
+            SlotCaches(of_layer) if batch else _of_layer(of_layer, spans, self.mode, tape)
             for of_layer in zip(*caches, strict=True)
         ]
         at = mx.array(list(positions), dtype=mx.int32)
@@ -437,27 +437,24 @@ class SlotCaches:
 
     Args:
         members: per slot, its cache.
-        masks: shared by all layers, which make each mask once; by the size of the window.
     """
 
     offset = 0
     """0, since rows have absolute positions."""
 
-    def __init__(self, members: Sequence[SlotKVCache], masks: dict[int | None, mx.array]) -> None:
-        self._members, self._masks = members, masks
+    def __init__(self, members: Sequence[SlotKVCache]) -> None:
+        self._members = members
         lengths = [member.offset for member in members]
         self._longest = max(lengths) + 1
         self._lengths = mx.array(lengths)[:, None]
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         """The rows' mask, (slots, 1, 1, longest)."""
-        if window_size not in self._masks:
-            entries = mx.arange(self._longest)
-            seen = entries <= self._lengths
-            if window_size is not None:
-                seen &= entries > self._lengths - window_size
-            self._masks[window_size] = seen[:, None, None]
-        return self._masks[window_size]
+        entries = mx.arange(self._longest)
+        seen = entries <= self._lengths
+        if window_size is not None:
+            seen &= entries > self._lengths - window_size
+        return seen[:, None, None]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append one row per slot, (slots, heads, 1, head_dim); return all keys and values."""

@@ -60,12 +60,14 @@ def stated_context_length(args: Any) -> int | None:
 
 
 def named_positions(model: nn.Module) -> set[int]:
-    """Positions that the configuration names: lengths, windows, chunks, the ends of scalings.
+    """Positions that the configuration names: lengths, windows, chunks, the ends of scalings,
+    and where sparse attention begins.
 
     If a model's rule for positions changes somewhere, it is usually at one of these.
     """
     found = _numbers(_settings(model), lambda name: any(word in name for word in _WORDS))
-    return {number for number in found | {context_length(model) or 0} if number in _NUMBERS}
+    found |= {context_length(model) or 0, sparse_crossing(model) or 0}
+    return {number for number in found if number in _NUMBERS}
 
 
 def crossings(model: nn.Module) -> list[int]:
@@ -148,10 +150,10 @@ class CacheKind:
     """
 
     name: str
-    count: int
-    positions: int | None
-    bytes_per_position: int | None
-    state_bytes: int | None
+    count: int = 1
+    positions: int | None = None
+    bytes_per_position: int | None = None
+    state_bytes: int | None = None
 
 
 def cache_kinds(
@@ -177,13 +179,11 @@ def cache_kinds(
 
 
 def _kind_of(cache: Any) -> CacheKind:
-    kind = CacheKind(type(cache).__name__, 1, None, None, None)
+    name = type(cache).__name__
     if isinstance(cache, ArraysCache):
-        return replace(kind, state_bytes=cache.nbytes)
-    if isinstance(cache, QuantizedKVCache):
-        return replace(kind, bytes_per_position=cache.nbytes // cache.keys[0].shape[2])
-    if isinstance(cache, KVCache | RotatingKVCache | ChunkedKVCache):
-        positions = getattr(cache, "max_size", None) or getattr(cache, "chunk_size", None)
-        each = cache.nbytes // cache.keys.shape[2]
-        return replace(kind, positions=positions, bytes_per_position=each)
-    return kind
+        return CacheKind(name, state_bytes=cache.nbytes)
+    if not isinstance(cache, KVCache | QuantizedKVCache | RotatingKVCache | ChunkedKVCache):
+        return CacheKind(name)
+    keys = cache.keys[0] if isinstance(cache, QuantizedKVCache) else cache.keys
+    positions = getattr(cache, "max_size", None) or getattr(cache, "chunk_size", None)
+    return CacheKind(name, positions=positions, bytes_per_position=cache.nbytes // keys.shape[2])

@@ -11,8 +11,8 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast, overload
 
@@ -34,7 +34,9 @@ from safetensors import SafetensorError, safe_open
 from ..errors import FileError, OptionError
 from ..files import check_writable, replaced
 from .caches import TreeKVCache, TreeQuantizedKVCache, WindowKVCache, cached_length, parts
-from .target import Target
+from .capability import capability_with
+from .params import CacheOptions
+from .target import Capability, Target, target_for
 
 _MLX_LM_CLASSES: dict[type, Any] = {
     TreeKVCache: KVCache,
@@ -79,63 +81,50 @@ def as_mlx_lms(cache: Any) -> Any:
 
 
 class CacheLease:
-    """A request's use of caches: new ones for this request alone, or the caller's.
+    """A generation's use of the caller's caches, which are returned at its end.
 
-    The caller's are returned at the request's end. Until then a target has their arrays, since MLX
-    writes into an array in place only if nothing else refers to it. A target's caches may also be
-    ahead of the output that the caller has read.
+    Until then a target has their arrays, since MLX writes into an array in place only if nothing
+    else refers to it. A target's caches may also be ahead of the output that the caller has read.
 
     Args:
-        new_target: makes a target; called with caches of the same content as the caller's, if any.
-        prompt: token ids.
         caches: the caller's, from :func:`lent_caches`; untouched until :meth:`take`.
-
-    Attributes:
-        keeps: whether the caches are needed after the request's end.
     """
 
-    def __init__(
-        self,
-        new_target: Callable[..., Target],
-        prompt: Sequence[int],
-        caches: list[Any] | None = None,
-    ) -> None:
-        self._new_target = new_target
-        self._prompt = [*prompt]
+    def __init__(self, caches: list[Any]) -> None:
         self._caches = caches
         self._target: Target | None = None
-        self.keeps = caches is not None
 
-    def take(self) -> tuple[Target, int]:
-        """Take the caches; returns the target, and how many prompt tokens its cache holds.
+    def take(
+        self, model: nn.Module, capability: Capability, vocab_size: int, options: CacheOptions
+    ) -> Target:
+        """Take the caches; the arguments are those of :class:`Target`.
 
         Raises:
             FileError: another generation has borrowed them.
         """
-        if self._caches is None:
-            return self._new_target(), 0
-        held = [copy.copy(cache) for cache in self._caches]
-        if any(isinstance(cache, _LentCache) for cache in held):
+        if any(isinstance(cache, _LentCache) for cache in self._caches):
             raise FileError(_IN_USE)
-        target = self._new_target(held)
+        held = [copy.copy(cache) for cache in self._caches]
+        able = capability_with(held, capability)
+        target = target_for(model, able, vocab_size, options, held)
         self._start, self._target = target.length, target
         for cache in self._caches:
             cache.__class__ = _LentCache
             vars(cache).clear()
-        return target, 0
+        return target
 
-    def give_back(self, context: Sequence[int]) -> None:
-        """Return the caches after the request has ended, for any reason.
+    def give_back(self, prompt: Sequence[int], context: Sequence[int]) -> None:
+        """Return the caches after the generation has ended, for any reason.
 
         Args:
+            prompt: token ids.
             context: the prompt, and the output that the consumer has read.
         """
-        target = self._target
-        if target is None or self._caches is None:
+        if not (target := self._target):
             return
         with mx.stream(generation_stream):
             target.truncate(min(target.length, self._start + len(context)))
-            if len(context) > len(self._prompt):  # run also what the target has not seen
+            if len(context) > len(prompt):  # run also what the target has not seen
                 target.prefill(context[target.length - self._start :])
             returned = [as_mlx_lms(cache) for cache in target.cache]
             mx.eval([part.state for part in parts(returned)])
@@ -240,20 +229,22 @@ def load_prompt_cache(
     Raises:
         FileError: the file is missing, damaged, or not a prompt cache.
     """
-    with _read_errors(Path(file_name)):
-        cache, metadata = mlx_lm_caches.load_prompt_cache(str(file_name), return_metadata=True)
-        mx.eval([part.state for part in cache])
-    metadata = metadata or {}  # "" if the file has none
+    cache, metadata, _ = read_prompt_cache(file_name)
     return (cache, metadata) if return_metadata else cache
 
 
-def head_in(file_name: str | os.PathLike[str], layers: int) -> list[mx.array]:
-    """What a file of a cache with so many layers keeps of a trained head; empty without one."""
+def read_prompt_cache(
+    file_name: str | os.PathLike[str],
+) -> tuple[list[Any], dict[str, str], list[mx.array]]:
+    """The caches and the metadata of a file, and what it keeps of a trained head, if anything."""
     with _read_errors(Path(file_name)):
-        arrays = cast(dict[str, mx.array], mx.load(str(file_name)))
-        found = [arrays[f"{layers}.{n}"] for n in range(len(arrays)) if f"{layers}.{n}" in arrays]
-        mx.eval(found)
-    return found
+        cache, metadata = mlx_lm_caches.load_prompt_cache(str(file_name), return_metadata=True)
+        arrays, after = cast(dict[str, mx.array], mx.load(str(file_name))), f"{len(cache)}."
+        head = [
+            arrays[f"{after}{n}"] for n in range(sum(name.startswith(after) for name in arrays))
+        ]
+        mx.eval([part.state for part in cache], head)
+    return cache, metadata or {}, head  # mlx-lm's is "" if the file has none
 
 
 def read_prompt_cache_metadata(path: Path) -> dict[str, str]:
@@ -270,6 +261,9 @@ def read_prompt_cache_metadata(path: Path) -> dict[str, str]:
     return metadata or {}
 
 
+_DAMAGES = RuntimeError, SafetensorError, AttributeError, LookupError, TypeError, ValueError
+
+
 @contextmanager
 def _read_errors(file: Path) -> Iterator[None]:
     """Check that a file is whole; turn errors of reading it into one line that names it."""
@@ -282,14 +276,10 @@ def _read_errors(file: Path) -> Iterator[None]:
         raise FileError(
             f"{file} cannot be read ({error.strerror}): name a file that you can read"
         ) from error
-    except (RuntimeError, SafetensorError) as error:
+    except _DAMAGES as error:
         raise FileError(
-            f"{file} is truncated or damaged: make it again with 'mlxspec cache-prompt'"
-        ) from error
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise FileError(
-            f"{file} holds no prompt cache that this version of mlx-lm reads: make it with "
-            "'mlxspec cache-prompt'"
+            f"{file} is damaged, or holds no prompt cache that this version of mlx-lm reads: make "
+            "it again with 'mlxspec cache-prompt'"
         ) from error
 
 
@@ -355,21 +345,13 @@ def check_fits(cache: Sequence[Any], model: nn.Module, source: str) -> None:
         FileError: the number of layers or the shapes differ.
     """
     own = make_prompt_cache(model)
-    if len(own) != len(cache):
-        raise FileError(
-            f"{source} is another model's: it caches {len(cache)} layers, the model has "
-            f"{len(own)}; name the model that made it"
-        )
     model(mx.array([[0]]), cache=own)
-    try:
-        fits = all(_fits(*pair) for pair in zip(parts(cache), parts(own), strict=True))
-    except (ValueError, NotImplementedError):  # the model's cannot be quantised like that
-        fits = False
-    if not fits:
-        raise FileError(
-            f"{source} is another model's: its keys and values have other shapes; name the "
-            "model that made it"
-        )
+    with suppress(ValueError, NotImplementedError):  # of another length, or never quantised
+        if all(_fits(*pair) for pair in zip(parts(cache), parts(own), strict=True)):
+            return
+    raise FileError(
+        f"{source} is another model's, with other keys and values: name the model that made it"
+    )
 
 
 def _fits(cache: Any, own: Any) -> bool:

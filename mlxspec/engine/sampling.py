@@ -67,7 +67,6 @@ class Chooser:
             ),
             *(params.logits_processors or ()),
         ]
-        self._first_kept = _first_kept(params)
         self.greedy = params.temp == 0 and params.sampler is None
         self.takes_argmax = self.greedy and not self._processors and not grammar
         self.looks_ahead = not params.allows_drafts
@@ -80,12 +79,12 @@ class Chooser:
     def begin(self, prompt: Sequence[int]) -> None:
         """Begin a generation whose context is ``prompt``."""
         if self._processors:
-            self._context = np.array(prompt, dtype=np.int32)[self._first_kept :]
+            self._context = np.array(prompt, dtype=np.int32)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append emitted tokens to the context."""
         if self._processors:
-            self._context = self._with(tokens)[self._first_kept :]
+            self._context = self._with(tokens)
 
     def contexts(self, tree: DraftTree, unknown: mx.array | None = None) -> list[mx.array] | None:
         """The context of each node's choice, for :meth:`choose`; None without processors.
@@ -209,17 +208,6 @@ def draft_values(logits: mx.array, place: int, target: Target, perturb: Perturb)
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     # The target has not run the current token, whose position is the target's length.
     return perturb(logprobs, [target.length + 1 + place])
-
-
-def _first_kept(params: SamplingParams) -> int:
-    """The index of the first token that processors need, which bounds the cost of long contexts."""
-    penalties = (
-        (params.repetition_penalty, params.repetition_context_size),
-        (params.presence_penalty, params.presence_context_size),
-        (params.frequency_penalty, params.frequency_context_size),
-    )
-    sizes = [size for penalty, size in penalties if penalty]
-    return 0 if params.logits_processors or 0 in sizes else -max(sizes, default=1)
 
 
 def _words(seed: int | None) -> list[int]:

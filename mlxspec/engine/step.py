@@ -20,11 +20,12 @@ from mlx_lm.generate import generation_stream
 
 from ..drafting.costs import LiveCosts
 from ..drafting.drafter import Drafter, DraftTree, VerifiedStep, accept, checked_draft
+from ..drafting.lookahead import WINDOW
 from ..drafting.planner import NO_PLAN, Plan, Planner, log_fault, plan_drafts
 from .caches import held_arrays, move_rows, parts
 from .joint import Joint, JointMode, JointRows, joint_for
 from .sampling import Chooser
-from .target import Capability, Progress, Target
+from .target import Capability, Target
 
 _Result = TypeVar("_Result")
 
@@ -95,10 +96,10 @@ class Sequence:
         self._open = False
         self._uncounted = 0.0  # seconds of the drafter's last ``observe``
 
-    def begin(self, on_progress: Progress = lambda done, total: None) -> None:
+    def begin(self) -> None:
         """Run the prompt except its last token."""
-        for done, total in self.begin_in_chunks():
-            on_progress(done, total)
+        for _ in self.begin_in_chunks():
+            pass
 
     def begin_in_chunks(
         self, chunk: Callable[[], int] | None = None
@@ -192,7 +193,7 @@ class Sequence:
         # First, since the grammar and the target expect ids that the model knows.
         tree = tree.pruned(max_depth, self.target.vocab_size)
         # The rows of lookahead's window are not drafts and need not satisfy the grammar.
-        if self.chooser.grammar and not self.drafter.window_rows():
+        if self.chooser.grammar and WINDOW not in tree.origins:
             tree = self.chooser.grammar.allowed(tree)
         return tree if self.target.capability is Capability.TREE else tree.first_chain()
 

@@ -1,8 +1,4 @@
-"""The target: a model's forwards over a draft's rows and a prompt's chunks, and their caches.
-
-:class:`ContextCache` knows no model: it keeps the caches at exactly the accepted context.
-:class:`Target` runs a model over these caches.
-"""
+"""The target: a model's forwards over a draft's rows and a prompt's chunks, and their caches."""
 
 from __future__ import annotations
 
@@ -47,25 +43,70 @@ takes a copy of states that cannot be cut."""
 _AFTER_MARK = 16  # tokens of a prompt; what opens an answer in chat templates is shorter
 
 
-class ContextCache:
-    """Caches that hold exactly what was accepted of a context.
+class Capability(enum.Enum):
+    """What drafts a target can verify, the most capable first."""
 
-    A forward is announced by :meth:`begin_forward`, writes its rows, and :meth:`commit` keeps some
-    of them. Between two commits, and after an interrupt anywhere, :meth:`truncate` returns to what
-    was committed.
+    TREE = "tree"
+    """Branching drafts: KV caches, and positions that come from RoPE modules alone."""
 
-    If it ``replays``, some state cannot be cut back. After a partial rejection it is computed for
-    the accepted rows from the forward's tape. Without a tape, it is restored to what it was before
-    the step, and the accepted tokens run again.
+    CHAIN = "chain"
+    """Drafts in a row: every cache can be cut back."""
+
+    REPLAY = "replay"
+    """Drafts in a row: some state cannot be cut back (state-space and linear attention, short
+    convolutions). After a rejection it is computed again for the accepted rows."""
+
+    PLAIN = "plain"
+    """No drafts: several rows in one forward do not give what they give one by one."""
+
+
+Progress = Callable[[int, int], None]
+"""Called with the number of prompt tokens processed so far and the number in all."""
+
+
+def vocabulary_size(model: nn.Module) -> int:
+    """The number of token ids that a model knows, including those that pad its output layer."""
+    # The graph is built for its shape and never evaluated.
+    return model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1]
+
+
+def evaluate_constants(model: nn.Module) -> None:
+    """Evaluate what a model has computed for itself when it was made, such as RoPE's frequencies.
+
+    Loading evaluates parameters only, and a lazy array can be read only in the thread that made
+    it.
+    """
+    constants = [
+        value
+        for module in model.modules()
+        for name, value in module.items()
+        if name.startswith("_") and isinstance(value, mx.array)
+    ]
+    mx.eval(constants)
+
+
+class Target:
+    """A model, run over rows that follow the context in its caches.
+
+    The caches hold exactly what was accepted. :meth:`forward` writes a draft's rows into them, and
+    :meth:`commit` keeps some of these. Between two commits, and after an interrupt anywhere,
+    :meth:`truncate` returns to what was committed.
+
+    If some state cannot be cut back (with the capability ``REPLAY`` or ``PLAIN``), it is computed
+    for the accepted rows from the forward's tape after a partial rejection. Without a tape, it is
+    restored to what it was before the step, and the accepted tokens run again.
 
     Args:
-        cache: mlx-lm's caches, with what they hold.
+        model: an mlx-lm model.
+        capability: what drafts the model can verify, from :mod:`mlxspec.engine.capability`.
+        vocab_size: from :func:`vocabulary_size`.
         options: the memory of the caches.
-        replays: whether forwards are undone by restoring states; otherwise all caches can be cut.
+        cache: mlx-lm's caches to continue, with what they hold; by default new ones. They are
+            used as they are until the end of the prefill, or :meth:`begin_at`.
         marks: how many of the last prefills :meth:`rewind` can return to, where the caches cannot
             be cut to any length. The mark is 16 tokens before a prefill's end, since the next
             turn of a conversation may differ in the tokens that open the answer.
-        undoable: how many of the last forwards :meth:`truncate` can undo if it replays.
+        undoable: how many of the last forwards :meth:`truncate` can undo if states cannot be cut.
 
     Attributes:
         cache, trimmable: the caches, and those parts of them that can be cut back.
@@ -82,19 +123,27 @@ class ContextCache:
 
     def __init__(
         self,
-        cache: Sequence[Any],
-        options: CacheOptions,
-        replays: bool,
+        model: nn.Module,
+        capability: Capability,
+        vocab_size: int,
+        options: CacheOptions | None = None,
+        cache: Sequence[Any] | None = None,
         marks: int = 0,
         undoable: int = UNDOABLE,
     ) -> None:
-        self.options = options
+        self.model = model
+        self.capability = capability
+        self.vocab_size = vocab_size
+        self.options = options or CacheOptions()
+        if cache is None:
+            cache = make_prompt_cache(model, self.options.max_kv_size)
         self.mark_at = 0
-        self._quantizes_later = options.kv_bits is not None and not are_quantized(cache)
-        self._replays = replays
+        self._quantizes_later = self.options.kv_bits is not None and not are_quantized(cache)
+        self._replays = capability in (Capability.REPLAY, Capability.PLAIN)
+        if capability is Capability.REPLAY:
+            install(model)
         self.use(list(cache))
-        self.length = cached_length(self.cache)
-        self.chunks_from = self.length
+        self.length = self.chunks_from = cached_length(self.cache)
         self._tree: DraftTree
         """The rows of the last forward."""
         self.tape: Tape | None = None
@@ -102,6 +151,9 @@ class ContextCache:
         """Whether a state is not that of ``length``, if it replays."""
         self._checkpoints: deque[Snapshot] = deque(maxlen=undoable)
         self._marks: deque[Snapshot] = deque(maxlen=marks)
+        trained = getattr(model, "trained_head", None)
+        if trained:
+            self.head = trained.new_cache(self.length)
 
     def use(self, caches: list[Any]) -> None:
         """Run on these caches from now on, sorted by whether they can be cut back."""
@@ -125,10 +177,11 @@ class ContextCache:
         """Whether a cache is quantised, or will be."""
         return self._quantizes_later or are_quantized(self.cache)
 
-    def prefilled(self, tokens: int) -> None:
-        """Count tokens that were put into the caches without a forward."""
-        self.length += tokens
+    def begin_at(self, length: int) -> None:
+        """Count what the caches hold as a context of this length, to which it can be rewound."""
         self._change_for_steps()
+        self.length, self.chunks_from = length, 0
+        self.mark()
 
     def _change_for_steps(self) -> None:
         self.use([for_steps(cache) for cache in self.cache])
@@ -190,7 +243,8 @@ class ContextCache:
 
     def _run_again(self, tokens: Sequence[int]) -> None:
         """Run accepted tokens through the model, after the states before them were restored."""
-        raise NotImplementedError
+        self.model(mx.array(list(tokens))[None], cache=self.cache)
+        mx.async_eval(held_arrays(parts(self.cache)))
 
     def _recompute_states(self, rows: int) -> bool:
         """Compute the states after the first rows of the last forward, if its tape allows it.
@@ -280,6 +334,18 @@ class ContextCache:
         mx.eval(held_arrays(parts(copies)))
         return copies
 
+    def fork(self, length: int, room: int) -> Target:
+        """A target that begins with a copy of the first positions.
+
+        The arguments are those of :meth:`copied`.
+        """
+        own = self.model, self.capability, self.vocab_size, self.options
+        forked = type(self)(*own, self.copied(length, room), self._marks.maxlen or 0)
+        forked.begin_at(length)
+        if self.head:
+            forked.head = self.head.copied(length)
+        return forked
+
     def _content_at(self, length: int, cache: Any) -> Any:
         """A cache that ends at a length or can be cut to it."""
         if isinstance(cache, CacheList):
@@ -312,110 +378,7 @@ class ContextCache:
         quantized = self.options.kv_bits is not None and not self._quantizes_later
         return quantized and length < min(self.options.quantized_kv_start, self.length)
 
-
-class Capability(enum.Enum):
-    """What drafts a target can verify, the most capable first."""
-
-    TREE = "tree"
-    """Branching drafts: KV caches, and positions that come from RoPE modules alone."""
-
-    CHAIN = "chain"
-    """Drafts in a row: every cache can be cut back."""
-
-    REPLAY = "replay"
-    """Drafts in a row: some state cannot be cut back (state-space and linear attention, short
-    convolutions). After a rejection it is computed again for the accepted rows."""
-
-    PLAIN = "plain"
-    """No drafts: several rows in one forward do not give what they give one by one."""
-
-
-Progress = Callable[[int, int], None]
-"""Called with the number of prompt tokens processed so far and the number in all."""
-
-
-def vocabulary_size(model: nn.Module) -> int:
-    """The number of token ids that a model knows, including those that pad its output layer."""
-    # The graph is built for its shape and never evaluated.
-    return model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1]
-
-
-def evaluate_constants(model: nn.Module) -> None:
-    """Evaluate what a model has computed for itself when it was made, such as RoPE's frequencies.
-
-    Loading evaluates parameters only, and a lazy array can be read only in the thread that made
-    it.
-    """
-    constants = [
-        value
-        for module in model.modules()
-        for name, value in module.items()
-        if name.startswith("_") and isinstance(value, mx.array)
-    ]
-    mx.eval(constants)
-
-
-class Target(ContextCache):
-    """A model, run over rows that follow the context in its caches.
-
-    Args:
-        model: an mlx-lm model.
-        capability: what drafts the model can verify, from :mod:`mlxspec.engine.capability`.
-        vocab_size: from :func:`vocabulary_size`.
-        options: the memory of the caches.
-        cache: mlx-lm's caches to continue, with what they hold; by default new ones. They are
-            used as they are until the end of the prefill, or :meth:`begin_at`.
-        marks, undoable: as for :class:`ContextCache`.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        capability: Capability,
-        vocab_size: int,
-        options: CacheOptions | None = None,
-        cache: Sequence[Any] | None = None,
-        marks: int = 0,
-        undoable: int = UNDOABLE,
-    ) -> None:
-        options = options or CacheOptions()
-        if cache is None:
-            cache = make_prompt_cache(model, options.max_kv_size)
-        replays = capability in (Capability.REPLAY, Capability.PLAIN)
-        super().__init__(cache, options, replays, marks, undoable)
-        if capability is Capability.REPLAY:
-            install(model)
-        self.model = model
-        self.capability = capability
-        self.vocab_size = vocab_size
-        trained = getattr(model, "trained_head", None)
-        if trained:
-            self.head = trained.new_cache(self.length)
-
-    def begin_at(self, length: int) -> None:
-        """Count the given caches as a context of this length, to which it can be rewound."""
-        self._change_for_steps()
-        self.length, self.chunks_from = length, 0
-        self.mark()
-
-    def fork(self, length: int, room: int) -> Target:
-        """A target that begins with a copy of the first positions.
-
-        The arguments are those of :meth:`copied`.
-        """
-        forked = self._beside(self.copied(length, room))
-        forked.begin_at(length)
-        if self.head:
-            forked.head = self.head.copied(length)
-        return forked
-
-    def _beside(self, cache: Sequence[Any]) -> Target:
-        """A target of the same kind, over other caches."""
-        return Target(*self._as_this(cache))
-
-    def _as_this(self, cache: Sequence[Any]) -> tuple[Any, ...]:
-        own = self.model, self.capability, self.vocab_size, self.options
-        return *own, cache, self._marks.maxlen
+    # --- forwards ---
 
     @property
     def max_depth(self) -> int:
@@ -539,10 +502,6 @@ class Target(ContextCache):
             self.head.note(tokens)
         return logits[0]
 
-    def _run_again(self, tokens: Sequence[int]) -> None:
-        self.model(mx.array(list(tokens))[None], cache=self.cache)
-        mx.async_eval(held_arrays(parts(self.cache)))
-
 
 Result = TypeVar("Result")
 
@@ -571,9 +530,9 @@ def together(function: Callable[..., Result], model: nn.Module, *args: Any) -> R
     """Call a function that runs forwards of a model, on all machines over which it is split.
 
     Args:
-        function: one of :data:`mlxspec.distributed.ranks.REPEATED`.
+        function: one of mlxspec's.
         model: its first argument.
-        args: its other arguments, which JSON can hold.
+        args: its other arguments, as for :meth:`mlxspec.distributed.ranks.Leader.repeating`.
     """
     leader = getattr(model, "leader", None)
     return leader.run(function, model, *args) if leader else function(model, *args)

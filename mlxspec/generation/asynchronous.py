@@ -1,15 +1,19 @@
-"""Generations in asyncio tasks, which one thread of a decoder runs."""
+"""A thread that runs engines for asyncio tasks, and the generations of ``astream`` in one."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
+import logging
 import threading
-import weakref
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Hashable
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import mlx.nn as nn
+from mlx_lm.generate import generation_stream, wired_limit
 
 from ..errors import OptionError
 from .engine import Engine
@@ -18,138 +22,229 @@ from .options import GenerationOptions
 from .request import Request
 from .response import GenerationResponse
 
-_AHEAD = 64  # responses that may wait for their consumer; each may hold a row of logits
-_READ = 16  # the consumer reports this many read responses at once
+_log = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
 
 
-class EngineThread:
-    """Runs a decoder's generations for asyncio tasks, all in one thread.
+class RequestStream:
+    """What a thread sends of some requests to the asyncio task that creates this.
 
-    They share steps as in an :class:`Engine`, even if their tasks run in different event loops.
-    The thread lives as long as this object, since MLX compiles again in each thread. Between
-    generations it holds no decoder, so that one can be freed.
+    Attributes:
+        loop: the task's event loop.
+        batches: the requests with what the thread has sent of each in one turn, in order.
     """
 
     def __init__(self) -> None:
-        self._commands: SimpleQueue[_Command | None] = SimpleQueue()
-        threading.Thread(
-            target=_serve, args=[self._commands], name="mlxspec astream", daemon=True
-        ).start()
-        weakref.finalize(self, self._commands.put, None).atexit = False
+        self.loop = asyncio.get_running_loop()
+        self.batches: asyncio.Queue[tuple[Any, list[Any]]] = asyncio.Queue()
 
-    async def stream(
-        self,
-        decoder: LoadedModel,
-        new_request: Callable[..., Request],
-        options: GenerationOptions,
-    ) -> AsyncGenerator[GenerationResponse, None]:
-        """What :meth:`mlxspec.Decoder.astream` returns.
 
-        Args:
-            decoder: runs the generation.
-            new_request: makes the request, given ``options`` and ``receive``.
-            options: the generation's options.
+class EngineThread:
+    """Runs engines in a thread of its own, which take turns.
+
+    Other threads communicate with it in two ways only: :meth:`call` puts a command into a queue,
+    and after each turn the thread hands what was sent to the event loops that wait for it. It
+    starts with the first command.
+
+    Args:
+        name: the thread's name.
+        stall: as for an :class:`Engine`, for all of them together.
+
+    Attributes:
+        engines: the engines by any key; to be changed only in the thread.
+        ending: the error for further commands, once the thread is to end, or has failed.
+    """
+
+    def __init__(self, name: str, stall: float = 0.15) -> None:
+        self.engines: dict[Hashable, Engine] = {}
+        self.ending: Exception | None = None
+        self.stall = stall
+        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._outbox: dict[tuple[RequestStream, Any], list[Any]] = {}
+        self._lock = threading.Lock()
+        """Held while a command is queued, so that none is queued after the end."""
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def call(self, function: Callable[..., _Result], *args: Any) -> Future[_Result]:
+        """Call a function in the thread, between two turns; returns its future result.
+
+        Raises what :attr:`ending` is.
         """
-        if options.get("prompt_cache") is not None:
-            raise OptionError(
-                "prompt_cache does not work with astream, which runs ahead of its consumer: pass "
-                "a session, or use stream"
-            )
-        stream = _Stream()
-        if on_progress := options.get("on_progress"):
-            options = {**options, "on_progress": partial(stream.call, on_progress)}
-        receive = partial(stream.call, stream.queue.put_nowait)
-        new_request = partial(new_request, options=options, receive=receive)
+        result: Future[_Result] = Future()
 
-        def send(method: Callable[[Engine], None]) -> None:
-            self._commands.put((decoder, method))
+        def command() -> None:
+            try:
+                result.set_result(function(*args))
+            except Exception as error:
+                result.set_exception(error)
 
-        ended = False
-        send(partial(stream.begin, new_request))
+        with self._lock:
+            if self.ending:
+                raise self.ending
+            if not self._thread.ident:
+                self._thread.start()
+            self._commands.put(command)
+        return result
+
+    def tell(self, key: Hashable, method: Callable[..., object], *args: Any) -> None:
+        """Call a method of an engine between two turns, if it is still there by then."""
+
+        def tell() -> None:
+            if engine := self.engines.get(key):
+                try:
+                    method(engine, *args)
+                except Exception:  # no caller waits for the result
+                    _log.exception("a command has failed")
+
+        with suppress(Exception):  # the thread is to end
+            self.call(tell)
+
+    def end(self, error: Exception) -> None:
+        """Carry out no more commands; requests end with ``error`` after the present turn."""
+        with self._lock:
+            self.ending = self.ending or error
+            self._commands.put(lambda: None)  # it may wait for one
+
+    def join(self) -> None:
+        """Wait for the end of the thread, if it has started."""
+        if self._thread.ident:
+            self._thread.join()
+
+    # --- in the thread ---
+
+    def send(self, stream: RequestStream, request: Request | None, item: object) -> None:
+        """Send something of a request to a task, which receives it at the end of the turn."""
+        self._outbox.setdefault((stream, request), []).append(item)
+
+    def _run(self) -> None:
         try:
-            for count in itertools.count(1):
-                response = await stream.queue.get()
+            while not self.ending:
+                self._obey()
+                # Without a model: it is for all of them.
+                with wired_limit(nn.Module(), [generation_stream]):
+                    while self._turn() or not self._commands.empty():
+                        if not self._commands.empty():
+                            self._obey()
+        finally:
+            self.end(RuntimeError("the thread that runs the models has failed"))
+            self._obey()  # earlier commands
+            for engine in [*self.engines.values()]:
+                engine.close(self.ending)
+            self.deliver()
+
+    def _obey(self) -> None:
+        """Wait for a command, and carry out all."""
+        self._commands.get()()
+        while not self._commands.empty():
+            self._commands.get()()
+
+    def _turn(self) -> bool:
+        """Run a turn of each engine with requests; returns whether there is more to do."""
+        if self.ending:
+            return False
+        engines = [engine for engine in self.engines.values() if engine.has_requests]
+        busy = False
+        for engine in engines:
+            engine.stall = self.stall / len(engines)
+            try:
+                busy |= engine.turn(hurried=len(engines) > 1)
+            except Exception as error:  # from the model: it ends all its generations
+                engine.close(error)
+        self.deliver()
+        return busy
+
+    def deliver(self) -> None:
+        """Hand what was sent to the event loops.
+
+        There is only one call per loop, since each call interrupts the loop and delays the thread.
+        """
+        outbox, self._outbox = self._outbox, {}
+        for loop in {stream.loop for stream, _ in outbox}:
+            with suppress(RuntimeError):  # the loop has ended; no task waits
+                loop.call_soon_threadsafe(_take, loop, outbox)
+
+
+def _take(
+    loop: asyncio.AbstractEventLoop, outbox: dict[tuple[RequestStream, Any], list[Any]]
+) -> None:
+    for (stream, request), items in outbox.items():
+        if stream.loop is loop:
+            stream.batches.put_nowait((request, items))
+
+
+# --- astream ---
+
+_AHEAD = 64  # responses that may wait for their consumer; each may hold a row of logits
+
+
+_thread = EngineThread("mlxspec astream")
+"""Runs the generations of all decoders: one thread, since MLX compiles again in each."""
+
+
+async def astream(
+    decoder: LoadedModel,
+    new_request: Callable[..., Request],
+    options: GenerationOptions,
+) -> AsyncGenerator[GenerationResponse, None]:
+    """What :meth:`mlxspec.Decoder.astream` returns.
+
+    Args:
+        decoder: runs the generation.
+        new_request: makes the request, given ``options`` and ``receive``.
+        options: the generation's options.
+    """
+    if options.get("prompt_cache") is not None:
+        raise OptionError(
+            "prompt_cache does not work with astream, which runs ahead of its consumer: pass "
+            "a session, or use stream"
+        )
+    stream = RequestStream()
+    if report := options.get("on_progress"):
+
+        def on_progress(done: int, total: int) -> None:
+            stream.loop.call_soon_threadsafe(report, done, total)
+
+        options = {**options, "on_progress": on_progress}
+    send = partial(_thread.send, stream, None)
+    request: Request | None = None
+
+    def begin() -> None:
+        nonlocal request
+        try:
+            request = new_request(options=options, receive=send)
+        except Exception as error:
+            send(error)
+            return
+        request.at_end = end
+        engine = Engine(decoder, max_unread=_AHEAD)
+        _thread.engines.setdefault(decoder, engine).add(request)
+
+    def end() -> None:
+        assert request
+        send(request.error)
+        if not _thread.engines[decoder].has_requests:
+            del _thread.engines[decoder]  # it would hold the decoder
+
+    def cancel() -> None:
+        if request and not request.done:
+            _thread.engines[decoder].cancel(request)
+
+    _thread.call(begin)
+    ended = False
+    try:
+        while True:
+            _, batch = await stream.batches.get()
+            for response in batch:
                 if not isinstance(response, GenerationResponse):
                     ended = True
                     if response:
                         raise response
                     return
                 yield response
-                if count % _READ == 0:
-                    send(stream.has_read)
-        finally:
-            if not ended:
-                send(stream.cancel)
-                while isinstance(await stream.queue.get(), GenerationResponse):
-                    pass
-
-
-_Command = tuple["LoadedModel", Callable[[Engine], None]]
-"""A decoder, and what to do with its engine."""
-
-
-class _Stream:
-    """Passes the responses of one generation from the thread to an asyncio task.
-
-    Attributes:
-        queue: responses, and finally None or the error that ended the generation, once its caches
-            have been returned. The task reads it in its event loop.
-    """
-
-    def __init__(self) -> None:
-        self.queue: asyncio.Queue[GenerationResponse | Exception | None] = asyncio.Queue()
-        self._loop = asyncio.get_running_loop()
-        self._request: Request | None = None
-
-    def call(self, function: Callable[..., object], *args: object) -> None:
-        """Call a function in the task's event loop."""
-        with suppress(RuntimeError):  # the loop is closed: no task waits
-            self._loop.call_soon_threadsafe(function, *args)
-
-    def begin(self, new_request: Callable[[], Request], engine: Engine) -> None:
-        """Make the request and add it to the engine."""
-        try:
-            request = self._request = new_request()
-        except Exception as error:
-            self.call(self.queue.put_nowait, error)
-            return
-        request.at_end = lambda: self.call(self.queue.put_nowait, request.error)
-        engine.add(request)
-
-    def has_read(self, engine: Engine) -> None:
-        """Report to the engine that the task has read ``_READ`` more responses."""
-        if self._request:
-            engine.has_read(self._request, _READ)
-
-    def cancel(self, engine: Engine) -> None:
-        """Cancel the request."""
-        if self._request:
-            engine.cancel(self._request)
-
-
-def _serve(commands: SimpleQueue[_Command | None]) -> None:
-    """Run the thread, until the command is None."""
-    while command := commands.get():
-        if not _run(command, commands):
-            return
-        del command  # and its decoder
-
-
-def _run(command: _Command | None, commands: SimpleQueue[_Command | None]) -> bool:
-    """Carry out commands until no generation is left; returns whether the thread continues."""
-    assert command
-    engine = Engine(command[0], max_unread=_AHEAD)
-    with engine.running():
-        try:
-            command[1](engine)
-            busy = True
-            while engine.has_requests:
-                while not (busy and commands.empty()):
-                    if (command := commands.get()) is None:
-                        return False
-                    command[1](engine)
-                    busy = True
-                busy = engine.turn()
-        except Exception as error:  # from the model: it ends all generations
-            engine.close(error)
-    return True
+            _thread.tell(decoder, Engine.has_read, request, len(batch))
+    finally:
+        if not ended:
+            _thread.call(cancel)
+            while isinstance((await stream.batches.get())[1][-1], GenerationResponse):
+                pass

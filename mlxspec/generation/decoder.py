@@ -9,9 +9,9 @@ import copy
 import os
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -26,11 +26,11 @@ from ..errors import FileError, OptionError
 from ..models.heads.loading import head_for, load_with_head
 from ..models.model import load
 from ..terminal import TokenPrinter
-from .asynchronous import EngineThread
+from .asynchronous import astream
 from .drafting import Auto, Drafting, Lookahead, PromptLookup, drafter_maker
 from .engine import responses
 from .loaded import LoadedModel
-from .options import GenerationOptions, MakeDrafter, Prompt, prompt_ids
+from .options import GenerationOptions, Prompt, prompt_ids
 from .request import Request
 from .response import GenerationResponse, GenerationResult
 
@@ -90,17 +90,15 @@ class Decoder(LoadedModel):
         return self.drafting.plans
 
     def stream(
-        self,
-        prompt: Prompt,
-        max_tokens: int = 250,
-        **options: Unpack[GenerationOptions],
+        self, prompt: Prompt, max_tokens: int = 250, **options: Unpack[GenerationOptions]
     ) -> Generator[GenerationResponse, None, None]:
         """Generate one response per token, with the decoder's drafter.
 
         Args:
             prompt: text, token ids, or messages, as for :meth:`decode`.
             max_tokens: the most tokens to generate.
-            options: sampling, stop strings and so on, as for :meth:`decode`.
+            options: sampling, stop strings and so on, as for :meth:`decode`, and the drafting
+                parameters of the decoder's class.
 
         Raises:
             PromptError, OptionError: as :meth:`decode`.
@@ -108,16 +106,12 @@ class Decoder(LoadedModel):
         return responses(self.new_request(prompt, max_tokens, options))
 
     def astream(
-        self,
-        prompt: Prompt,
-        max_tokens: int = 250,
-        make_drafter: MakeDrafter | None = None,
-        **options: Unpack[GenerationOptions],
+        self, prompt: Prompt, max_tokens: int = 250, **options: Unpack[GenerationOptions]
     ) -> AsyncGenerator[GenerationResponse, None]:
         """Generate as :meth:`stream` does, in an asyncio task, without blocking its event loop.
 
-        The model runs in a thread of the decoder. Up to 32 generations at once share its steps as
-        in ``batch_generate``, and each has the same output as alone. A generation runs up to 64
+        The model runs in a thread of its own. Up to 32 generations at once share its steps as in
+        ``batch_generate``, and each has the same output as alone. A generation runs up to 64
         tokens ahead of its consumer, then waits.
 
         Closing (``aclose``) or cancelling a generation ends it before its next step, and returns
@@ -125,22 +119,15 @@ class Decoder(LoadedModel):
         ``contextlib.aclosing`` closes it at once.
 
         Args:
-            prompt, max_tokens: as for :meth:`stream`.
-            make_drafter: a result of the decoder's :meth:`drafting_with`; by default the decoder
-                drafts as in :meth:`stream`.
-            options: as for :meth:`decode`, except ``prompt_cache``. ``on_progress`` is called in
-                the event loop.
+            prompt, max_tokens, options: as for :meth:`stream`, except ``prompt_cache``.
+                ``on_progress`` is called in the event loop.
 
         Raises:
             PromptError, OptionError, MlxspecError: as :meth:`decode`, with the first response.
             OptionError: ``prompt_cache`` is given, but the generation runs ahead of its consumer.
         """
-        new_request = partial(self.new_request, prompt, max_tokens, make_drafter=make_drafter)
-        return self._engine_thread.stream(self, new_request, options)
-
-    @cached_property
-    def _engine_thread(self) -> EngineThread:
-        return EngineThread()
+        new_request = partial(self.new_request, prompt, max_tokens)
+        return astream(self, new_request, options)
 
     def generate(
         self,
@@ -152,9 +139,8 @@ class Decoder(LoadedModel):
         """Generate, write the text to standard output meanwhile, and return the result.
 
         Args:
-            prompt, max_tokens: as in :meth:`stream`.
+            prompt, max_tokens, options: as for :meth:`stream`.
             color: colour accepted draft tokens and the model's own, at a terminal.
-            options: as for :meth:`decode`.
 
         Raises:
             PromptError, OptionError: as :meth:`decode`.
@@ -225,7 +211,8 @@ class Decoder(LoadedModel):
                 draft.
             TypeError: an option is unknown.
         """
-        return responses(self.new_request(prompt, max_tokens, options, lambda: drafter))
+        drafting = Drafting(maker=lambda: drafter)
+        return responses(self.new_request(prompt, max_tokens, options, drafting))
 
     def written(
         self, responses: Iterable[GenerationResponse], color: bool = True
@@ -245,19 +232,6 @@ class Decoder(LoadedModel):
         result.step_times = self.step_times.table()
         return result
 
-    def drafting_with(self, **parameters: Any) -> MakeDrafter:
-        """Return a function that makes one generation's drafter, for :meth:`astream`.
-
-        Args:
-            parameters: the drafting parameters of the decoder's ``stream``. :class:`AutoDecoder`
-                also takes ``prediction``, token ids that the output is expected to follow.
-
-        Raises:
-            OptionError: a parameter is out of range.
-            TypeError: a parameter is unknown.
-        """
-        return replace(self.drafting, **parameters).bound_to(self)
-
     def apart(self, memory_tokens: int) -> Self:
         """A decoder of the same model that remembers and learns separately from this one.
 
@@ -276,15 +250,14 @@ class Decoder(LoadedModel):
         prompt: Prompt,
         max_tokens: int,
         options: GenerationOptions,
-        make_drafter: MakeDrafter | None = None,
+        drafting: Drafting | None = None,
         receive: Callable[[GenerationResponse], object] = lambda response: None,
     ) -> Request:
         """Make a request that has not started, for :func:`.engine.responses` or an engine.
 
         Args:
-            prompt, max_tokens, options: as for :meth:`decode`.
-            make_drafter: makes the drafter when the request starts, if the model
-                verifies drafts; by default the decoder drafts as in :meth:`stream`.
+            prompt, max_tokens, options: as for :meth:`stream`.
+            drafting: what to draft from, instead of the decoder's.
             receive: an engine calls it with each response.
 
         Raises:
@@ -292,8 +265,11 @@ class Decoder(LoadedModel):
         """
         longest, template = context_length(self.model), options.get("chat_template_kwargs")
         tokens = prompt_ids(prompt, self.tokenizer, self.vocab_size, longest, template)
-        make_drafter = make_drafter or self.drafting_with()
-        return Request(self, tokens, max_tokens, options, make_drafter, receive)
+        given: Any = {**options}
+        drafting = drafting or self.drafting
+        own = {name: given.pop(name) for name in drafting.parameters & given.keys()}
+        make_drafter = partial(replace(drafting, **own).make, self)
+        return Request(self, tokens, max_tokens, given, make_drafter, receive)
 
 
 class AutoDecoder(Decoder):
@@ -317,6 +293,9 @@ class AutoDecoder(Decoder):
         head: a directory or Hub repository with a trained head, which drafts where no text is
             likely, or a loaded head. By default, one that comes with the model is used, unless the
             model is given loaded; False uses none.
+
+    Options:
+        prediction: token ids that the output of a generation is expected to follow.
 
     Raises:
         LoadError, OptionError, MlxspecError: as :class:`Decoder`.
@@ -348,12 +327,11 @@ class AutoDecoder(Decoder):
             found = head_for(model, head)
         drafting = replace(self.drafting, head=found)
         super().__init__(model, tokenizer, drafting, on_measuring=on_measuring)
-        if memory is None:
-            most = MAX_TOKENS if memory_tokens is None else memory_tokens
-            memory = Memory(most) if most else None
-        elif memory_tokens is not None:
+        if memory is not None and memory_tokens is not None:
             raise OptionError("memory and memory_tokens are given together: choose one")
-        elif memory.kept:
+        if memory is None and memory_tokens != 0:
+            memory = Memory(memory_tokens or MAX_TOKENS)
+        if memory and memory.kept:
             kept, own = memory.kept.identity, identify(self.tokenizer)
             if kept.fingerprint != own.fingerprint:
                 raise FileError(
@@ -378,57 +356,17 @@ class PromptLookupDecoder(Decoder):
 
     It looks for an earlier occurrence of the context's last n-gram in prompt and output, and drafts
     what followed; see :class:`mlxspec.PromptLookupDrafter`.
+
+    Options:
+        n_draft: the most draft tokens per step, 10 by default; 0 is plain decoding.
+        ngram_max: the longest n-gram to look up, 3 by default.
+        ngram_min: the shortest n-gram to look up, 1 by default.
     """
 
     drafting = PromptLookup()
 
-    def stream(
-        self,
-        prompt: Prompt,
-        max_tokens: int = 250,
-        n_draft: int = 10,
-        ngram_max: int = 3,
-        ngram_min: int = 1,
-        **options: Unpack[GenerationOptions],
-    ) -> Generator[GenerationResponse, None, None]:
-        """Generate one response per token.
-
-        Args:
-            prompt: text, token ids, or messages, as for :meth:`Decoder.decode`.
-            max_tokens: the most tokens to generate.
-            n_draft: the most draft tokens per step; 0 is plain decoding.
-            ngram_max: the longest n-gram to look up.
-            ngram_min: the shortest n-gram to look up.
-            options: sampling, stop strings and so on, as for :meth:`Decoder.decode`.
-
-        Raises:
-            PromptError, OptionError: as :meth:`Decoder.decode`.
-        """
-        drafting = PromptLookup(n_draft, ngram_max, ngram_min)
-        return responses(self.new_request(prompt, max_tokens, options, drafting.bound_to(self)))
-
-    def prompt_lookup(
-        self,
-        prompt: Prompt,
-        max_tokens: int = 250,
-        n_draft: int = 10,
-        ngram_max: int = 3,
-        ngram_min: int = 1,
-        color: bool = True,
-        **options: Unpack[GenerationOptions],
-    ) -> GenerationResult:
-        """Generate, write the text to standard output meanwhile, and return the result.
-
-        Args:
-            prompt, max_tokens, n_draft, ngram_max, ngram_min: as in :meth:`stream`.
-            color: colour accepted draft tokens and the model's own, at a terminal.
-            options: :meth:`stream`'s other options.
-
-        Raises:
-            PromptError, OptionError: as :meth:`Decoder.decode`.
-        """
-        stream = self.stream(prompt, max_tokens, n_draft, ngram_max, ngram_min, **options)
-        return self.written(stream, color)
+    prompt_lookup = Decoder.generate
+    """As :meth:`Decoder.generate`."""
 
 
 class LookaheadDecoder(Decoder):
@@ -436,73 +374,23 @@ class LookaheadDecoder(Decoder):
 
     Further rows of each step run Jacobi iterations over a window of the next positions. The
     n-grams that these produce go into a pool, and drafts are taken from the pool (Fu et al., ICML
-    2024, arXiv 2402.02057). The parameters in the paper and in its reference implementation:
+    2024, arXiv 2402.02057). A step has up to (N - 1)(W + G) rows, which pays only if rows are
+    cheap. With ``window_size="auto"`` no window runs, and the other options have no effect: drafts
+    are looked up in the context, and the measured cost of rows decides how many to draft, if any.
 
-    | paper | reference | here |
-    |---|---|---|
-    | W | WINDOW_SIZE | ``window_size``, columns of the window |
-    | N | LEVEL | ``ngram_size``, tokens of an n-gram; the window has N - 1 levels |
-    | G | GUESS_SET_SIZE | ``guess_set_size``, n-grams kept for one token and verified at once |
-    | | POOL_FROM_PROMPT | ``pool_from_prompt``, whether the pool starts with the prompt's n-grams |
-
-    A step has up to (N - 1)(W + G) rows, which pays only if rows are cheap. With
-    ``window_size="auto"`` no window runs: drafts are looked up in the context, and the measured
-    cost of rows decides how many tokens to draft, if any.
+    Options:
+        window_size: W in the paper, WINDOW_SIZE in its reference implementation: the columns of the
+            window; 0 and "auto", the default, run no window.
+        ngram_size: N, the reference's LEVEL: the tokens of an n-gram, 5 by default. The window has
+            N - 1 levels.
+        guess_set_size: G, the reference's GUESS_SET_SIZE: the n-grams kept for one token and
+            verified at once; W by default. -1, the reference's "no limit", means 64, since more
+            guesses cost more time than they save.
+        pool_from_prompt: the reference's POOL_FROM_PROMPT: whether the pool starts with the
+            prompt's n-grams, as by default.
     """
 
     drafting = Lookahead()
 
-    def stream(
-        self,
-        prompt: Prompt,
-        max_tokens: int = 250,
-        window_size: int | Literal["auto"] = "auto",
-        ngram_size: int = 5,
-        guess_set_size: int | None = None,
-        pool_from_prompt: bool = True,
-        **options: Unpack[GenerationOptions],
-    ) -> Generator[GenerationResponse, None, None]:
-        """Generate one response per token.
-
-        Args:
-            prompt: text, token ids, or messages, as for :meth:`Decoder.decode`.
-            max_tokens: the most tokens to generate.
-            window_size: W, the reference's WINDOW_SIZE; 0 and "auto" run no window. With "auto"
-                the next three have no effect.
-            ngram_size: N, the reference's LEVEL.
-            guess_set_size: G, the reference's GUESS_SET_SIZE; W by default. -1, the reference's
-                "no limit", means 64, since more guesses cost more time than they save.
-            pool_from_prompt: the reference's POOL_FROM_PROMPT.
-            options: sampling, stop strings and so on, as for :meth:`Decoder.decode`.
-
-        Raises:
-            PromptError, OptionError: as :meth:`Decoder.decode`.
-        """
-        drafting = Lookahead(window_size, ngram_size, guess_set_size, pool_from_prompt)
-        return responses(self.new_request(prompt, max_tokens, options, drafting.bound_to(self)))
-
-    def lookahead(
-        self,
-        prompt: Prompt,
-        max_tokens: int = 250,
-        window_size: int | Literal["auto"] = "auto",
-        ngram_size: int = 5,
-        guess_set_size: int | None = None,
-        pool_from_prompt: bool = True,
-        color: bool = True,
-        **options: Unpack[GenerationOptions],
-    ) -> GenerationResult:
-        """Generate, write the text to standard output meanwhile, and return the result.
-
-        Args:
-            prompt, max_tokens: as in :meth:`stream`.
-            window_size, ngram_size, guess_set_size, pool_from_prompt: as in :meth:`stream`.
-            color: colour accepted draft tokens and the model's own, at a terminal.
-            options: :meth:`stream`'s other options.
-
-        Raises:
-            PromptError, OptionError: as :meth:`Decoder.decode`.
-        """
-        sizes = window_size, ngram_size, guess_set_size, pool_from_prompt
-        stream = self.stream(prompt, max_tokens, *sizes, **options)
-        return self.written(stream, color)
+    lookahead = Decoder.generate
+    """As :meth:`Decoder.generate`."""

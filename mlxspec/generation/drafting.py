@@ -6,9 +6,9 @@ Importing this module does not import MLX, so the command line can check options
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ..corpus.memory import Memory
 from ..drafting.costs import Costs, FixedCosts
@@ -17,10 +17,7 @@ from ..drafting.kept import Experience
 from ..drafting.lookahead import LookaheadDrafter
 from ..drafting.planner import Planner
 from ..drafting.policy import trees_pay
-from ..drafting.sources import (
-    CombinedDrafter,
-    PromptLookupDrafter,
-)
+from ..drafting.sources import CombinedDrafter, PromptLookupDrafter
 from ..drafting.suffix_source import SuffixSource
 from ..errors import OptionError
 
@@ -32,7 +29,6 @@ if TYPE_CHECKING:
     from ..corpus.store import Store
     from ..models.heads import Head
     from .loaded import LoadedModel
-    from .options import MakeDrafter
 
 
 @dataclass(frozen=True)
@@ -44,12 +40,10 @@ class Drafting:
     """
 
     maker: Callable[[], Drafter] = field(default=NoDraft, kw_only=True)
+    parameters: ClassVar[AbstractSet[str]] = frozenset()
+    """The fields that each generation may set."""
     plans: ClassVar[bool] = False
     """Whether drafts are planned by the cost of steps."""
-
-    def new(self) -> Drafter:
-        """A drafter that is made without a decoder."""
-        return self.maker()
 
     def make(self, decoder: LoadedModel) -> Drafter:
         """Make the drafter of one generation.
@@ -57,11 +51,7 @@ class Drafting:
         Args:
             decoder: the decoder whose model verifies the drafts.
         """
-        return self.new()
-
-    def bound_to(self, decoder: LoadedModel) -> MakeDrafter:
-        """A function that makes the drafter of one generation of a decoder."""
-        return partial(self.make, decoder)
+        return self.maker()
 
     def apart(self, memory_tokens: int) -> Self:
         """The same, with an empty memory of ``memory_tokens`` in place of its memory, if any."""
@@ -83,6 +73,7 @@ class PromptLookup(Drafting):
     n_draft: int = 10
     ngram_max: int = 3
     ngram_min: int = 1
+    parameters = frozenset({"n_draft", "ngram_max", "ngram_min"})
 
     def __post_init__(self) -> None:
         self.new()
@@ -94,6 +85,9 @@ class PromptLookup(Drafting):
         if self.n_draft == 0:
             return NoDraft()
         return PromptLookupDrafter(self.n_draft, self.ngram_max, self.ngram_min)
+
+    def make(self, decoder: LoadedModel) -> Drafter:
+        return self.new()
 
 
 @dataclass(frozen=True)
@@ -108,6 +102,7 @@ class Lookahead(Drafting):
     ngram_size: int = 5
     guess_set_size: int | None = None
     pool_from_prompt: bool = True
+    parameters = frozenset({"window_size", "ngram_size", "guess_set_size", "pool_from_prompt"})
 
     def __post_init__(self) -> None:
         self.new()
@@ -127,9 +122,8 @@ class Lookahead(Drafting):
         if not self.plans:
             return self.new()
         # No window pays on a Mac, and look-ups predict better than a pool.
-        experience = decoder.experience if decoder.remembers else Experience()
-        look_ups = SuffixSource(decoder.token_classes, experience)
-        return _planned(decoder, [look_ups], experience)
+        look_ups = SuffixSource(decoder.token_classes, decoder.experience)
+        return _planned(decoder, [look_ups], decoder.experience)
 
 
 @dataclass(frozen=True)
@@ -149,6 +143,7 @@ class Auto(Drafting):
     extra: Callable[[], Drafter] | None = None
     prediction: Sequence[int] = ()
     head: Head | None = None
+    parameters = frozenset({"prediction"})
     plans = True
 
     def model_to_run(self, model: nn.Module) -> nn.Module:
@@ -162,17 +157,17 @@ class Auto(Drafting):
         """The draft model that ``extra`` makes drafters of, if it does."""
         from ..engine.draft_model import DraftModelDrafter
 
-        if isinstance(self.extra, partial) and self.extra.func is DraftModelDrafter:
-            return cast("nn.Module", self.extra.args[0])
-        return None
+        extra = self.extra() if self.extra else None
+        return extra.model if isinstance(extra, DraftModelDrafter) else None
 
     def apart(self, memory_tokens: int) -> Self:
         return replace(self, memory=Memory(memory_tokens)) if self.memory else self
 
     def make(self, decoder: LoadedModel) -> Drafter:
+        from ..engine.draft_model import DraftModelDrafter
+
         # A generation teaches later ones only if its output is remembered.
-        remembers = bool(self.memory) and decoder.remembers
-        experience = decoder.experience if remembers else Experience()
+        experience = decoder.experience if self.memory else Experience()
         if self.memory:
             self.memory.refresh()
         look_ups = SuffixSource(
@@ -181,15 +176,14 @@ class Auto(Drafting):
             memory=self.memory,
             store=self.store,
             prediction=self.prediction,
-            remembers=remembers,
+            remembers=bool(self.memory),
         )
-        sources: list[Drafter] = [look_ups]
-        extra = self.extra() if self.extra else None
-        draft_model = extra if _runs_model(extra) else None
-        if extra is not None and draft_model is None:
-            sources.append(extra)
         branching = trees_pay(decoder.costs.curve)
-        return _planned(decoder, sources, experience, draft_model, branching=branching)
+        extra = self.extra() if self.extra else None
+        if isinstance(extra, DraftModelDrafter):
+            return _planned(decoder, [look_ups], experience, extra, branching=branching)
+        sources = [look_ups, *([extra] if extra else ())]
+        return _planned(decoder, sources, experience, branching=branching)
 
 
 def drafter_maker(drafter: Drafter | Callable[[], Drafter]) -> Callable[[], Drafter]:
@@ -233,10 +227,3 @@ def _planned(
     if trained and draft_model is None:
         planner.head = HeadDrafts(trained, trained.experience)
     return CombinedDrafter(planner, draft_model) if draft_model else planner
-
-
-def _runs_model(drafter: Drafter | None) -> bool:
-    """Whether a drafter is a draft model."""
-    from ..engine.draft_model import DraftModelDrafter
-
-    return isinstance(drafter, DraftModelDrafter)

@@ -282,8 +282,8 @@ class Engine:
                 ending.callback(request.close)
                 if request.prefill:
                     ending.callback(request.prefill.close)
-                if request.sequence and request.lease:
-                    keeps = request.lease.keeps
+                if request.sequence:
+                    keeps = request.lease is not None
                     ending.callback(self._batch.leave, request.sequence, keep=keeps)
         except Exception as failure:
             request.error = request.error or failure

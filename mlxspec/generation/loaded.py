@@ -16,11 +16,7 @@ from ..corpus.answers import SWITCH
 from ..drafting.drafter import Drafter
 from ..drafting.kept import Experience, experience_path
 from ..engine.caches import smallest_keeping_window
-from ..engine.capability import (
-    chain_capability,
-    examine,
-    examine_joint,
-)
+from ..engine.capability import chain_capability, examine, examine_joint
 from ..engine.costs import KeptCosts, costs_for, model_identity
 from ..engine.joint import JointMode
 from ..engine.target import Capability, evaluate_constants, vocabulary_size
@@ -39,9 +35,6 @@ class LoadedModel:
         on_measuring: called with the share done, 0 to 1, while step times are measured for the
             first time.
     """
-
-    remembers = True
-    """Whether outputs go into the memory, if there is one, and teach later generations."""
 
     keeps_experience = True
     """Whether the experience of planned generations is kept on disk; see :class:`.Experience`."""

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, SupportsIndex, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypedDict, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..drafting.drafter import Drafter
 from ..engine.capability import check_quantization
 from ..engine.params import (
     CacheOptions,
@@ -37,9 +36,6 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[int] | mx.array | Sequence[Message]
 """Text or token ids, used as they are, or a conversation's messages, which the model's chat
 template turns into token ids."""
-
-MakeDrafter = Callable[[], Drafter]
-"""Makes the drafter of one generation."""
 
 
 def prompt_ids(
@@ -134,7 +130,20 @@ def stop_token_ids(
     return ids
 
 
-class GenerationOptions(TypedDict, total=False):
+class DraftingParameters(TypedDict, total=False):
+    """The options of some kinds of decoders; their classes describe them."""
+
+    n_draft: int
+    ngram_max: int
+    ngram_min: int
+    window_size: int | Literal["auto"]
+    ngram_size: int
+    guess_set_size: int | None
+    pool_from_prompt: bool
+    prediction: Sequence[int]
+
+
+class GenerationOptions(DraftingParameters, total=False):
     """The options of every decoder's ``stream``; :meth:`mlxspec.Decoder.decode` describes them.
 
     In your own functions that pass options on, it tells a type checker what they are::
@@ -181,8 +190,8 @@ _CACHE = {field.name for field in fields(CacheOptions)}
 
 def check_names(options: Mapping[str, Any]) -> None:
     """Raise TypeError for an unknown option."""
-    known = GenerationOptions.__annotations__
-    for name in options.keys() - known.keys():
+    known = GenerationOptions.__annotations__.keys() - DraftingParameters.__annotations__.keys()
+    for name in options.keys() - known:
         similar = get_close_matches(name, sorted({"max_tokens", *known}), 1)
         meant = f"did you mean {similar[0]}" if similar else "see mlxspec.Decoder.decode for all"
         raise TypeError(f"there is no option {name!r}: {meant}")

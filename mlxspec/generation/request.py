@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from enum import StrEnum
 from traceback import walk_stack
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import mlx.core as mx
 
@@ -19,7 +19,6 @@ from ..drafting.drafter import Drafter, NoDraft, VerifiedStep, checked_drafter
 from ..drafting.planner import Planner
 from ..drafting.sources import with_forced
 from ..engine import step as steps
-from ..engine.capability import capability_with
 from ..engine.prompt_cache import CacheLease, lent_caches
 from ..engine.sampling import Chooser
 from ..engine.target import Capability, Target, target_for
@@ -27,7 +26,6 @@ from ..errors import OptionError
 from .loaded import LoadedModel
 from .options import (
     GenerationOptions,
-    MakeDrafter,
     cache_options_from,
     check_names,
     checked_max_tokens,
@@ -37,7 +35,7 @@ from .options import (
     stop_token_ids,
 )
 from .response import GenerationResponse, OutputText, SpeculationStats
-from .session import SessionTurn
+from .session import Session
 
 if TYPE_CHECKING:
     from ..engine.grammar import GrammarState
@@ -96,7 +94,8 @@ class Request:
         decode_seconds: how long these steps took.
         unread: how many responses the consumer has not read yet, if an engine counts them.
         grammar, output: set by :meth:`prepare`.
-        drafter, lease: set from :meth:`prepare` to :meth:`close`.
+        drafter: set from :meth:`prepare` to :meth:`close`.
+        lease: what lends the caches, from :meth:`start` to :meth:`close`; None for new ones.
         sequence: the decoding state, set from :meth:`start` to :meth:`close`.
         prefill: the remaining chunks of the prompt, once the first has run.
     """
@@ -110,7 +109,7 @@ class Request:
         prompt: Sequence[int],
         max_tokens: int,
         options: GenerationOptions,
-        make_drafter: MakeDrafter,
+        make_drafter: Callable[[], Drafter],
         receive: Callable[[GenerationResponse], object] = lambda response: None,
     ) -> None:
         check_names(options)
@@ -142,7 +141,7 @@ class Request:
         self.plain_seconds = self.decode_seconds = 0.0
         self.unread = 0
         self.drafter: Drafter | None = None
-        self.lease: CacheLease | None = None
+        self.lease: Session | CacheLease | None = None
         self.sequence: steps.Sequence | None = None
         self.prefill: Generator[tuple[int, int], None, None] | None = None
         self._prefill_started = self._prefill_ended = 0.0
@@ -158,7 +157,7 @@ class Request:
         return max(0, len(self.context) - len(self.prompt))
 
     def prepare(self) -> None:
-        """Make the drafter and the cache lease; :meth:`start` calls this if nobody has.
+        """Make the drafter; :meth:`start` calls this if nobody has.
 
         Raises:
             MlxspecError: ``make_drafter`` did not return a drafter.
@@ -168,7 +167,6 @@ class Request:
         self.drafter = self._new_drafter()
         detokenizer = self.decoder.new_detokenizer()
         self.output = OutputText(detokenizer, self.stop_tokens, self.stop, self.max_tokens)
-        self.lease = self._new_lease(self.drafter.branching)
 
     def _new_drafter(self) -> Drafter:
         """Make the drafter, which also drafts the tokens that the grammar forces."""
@@ -182,19 +180,24 @@ class Request:
             drafter = with_forced(drafter, self.grammar.forced)
         return decoder.wrap_drafter(drafter) if decoder.wrap_drafter else drafter
 
-    def _new_lease(self, branching: bool) -> CacheLease:
-        """A lease of caches whose target can verify the drafter's drafts."""
-        decoder, options = self.decoder, self.cache_options
-        model, vocab_size, prompt = decoder.model, decoder.vocab_size, [*self.prompt]
+    def _take_target(self, branching: bool) -> Target:
+        """Take the target, with caches that can verify drafts, branching ones if needed.
+
+        Raises:
+            OptionError, FileError: the caches cannot be used.
+        """
+        decoder = self.decoder
         capability = decoder.capability if branching else decoder.chain_capability
+        of_target = decoder.model, capability, decoder.vocab_size, self.cache_options
         if self.session is not None:
-            return SessionTurn(self.session, prompt, model, capability, vocab_size, options)
-
-        def new_target(caches: Sequence[Any] | None = None) -> Target:
-            able = capability if caches is None else capability_with(caches, capability)
-            return target_for(model, able, vocab_size, options, caches)
-
-        return CacheLease(new_target, prompt, self.prompt_cache)
+            self.lease = self.session
+            target = self.session.take(self.prompt, *of_target)
+            self.n_cached = target.length
+            return target
+        if self.prompt_cache is not None:
+            self.lease = CacheLease(self.prompt_cache)
+            return self.lease.take(*of_target)
+        return target_for(*of_target)
 
     def start(self) -> steps.Sequence:
         """Take the caches, and make the sequence, whose prompt has not run yet.
@@ -203,21 +206,21 @@ class Request:
             MlxspecError: as :meth:`prepare`.
             OptionError, FileError: the caches cannot be used.
         """
-        if self.lease is None:
+        if self.drafter is None:
             self.prepare()
-        decoder = self.decoder
+        drafter = cast(Drafter, self.drafter)
         self.state = State.PREFILL
-        target, self.n_cached = cast(CacheLease, self.lease).take()
+        target = self._take_target(drafter.branching)
         length = target.length + len(self.prompt) - self.n_cached - 1
         self.sequence = steps.Sequence(
             target,
             self.prompt,
-            cast(Drafter, self.drafter),
+            drafter,
             Chooser(self.sampling, self.grammar),
             max_tokens=self.max_tokens,
             ends=self.output.add,
             n_cached=self.n_cached,
-            in_mlx_lms_chunks=decoder.chunks_matter(length, target.cache),
+            in_mlx_lms_chunks=self.decoder.chunks_matter(length, target.cache),
         )
         self.prefilled = self.n_cached
         self._prefill_started = time.perf_counter()
@@ -301,7 +304,7 @@ class Request:
         try:
             with ExitStack() as ending:  # runs every callback, even if one fails
                 if self.lease:
-                    ending.callback(self.lease.give_back, self.context)
+                    ending.callback(self.lease.give_back, self.prompt, self.context)
                 if self.sequence:
                     ending.callback(self.sequence.close)
         finally:

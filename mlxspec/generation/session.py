@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import mlx.core as mx
@@ -15,19 +14,24 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
 from ..corpus.suffix_index import common_length
-from ..engine.caches import are_quantized, for_steps
+from ..engine.caches import (
+    are_quantized,
+    can_be_cut,
+    first_positions,
+    for_steps,
+    held_arrays,
+    parts,
+)
 from ..engine.capability import capability_with
 from ..engine.params import CacheOptions
 from ..engine.prompt_cache import (
-    CacheLease,
     as_mlx_lms,
     check_fits,
-    head_in,
-    load_prompt_cache,
+    read_prompt_cache,
     save_prompt_cache,
     tokens_in,
 )
-from ..engine.target import Capability, ContextCache, Target, target_for
+from ..engine.target import Capability, Target, target_for
 from ..errors import FileError, OptionError
 
 MARKS = 2
@@ -71,14 +75,12 @@ class Session:
     def __init__(self, cache: Sequence[Any] = (), tokens: Sequence[int] = ()) -> None:
         self.mark_at = 0
         """A length to which the cache can be rewound after the next prompt."""
+        self._given = copy.deepcopy([*cache])  # MLX copies on write
+        """mlx-lm's caches, until the first generation makes a target of them."""
         self._tokens = list(tokens)
-        self._target: ContextCache | None = None
-        """A generation makes it a :class:`.Target`."""
-        if cache:
-            own = map(for_steps, copy.deepcopy(cache))  # MLX copies on write
-            self._target = ContextCache([*own], CacheOptions(), replays=False)
+        self._target: Target | None = None
         self._head: list[mx.array] = []  # what a file keeps of a trained head
-        self._lent: tuple[Target, list[int]] | None = None
+        self._lent: tuple[Target, Sequence[int]] | None = None
         """The target and the prompt of the generation that is using the session, if any."""
         self._in_use = threading.Lock()
 
@@ -91,7 +93,7 @@ class Session:
                 of mlx-lm do not. For these, pass the result of :func:`mlxspec.load_prompt_cache` as
                 ``prompt_cache``.
         """
-        cache, metadata = load_prompt_cache(file_name, return_metadata=True)
+        cache, metadata, head = read_prompt_cache(file_name)
         tokens = tokens_in(metadata, cache)
         if not tokens:
             raise FileError(
@@ -99,7 +101,7 @@ class Session:
                 "pass it as prompt_cache"
             )
         session = cls(cache, tokens)
-        session._head = head_in(file_name, len(cache))
+        session._head = head
         return session
 
     def reach(self, length: int) -> int:
@@ -113,7 +115,10 @@ class Session:
             return target.reach(min(length, len(prompt)))
         if length >= len(self._tokens):
             return len(self._tokens)
-        return self._target.reach(length) if self._target else 0
+        if self._target:
+            return self._target.reach(length)
+        held = parts(map(for_steps, self._given))
+        return length if all(can_be_cut(cache, length) for cache in held) else 0
 
     def fork(self, length: int, room: int = 0) -> Session:
         """A new session that begins with a copy of the first tokens.
@@ -124,11 +129,13 @@ class Session:
         """
         with mx.stream(generation_stream):
             target, tokens = self._lent or (self._target, self._tokens)
-            assert target is not None
-            if not isinstance(target, Target):
-                return Session(target.copied(length, room), tokens[:length])
             session = Session(tokens=tokens[:length])
-            session._target = target.fork(length, room)
+            if target:
+                session._target = target.fork(length, room)
+            else:
+                held = map(for_steps, self._given)
+                session._given = [first_positions(cache, length, room) for cache in held]
+                mx.eval(held_arrays(parts(session._given)))
             return session
 
     @property
@@ -140,12 +147,13 @@ class Session:
     def quantized(self) -> bool:
         """Whether the cache is quantised now, even while the session is in use."""
         target = self._lent[0] if self._lent else self._target
-        return target is not None and are_quantized(target.cache)
+        return are_quantized(target.cache if target else self._given)
 
     @property
     def nbytes(self) -> int:
         """The bytes of MLX arrays that the session keeps between two generations."""
-        held = [*(self._target.kept_arrays if self._target else ()), *self._head]
+        target = self._target
+        held = target.kept_arrays if target else [*held_arrays(parts(self._given)), *self._head]
         return sum(array.nbytes for array in {id(array): array for array in held}.values())
 
     def save(
@@ -158,128 +166,101 @@ class Session:
                 split over several machines.
             FileError: the file cannot be written; an existing one stays unchanged.
         """
-        with self._used(), mx.stream(generation_stream):
+        self._begin_use()
+        try:
             target = self._target
-            if target is None:
+            if target is None and not self._given:
                 raise OptionError("session has no cache to save: finish a generation first")
-            if isinstance(target, Target) and getattr(target.model, "leader", None):
+            if target and getattr(target.model, "leader", None):
                 raise OptionError("session holds a part of a split model's cache: it is not saved")
-            cache = [as_mlx_lms(layer) for layer in target.cache]
-            head = target.head.kept if target.head else self._head
-            save_prompt_cache(file_name, cache, metadata, tokens=self._tokens, head=head)
+            with mx.stream(generation_stream):
+                cache = [as_mlx_lms(layer) for layer in target.cache] if target else self._given
+                head = target.head.kept if target and target.head else self._head
+                save_prompt_cache(file_name, cache, metadata, tokens=self._tokens, head=head)
+        finally:
+            self._in_use.release()
 
-    @contextmanager
-    def _used(self) -> Iterator[None]:
+    def _begin_use(self) -> None:
         """Refuse any other use of the session, in this thread or another."""
         if not self._in_use.acquire(blocking=False):
             raise OptionError("session is generating: close that generation before the next one")
-        try:
-            yield
-        finally:
-            self._in_use.release()
 
     @property
     def tokens(self) -> list[int]:
         """The tokens that the cache holds."""
         return self._tokens.copy()
 
-    def _take(
+    def take(
         self,
-        prompt: list[int],
+        prompt: Sequence[int],
         model: nn.Module,
         capability: Capability,
         vocab_size: int,
         options: CacheOptions,
     ) -> Target:
-        """Take the target out, with as much of the prompt in its cache as possible."""
-        lent = None
-        if self._target and not isinstance(self._target, Target):
-            lent = [as_mlx_lms(layer) for layer in self._target.cache]
-            check_fits(lent, model, "the session's cache")
-        new = partial(
-            target_for,
-            model,
-            vocab_size=vocab_size,
-            options=options,
-            marks=MARKS,
-        )
-        # Without a target, the turn after a failed one starts afresh.
-        target, self._target = self._target, None
-        tokens, self._tokens = self._tokens, []
-        if lent:
-            target = new(capability_with(lent, capability), cache=lent)
-            target.begin_at(len(tokens))
-            if target.head:
-                target.head.resume(self._head, len(tokens))
-            self._head = []
-        if not isinstance(target, Target) or not _serves(target, model, capability, options):
-            return new(capability)
-        # The prompt's last token belongs to the first step.
-        common = min(common_length(tokens, prompt), len(prompt) - 1)
-        try:
-            target.rewind(common)
-        except ValueError:
-            return new(capability)
-        return target
+        """Lend the caches to a generation, with as much of its prompt as possible.
 
-    def _put_back(self, target: Target, context: Sequence[int]) -> None:
-        """Keep the part of a generation that its consumer has seen."""
-        with suppress(ValueError), mx.stream(generation_stream):
-            target.truncate(min(target.length, len(context)))
-            self._target = target
-            self._tokens = list(context[: target.length])
-
-
-class SessionTurn(CacheLease):
-    """One generation's use of a session's caches.
-
-    Args:
-        session: the conversation's session.
-        prompt: the token ids of the whole conversation.
-        model, capability, vocab_size, options: as for :class:`mlxspec.engine.target.Target`.
-    """
-
-    keeps = True
-
-    def __init__(
-        self,
-        session: Session,
-        prompt: list[int],
-        model: nn.Module,
-        capability: Capability,
-        vocab_size: int,
-        options: CacheOptions,
-    ) -> None:
-        self._session = session
-        self._prompt = prompt
-        self._of_target = model, capability, vocab_size, options
-        self._target: Target | None = None
-        self._ending = ExitStack()
-
-    def take(self) -> tuple[Target, int]:
-        """The session's target, and how much of the prompt its cache holds.
+        Args:
+            prompt: the token ids of the whole conversation.
+            model, capability, vocab_size, options: as for :class:`mlxspec.engine.target.Target`.
 
         Raises:
             OptionError: another generation is using the session, or it begins with a cache from a
                 file, and the model is split over several machines.
             FileError: the session's initial cache is another model's.
         """
-        with ExitStack() as ending:
-            ending.enter_context(self._session._used())
+        self._begin_use()
+        try:
             with mx.stream(generation_stream):
-                target = self._session._take(self._prompt, *self._of_target)
-            self._ending = ending.pop_all()
-        target.mark_at, self._session.mark_at = self._session.mark_at, 0
-        self._target = target
-        self._session._lent = target, self._prompt
-        return target, target.length
+                target = self._target_for(prompt, model, capability, vocab_size, options)
+            target.mark_at, self.mark_at = self.mark_at, 0
+            self._lent = target, prompt
+        except BaseException:
+            self._lent = None
+            self._in_use.release()
+            raise
+        return target
 
-    def give_back(self, context: Sequence[int]) -> None:
+    def _target_for(
+        self,
+        prompt: Sequence[int],
+        model: nn.Module,
+        capability: Capability,
+        vocab_size: int,
+        options: CacheOptions,
+    ) -> Target:
+        """Take the target out; without one, the turn after a failed one starts afresh."""
+        if self._given:
+            check_fits(self._given, model, "the session's cache")
         target, self._target = self._target, None
-        with self._ending:
-            if target:
-                self._session._lent = None
-                self._session._put_back(target, context)
+        given, self._given = self._given, []
+        tokens, self._tokens = self._tokens, []
+        if given:
+            able = capability_with(given, capability)
+            target = target_for(model, able, vocab_size, options, given, MARKS)
+            target.begin_at(len(tokens))
+            if target.head:
+                target.head.resume(self._head, len(tokens))
+            self._head = []
+        if target and _serves(target, model, capability, options):
+            # The prompt's last token belongs to the first step.
+            common = min(common_length(tokens, prompt), len(prompt) - 1)
+            with suppress(ValueError):
+                target.rewind(common)
+                return target
+        return target_for(model, capability, vocab_size, options, marks=MARKS)
+
+    def give_back(self, prompt: Sequence[int], context: Sequence[int]) -> None:
+        """Keep what the consumer of the generation with this prompt has seen, once it has ended."""
+        if self._lent is None or self._lent[1] is not prompt:
+            return
+        (target, _), self._lent = self._lent, None
+        try:
+            with suppress(ValueError), mx.stream(generation_stream):
+                target.truncate(min(target.length, len(context)))
+                self._target, self._tokens = target, list(context[: target.length])
+        finally:
+            self._in_use.release()
 
 
 def _serves(

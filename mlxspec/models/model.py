@@ -130,15 +130,12 @@ def _try(model: nn.Module) -> None:
 def reason(error: Exception) -> str:
     """Why mlx-lm's or a head's class does not load a model, in one line."""
     text = one_line(error)
-    if missing := re.search(r"missing \d+ required positional arguments?: (.*)", text):
-        return f"config.json lacks {missing[1]}"
-    if isinstance(error, KeyError):
-        return f"{'the weights lack' if '.' in text else 'config.json lacks'} {text}"
     if re.search(r"[Mm]odel type .* not supported", text):
         return f"{text.rstrip('.')} by this version of mlx-lm; update it"
-    if isinstance(error, TypeError):
-        return "config.json has a value of a wrong type for this kind of model"
-    return f"the weights do not fit config.json: {text or type(error).__name__}"
+    return (
+        "config.json does not fit this kind of model, or the weights do not fit config.json: "
+        f"{text or type(error).__name__}"
+    )
 
 
 _ADAPTERS = "name a directory that mlx_lm.lora has written for this model"
@@ -181,12 +178,12 @@ def widen(model: nn.Module) -> None:
 OnRead = Callable[[int], object]
 
 
-def evaluate(model: nn.Module, directory: Path, on_read: OnRead = lambda nbytes: None) -> None:
+def evaluate(model: nn.Module, source: str | Path, on_read: OnRead = lambda nbytes: None) -> None:
     """Read the weights one after another, so that memory never holds them all twice.
 
     Args:
         model: the model, loaded lazily.
-        directory: its files.
+        source: its files, as errors name them.
         on_read: called with the number of bytes of each array, once it is read.
 
     Raises:
@@ -197,7 +194,7 @@ def evaluate(model: nn.Module, directory: Path, on_read: OnRead = lambda nbytes:
             mx.eval(parameter)
             on_read(parameter.nbytes)
     except RuntimeError as error:
-        raise LoadError(f"{directory}: the weights cannot be read ({error})") from error
+        raise LoadError(f"{source}: the weights cannot be read ({error})") from error
 
 
 def encode_prompt(tokenizer: Any, text: str) -> list[int]:

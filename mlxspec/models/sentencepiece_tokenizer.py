@@ -25,9 +25,8 @@ _REMEDY = "use a version of the model that has a tokenizer.json"
 
 _BPE = 2  # TrainerSpec.ModelType
 _BEGINS_A_NAME = r"\A<(?=(?:unk|0x[0-9A-F]{2})>\z)"
-_TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
 # ModelProto.SentencePiece.Type
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+_NORMAL, _, _CONTROL, _USER_DEFINED = range(1, 5)
 
 
 def build_tokenizer(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
@@ -145,34 +144,18 @@ def _read_model(path: Path) -> tuple[Any, Any]:
     from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 
     content = path.read_bytes()
-    if _TIKTOKEN_LINE.match(content):
-        raise LoadError(f"{path}: a tiktoken vocabulary, not a SentencePiece model; {_REMEDY}")
     try:
         reference = SentencePieceProcessor(model_proto=content)
         model = sentencepiece_model_pb2.ModelProto.FromString(content)
         "".join(piece.piece for piece in model.pieces)  # SentencePiece accepts other than UTF-8
     except Exception as error:  # from SentencePiece, protobuf, or protobuf's implementation
-        raise LoadError(f"{path}: not a SentencePiece model, or a damaged one") from error
-    if not _is_reproducible(model):
+        raise LoadError(
+            f"{path}: damaged, or not a SentencePiece model but tiktoken's; {_REMEDY}"
+        ) from error
+    normalizations = (model.normalizer_spec, model.denormalizer_spec)
+    if model.trainer_spec.model_type != _BPE or any(n.precompiled_charsmap for n in normalizations):
         raise LoadError(f"{path}: not a BPE model that can be reproduced exactly; {_REMEDY}")
     return model, reference
-
-
-def _is_reproducible(model: Any) -> bool:
-    """Whether everything in the model has an exact counterpart in ``tokenizers``."""
-    trainer, normalizer = model.trainer_spec, model.normalizer_spec
-    normal = _piece_names(model, _NORMAL)
-    known = {*_piece_names(model, _NORMAL, _USER_DEFINED)}
-    return (
-        trainer.model_type == _BPE
-        and len(model.pieces) > 0
-        and normalizer.escape_whitespaces
-        and not trainer.treat_whitespace_as_suffix
-        and not normalizer.precompiled_charsmap
-        and not model.denormalizer_spec.precompiled_charsmap
-        and not _piece_names(model, _UNUSED)
-        and all(map(known.issuperset, normal))  # every character of a piece is a piece
-    )
 
 
 def _piece_names(model: Any, *kinds: int) -> list[str]:

@@ -46,7 +46,6 @@ from .sentencepiece_tokenizer import build_tokenizer
 
 HUGGING_FACE_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
 """Files from which transformers builds a tokenizer without further code."""
-_OTHER_FILES = ("tekken.json", "*.tiktoken", "tiktoken.model")
 _KEPT_SETTINGS = {"bos_token", "eos_token", "pad_token", "chat_template"}
 
 
@@ -133,7 +132,10 @@ def write_tokenizer(source: Path, target: Path) -> None:
     """
     paths = sorted(path for path in source.glob("tokenizer.model*") if path.is_file())
     if not paths:
-        raise LoadError(_no_tokenizer(source))
+        raise LoadError(
+            f"{source}: no tokenizer.json and no SentencePiece tokenizer.model, and Tekken's and "
+            "tiktoken's files are not read; use a version of the model that has a tokenizer.json"
+        )
     tokenizer, settings = build_tokenizer(paths[0])
     own_settings = source / "tokenizer_config.json"
     own = read_json_object(own_settings) if own_settings.is_file() else {}
@@ -151,13 +153,6 @@ def write_tokenizer(source: Path, target: Path) -> None:
     template = source / "chat_template.jinja"
     if template.is_file():
         shutil.copyfile(template, target / template.name)
-
-
-def _no_tokenizer(directory: Path) -> str:
-    for path in (path for pattern in _OTHER_FILES for path in directory.glob(pattern)):
-        kind = "Tekken" if path.suffix == ".json" else "tiktoken"
-        return f"{path}: a {kind} tokenizer; use a version of the model with a tokenizer.json"
-    return f"{directory}: no tokenizer.json or tokenizer.model; copy the model's own there"
 
 
 def vocabulary_classes(tokenizer: Any) -> bytes:

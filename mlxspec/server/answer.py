@@ -8,7 +8,6 @@ parts: text, reasoning and tool calls. Each API renders these parts.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import logging
 import re
@@ -20,7 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -84,6 +83,7 @@ class Part:
         index: the call's index in the answer.
         id: the id under which the client returns the call's result.
         name: the called function's name.
+        pieces: the tokens of an answer's part.
     """
 
     kind: str
@@ -91,6 +91,7 @@ class Part:
     index: int = 0
     id: str = ""
     name: str = ""
+    pieces: list[Piece] = field(default_factory=list)
 
 
 class OutputParser:
@@ -247,7 +248,7 @@ def _object_end(text: str, start: int, known: int) -> int | None:
     if "}" not in text[known:]:
         return None
     depth = 0
-    for found in _STRING_OR_BRACKET.finditer(text, start):
+    for found in _STRING_OR_BRACKET.finditer(text, start):  # models do not always write valid JSON
         depth += (found[0] in "{[") - (found[0] in "}]")
         if not depth:
             return found.end()
@@ -274,14 +275,18 @@ class TextRun:
 
     Attributes:
         part: the part.
+        position: the part's position in the answer.
         begins: whether the part begins with this run.
+        ends: whether the part ends with this run.
         drafts: the run's texts, each with whether it comes from accepted drafts: pairs, as lists.
         pieces: the run's tokens, with the tokens before it that added no text. Reasoning tokens
             are left out.
     """
 
     part: Part
-    begins: bool
+    position: int
+    begins: bool = False
+    ends: bool = False
     drafts: list[list[Any]] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
 
@@ -301,8 +306,6 @@ class Choice:
     Attributes:
         parts: the parts, in order.
         end: how the choice has ended; None while it runs.
-        pieces: the tokens with log-probabilities so far.
-        latest: the tokens with log-probabilities of the last :meth:`read`.
         reasoning_tokens: the number of reasoning tokens.
     """
 
@@ -310,10 +313,9 @@ class Choice:
         self.index = index
         self.parts: list[Part] = []
         self.end: Ended | None = None
-        self.pieces: list[Piece] = []
-        self.latest: list[Piece] = []
         self.reasoning_tokens = 0
         self._parser = OutputParser(format) if format else None
+        self._runs: list[TextRun] = []
         self._silent: list[Piece] = []
         """Tokens since the last run, which have added no text."""
 
@@ -322,52 +324,59 @@ class Choice:
         """Whether the choice needs no more tokens, even if it has not ended yet."""
         return self._parser is not None and self._parser.finished
 
+    def joined(self, kind: str) -> str:
+        """The text of all parts of a kind."""
+        return "".join(part.text for part in self.parts if part.kind == kind)
+
     @property
-    def text(self) -> str:
-        """The choice's text, without reasoning and calls."""
-        return "".join(part.text for part in self.parts if part.kind == "text")
+    def pieces(self) -> list[Piece]:
+        """The tokens of the text."""
+        return [piece for part in self.parts if part.kind == "text" for piece in part.pieces]
 
     def read(self, pieces: Sequence[Piece], end: Ended | None) -> list[TextRun]:
         """Read tokens, and the end if it is known; returns the runs that they add."""
-        runs: list[TextRun] = []
-        parser, self.latest = self._parser, []
+        self._runs, parser = [], self._parser
         for piece in pieces:
             if self.finished:
                 break
-            if piece.logprob is not None:
-                self.latest.append(piece)
-            if parser is None:
-                self._add(Part("text", piece.text), piece.accepted, runs)
-                continue
-            reasoned = parser.reasoning
+            reasoned = parser is not None and parser.reasoning
             if not reasoned:
                 self._silent.append(piece)
-            for delta in parser.feed(piece.text):
-                self._add(delta, piece.accepted, runs)
-            self.reasoning_tokens += reasoned or parser.reasoning
-        self.pieces += self.latest
+            for delta in parser.feed(piece.text) if parser else [Part("text", piece.text)]:
+                self._add(delta, piece.accepted)
+            self.reasoning_tokens += reasoned or (parser is not None and parser.reasoning)
         if end and parser:
             for delta in parser.finish(end.finish_reason == "length" or end.stop is not None):
-                self._add(delta, False, runs)
+                self._add(delta, False)
         self.end = end
-        return runs
+        if end:
+            self._end_part()
+        return self._runs
 
-    def _add(self, delta: Part, accepted: bool, runs: list[TextRun]) -> None:
+    def _add(self, delta: Part, accepted: bool) -> None:
         kind = "call" if delta.kind == "arguments" else delta.kind
-        begins = delta.kind == "call" or not self.parts or self.parts[-1].kind != kind
-        if begins:
+        if delta.kind == "call" or not self.parts or self.parts[-1].kind != kind:
+            self._end_part()
             self.parts.append(replace(delta, kind=kind, text=""))
-        part = self.parts[-1]
-        part.text += delta.text
-        if begins or not runs:
-            runs.append(TextRun(part, begins))
-        run = runs[-1]
+            self._runs.append(TextRun(self.parts[-1], len(self.parts) - 1, begins=True))
+        run = self._last_run()
+        run.part.text += delta.text
         if run.drafts and run.drafts[-1][1] == accepted:
             run.drafts[-1][0] += delta.text
         elif delta.text:
             run.drafts.append([delta.text, accepted])
         run.pieces += self._silent
+        run.part.pieces += self._silent
         self._silent = []
+
+    def _last_run(self) -> TextRun:
+        if not self._runs:
+            self._runs.append(TextRun(self.parts[-1], len(self.parts) - 1))
+        return self._runs[-1]
+
+    def _end_part(self) -> None:
+        if self.parts:
+            self._last_run().ends = True
 
     @property
     def finish_reason(self) -> str:
@@ -456,12 +465,6 @@ _log = logging.getLogger("mlxspec.server")
 FAILED = ApiError("the server has failed: see its log", status=500)
 
 
-LOADING = ": the model is being loaded\n\n"
-"""The keep-alive of a stream, a comment, while its model is being loaded."""
-
-_BEGIN = 6  # a whole answer begins with keep-alives after so many of their intervals
-
-
 async def answered(
     request: Request, stream: EventStream, answer: ApiAnswer, streamed: bool, keep_alive: float
 ) -> Response:
@@ -483,7 +486,6 @@ async def answered(
     request.state.uses.callback(stream.close)  # even if the client leaves before the first event
     if streamed:
         return _streamed(_server_sent_events(stream, answer, keep_alive), answer.headers)
-    request.state.sign, request.state.headers = " ", answer.headers
     whole = asyncio.create_task(_whole(stream, answer, keep_alive))
     gone = asyncio.create_task(_disconnected(request))
     try:
@@ -501,64 +503,46 @@ Failed = Callable[[ApiError, str], dict[str, Any]]
 """Makes an error's chunk in a stream that has no answer yet, from error and request id."""
 
 
-def patient(
+def begun_while_loading(
     endpoint: Endpoint, keep_alive: float, failed: Failed, on_refusal: OnRefusal
 ) -> Endpoint:
-    """An endpoint whose response begins with keep-alives if it takes long.
-
-    Streams begin while a model is being loaded for them, and whole answers after a minute.
+    """An endpoint whose streams begin with keep-alives if their model takes long to load.
 
     Args:
-        endpoint: sets ``request.state.sign`` to the keep-alive that may be sent at present.
+        endpoint: sets ``request.state.loading`` while a model is being loaded for a stream.
         keep_alive: seconds between keep-alives.
         failed: makes the last chunk if the endpoint fails after that.
         on_refusal: called with the path and the error if no generation has begun by then.
     """
 
     async def answer(request: Request) -> Response:
-        state = request.state
-        state.sign, state.id, state.headers = "", new_request_id(), {}
-        if is_messages(request.url.path):
-            state.headers = {"request-id": state.id}
+        request.state.loading, request.state.id = False, new_request_id()
         making = asyncio.ensure_future(endpoint(request))
-        state.uses.callback(making.cancel)
-        for waits in itertools.count(1):
+        request.state.uses.callback(making.cancel)
+        while not making.done():
             await asyncio.wait({making}, timeout=keep_alive)
-            if making.done():
-                break
-            if state.sign == LOADING or (state.sign and waits >= _BEGIN):
-                rest = _after_keep_alives(making, request, keep_alive, failed, on_refusal)
-                return _streamed(rest, state.headers, state.sign == LOADING)
+            if request.state.loading and not making.done():
+                headers = {"request-id": request.state.id}
+                shown = headers if is_messages(request.url.path) else {}
+                return _streamed(after_loading(request, making), shown)
         return making.result()
 
-    return answer
-
-
-async def _after_keep_alives(
-    making: asyncio.Future[Response],
-    request: Request,
-    keep_alive: float,
-    failed: Failed,
-    on_refusal: OnRefusal,
-) -> AsyncIterator[str]:
-    """Keep-alives until there is a response, and then its content."""
-    sign = request.state.sign
-    try:
-        while not making.done():
-            yield sign
-            await asyncio.wait({making}, timeout=keep_alive)
-        response = making.result()
-        if isinstance(response, StreamingResponse):
-            async for chunk in response.body_iterator:
+    async def after_loading(
+        request: Request, making: asyncio.Future[Response]
+    ) -> AsyncIterator[str]:
+        try:
+            while not making.done():
+                yield ": the model is being loaded\n\n"
+                await asyncio.wait({making}, timeout=keep_alive)
+            async for chunk in cast(StreamingResponse, making.result()).body_iterator:
                 yield str(chunk)
-        else:
-            yield bytes(response.body).decode()
-    except Exception as error:
-        known = _as_api_error(error)
-        if not is_answered(request):  # otherwise the log records the generation's end
-            on_refusal(request.url.path, known)
-        last = failed(known, request.state.id)
-        yield framed(last) if sign == LOADING else json.dumps(last.get("response", last))
+        except Exception as error:
+            known = _as_api_error(error)
+            if not is_answered(request):  # otherwise the log records the generation's end
+                on_refusal(request.url.path, known)
+            yield framed(failed(known, request.state.id))
+
+    return answer
 
 
 def is_answered(request: Request) -> bool:
@@ -566,13 +550,10 @@ def is_answered(request: Request) -> bool:
     return getattr(request.state, "answered", False)
 
 
-def _streamed(
-    content: AsyncIterator[str], headers: Mapping[str, str], events: bool = True
-) -> StreamingResponse:
-    """A response that is sent in pieces: server-sent events, or a JSON text."""
+def _streamed(content: AsyncIterator[str], headers: Mapping[str, str] = {}) -> StreamingResponse:
+    """A response of server-sent events."""
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers}
-    media_type = "text/event-stream" if events else "application/json"
-    return StreamingResponse(content, headers=headers, media_type=media_type)
+    return StreamingResponse(content, headers=headers, media_type="text/event-stream")
 
 
 def framed(chunk: dict[str, Any]) -> str:

@@ -26,27 +26,18 @@ from ..engine.grammar import Grammar, Vocabulary
 from ..errors import OptionError, printable
 from ..generation.options import GenerationOptions
 from ..generation.request import State
-from .answer import (
-    FAILED,
-    LOADING,
-    ApiAnswer,
-    Endpoint,
-    Failed,
-    answered,
-    is_answered,
-    patient,
-)
+from .answer import FAILED, ApiAnswer, Endpoint, Failed, answered, begun_while_loading, is_answered
 from .auth import AuthMiddleware, OnRefusal, body_of
-from .body import ApiError, error_response, new_request_id, read_body, shown
+from .body import ApiError, error_response, new_request_id, parse, read_body, shown
 from .catalog import Catalog, Entry, keeping_models
 from .messages import MessagesAnswer, messages_headers, parse_messages
 from .openai import (
     ChatAnswer,
     CompletionAnswer,
+    DetokenizeBody,
     detokenized,
     parse_chat,
     parse_completion,
-    parse_detokenize,
     parse_tokenize,
 )
 from .prompts import (
@@ -57,13 +48,12 @@ from .prompts import (
     is_constrained,
     text_ids,
 )
-from .requests import ApiRequest, ChatRequest, check_ids, sampling_of_choice
+from .requests import ApiRequest, check_ids, sampling_of_choice
 from .responses import (
     ResponsesAnswer,
     ResponsesRequest,
     ResponseStore,
     failed_event,
-    input_items_answer,
     parse_responses,
 )
 from .served_model import ServedModel
@@ -71,7 +61,7 @@ from .worker import ServedRequest, Worker
 
 
 def create_app(
-    worker: Worker,
+    catalog: Catalog,
     *,
     max_tokens: int = 8192,
     hosts: Collection[str] | None = None,
@@ -79,20 +69,17 @@ def create_app(
     strict_model_names: bool = False,
     keep_alive: float = 10.0,
     on_refusal: OnRefusal = lambda path, error: None,
-    catalog: Catalog | None = None,
 ) -> Starlette:
     """The ASGI application.
 
     Args:
-        worker: runs the generations; the caller starts and stops it.
+        catalog: the models that requests may name, with the worker that runs them.
         max_tokens: the default ``max_tokens`` of requests, limited by the context.
         hosts, keys, on_refusal: as for :class:`mlxspec.server.auth.AuthMiddleware`.
         strict_model_names: whether a model that is not served is an error, even if only one model
             is served.
         keep_alive: seconds without data after which a stream sends a keep-alive.
-        catalog: the models that requests may name; by default, those of the worker.
     """
-    catalog = catalog or Catalog(worker)
 
     async def refused(request: Request, error: Exception) -> Response:
         refusal = error if isinstance(error, ApiError) else _wrong_path(request, error)
@@ -100,9 +87,9 @@ def create_app(
             on_refusal(request.url.path, refusal)
         return error_response(refusal, request.url.path)
 
-    endpoints = Endpoints(worker, catalog, max_tokens, keep_alive, strict_model_names)
+    endpoints = Endpoints(catalog, max_tokens, keep_alive, strict_model_names)
     return Starlette(
-        routes=[*endpoints.routes(on_refusal), *_status_routes(worker, catalog)],
+        routes=[*endpoints.routes(on_refusal), *_status_routes(catalog)],
         middleware=[
             Middleware(AuthMiddleware, hosts=hosts, keys=keys, on_refusal=on_refusal),
             Middleware(keeping_models),
@@ -134,15 +121,14 @@ _SLOW = 4  # large bodies and constraints that are read and compiled at once
 _LARGE = 1 << 20  # bytes of a large body, which may take a second and 100 MB
 
 _Result = TypeVar("_Result")
-_Chat = TypeVar("_Chat", bound=ChatRequest)
+_Chat = TypeVar("_Chat", bound=ApiRequest)
 
 
 class Endpoints:
     """The endpoints of the three APIs.
 
     Args:
-        worker: runs the generations.
-        catalog: the models that requests may name.
+        catalog: the models that requests may name, with the worker that runs them.
         max_tokens: the default ``max_tokens`` of requests, limited by the context.
         keep_alive: seconds without data after which a stream sends a keep-alive.
         strict: whether a model that is not served is always an error.
@@ -150,14 +136,14 @@ class Endpoints:
 
     def __init__(
         self,
-        worker: Worker,
         catalog: Catalog,
         max_tokens: int,
         keep_alive: float,
         strict: bool = False,
     ) -> None:
-        self._worker = worker
         self._catalog = catalog
+        self._worker = catalog.worker
+        self._created = int(time.time())
         self._strict = strict
         self._max_tokens = max_tokens
         self._keep_alive = keep_alive
@@ -176,7 +162,7 @@ class Endpoints:
         """
 
         def slow(endpoint: Endpoint, failed: Failed = lambda error, request_id: error.body) -> Any:
-            return patient(endpoint, self._keep_alive, failed, on_refusal)
+            return begun_while_loading(endpoint, self._keep_alive, failed, on_refusal)
 
         post = ["POST"]
         chat, complete = slow(self.chat), slow(self.complete)
@@ -193,7 +179,6 @@ class Endpoints:
             Route("/v1/responses/input_tokens", self.count_input, methods=post),
             Route("/v1/responses/{id}", self.show_response),
             Route("/v1/responses/{id}", self.delete_response, methods=["DELETE"]),
-            Route("/v1/responses/{id}/input_items", self.input_items),
             Route("/v1/messages", message, methods=post),
             Route("/v1/messages/count_tokens", self.count_tokens, methods=post),
         ]
@@ -222,12 +207,20 @@ class Endpoints:
     async def list_models(self, request: Request) -> Response:
         """``/v1/models``"""
         await self._catalog.look()
-        entries = [*map(_entry, self._catalog.entries)]
+        entries = [*map(self._entry, self._catalog.entries)]
         return JSONResponse({"object": "list", "data": entries})
 
     async def show_model(self, request: Request) -> Response:
         """``/v1/models/NAME``"""
-        return JSONResponse(_entry(await self._catalog.named(request.path_params["name"])))
+        return JSONResponse(self._entry(await self._catalog.named(request.path_params["name"])))
+
+    def _entry(self, entry: Entry) -> dict[str, Any]:
+        """A model, with its context length under the two names that clients use."""
+        fields = {"id": entry.name, "object": "model", "created": self._created}
+        fields |= {"owned_by": "mlxspec", "state": entry.state}
+        if (length := entry.context_length) is None:
+            return fields
+        return fields | {"context_length": length, "max_model_len": length}
 
     async def tokenize(self, request: Request) -> Response:
         """``/v1/tokenize``"""
@@ -242,7 +235,7 @@ class Endpoints:
 
     async def detokenize(self, request: Request) -> Response:
         """``/v1/detokenize``"""
-        body = await self.read(request, parse_detokenize)
+        body = await self.read(request, partial(parse, DetokenizeBody))
         served = await self._served(request, body.model)
         check_ids(body.tokens, served.decoder.vocab_size, "tokens")
         make = partial(detokenized, served.decoder.tokenizer, body.tokens)
@@ -274,11 +267,6 @@ class Endpoints:
         response_id = self._kept(request)[0]["id"]
         self._responses.delete(request.state.partition, response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
-
-    async def input_items(self, request: Request) -> Response:
-        """``/v1/responses/ID/input_items``"""
-        _, given = self._kept(request)
-        return JSONResponse(input_items_answer(given, request.query_params.get("order")))
 
     def _response_parser(self, request: Request) -> Callable[[Any], ResponsesRequest]:
         return partial(parse_responses, store=self._responses, partition=request.state.partition)
@@ -346,9 +334,9 @@ class Endpoints:
         Raises as :meth:`.Catalog.named` and :meth:`.Catalog.use` do.
         """
         entry = await self._catalog.named(name, self._strict)
-        request.state.sign = LOADING if streamed else ""
+        request.state.loading = streamed
         served = await self._catalog.use(entry, request.state.uses)
-        request.state.sign = ""
+        request.state.loading = False
         return served
 
     async def _tokenized(self, served: ServedModel, make: Callable[[], _Result]) -> _Result:
@@ -356,7 +344,7 @@ class Endpoints:
         async with self._tokenizing[served.name]:
             return await run_in_threadpool(make)
 
-    async def _chat_prompt(self, served: ServedModel, body: ChatRequest) -> Prompt:
+    async def _chat_prompt(self, served: ServedModel, body: ApiRequest) -> Prompt:
         longest, arguments = served.context_length, served.template_arguments
         make = partial(chat_prompt, body, served.decoder.tokenizer, longest, arguments)
         return await self._tokenized(served, make)
@@ -460,15 +448,6 @@ class Endpoints:
             return await run_in_threadpool(compiled_constraint, body, prompt, tokenizer, vocabulary)
 
 
-def _entry(entry: Entry) -> dict[str, Any]:
-    """A model in ``/v1/models``, with its context length under the two names that clients use."""
-    fields = {"id": entry.name, "object": "model", "created": entry.created}
-    fields |= {"owned_by": "mlxspec", "state": entry.state}
-    if (length := entry.context_length) is None:
-        return fields
-    return fields | {"context_length": length, "max_model_len": length}
-
-
 # --- status ---
 
 _PAGE = (files("mlxspec.server") / "page.html").read_text(encoding="utf-8")
@@ -481,50 +460,43 @@ _PAGE_HEADERS = {
 }
 
 
-def _status_routes(worker: Worker, catalog: Catalog) -> list[Route]:
+def _status_routes(catalog: Catalog) -> list[Route]:
     """The routes of health, metrics and status."""
+    worker = catalog.worker
     _add_gauges(worker)
 
-    async def health(request: Request) -> Response:
-        return _state(worker.alive, "ok")
-
     async def ready(request: Request) -> Response:
-        return _state(worker.ready, "ready")
+        if worker.ready:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "not ready"}, 503)
 
     async def metrics(request: Request) -> Response:
         return Response(worker.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def status(request: Request) -> Response:
-        return JSONResponse(status_of(worker, catalog))
+        return JSONResponse(status_of(catalog))
 
     async def page(request: Request) -> Response:
         return HTMLResponse(_PAGE, headers=_PAGE_HEADERS)
 
-    named = {"health": health, "ready": ready, "metrics": metrics, "status": status, "": page}
+    named = {"health": ready, "ready": ready, "metrics": metrics, "status": status, "": page}
     return [Route(f"/{name}", endpoint) for name, endpoint in named.items()]
-
-
-def _state(good: bool, word: str) -> Response:
-    return JSONResponse({"status": word if good else f"not {word}"}, 200 if good else 503)
 
 
 _WIDEST = 32  # rows; the end of the cost curve that is shown
 _CACHE_FIGURES = ("entries", "hits", "misses", "forks", "evictions")
 
 
-def status_of(worker: Worker, catalog: Catalog) -> dict[str, Any]:
+def status_of(catalog: Catalog) -> dict[str, Any]:
     """The figures of the status page, as JSON."""
+    worker = catalog.worker
     metrics, now = worker.metrics, time.perf_counter()
-    totals = metrics.totals
-    steps, forwards = totals["steps"], totals["forwards"]
     return {
         "version": __version__,
         "ready": worker.ready,
         "requests": [one.figures() for one in worker.requests.copy()],
         "recent": [one | {"ended": now - one["ended"]} for one in worker.recent.copy()],
-        "totals": totals,
-        "tokens_per_step": totals["generated"] / steps if steps else None,
-        "sequences_per_forward": steps / forwards if forwards else None,
+        "totals": metrics.totals,
         "sources": metrics.sources,
         "models": [
             {
@@ -542,10 +514,8 @@ def status_of(worker: Worker, catalog: Catalog) -> dict[str, Any]:
             "cache": mx.get_cache_memory(),
             "peak": mx.get_peak_memory(),
             "limit": worker.memory.limit,
-            "room": worker.memory.room,
             "parts": worker.memory.parts,
         },
-        "limits": {"active": worker.active, "queued": worker.queued, "stall": worker.stall},
         "history": metrics.history,
     }
 

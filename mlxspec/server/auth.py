@@ -126,30 +126,19 @@ async def body_of(request: Request) -> bytes:
     """Read a request's body.
 
     Raises:
-        ApiError: the body is encoded or too long, or the client disconnected.
+        ApiError: the body is too long, or the client disconnected.
     """
-    encoding = request.headers.get("content-encoding", "identity")
-    if encoding.lower() not in ("", "identity"):
-        raise ApiError(
-            f"the body is encoded as {shown(encoding)}: send it without Content-Encoding",
-            status=415,
-        )
     parts, length = [], 0
-    _check_length(int(request.headers.get("content-length", 0)))  # a number, or h11 refuses it
     try:
         async for part in request.stream():
             length += len(part)
-            _check_length(length)
+            if length > MOST_BYTES:
+                raise ApiError(
+                    f"the body has more than {MOST_BYTES >> 20} MiB: send less",
+                    status=413,
+                    code="request_too_large",
+                )
             parts.append(part)
     except ClientDisconnect:  # nobody reads the answer
         raise ApiError("the client disconnected before the end of the body", status=499) from None
     return b"".join(parts)
-
-
-def _check_length(length: int) -> None:
-    if length > MOST_BYTES:
-        raise ApiError(
-            f"the body has more than {MOST_BYTES >> 20} MiB: send less",
-            status=413,
-            code="request_too_large",
-        )

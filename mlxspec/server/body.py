@@ -32,6 +32,7 @@ from pydantic import (
 from starlette.responses import JSONResponse
 
 from ..errors import MlxspecError, OptionError, printable
+from ..jsonl import load_json
 
 
 class ApiError(MlxspecError):
@@ -76,9 +77,7 @@ class ApiError(MlxspecError):
     def messages_body(self, request_id: str) -> dict[str, Any]:
         """The response's JSON in Anthropic's form."""
         kind = _MESSAGES_TYPES.get(self.status, "api_error" if self.status >= 500 else _INVALID)
-        details: dict[str, Any] = {"type": kind, "message": self.message}
-        if self.code == NO_THREADS:  # clients then send the whole conversation
-            details["details"] = {"error_code": self.code, "unsupported": []}
+        details = {"type": kind, "message": self.message}
         return {"type": "error", "error": details, "request_id": request_id}
 
 
@@ -101,9 +100,6 @@ def new_request_id() -> str:
     return f"req_{uuid.uuid4().hex}"
 
 
-NO_THREADS = "thread_unsupported_request"
-"""Anthropic's error code for requests that need a conversation stored on the server."""
-
 _INVALID = "invalid_request_error"
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 _TYPES |= {429: "rate_limit_error"}
@@ -124,7 +120,6 @@ _MARK = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_body(data: bytes) -> Any:
@@ -175,11 +170,7 @@ def read_json(data: bytes, most: int = MOST_VALUES) -> tuple[Any, int]:
             )
         if depth == 0:  # the end of the value
             break
-    text = data.decode("utf-8-sig")
-    value = _DECODER.decode(text)
-    if _SURROGATE.search(text):
-        value = json.loads(without_lone_surrogates(json.dumps(value, ensure_ascii=False)))
-    return value, left
+    return load_json(data, _DECODER.decode), left
 
 
 def _number(text: str) -> float:
@@ -323,9 +314,3 @@ def shown(value: object) -> str:
         return json.dumps(value)
     text = ascii(value[:_LONGEST_SHOWN] if isinstance(value, str) else value)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
-
-
-def without_lone_surrogates(text: str) -> str:
-    """Replace half a surrogate pair by U+FFFD, so that the text can be encoded."""
-    # UTF-16 turns two adjacent halves into the character that they stand for.
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

@@ -15,11 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from difflib import get_close_matches
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import mlx.core as mx
-from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..errors import MlxspecError
@@ -34,10 +32,8 @@ KEEP_ALIVE = 600.0
 """Seconds after which a model that was loaded for a request is unloaded if none came."""
 
 _NAMED = 5  # models that an error names
-_COMPARED = 200  # characters of an unknown name that are compared with the models' names
 _CHECK = 1.0  # seconds between two looks for models that have been idle for their time
-
-_Result = TypeVar("_Result")
+_LOOK = 5.0  # seconds after a look for models on disk during which there is no other
 
 
 @dataclass(eq=False)
@@ -48,11 +44,10 @@ class Entry:
         name: its name in requests and answers; no two models have the same.
         path: what it is loaded from.
         others: more names; several models may have the same.
-        nbytes: the bytes of its weights in memory.
+        nbytes: the bytes of its weights in memory, as far as they are known.
         context_length: in tokens; None if unknown.
-        keep_alive: the seconds without a request after which it is unloaded.
-        stays: whether it stays when another model needs its place.
-        created: when it was found, in seconds since 1970.
+        keep_alive: the seconds without a request after which it is unloaded; None if it stays, even
+            when another model needs its place.
         served: the loaded model; None while it is not loaded.
         state: "loaded", "loading", "unloading" or "not-loaded".
         read: the bytes of weights that have been read.
@@ -64,9 +59,7 @@ class Entry:
     others: frozenset[str] = frozenset()
     nbytes: int = 0
     context_length: int | None = None
-    keep_alive: float = KEEP_ALIVE
-    stays: bool = False
-    created: int = field(default_factory=lambda: int(time.time()))
+    keep_alive: float | None = KEEP_ALIVE
     served: ServedModel | None = field(default=None, repr=False)
     state: str = "not-loaded"
     read: int = 0
@@ -76,19 +69,6 @@ class Entry:
     waiting: int = 0
     """Requests that wait for it."""
     loading: asyncio.Task[ApiError | None] | None = field(default=None, repr=False)
-
-    @classmethod
-    def of(cls, served: ServedModel) -> Entry:
-        """The entry of a model that is loaded at the start, and stays."""
-        return cls(
-            *(served.name, served.path or served.name),
-            nbytes=served.memory.weights,
-            context_length=served.context_length,
-            keep_alive=math.inf,
-            stays=True,
-            served=served,
-            state="loaded",
-        )
 
     @property
     def is_idle(self) -> bool:
@@ -102,34 +82,8 @@ class Entry:
             "state": self.state,
             "weight_bytes": self.nbytes,
             "read_bytes": self.read if self.state == "loading" else None,
-            "waiting": self.waiting,
             "idle_seconds": now - self.used if self.served and not self.users else None,
-            "keep_alive": self.keep_alive if self.keep_alive < math.inf else None,
         }
-
-
-class Loader(Protocol):
-    """Finds, loads and closes models for a catalog."""
-
-    def find(self) -> Iterable[Entry]:
-        """The models that can be loaded; called in any thread.
-
-        Raises:
-            MlxspecError: they cannot be found.
-        """
-
-    def load(self, entry: Entry, on_read: OnRead) -> Callable[[], ServedModel]:
-        """Read a model's weights, without running it.
-
-        Returns:
-            a function for the worker's thread, which may run the model.
-
-        Raises:
-            MlxspecError: it cannot be loaded.
-        """
-
-    def close(self, served: ServedModel) -> None:
-        """Save what a model has learned; no request uses it any more."""
 
 
 class Catalog:
@@ -140,9 +94,12 @@ class Catalog:
     further requests until it has made room, and is then loaded again for those that wait.
 
     Args:
-        worker: runs the models; those that it has are in the catalog.
-        loader: finds, loads and closes others; None for no others.
-        entries: those of the worker's models, in the same order; by default they all stay.
+        worker: runs the models.
+        load: loads a model, without running more than a few forwards; called in any thread. It
+            raises :class:`MlxspecError` if that is impossible.
+        entries: the models that are always in the catalog.
+        find: finds the others; called in any thread.
+        close: saves what a model has learned; no request uses it any more.
         default: the name of the model for requests without one; by default the first entry's.
         log: called in any thread with a record of each coming and going.
         clock: returns the time in seconds.
@@ -151,21 +108,23 @@ class Catalog:
     def __init__(
         self,
         worker: Worker,
-        loader: Loader | None = None,
-        *,
+        load: Callable[[Entry, OnRead], ServedModel],
         entries: Sequence[Entry] = (),
+        find: Callable[[], Iterable[Entry]] = lambda: (),
+        close: Callable[[Entry], object] = lambda entry: None,
+        *,
         default: str | None = None,
         log: Callable[[dict[str, Any]], object] = lambda record: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        entries = entries or [*map(Entry.of, worker.models.values())]
-        self._worker = worker
-        self._loader = loader
+        self.worker = worker
+        self._load_model, self._find, self._close_model = load, find, close
         self._entries = {entry.name: entry for entry in entries}
         self._named_at_start = frozenset(self._entries)
         self._default = default or next(iter(self._entries), None)
         self._log = log
         self._clock = clock
+        self._looked = clock()
         self._thread = ThreadPoolExecutor(1, "mlxspec models")
         self._moving = asyncio.Lock()
         """Held while a model comes or goes."""
@@ -173,10 +132,7 @@ class Catalog:
         """Set when a request no longer uses its model."""
         self._watching: asyncio.Task[None] | None = None
         self._ending = False
-        for entry in entries:
-            entry.used = clock()
-        if loader:
-            self._add(loader.find())
+        self._add(find())
 
     @property
     def entries(self) -> list[Entry]:
@@ -187,14 +143,25 @@ class Catalog:
         """The state of each model, as JSON."""
         return [entry.figures(self._clock()) for entry in self.entries]
 
+    def start(self) -> None:
+        """Load the models of the start, before there is an event loop.
+
+        Raises:
+            MlxspecError: one cannot be loaded, or does not fit into memory.
+        """
+        for entry in self.entries:
+            if entry.name in self._named_at_start:
+                self._read(entry)
+
     # --- names ---
 
     async def look(self) -> None:
         """Find models that were added on disk, and forget those that were removed."""
-        if self._loader:
+        if self._clock() - self._looked >= _LOOK:
+            self._looked = self._clock()
             # The start would have reported it; files may also vanish during the look.
             with suppress(MlxspecError, OSError):
-                self._add(await run_in_threadpool(self._loader.find))
+                self._add(await asyncio.to_thread(self._find))
 
     def _add(self, found: Iterable[Entry]) -> None:
         new = {entry.name: entry for entry in found}
@@ -216,37 +183,33 @@ class Catalog:
         Raises:
             ApiError: 404, it does not exist; 400, several have this name.
         """
-        if name is not None and self._known(name) is None:
+        found = self._known(name)
+        if not found:
             await self.look()
-        default = self._known(self._default) if self._default else None
-        only = self.entries[0] if len(self._entries) == 1 else None
-        if name is None:
-            found = default or only
-        else:
             found = self._known(name)
-            if found is None and not strict:
-                found = default if name.startswith("claude-") else only
-        if found is None:
+        if not found and (name is None or not strict):
+            if name is None or name.startswith("claude-"):
+                found = self._known(self._default)
+            if not found and len(self._entries) == 1:
+                (found,) = self.entries
+        if not found:
             which = f"the model {shown(name)} is not served here" if name else "no model is named"
-            near = get_close_matches((name or "")[:_COMPARED], self._entries, _NAMED, cutoff=0)
-            instead = (
-                f"use {' or '.join(near)}, or another one that /v1/models lists"
-                if near
-                else "none are found; download one, and see 'mlxspec models'"
-            )
+            some = " or ".join([*self._entries][:_NAMED])
+            instead = f"use {some}, or another one that /v1/models lists"
+            if not some:
+                instead = "none are found; download one, and see 'mlxspec models'"
             raise ApiError(f"{which}: {instead}", status=404, param="model", code="model_not_found")
         return found
 
-    def _known(self, name: str) -> Entry | None:
+    def _known(self, name: str | None) -> Entry | None:
         """The model of a name; None if there is none.
 
         Raises:
             ApiError: 400, several have it.
         """
-        if name in self._entries:
-            return self._entries[name]
-        found = [entry for entry in self.entries if entry.path == name]
-        found = found or [entry for entry in self.entries if name in entry.others]
+        if name is None or name in self._entries:
+            return self._entries[name] if name else None
+        found = [entry for entry in self.entries if name in (entry.path, *entry.others)]
         if len(found) > 1:
             raise ApiError(
                 f"the model {shown(name)} may be {' or '.join(entry.name for entry in found)}: "
@@ -284,11 +247,12 @@ class Catalog:
         self._left.set()
 
     def watch(self) -> None:
-        """Begin to unload idle models; called in the event loop, at its start."""
+        """Begin to give up what is idle; called in the event loop, at its start."""
         self._watching = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
-        while True:
+        while self.worker.ready:
+            self.worker.call(self.worker.memory.make_room)  # for other programs
             await asyncio.sleep(_CHECK)
             await self.unload_idle()
 
@@ -296,8 +260,9 @@ class Catalog:
         """Unload the models that have been idle for their time."""
         async with self._moving:
             for entry in self.entries:
-                if entry.is_idle and self._clock() - entry.used >= entry.keep_alive:
-                    await self._unload(entry, f"idle for {entry.keep_alive:g} s")
+                seconds = math.inf if entry.keep_alive is None else entry.keep_alive
+                if entry.is_idle and self._clock() - entry.used >= seconds:
+                    await self._unload(entry, f"idle for {seconds:g} s")
 
     # --- coming and going ---
 
@@ -306,11 +271,9 @@ class Catalog:
         try:
             async with self._moving:
                 await self._make_room(entry)
-                entry.state, entry.read, begun = "loading", 0, self._clock()
+                begun = self._clock()
                 self._log({"outcome": "loading", "model": entry.name, "bytes": entry.nbytes})
-                entry.served = await self._in_thread(self._read, entry)
-                self._worker.models[entry.name] = entry.served
-                entry.used = self._clock()
+                await self._in_thread(self._read, entry)
                 seconds = round(entry.used - begun, 3)
                 self._log({"outcome": "loaded", "model": entry.name, "seconds": seconds})
                 return None
@@ -339,13 +302,13 @@ class Catalog:
         Raises:
             ApiError: 413, it would not fit even then.
         """
-        memory = self._worker.memory
+        memory = self.worker.memory
         while True:
             self._left.clear()
             in_use = any(one.users + one.waiting for one in self.entries if one.served)
-            if await self._in_thread(self._worker.call, self._reserves, entry):
+            if await asyncio.wrap_future(self.worker.call(self._reserves, entry)):
                 return
-            others = [one for one in self.entries if one.served and not one.stays]
+            others = [one for one in self.entries if one.served and one.keep_alive is not None]
             room = memory.room + sum(one.nbytes for one in others)
             if entry.nbytes > room or not (others or in_use):
                 left = max(0, room - memory.parts["forward"])
@@ -365,13 +328,12 @@ class Catalog:
 
     async def make_room_for(self, need: Need) -> None:
         """Unload idle models, the least recently used first, until a request would fit."""
-        fits = self._worker.memory.ever_fits
+        fits = self.worker.memory.ever_fits
         if fits(need) or self._moving.locked():  # whoever loads a model may wait for this request
             return
         async with self._moving:
-            idle = [one for one in self.entries if one.is_idle and not one.stays]
-            weights = sum(one.served.memory.weights for one in idle if one.served)
-            if fits(need, beside=-weights):
+            idle = [one for one in self.entries if one.is_idle and one.keep_alive is not None]
+            if fits(need, beside=-sum(one.nbytes for one in idle)):
                 for one in sorted(idle, key=lambda one: one.used):
                     if not fits(need):
                         await self._unload(one, "room for a request")
@@ -382,7 +344,6 @@ class Catalog:
         while entry.users:
             self._left.clear()
             await self._left.wait()
-        self._worker.models.pop(entry.name)
         await self._in_thread(self._close, entry)
         self._left.set()
         self._log({"outcome": "unloaded", "model": entry.name, "reason": reason})
@@ -391,8 +352,8 @@ class Catalog:
 
     def _reserves(self, entry: Entry) -> bool:
         """Reserve the memory of a model's weights, if they fit and no request loses its room."""
-        memory = self._worker.memory
-        needs = (one.need for one in self._worker.requests.copy())
+        memory = self.worker.memory
+        needs = (one.need for one in self.worker.requests.copy())
         keep = all(memory.ever_fits(need, beside=entry.nbytes) for need in needs)
         if fits := keep and memory.fits(Need(entry.nbytes)):
             memory.reserve(entry.name, Need(entry.nbytes))
@@ -400,37 +361,38 @@ class Catalog:
 
     # --- in the thread ---
 
-    async def _in_thread(self, function: Callable[..., _Result], *args: Any) -> _Result:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+    async def _in_thread(self, function: Callable[[Entry], object], entry: Entry) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._thread, function, entry)
 
-    def _read(self, entry: Entry) -> ServedModel:
+    def _read(self, entry: Entry) -> None:
         """Read a model's weights here, and run its first steps in the worker's thread."""
-        assert self._loader
 
         def on_read(nbytes: int) -> None:
             if self._ending:
                 raise ApiError("the server is ending", status=503)
             entry.read += nbytes
 
-        served = self._worker.call(self._loader.load(entry, on_read))
-        self._worker.call(self._worker.open, served)
+        entry.state, entry.read = "loading", 0
+        served = self._load_model(entry, on_read)
+        self.worker.call(self.worker.open, served).result()
+        entry.nbytes = entry.nbytes or served.memory.weights
+        entry.context_length = entry.context_length or served.context_length
+        entry.used, entry.served, entry.state = self._clock(), served, "loaded"
         if gc.get_freeze_count():
             gc.freeze()  # as at the start of the server
-        return served
 
     def _give_up(self, entry: Entry) -> None:
         """Free the memory of a model that could not be loaded."""
         with suppress(ApiError):  # the server is ending
-            self._worker.call(self._worker.memory.release, entry.name)
+            self.worker.call(self.worker.memory.release, entry.name).result()
         _free()
 
     def _close(self, entry: Entry) -> None:
         """Take a model from the worker, and free its memory."""
         assert entry.served
-        assert self._loader
         try:
-            self._worker.call(self._worker.leave, entry.served)
-            self._loader.close(entry.served)
+            self.worker.call(self.worker.leave, entry.served).result()
+            self._close_model(entry)
         except Exception as error:  # a load may wait for the room, which is free all the same
             if not self._ending:
                 _log.error("the model %s could not be closed", entry.name, exc_info=error)

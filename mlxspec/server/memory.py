@@ -81,12 +81,7 @@ class ServerMemory:
     @property
     def room(self) -> int:
         """The bytes that are left beside weights and memories of earlier answers."""
-        return self._room()
-
-    def _room(self, beside: int = 0) -> int:
-        """The room, with so many more bytes of weights."""
-        left = self.limit - sum(self._lasting.values()) - beside
-        return max(0, int(left * (1 - _RESERVE)))
+        return max(0, int((self.limit - sum(self._lasting.values())) * (1 - _RESERVE)))
 
     @property
     def reserved(self) -> int:
@@ -99,9 +94,9 @@ class ServerMemory:
         Args:
             beside: the bytes of the weights of a model that is not counted yet.
         """
-        left = max(0, self._room(beside) - self._forward())
+        left = max(0, self.room - beside * (1 - _RESERVE) - self._forward())
         asked = self._cache_bytes
-        return int(left * _CACHE_SHARE) if asked is None else min(left, asked)
+        return int(left * _CACHE_SHARE if asked is None else min(left, asked))
 
     @property
     def most_cached(self) -> int:
@@ -125,7 +120,7 @@ class ServerMemory:
             need: what a request needs.
             beside: the bytes of weights that are about to be loaded; negative, if unloaded.
         """
-        return need.caches + need.forward <= self._room(beside)
+        return need.caches + need.forward <= self.room - beside * (1 - _RESERVE)
 
     def bound_for(self, need: Need) -> int:
         """The least bound with room for so much, beside the models."""
@@ -235,10 +230,7 @@ class ServerMemory:
         caches = [one.cache for one in self._models.values()]
         over = sum(cache.nbytes for cache in caches) - max(0, most)
         while over > 0 and sum(cache.entries for cache in caches) > kept:
-            oldest = min(
-                caches, key=lambda cache: math.inf if cache.oldest is None else cache.oldest
-            )
-            over -= oldest.make_room(1)
+            over -= min(caches, key=lambda cache: cache.oldest).make_room(1)
 
     @contextmanager
     def in_force(self) -> Iterator[None]:

@@ -17,24 +17,12 @@ from pydantic import BeforeValidator, Field
 
 from ..engine.params import Constraint
 from .answer import ApiAnswer, Choice, OutputFormat, Part, TextRun, framed
-from .body import (
-    NO_THREADS,
-    ApiError,
-    Body,
-    Items,
-    Name,
-    blaming,
-    parse,
-    read_json,
-    refuse,
-    without_nulls,
-)
+from .body import ApiError, Body, Items, Name, blaming, parse, read_json, refuse, without_nulls
 from .requests import (
-    ChatRequest,
+    ApiRequest,
     Function,
     MaxTokens,
     Options,
-    ResponseFormat,
     SamplingBody,
     Stops,
     ToolOutput,
@@ -98,7 +86,6 @@ class MessagesBody(SamplingBody):
     tool_choice: dict[str, Any] = {"type": "auto"}
     thinking: dict[str, Any] | None = None
     output_config: Options = Options()
-    output_format: ResponseFormat | None = None
     stop_sequences: Stops = []
     stream: bool = False
     chat_template_kwargs: dict[str, Any] = {}
@@ -106,7 +93,7 @@ class MessagesBody(SamplingBody):
     unsupported = ("all", "/v1/messages")
 
 
-def parse_messages(body: object, *, to_count: bool = False) -> ChatRequest:
+def parse_messages(body: object, *, to_count: bool = False) -> ApiRequest:
     """Parse a body of ``/v1/messages``.
 
     Args:
@@ -116,12 +103,6 @@ def parse_messages(body: object, *, to_count: bool = False) -> ChatRequest:
     Raises:
         ApiError: a field is missing, wrong or unsupported.
     """
-    if isinstance(body, dict) and body.get("thread") is not None:
-        raise ApiError(
-            "thread: the server does not store conversations; leave it out, and send all messages.",
-            param="thread",
-            code=NO_THREADS,
-        )
     asked = parse(MessagesBody, body)
     if asked.max_tokens is None and not to_count:
         refuse("max_tokens", None, "choose an integer of 1 or more")
@@ -137,11 +118,15 @@ def parse_messages(body: object, *, to_count: bool = False) -> ChatRequest:
     if word is None:
         refuse("tool_choice.type", choice.get("type"), f"choose one of {', '.join(_TOOL_CHOICES)}")
     named = str(choice.get("name")) if word == "function" else None
-    place = "output_config.format" if asked.output_config.format else "output_format"
-    format = asked.output_config.format or asked.output_format
+    thinking = None
+    if asked.thinking is not None:
+        thinking = _THINKING.get(str(kind := asked.thinking.get("type")))
+        if thinking is None:
+            refuse("thinking.type", kind, f"choose one of {', '.join(_THINKING)}")
+    place, format = "output_config.format", asked.output_config.format
     with blaming(place):
         constraint = Constraint.json_schema(format.schema_at(place)) if format else None
-    return ChatRequest(
+    return ApiRequest(
         model=asked.model,
         sampling=asked.sampling,
         max_tokens=asked.max_tokens,
@@ -153,17 +138,10 @@ def parse_messages(body: object, *, to_count: bool = False) -> ChatRequest:
         **conversation(merged([*system, *messages]), "messages"),
         **chosen_tool(word, named, tools, "tool_choice.name" if named else "tool_choice.type"),
         parallel_tool_calls=not choice.get("disable_parallel_tool_use"),
-        template_kwargs=_template_kwargs(asked),
+        template_kwargs=template_kwargs(
+            asked.output_config.effort, thinking, asked.chat_template_kwargs
+        ),
     )
-
-
-def _template_kwargs(asked: MessagesBody) -> dict[str, Any]:
-    thinking = None
-    if asked.thinking is not None:
-        thinking = _THINKING.get(str(kind := asked.thinking.get("type")))
-        if thinking is None:
-            refuse("thinking.type", kind, f"choose one of {', '.join(_THINKING)}")
-    return template_kwargs(asked.output_config.effort, thinking, asked.chat_template_kwargs)
 
 
 # --- messages ---
@@ -251,7 +229,7 @@ class MessagesAnswer(ApiAnswer):
     """
 
     def __init__(
-        self, request: ChatRequest, model: str, format: OutputFormat | None, request_id: str
+        self, request: ApiRequest, model: str, format: OutputFormat | None, request_id: str
     ) -> None:
         super().__init__([Choice(0, format)])
         self.headers = messages_headers(model, request_id)
@@ -272,21 +250,21 @@ class MessagesAnswer(ApiAnswer):
 
     def feed_choice(self, choice: Choice, runs: Sequence[TextRun]) -> list[dict[str, Any]]:
         chunks: list[dict[str, Any]] = []
-        index = len(choice.parts) - 1 - sum(run.begins for run in runs)
         for run in runs:
+            deltas = [(*_DELTAS[run.part.kind], run.text)] if run.text else []
             if run.begins:
-                chunks += _block_end(choice, index)
-                index += 1
-                start = {"type": "content_block_start", "index": index}
-                chunks.append(start | {"content_block": _block(run.part, "")})
-            if text := run.text:
-                kind, name = _DELTAS[run.part.kind]
-                chunks.append(_block_delta(index, kind, name, text))
+                block = _block(run.part, "")
+                chunks.append(_block_event("start", run, content_block=block))
+            if run.ends and run.part.kind == "reasoning":
+                deltas.append(("signature_delta", "signature", _SIGNATURE))
+            for kind, name, text in deltas:
+                chunks.append(_block_event("delta", run, delta={"type": kind, name: text}))
+            if run.ends:
+                chunks.append(_block_event("stop", run))
         if choice.end:
-            chunks += _block_end(choice, index)
-            usage = _usage(choice.end, choice.end.completion_tokens, choice.reasoning_tokens)
-            delta = self._stop(choice, choice.end)
-            chunks.append({"type": "message_delta", "delta": delta, "usage": usage})
+            ending = self._ending(choice, choice.end)
+            usage = ending.pop("usage")
+            chunks.append({"type": "message_delta", "delta": ending, "usage": usage})
             chunks.append({"type": "message_stop"})
         return chunks
 
@@ -296,8 +274,7 @@ class MessagesAnswer(ApiAnswer):
         return {
             **self._message,
             "content": [_block(part, part.text) for part in choice.parts],
-            "usage": _usage(choice.end, choice.end.completion_tokens, choice.reasoning_tokens),
-            **self._stop(choice, choice.end),
+            **self._ending(choice, choice.end),
         }
 
     def keep_alive(self) -> str:
@@ -306,31 +283,23 @@ class MessagesAnswer(ApiAnswer):
     def failed(self, error: ApiError) -> dict[str, Any]:
         return error.messages_body(self._request_id)
 
-    def _stop(self, choice: Choice, end: Ended) -> dict[str, Any]:
-        """The fields that say why the message has ended."""
+    def _ending(self, choice: Choice, end: Ended) -> dict[str, Any]:
+        """The fields that say why the message has ended, and its usage."""
         reason = _STOP_REASONS[choice.finish_reason]
-        if reason == "end_turn" and end.stop is not None:
-            return {"stop_reason": "stop_sequence", "stop_sequence": end.stop}
-        if reason == "max_tokens" and end.completion_tokens < (self._request.max_tokens or 0):
+        stop = end.stop if reason == "end_turn" else None
+        if stop is not None:
+            reason = "stop_sequence"
+        elif reason == "max_tokens" and end.completion_tokens < (self._request.max_tokens or 0):
             reason = "model_context_window_exceeded"
-        return {"stop_reason": reason, "stop_sequence": None}
+        usage = _usage(end, end.completion_tokens, choice.reasoning_tokens)
+        return {"stop_reason": reason, "stop_sequence": stop, "usage": usage}
 
 
 _STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
 
 
-def _block_delta(index: int, kind: str, name: str, text: str) -> dict[str, Any]:
-    return {"type": "content_block_delta", "index": index, "delta": {"type": kind, name: text}}
-
-
-def _block_end(choice: Choice, index: int) -> list[dict[str, Any]]:
-    """The chunks that end a block; empty for the index -1."""
-    if index < 0:
-        return []
-    chunks = [{"type": "content_block_stop", "index": index}]
-    if choice.parts[index].kind == "reasoning":
-        chunks.insert(0, _block_delta(index, "signature_delta", "signature", _SIGNATURE))
-    return chunks
+def _block_event(kind: str, run: TextRun, **fields: Any) -> dict[str, Any]:
+    return {"type": f"content_block_{kind}", "index": run.position, **fields}
 
 
 def _usage(event: Begun | Ended, output: int = 0, thinking: int = 0) -> dict[str, Any]:
@@ -346,7 +315,4 @@ def _usage(event: Begun | Ended, output: int = 0, thinking: int = 0) -> dict[str
 def messages_headers(model: str, request_id: str) -> dict[str, str]:
     """The response's headers: the request's id, and the own name of the model that answers."""
     # Headers may only have Latin-1 characters, and clients disagree beyond ASCII.
-    return {"request-id": request_id, "x-mlxspec-model": quote(model, safe=_PRINTABLE)}
-
-
-_PRINTABLE = "".join(map(chr, range(ord(" "), ord("~") + 1)))
+    return {"request-id": request_id, "x-mlxspec-model": quote(model, safe=" /:@+,=")}

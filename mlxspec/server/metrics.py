@@ -75,15 +75,10 @@ class Metrics:
 
     @property
     def totals(self) -> dict[str, int]:
-        """Totals of prompt, cached, generated, steps and forwards, and generations by outcome.
-
-        A forward over several sequences is a step of each sequence.
-        """
+        """Totals of prompt, cached and generated tokens, and of generations by outcome."""
         counted = {"prompt": self._prompt, "cached": self._cached, "generated": self._generated}
         return {
             **{name: _counts(counter, "_total")[""] for name, counter in counted.items()},
-            "steps": _counts(self._together, "_sum")[""],
-            "forwards": _counts(self._together, "_count")[""],
             **_counts(self._ended, "_total"),
         }
 

@@ -19,22 +19,11 @@ from pydantic import BeforeValidator, Field
 from .. import __version__
 from ..models.tokenizer import token_bytes
 from .answer import ApiAnswer, Choice, OutputFormat, Part, TextRun
-from .body import (
-    Body,
-    Integer,
-    Items,
-    StringOr,
-    TokenId,
-    parse,
-    refuse,
-    without_nulls,
-)
+from .body import Body, Integer, Items, StringOr, TokenId, parse, refuse, without_nulls
 from .requests import (
     MOST_CHOICES,
     ApiRequest,
-    ChatRequest,
     CommonBody,
-    CompletionRequest,
     Function,
     Texts,
     chosen_tool,
@@ -97,7 +86,7 @@ class ChatBody(CommonBody):
     unsupported = (*CommonBody.unsupported, "chats", "/v1/chat/completions")
 
 
-def parse_chat(body: Any) -> ChatRequest:
+def parse_chat(body: Any) -> ApiRequest:
     """Parse a body of ``/v1/chat/completions``.
 
     Raises:
@@ -111,7 +100,7 @@ def parse_chat(body: Any) -> ChatRequest:
         named, param = asked.function.name, "tool_choice.function.name"
     messages = [message.for_template() for message in chat.messages]
     tools = body.get("tools") or []  # with all fields: templates may use unknown ones
-    return ChatRequest(
+    return ApiRequest(
         **chat.common(),
         **conversation(messages, "messages"),
         **chosen_tool("function" if isinstance(asked, _Tool) else asked, named, tools, param),
@@ -141,7 +130,7 @@ class CompletionBody(CommonBody):
     unsupported = (*CommonBody.unsupported, "/v1/completions")
 
 
-def parse_completion(body: object) -> CompletionRequest:
+def parse_completion(body: object) -> ApiRequest:
     """Parse a body of ``/v1/completions``.
 
     Raises:
@@ -150,8 +139,9 @@ def parse_completion(body: object) -> CompletionRequest:
     completion = parse(CompletionBody, body)
     if completion.echo and completion.logprobs is not None:
         refuse("echo", True, "leave it out, since prompt tokens have no logprobs here")
-    return CompletionRequest(
+    return ApiRequest(
         **completion.common(),
+        param="prompt",
         logprobs=completion.logprobs,
         prompts=tuple(one if isinstance(one, str) else tuple(one) for one in completion.prompt),
         suffix=completion.suffix or None,
@@ -160,16 +150,22 @@ def parse_completion(body: object) -> CompletionRequest:
 
 
 class TokenizeBody(Body):
-    """A body of ``/v1/tokenize``, with a text or a conversation, or of ``/v1/detokenize``."""
+    """A body of ``/v1/tokenize``, with a text or a conversation."""
 
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool = True
     messages: Any = None
-    tokens: Items[TokenId] = []
 
 
-def parse_tokenize(body: object) -> tuple[TokenizeBody, ChatRequest | None]:
+class DetokenizeBody(Body):
+    """A body of ``/v1/detokenize``."""
+
+    model: str | None = None
+    tokens: Items[TokenId]
+
+
+def parse_tokenize(body: object) -> tuple[TokenizeBody, ApiRequest | None]:
     """Parse a body of ``/v1/tokenize``, with ``prompt`` or ``messages``.
 
     Raises:
@@ -183,14 +179,6 @@ def parse_tokenize(body: object) -> tuple[TokenizeBody, ChatRequest | None]:
     return asked, None
 
 
-def parse_detokenize(body: object) -> TokenizeBody:
-    """Parse a body of ``/v1/detokenize``, with ``tokens``; raises as :func:`parse_tokenize`."""
-    asked = parse(TokenizeBody, body)
-    if "tokens" not in asked.model_fields_set:
-        refuse("tokens", None, "send a list of token ids")
-    return asked
-
-
 # --- answers ---
 
 _IMPOSSIBLE = -9999.0  # OpenAI's number for minus infinity, which JSON lacks
@@ -199,8 +187,7 @@ _IMPOSSIBLE = -9999.0  # OpenAI's number for minus infinity, which JSON lacks
 class ChatAnswer(ApiAnswer):
     """The answer of ``/v1/chat/completions``.
 
-    Reasoning is sent as ``reasoning_content``. Log-probabilities include the tokens of reasoning,
-    markers and calls, but not the token that ends the output.
+    Reasoning is sent as ``reasoning_content``. Log-probabilities are sent for the text only.
 
     Args:
         request: the client's request.
@@ -298,25 +285,24 @@ class ChatAnswer(ApiAnswer):
         chunks: list[dict[str, Any]] = []
         for run in runs:
             part, text = run.part, run.text
-            if part.kind != "call":
-                delta = {"content" if part.kind == "text" else "reasoning_content": text}
-                chunks.append(self._chunk(choice, {"delta": delta}, run.drafts))
-                continue
-            call = _call(part, text) if run.begins else {"function": {"arguments": text}}
-            calls = [{"index": part.index, **call}]
-            chunks.append(self._chunk(choice, {"delta": {"tool_calls": calls}}))
-        if logprobs := chat_logprobs(self._tokenizer, choice.latest):
-            if not chunks:
-                chunks.append(self._chunk(choice, {"delta": {}}))
-            chunks[-1]["choices"][0]["logprobs"] = {"content": logprobs, "refusal": None}
+            fields: dict[str, Any]
+            if part.kind == "call":
+                call = _call(part, text) if run.begins else {"function": {"arguments": text}}
+                fields = {"delta": {"tool_calls": [{"index": part.index, **call}]}}
+            elif part.kind == "reasoning":
+                fields = {"delta": {"reasoning_content": text}}
+            else:
+                fields = {"delta": {"content": text}, "logprobs": self._logprobs(run.pieces)}
+            if text or run.begins:
+                drafts = () if part.kind == "call" else run.drafts
+                chunks.append(self._chunk(choice, fields, drafts))
         if choice.end:
             end = {"delta": {}, "finish_reason": choice.finish_reason}
             chunks.append(self._chunk(choice, end))
         return chunks
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        content = choice.text
-        reasoning = "".join(part.text for part in choice.parts if part.kind == "reasoning")
+        content, reasoning = choice.joined("text"), choice.joined("reasoning")
         calls = [_call(part, part.text) for part in choice.parts if part.kind == "call"]
         message: dict[str, Any] = {
             "role": "assistant",
@@ -327,15 +313,17 @@ class ChatAnswer(ApiAnswer):
             message["reasoning_content"] = reasoning
         if calls:
             message["tool_calls"] = calls
-        logprobs = None
-        if self._request.logprobs is not None:
-            logprobs = {"content": chat_logprobs(self._tokenizer, choice.pieces), "refusal": None}
         return {
             "index": choice.index,
             "message": message,
-            "logprobs": logprobs,
+            "logprobs": self._logprobs(choice.pieces),
             "finish_reason": choice.finish_reason,
         }
+
+    def _logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
+        if self._request.logprobs is None:
+            return None
+        return {"content": chat_logprobs(self._tokenizer, pieces), "refusal": None}
 
 
 def _call(part: Part, arguments: str) -> dict[str, Any]:
@@ -348,7 +336,7 @@ class CompletionAnswer(ChatAnswer):
 
     _prefix, _object, _chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, request: CompletionRequest, model: str, tokenizer: TokenizerWrapper) -> None:
+    def __init__(self, request: ApiRequest, model: str, tokenizer: TokenizerWrapper) -> None:
         super().__init__(request, model, tokenizer, None, len(request.prompts))
         self._echoes = [
             prompt if isinstance(prompt, str) else detokenized(tokenizer, prompt)
@@ -368,7 +356,7 @@ class CompletionAnswer(ChatAnswer):
         for run in runs:  # at most one
             offset = len(self._echo(choice)) + len(run.part.text) - len(run.text)
             logprobs = completion_logprobs(
-                self._tokenizer, choice.latest, offset, self._request.logprobs
+                self._tokenizer, run.pieces, offset, self._request.logprobs
             )
             if run.text or logprobs:
                 fields = {"text": run.text, "logprobs": logprobs}
@@ -382,7 +370,7 @@ class CompletionAnswer(ChatAnswer):
         logprobs = completion_logprobs(self._tokenizer, choice.pieces, len(echo), top)
         return {
             "index": choice.index,
-            "text": echo + choice.text,
+            "text": echo + choice.joined("text"),
             "logprobs": logprobs,
             "finish_reason": choice.finish_reason,
         }

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -30,7 +31,7 @@ from ..corpus.suffix_index import common_length
 from ..engine.caches import for_steps, is_trimmable_anywhere, parts
 from ..engine.costs import model_identity
 from ..engine.params import CacheOptions
-from ..engine.prompt_cache import read_prompt_cache_metadata, tokens_in
+from ..engine.prompt_cache import read_prompt_cache_metadata
 from ..errors import FileError
 from ..files import is_ours_alone
 from ..generation.session import Session
@@ -121,9 +122,9 @@ class PrefixCache:
         return sum(entry.nbytes for entry in self._idle.copy())  # for the status page
 
     @property
-    def oldest(self) -> int | None:
-        """The number of the last use of the entry that :meth:`make_room` evicts next, if any."""
-        return next((entry.used for entry in self._idle), None)
+    def oldest(self) -> float:
+        """When the entry that :meth:`make_room` evicts next was last used; infinity without one."""
+        return next((entry.used for entry in self._idle), math.inf)
 
     @property
     def entries(self) -> int:
@@ -190,11 +191,8 @@ class PrefixCache:
 
     def _coming(self, entry: _Entry, tokens: array[int]) -> int:
         """The length of a prompt's prefix that a running request has yet to compute."""
-        options, last = self._options, entry.n_prompt - 1
+        last = entry.n_prompt - 1
         coming = min(common_length(entry.tokens, tokens), len(tokens) - 1)
-        quantizes = options.kv_bits is not None and last >= options.quantized_kv_start
-        if quantizes and not self._quantized_alike(entry, coming):
-            return 0
         if not self._cuttable:  # it can only be copied at its marks, one of them near its end
             marks = (entry.branch, last - _OPENING)
             coming = max((mark for mark in marks if mark <= coming), default=0)
@@ -210,7 +208,7 @@ class PrefixCache:
         entry.nbytes = session.nbytes
         if not tokens or entry.nbytes > self.max_bytes:
             return
-        if session.quantized and not self._quantized_alike(lent, len(tokens)):
+        if not self._alike(lent, len(tokens)):
             return
         for common, other in self._matches(tokens, entry.partition):
             is_prefix = common == len(other.tokens) and not (other.lent or other.shared)
@@ -219,7 +217,7 @@ class PrefixCache:
         self._touch(entry)
         if lent.branch and session.reach(lent.branch) == lent.branch:
             self._keep_branch(entry, lent.branch)
-        self._evict(self.nbytes - self.max_bytes)
+        self.make_room(self.nbytes - self.max_bytes)
 
     def _keep_branch(self, entry: _Entry, length: int) -> None:
         """Keep a copy of a prefix that prompts share: later states cannot be cut back to it."""
@@ -236,7 +234,12 @@ class PrefixCache:
         Returns:
             the number of freed bytes; less than ``nbytes`` if no entries are left.
         """
-        freed = self._evict(nbytes)
+        freed = 0
+        while freed < nbytes and self._idle:
+            entry = next(iter(self._idle))
+            del self._idle[entry]
+            freed += entry.nbytes
+            self.evictions += 1
         if freed:
             mx.clear_cache()
         return freed
@@ -264,7 +267,7 @@ class PrefixCache:
             if usable < max(1, length):
                 break
             reached = entry.session.reach(usable)
-            if entry.session.quantized and not self._quantized_alike(entry, reached):
+            if not self._alike(entry, reached):
                 continue
             continues = self._continues(entry, common)
             least = 1 if continues else _LEAST
@@ -276,9 +279,13 @@ class PrefixCache:
         """Whether a prompt must run as a whole, since its result depends on its chunks."""
         return self._chunks_matter(len(prompt) - 1, self._caches)
 
-    def _quantized_alike(self, entry: _Entry, length: int) -> bool:
-        """Whether the cache of an entry's first tokens is quantised as any prompt's would be."""
-        return min(entry.n_prompt - 1, length) >= self._options.quantized_at
+    def _alike(self, entry: _Entry, length: int) -> bool:
+        """Whether the cache of an entry's first tokens is what any prompt's would be.
+
+        Where a cache was quantised depends on the prompt's length, up to a certain length.
+        """
+        first = min(entry.n_prompt - 1, length)
+        return not entry.session.quantized or first >= self._options.quantized_at
 
     def _continues(self, entry: _Entry, common: int) -> bool:
         """Whether an entry's session may be cut to ``common`` tokens and lent, instead of copied.
@@ -295,16 +302,6 @@ class PrefixCache:
         """Make an idle entry the most recently used."""
         self._idle.pop(entry, None)
         self._idle[entry], entry.used = None, next(_uses)
-
-    def _evict(self, nbytes: int) -> int:
-        """Take entries out of memory until ``nbytes`` are freed; returns the number of bytes."""
-        freed = 0
-        while freed < nbytes and self._idle:
-            entry = next(iter(self._idle))
-            del self._idle[entry]
-            freed += entry.nbytes
-            self.evictions += 1
-        return freed
 
     @cached_property
     def _cuttable(self) -> bool:
@@ -363,8 +360,7 @@ class PrefixCache:
         """
         if not directory.is_dir() or not self._trusts(directory):
             return
-        left = self.max_bytes if most is None else most
-        entries: list[_Entry] = []
+        left, entries = self.max_bytes if most is None else most, list[_Entry]()
         for path in sorted(directory.glob(_FILES), key=lambda one: -one.lstat().st_mtime):
             if (entry := self._read(path)) and entry.nbytes <= left:
                 left -= entry.nbytes
@@ -388,20 +384,16 @@ class PrefixCache:
             if not self._trusts(path):
                 return None
             metadata = read_prompt_cache_metadata(path)
-            n_prompt, shared = int(metadata["prompt_tokens"]), metadata["shared"] == "1"
-            partition, model = metadata["partition"], metadata["model"]
-            if model != self._fingerprint:
+            if metadata["model"] != self._fingerprint:
                 self._warn(f"{path}: ignored, since it is for another model, version or option")
                 return None
-            session = Session.load(path)
+            session, n_prompt = Session.load(path), int(metadata["prompt_tokens"])
+            entry = _Entry(array("i", session.tokens), n_prompt, metadata["partition"], session)
+            entry.nbytes, entry.shared = session.nbytes, metadata["shared"] == "1"
+            return entry
         except (OSError, FileError, ValueError, KeyError):
             self._warn(f"{path}: ignored, since it is damaged or not from a prefix cache")
             return None
-        entry = _Entry(
-            array("i", tokens_in(metadata)), n_prompt, partition, session, session.nbytes
-        )
-        entry.shared = shared
-        return entry
 
     @cached_property
     def _fingerprint(self) -> str:

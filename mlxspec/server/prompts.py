@@ -18,7 +18,7 @@ from ..models.model import encode_prompt
 from ..models.tokenizer import detokenizer_of
 from .answer import OutputFormat, parser_name
 from .body import ApiError, blaming
-from .requests import ApiRequest, ChatRequest, CompletionRequest
+from .requests import ApiRequest
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Prompt:
 
 
 def chat_prompt(
-    request: ChatRequest,
+    request: ApiRequest,
     tokenizer: TokenizerWrapper,
     longest: int | None = None,
     arguments: Mapping[str, Any] | None = None,
@@ -132,7 +132,7 @@ def check_length(text: str, param: str, longest: int | None) -> None:
 
 
 def _templated(
-    request: ChatRequest, tokenizer: TokenizerWrapper, arguments: Mapping[str, Any]
+    request: ApiRequest, tokenizer: TokenizerWrapper, arguments: Mapping[str, Any]
 ) -> str:
     own = _RESERVED.union(tokenizer.SPECIAL_TOKENS_ATTRIBUTES, tokenizer.special_tokens_map)
     for name in request.template_kwargs:
@@ -161,7 +161,7 @@ def _templated(
 _RESERVED = reserved_arguments()
 
 
-def _is_reasoning(request: ChatRequest, tokenizer: TokenizerWrapper, text: str) -> bool:
+def _is_reasoning(request: ApiRequest, tokenizer: TokenizerWrapper, text: str) -> bool:
     """Whether the answer begins inside reasoning."""
     if request.continued:
         return leaves_reasoning_open(request.messages[-1]["content"], tokenizer)
@@ -214,8 +214,8 @@ def compiled_constraint(
     """
     with blaming(request.constrained_by or "tools"):
         constraint: Constraint | Phases | None = request.constraint
-        if isinstance(request, ChatRequest):
-            constraint = _answer_phases(request, prompt, tokenizer)
+        if prompt.format:
+            constraint = _answer_phases(request, prompt.format, tokenizer)
         return Grammar(constraint, vocabulary) if constraint else None
 
 
@@ -225,8 +225,6 @@ def is_constrained(request: ApiRequest) -> bool:
 
 
 def _constrains_calls(request: ApiRequest) -> bool:
-    if not isinstance(request, ChatRequest):
-        return False
     return request.tool_choice != "auto" or any(map(_is_strict, request.tools))
 
 
@@ -236,7 +234,7 @@ def _is_strict(tool: dict[str, Any]) -> bool:
 
 
 def _answer_phases(
-    request: ChatRequest, prompt: Prompt, tokenizer: TokenizerWrapper
+    request: ApiRequest, format: OutputFormat, tokenizer: TokenizerWrapper
 ) -> Constraint | Phases | None:
     """The constraint of a chat's answer.
 
@@ -257,18 +255,17 @@ def _answer_phases(
         return None
     if not request.constraint and not calls:
         return None
-    assert prompt.format
     return in_answer(
         request.constraint,
         tokenizer,
-        reasons=prompt.format.initial == "reasoning",
-        trims_space=prompt.format.trims_space,
+        reasons=format.initial == "reasoning",
+        trims_space=format.trims_space,
         calls=calls,
         call_start=call_start,
     )
 
 
-def _calls_constraint(request: ChatRequest, tokenizer: TokenizerWrapper) -> Constraint | None:
+def _calls_constraint(request: ApiRequest, tokenizer: TokenizerWrapper) -> Constraint | None:
     """The constraint of the output after a call's marker; None if the format is not known.
 
     If a call is demanded or its tool strict, its arguments match the tool's schema. Others are any
@@ -370,7 +367,7 @@ def _quoted(text: str) -> str:
 
 
 def completion_prompts(
-    request: CompletionRequest, tokenizer: TokenizerWrapper, longest: int | None = None
+    request: ApiRequest, tokenizer: TokenizerWrapper, longest: int | None = None
 ) -> list[Prompt]:
     """The prompts of a completion request, in order.
 

@@ -120,10 +120,9 @@ def check_ids(ids: Iterable[int], vocab_size: int, param: str) -> None:
 
 @dataclass(frozen=True)
 class ApiRequest:
-    """The fields that chat and completion requests share.
+    """A request for the answer to a conversation, or for completions of texts.
 
     Attributes:
-        param: the prompt's field in the body.
         model: the requested model's name; None for the default.
         sampling: the sampling parameters.
         max_tokens: the most tokens per choice; None for the default.
@@ -139,9 +138,20 @@ class ApiRequest:
         drafts: whether to mark text from accepted drafts; ``"mlxspec": {"drafts": true}``.
         constraint: the constraint of the answer's text.
         constrained_by: the field that sets the constraint.
+        param: the field with the messages or prompts.
+        messages: the messages as chat templates expect them. Roles are system, user, assistant and
+            tool, contents are strings, and arguments of tool calls are objects if they are JSON.
+        continued: whether the answer continues the last message, which is the assistant's.
+        tools: the tools in OpenAI's form; empty if ``tool_choice`` is "none".
+        tool_choice: "auto", "required", or "function" for ``forced_tool``.
+        forced_tool: the name of the function that must be called.
+        parallel_tool_calls: whether an answer may have several tool calls.
+        template_kwargs: arguments of the chat template besides messages and tools.
+        prompts: texts to complete, or token ids that are used unchanged. Choice ``i`` of the answer
+            belongs to prompt ``i // n``.
+        suffix: the text after the output, for models that fill in the middle.
+        echo: whether the text of each choice begins with its prompt.
     """
-
-    param: ClassVar[str] = "prompt"
 
     model: str | None = None
     sampling: SamplingParams = _DEFAULT
@@ -157,25 +167,7 @@ class ApiRequest:
     drafts: bool = False
     constraint: Constraint | None = None
     constrained_by: str = ""
-
-
-@dataclass(frozen=True)
-class ChatRequest(ApiRequest):
-    """A request for the answer to a conversation.
-
-    Attributes:
-        messages: the messages as chat templates expect them. Roles are system, user, assistant and
-            tool, contents are strings, and arguments of tool calls are objects if they are JSON.
-        continued: whether the answer continues the last message, which is the assistant's.
-        tools: the tools in OpenAI's form; empty if ``tool_choice`` is "none".
-        tool_choice: "auto", "required", or "function" for ``forced_tool``.
-        forced_tool: the name of the function that must be called.
-        parallel_tool_calls: whether an answer may have several tool calls.
-        template_kwargs: arguments of the chat template besides messages and tools.
-    """
-
-    param: ClassVar[str] = "messages"
-
+    param: str = "messages"
     messages: tuple[dict[str, Any], ...] = ()
     continued: bool = False
     tools: tuple[dict[str, Any], ...] = ()
@@ -183,19 +175,6 @@ class ChatRequest(ApiRequest):
     forced_tool: str | None = None
     parallel_tool_calls: bool = True
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class CompletionRequest(ApiRequest):
-    """A request for completions of texts.
-
-    Attributes:
-        prompts: texts, or token ids that are used unchanged. Choice ``i`` of the answer belongs to
-            prompt ``i // n``.
-        suffix: the text after the output, for models that fill in the middle.
-        echo: whether the text of each choice begins with its prompt.
-    """
-
     prompts: tuple[str | tuple[int, ...], ...] = ()
     suffix: str | None = None
     echo: bool = False
@@ -226,7 +205,7 @@ def merged(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 def conversation(
     messages: Sequence[dict[str, Any]], param: str, continues: bool = True
 ) -> dict[str, Any]:
-    """The attributes of a :class:`ChatRequest` for a conversation.
+    """The attributes of a :class:`ApiRequest` for a conversation.
 
     Args:
         messages: the messages in OpenAI's form.
@@ -249,13 +228,13 @@ def conversation(
     if not messages:
         raise ApiError(f"{param} has no text: send a user message.", param=param)
     is_answer = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
-    return {"messages": tuple(messages), "continued": continues and is_answer}
+    return {"param": param, "messages": tuple(messages), "continued": continues and is_answer}
 
 
 def chosen_tool(
     choice: str, name: str | None, tools: Sequence[dict[str, Any]], param: str
 ) -> dict[str, Any]:
-    """The attributes of a :class:`ChatRequest` for tools and the tool choice.
+    """The attributes of a :class:`ApiRequest` for tools and the tool choice.
 
     Args:
         choice: "none", "auto", "required" or "function".

@@ -8,13 +8,14 @@ import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from pydantic import BeforeValidator, Field, model_validator
 
+from ..jsonl import without_lone_surrogates
 from .answer import ApiAnswer, Choice, OutputFormat, Part, TextRun, framed
 from .body import (
     ApiError,
@@ -27,12 +28,11 @@ from .body import (
     parse,
     refuse,
     shown,
-    without_lone_surrogates,
     without_nulls,
 )
 from .openai import chat_logprobs
 from .requests import (
-    ChatRequest,
+    ApiRequest,
     CommonBody,
     Options,
     Texts,
@@ -61,14 +61,10 @@ class _ToolBody(Body):
     strict: bool | None = None
     format: _ToolBody | None = None
     syntax: Literal["lark", "regex"] = "lark"
-    definition: Name = "-"
-    mode: Literal["auto", "required"] = "auto"
+    definition: str = ""
     tools: Items[_ToolBody] = []
 
-    needed = {
-        **dict.fromkeys(("function", "custom", "namespace"), ("name",)),
-        "grammar": ("syntax", "definition"),
-    }
+    needed = dict.fromkeys(("function", "custom", "namespace"), ("name",))
 
     @property
     def hosted(self) -> bool:
@@ -105,18 +101,16 @@ def _text_schema(format: _ToolBody | None) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class ResponsesRequest(ChatRequest):
+class ResponsesRequest(ApiRequest):
     """A request for a response.
 
     Attributes:
         items: the conversation in this API's form, including the one that led to the previous
-            response. Each item has an id.
+            response.
         known_tools: the tools by their names for the model.
         store: whether to store the response for later requests.
         repeated: the request's fields that the response repeats.
     """
-
-    param: ClassVar[str] = "input"
 
     items: tuple[dict[str, Any], ...] = ()
     known_tools: Mapping[str, _ToolBody] = field(default_factory=dict)
@@ -144,7 +138,7 @@ class _InputItem(Body):
     role: Literal["user", "assistant", "system", "developer"] = "user"
     content: Texts = []
     summary: Texts = []
-    call_id: Name = "-"
+    call_id: str = ""
     name: Name = "-"
     namespace: str | None = None
     arguments: dict[str, Any] | str = ""
@@ -152,13 +146,7 @@ class _InputItem(Body):
     output: ToolOutput = []
     tools: Items[_ToolBody] = []
 
-    needed = {
-        "message": ("role", "content"),
-        "function_call": ("call_id", "name"),
-        "custom_tool_call": ("call_id", "name"),
-        "function_call_output": ("call_id",),
-        "custom_tool_call_output": ("call_id",),
-    }
+    needed = {"message": ("content",), "function_call": ("name",), "custom_tool_call": ("name",)}
 
     @model_validator(mode="before")
     @classmethod
@@ -204,20 +192,18 @@ def parse_responses(
     """
     asked = parse(ResponsesBody, body)
     stored = _conversation(asked, _as_items(body.get("input")), store or ResponseStore(), partition)
-    if not stored:
-        refuse("input", body.get("input"), "send a string, or a list with at least one item")
     items = [_InputItem.model_validate(item) for item in stored]
     known = _known_tools([*asked.tools, *(tool for item in items for tool in item.tools)])
     if asked.tools and not known:
         refuse("tools", body["tools"], "offer functions, since the server runs no tools itself")
-    word, named, kept = _tool_choice(asked.tool_choice, known)
+    word, named = _tool_choice(asked.tool_choice, known)
     top = asked.top_logprobs
     asks_logprobs = top or "message.output_text.logprobs" in asked.include
     return ResponsesRequest(
         **asked.common(**{"text.format": asked.text.format}),
         # An answer is a new message in this API.
         **conversation(_messages(asked.instructions, items), "input", continues=False),
-        **chosen_tool(word, named, [tool.for_chat() for tool in kept], "tool_choice"),
+        **chosen_tool(word, named, [tool.for_chat() for tool in known.values()], "tool_choice"),
         logprobs=top if asks_logprobs else None,
         parallel_tool_calls=asked.parallel_tool_calls,
         template_kwargs=asked.template_kwargs(asked.text.verbosity),
@@ -236,7 +222,6 @@ _REPEATED = (
 
 def _repeated(asked: ResponsesBody, body: dict[str, Any]) -> dict[str, Any]:
     """The request's fields that the response repeats, with the values in force."""
-    tools = zip(asked.tools, body.get("tools") or (), strict=True)
     return {
         **{name: getattr(asked, name) for name in _REPEATED},
         "reasoning": {"effort": asked.reasoning.effort, "summary": None},
@@ -246,7 +231,7 @@ def _repeated(asked: ResponsesBody, body: dict[str, Any]) -> dict[str, Any]:
             "verbosity": asked.text.verbosity or asked.verbosity or "medium",
         },
         "tool_choice": body.get("tool_choice") or "auto",
-        "tools": [sent for tool, sent in tools if not tool.hosted],
+        "tools": [one for one in body.get("tools") or () if not one["type"].startswith(_HOSTED)],
         "truncation": "disabled",
     }
 
@@ -278,41 +263,25 @@ def _known_tools(offered: Iterable[_ToolBody]) -> dict[str, _ToolBody]:
     return known
 
 
-def _tool_choice(
-    choice: str | _ToolBody, known: dict[str, _ToolBody]
-) -> tuple[str, str | None, list[_ToolBody]]:
-    """The tool choice of a chat, the function that must be called, and the allowed tools."""
+def _tool_choice(choice: str | _ToolBody, known: dict[str, _ToolBody]) -> tuple[str, str | None]:
+    """The tool choice of a chat, and the function that must be called."""
     if isinstance(choice, str):
-        return choice, None, [*known.values()]
-    allows = choice.type == "allowed_tools"
-    if not allows and choice.type not in ("function", "custom"):
-        refuse("tool_choice.type", choice.type, 'send "function", "custom" or "allowed_tools"')
-    names = {(tool.name, tool.namespace): flat_name for flat_name, tool in known.items()}
-    # Without a namespace, the first tool of that name is meant.
-    names |= {(tool.name, None): flat_name for flat_name, tool in reversed(known.items())}
-    chosen = []
-    for tool in choice.tools if allows else [choice]:
-        if (tool.name, tool.namespace) in names:
-            chosen.append(names[tool.name, tool.namespace])
-        elif not tool.hosted:
-            refuse("tool_choice", tool.name, "name one of the tools")
-    if allows:
-        return choice.mode, None, [known[name] for name in dict.fromkeys(chosen)]
-    return "function", chosen[0], [*known.values()]
+        return choice, None
+    if choice.type not in ("function", "custom"):
+        refuse("tool_choice.type", choice.type, 'send "function" or "custom"')
+    for flat_name, tool in known.items():
+        if tool.name == choice.name and choice.namespace in (None, tool.namespace):
+            return "function", flat_name
+    return "function", choice.name  # which is refused
 
 
 # --- the conversation ---
 
 
-def new_id(prefix: str) -> str:
-    """An id for a response or an item."""
-    return f"{prefix}_{uuid.uuid4().hex}"
-
-
 def _conversation(
     asked: ResponsesBody, sent: list[dict[str, Any]] | None, store: ResponseStore, partition: str
 ) -> list[dict[str, Any]]:
-    """The items up to the previous response's end and the input's, each with an id.
+    """The items up to the previous response's end, and the input's.
 
     Raises:
         ApiError: a response or an item that the body refers to is not stored.
@@ -333,27 +302,13 @@ def _conversation(
     known = store.items(partition, ids)
     for index, (one, raw) in enumerate(zip(asked.input, sent or (), strict=True)):
         if one.type != "item_reference":
-            items.append(_stored(one, raw))
+            items.append(raw)
         elif one.id in known:
             items.append(known.pop(one.id))  # once, or a short body could stand for gigabytes
         else:
             remedy = "send the item itself, since no stored one has this id, or it is there already"
             refuse(f"input[{index}].id", one.id, remedy)
     return items
-
-
-def _stored(one: _InputItem, sent: dict[str, Any]) -> dict[str, Any]:
-    """An item of the input as the server stores and returns it."""
-    item = {**without_nulls(sent), "id": one.id or new_id("item"), "status": "completed"}
-    if one.type == "message":
-        part: dict[str, Any] = {"type": "input_text"}
-        if one.role == "assistant":
-            part = {"type": "output_text", "annotations": [], "logprobs": []}
-        content = [{**part, "text": given.text} for given in one.content]
-        item |= {"type": "message", "content": content}
-    if "output" in item:  # without images
-        item["output"] = text_of_output(one.output)
-    return item
 
 
 def _messages(instructions: str | None, items: Iterable[_InputItem]) -> list[dict[str, Any]]:
@@ -398,8 +353,8 @@ class ResponseStore:
     def __init__(self, most: int = 1000, most_bytes: int = 64 * 2**20) -> None:
         self._most = most
         self._most_bytes = most_bytes
-        self._kept: OrderedDict[tuple[str, str], tuple[bytes, frozenset[str]]] = OrderedDict()
-        """By partition and response id: the JSON, and the ids of all items."""
+        self._kept: OrderedDict[tuple[str, str], bytes] = OrderedDict()
+        """The JSON by partition and response id; it takes a third of the memory of its objects."""
         self.nbytes = 0
         self._changing = threading.Lock()
 
@@ -407,11 +362,9 @@ class ResponseStore:
         self, partition: str, response: dict[str, Any], given: Sequence[dict[str, Any]]
     ) -> None:
         """Store a response and all items before it; the least recently used ones make room."""
-        # JSON takes a third of the memory of its objects.
         text = json.dumps([response, [*given]]).encode()
-        ids = frozenset(item["id"] for item in (*given, *response["output"]))
         with self._changing:
-            self._kept[partition, response["id"]] = text, ids
+            self._kept[partition, response["id"]] = text
             self.nbytes += len(text)
             while len(self._kept) > self._most or self.nbytes > self._most_bytes:
                 self._drop(next(iter(self._kept)))
@@ -425,20 +378,16 @@ class ResponseStore:
             if key not in self._kept:
                 return None
             self._kept.move_to_end(key)
-            text, _ = self._kept[key]
+            text = self._kept[key]
         response, given = json.loads(text)
         return response, given
 
     def items(self, partition: str, ids: Set[str]) -> dict[str, dict[str, Any]]:
-        """The items with these ids in the partition's responses, by id; the others are left out."""
-        with self._changing:
-            kept = [(key, own) for key, (_, own) in self._kept.items() if key[0] == partition]
-        found: dict[str, dict[str, Any]] = {}
-        for key, own in kept:
-            if own & (ids - found.keys()) and (stored := self.response(*key)):
-                response, given = stored
-                found |= {item["id"]: item for item in (*given, *response["output"])}
-        return {item_id: found[item_id] for item_id in ids & found.keys()}
+        """The items of the partition's answers by id, among them those with the given ids."""
+        numbers = {item_id.split("_")[1] for item_id in ids if "_" in item_id}
+        found = [self.response(partition, f"resp_{number}") for number in numbers]
+        answers = [response for response, _ in filter(None, found)]
+        return {item["id"]: item for answer in answers for item in answer["output"]}
 
     def delete(self, partition: str, response_id: str) -> None:
         """Delete a response, if it is stored."""
@@ -446,8 +395,7 @@ class ResponseStore:
             self._drop((partition, response_id))
 
     def _drop(self, key: tuple[str, str]) -> None:
-        dropped, _ = self._kept.pop(key, (b"", ()))
-        self.nbytes -= len(dropped)
+        self.nbytes -= len(self._kept.pop(key, b""))
 
 
 # --- answers ---
@@ -483,9 +431,6 @@ class ResponsesAnswer(ApiAnswer):
         self._request = request
         self._keep = keep
         self._tokenizer = tokenizer
-        self._output: list[dict[str, Any]] = []
-        self._part = Part("")  # the part of the last item
-        self._logprobs: list[dict[str, Any]] = []  # of the last item
         self._sent = 0
         self._response = {**_new_response(), "model": model, **request.repeated}
 
@@ -495,26 +440,20 @@ class ResponsesAnswer(ApiAnswer):
         return [self._lifecycle("created"), self._lifecycle("in_progress")]
 
     def feed_choice(self, choice: Choice, runs: Sequence[TextRun]) -> list[dict[str, Any]]:
-        events: list[dict[str, Any]] = []
-        for run in runs:
-            if run.begins:
-                events += [*self._end_item("completed"), *self._begin_item(run.part)]
-            if run.text and self._output[-1]["type"] != "custom_tool_call":
-                events.append(self._delta(run.text, chat_logprobs(self._tokenizer, run.pieces)))
         if choice.end:
-            if not self._output:
-                events += self._begin_item(Part("text"))
+            if not choice.parts:
+                choice.parts.append(Part("text"))
+                runs = [TextRun(choice.parts[0], 0, begins=True, ends=True)]
             cut_off = choice.finish_reason == "length"
             status = "incomplete" if cut_off else "completed"
-            events += self._end_item(status)
             self._response |= {
                 "status": status,
                 "completed_at": None if cut_off else int(time.time()),
                 "incomplete_details": {"reason": "max_output_tokens"} if cut_off else None,
-                "output": self._output,
+                "output": self._output(status),
                 "usage": _usage(choice, choice.end),
             }
-        return events
+        return [event for run in runs for event in self._events_of(run)]
 
     def close(self) -> list[dict[str, Any]]:
         if self._request.store:
@@ -528,12 +467,16 @@ class ResponsesAnswer(ApiAnswer):
         return "".join(map(framed, self.begin() or [self._lifecycle("in_progress")]))
 
     def failed(self, error: ApiError) -> dict[str, Any]:
-        if self._output:
-            self._complete_item("incomplete")
-        self._response |= {"output": self._output, **_failure(error)}
+        self._response |= {"output": self._output("incomplete"), **_failure(error)}
         return self._lifecycle("failed")
 
-    # --- events ---
+    def _output(self, status: str) -> list[dict[str, Any]]:
+        """All items, the last one with the given status."""
+        parts = enumerate(self.choices[0].parts)
+        items = [self._item(position, part, "completed") for position, part in parts]
+        for last in items[-1:]:
+            last["status"] = status
+        return items
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         self._sent += 1
@@ -542,102 +485,86 @@ class ResponsesAnswer(ApiAnswer):
     def _lifecycle(self, kind: str) -> dict[str, Any]:
         return self._event(kind, response=self._response.copy())
 
-    def _of_item(self, kind: str, **fields: Any) -> dict[str, Any]:
-        """An event of the last item, which has at most one content part."""
-        item = self._output[-1]
-        index = {"content_index": 0} if "content" in item else {}
-        place = {"item_id": item["id"], "output_index": len(self._output) - 1, **index}
-        return self._event(kind, **place, **fields)
+    def _events_of(self, run: TextRun) -> Iterator[dict[str, Any]]:
+        """The events of an item, which has at most one content part."""
+        position, text, kind = run.position, run.text, self._kind_of(run.part)
+        item, (_, name, _) = self._item(position, run.part, "in_progress"), _ITEMS[kind]
+        has_content = "content" in item
+        place = {"item_id": item["id"], "output_index": position}
+        place |= {"content_index": 0} if has_content else {}
+        if run.begins:
+            yield self._event("output_item.added", output_index=position, item=item)
+            if has_content:
+                empty = self._content(Part(kind))
+                yield self._event("content_part.added", **place, part=empty)
+        if kind == "custom":  # its JSON cannot be read before it ends
+            text = _whole_input(run.part.text) if run.ends else ""
+        if text:
+            logprobs = chat_logprobs(self._tokenizer, run.pieces) if kind == "text" else None
+            delta = without_nulls({"delta": text, "logprobs": logprobs})
+            yield self._event(f"{name}.delta", **place, **delta)
+        if not run.ends:
+            return
+        is_last = run.part is self.choices[0].parts[-1]
+        item = self._item(position, run.part, self._response["status"] if is_last else "completed")
+        texts = item["content"][0] if has_content else item
+        done = {one: texts[one] for one in _DONE if one in texts}
+        yield self._event(f"{name}.done", **place, **done)
+        if has_content:
+            yield self._event("content_part.done", **place, part=item["content"][0])
+        yield self._event("output_item.done", output_index=position, item=item)
 
-    def _whole_item(self, kind: str) -> dict[str, Any]:
-        return self._event(kind, output_index=len(self._output) - 1, item=self._output[-1].copy())
+    def _kind_of(self, part: Part) -> str:
+        """The kind of a part; "custom" for the call of a custom tool."""
+        tool = self._request.known_tools.get(part.name)
+        return "custom" if tool and tool.type == "custom" else part.kind
 
-    def _begin_item(self, part: Part) -> list[dict[str, Any]]:
-        """Add an item for a part of the answer."""
-        self._part, self._logprobs, kind = part, [], part.kind
-        called: dict[str, Any] = {}
-        if kind == "call":
-            tool = self._request.known_tools.get(part.name) or _ToolBody(
-                type="function", name=part.name
-            )
-            called = {"call_id": part.id, "name": tool.name, "namespace": tool.namespace}
-            kind = "custom" if tool.type == "custom" else kind
-        prefix, fields = _ITEMS[kind]
-        item = {"id": new_id(prefix), "status": "in_progress", **fields, **without_nulls(called)}
-        self._output.append(item)
-        events = [self._whole_item("output_item.added")]
+    def _item(self, position: int, part: Part, status: str) -> dict[str, Any]:
+        """The item of a part; without its text if it is in progress."""
+        prefix, _, fields = _ITEMS[self._kind_of(part)]
+        number, begun = self._response["id"].partition("_")[2], status == "in_progress"
+        item = {"id": f"{prefix}_{number}_{position}", "status": status, **fields}
         if "content" in item:
-            events.append(self._of_item("content_part.added", part=self._content("")))
-        return events
+            return item | {"content": [] if begun else [self._content(part)]}
+        tool = self._request.known_tools.get(part.name)
+        name, namespace = (tool.name, tool.namespace) if tool else (part.name, None)
+        item |= without_nulls({"call_id": part.id, "name": name, "namespace": namespace})
+        if begun:
+            return item
+        custom = {"input": _whole_input(part.text)}
+        return item | (custom if "input" in item else {"arguments": part.text})
 
-    def _content(self, text: str) -> dict[str, Any]:
-        """The only content part of the last item, with the given text."""
-        kind = self._output[-1]["type"]
-        part: dict[str, Any] = {"type": _TEXTS[kind], "text": text}
-        if kind == "message":
-            part |= {"annotations": [], "logprobs": self._logprobs}
-        return part
-
-    def _delta(self, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-        """The event for more text of the last item."""
-        kind = self._output[-1]["type"]
-        fields: dict[str, Any] = {"delta": text}
-        if kind == "message":
-            fields["logprobs"] = logprobs
-            self._logprobs += logprobs
-        return self._of_item(f"{_TEXTS[kind]}.delta", **fields)
-
-    def _complete_item(self, status: str) -> dict[str, Any]:
-        """Complete the last item; returns the fields of the event that ends its text."""
-        item, text = self._output[-1], self._part.text
-        item["status"] = status
-        if "content" in item:
-            item["content"] = [self._content(text)]
-            return without_nulls({"text": text, "logprobs": item["content"][0].get("logprobs")})
-        if item["type"] == "custom_tool_call":
-            item["input"] = _whole_input(text)
-            return {"input": item["input"]}
-        item["arguments"] = text
-        return {"arguments": text, "name": item["name"]}
-
-    def _end_item(self, status: str) -> list[dict[str, Any]]:
-        """End the last item, if there is one."""
-        if not self._output:
-            return []
-        item, events = self._output[-1], []
-        done = self._complete_item(status)
-        if item.get("input"):  # it could not be read before
-            events.append(self._delta(item["input"], []))
-        events.append(self._of_item(f"{_TEXTS[item['type']]}.done", **done))
-        if "content" in item:
-            events.append(self._of_item("content_part.done", part=item["content"][0]))
-        return [*events, self._whole_item("output_item.done")]
+    def _content(self, part: Part) -> dict[str, Any]:
+        """The only content part of an item."""
+        if part.kind == "reasoning":
+            return {"type": "reasoning_text", "text": part.text}
+        logprobs = chat_logprobs(self._tokenizer, part.pieces)
+        content = {"type": "output_text", "text": part.text}
+        return content | {"annotations": [], "logprobs": logprobs}
 
 
-_ITEMS: dict[str, tuple[str, dict[str, Any]]] = {
-    "text": ("msg", {"type": "message", "role": "assistant", "content": []}),
-    "reasoning": (
-        "rs",
-        {"type": "reasoning", "content": [], "summary": [], "encrypted_content": None},
-    ),
-    "call": ("fc", {"type": "function_call", "arguments": ""}),
-    "custom": ("ctc", {"type": "custom_tool_call", "input": ""}),
+_REASONING: dict[str, Any] = {
+    "type": "reasoning",
+    "content": [],
+    "summary": [],
+    "encrypted_content": None,
 }
-"""By the kind of a part: the prefix of its item's id, and the item's fields at the beginning."""
-
-_TEXTS = {
-    "message": "output_text",
-    "reasoning": "reasoning_text",
-    "function_call": "function_call_arguments",
-    "custom_tool_call": "custom_tool_call_input",
+_ITEMS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "text": ("msg", "output_text", {"type": "message", "role": "assistant", "content": []}),
+    "reasoning": ("rs", "reasoning_text", _REASONING),
+    "call": ("fc", "function_call_arguments", {"type": "function_call", "arguments": ""}),
+    "custom": ("ctc", "custom_tool_call_input", {"type": "custom_tool_call", "input": ""}),
 }
-"""By the type of an item: the name of its text in events."""
+"""By kind: the prefix of the item's id, the name of its text in events, and its first fields."""
+
+_DONE = ("text", "logprobs", "arguments", "input", "name")
+"""Fields of an item or its content that the event at the end of its text repeats."""
 
 
 def _new_response() -> dict[str, Any]:
     """A response that has just begun."""
     return {
-        "id": new_id("resp"),
+        "id": f"resp_{uuid.uuid4().hex}",
         "object": "response",
         "created_at": int(time.time()),
         "completed_at": None,
@@ -696,18 +623,3 @@ def _whole_input(written: str) -> str:
 
 
 _ESCAPE = re.compile(r'\\(["\\/bfnrtu])|\\(?=.)')
-
-
-# --- input items ---
-
-
-def input_items_answer(given: Sequence[dict[str, Any]], order: str | None) -> dict[str, Any]:
-    """The answer of ``/v1/responses/ID/input_items``: all items, the latest first unless "asc"."""
-    data = [*given] if order == "asc" else [*reversed(given)]
-    return {
-        "object": "list",
-        "data": data,
-        "first_id": data[0]["id"],
-        "last_id": data[-1]["id"],
-        "has_more": False,
-    }

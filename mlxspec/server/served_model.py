@@ -95,9 +95,8 @@ class CacheMemory:
             return self._waiting + _taken(self._plain, tokens)
         # A whole chunk of the prompt is cached before the cache is quantised.
         start = self.options.quantized_kv_start + self.options.prefill_step_size
-        first = min(tokens, start)
-        at_first = _taken(self._plain, first) + _taken(self._quantized, first)
-        return self._waiting + max(at_first, _taken(self._quantized, tokens))
+        plain = _taken(self._plain, min(tokens, start))
+        return self._waiting + plain + _taken(self._quantized, tokens)
 
     @cached_property
     def weights(self) -> int:
@@ -168,7 +167,6 @@ class ServedModel:
         template_arguments: default arguments of the chat template, overridden by a request's.
         owner: the partition that uses the decoder's own memory. The others have memories of their
             own, in the process only.
-        path: the path from which the user loaded it, another name for it in requests.
     """
 
     name: str
@@ -178,7 +176,6 @@ class ServedModel:
     options: GenerationOptions = field(default_factory=GenerationOptions)
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     owner: str = field(default="", repr=False)
-    path: str | None = None
     _apart: OrderedDict[str, Decoder] = field(
         default_factory=OrderedDict, init=False, repr=False, compare=False
     )

@@ -1,35 +1,28 @@
-"""The worker thread, which owns the models: it takes requests and sends events of generations.
-
-All models run in this thread. Other threads communicate with it in two ways only: they put commands
-into a queue, and after each turn it hands the events to the event loops that wait for them.
-"""
+"""The worker thread, which runs the models: it takes requests and sends events of generations."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import logging
-import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from queue import Empty, SimpleQueue
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from ..drafting.drafter import NoDraft, VerifiedStep
 from ..engine import step as steps
 from ..errors import MlxspecError
+from ..generation.asynchronous import EngineThread, RequestStream
 from ..generation.engine import Engine
 from ..generation.loaded import LoadedModel
 from ..generation.options import GenerationOptions
 from ..generation.request import Request, State
 from ..generation.response import GenerationResponse
-from .body import ApiError
-from .memory import ServerMemory
+from .body import ApiError, shown
+from .memory import ServerMemory, in_words
 from .metrics import Metrics
 from .served_model import ServedModel
 
@@ -164,11 +157,6 @@ class ServedRequest(Request):
         self.failure: ApiError | None = None
         self.outcome: str | None = None
 
-    @property
-    def cached_tokens(self) -> int | None:
-        """How many of the prompt's tokens were cached; None before the first token."""
-        return None if self.first_token is None else self.n_cached
-
     def figures(self) -> dict[str, Any]:
         """The request's state and figures, as JSON."""
         plain, seconds = self.plain_seconds, self.decode_seconds
@@ -178,9 +166,10 @@ class ServedRequest(Request):
             "state": self.outcome or self.state,
             "prompt_tokens": len(self.prompt),
             "prefilled": self.prefilled,
-            "cached_tokens": self.cached_tokens,
+            "cached_tokens": self.n_cached,
             "tokens": self.generated,
             "max_tokens": self.max_tokens,
+            "first_token": self.first_token - self.asked if self.first_token else None,
             "tokens_per_step": self.stats.tokens_per_step or None,
             # The speed of its steps relative to plain ones.
             "gain": plain / seconds if plain and seconds else None,
@@ -203,12 +192,12 @@ class ServedRequest(Request):
             self.first_token = time.perf_counter()
             n_prompt = len(self.prompt)
             worker.metrics.add_first_token(self.first_token - self.asked, n_prompt, self.n_cached)
-            worker.queue(self, Begun(self.index, n_prompt, self.n_cached))
+            worker.send(self.stream, self, Begun(self.index, n_prompt, self.n_cached))
         piece = Piece(self.index, response.text, response.token, response.from_draft)
         if self.top_logprobs is not None:
             found = response.token_logprobs(self.top_logprobs)
             piece = replace(piece, logprob=found.logprob, top=tuple(found.top))
-        worker.queue(self, piece)
+        worker.send(self.stream, self, piece)
 
     def on_end(self) -> None:
         """Queue the last event, and return the caches to the prefix cache."""
@@ -243,8 +232,8 @@ def _failure(error: Exception, decoder: LoadedModel) -> ApiError:
     return ApiError(f"the generation has failed: {error}", status=500)
 
 
-class EventStream:
-    """The events of one client's requests, for the event loop that creates it.
+class EventStream(RequestStream):
+    """The events of one client's requests.
 
     Args:
         worker: the worker that runs the requests.
@@ -252,11 +241,9 @@ class EventStream:
     """
 
     def __init__(self, worker: Worker, requests: Sequence[ServedRequest]) -> None:
+        super().__init__()
         self.worker = worker
         self.requests = requests
-        self.loop = asyncio.get_running_loop()
-        self.batches: asyncio.Queue[tuple[ServedRequest, list[Event | ApiError]]] = asyncio.Queue()
-        """Requests with their events of one turn, in order."""
         for request in requests:
             request.stream = self
 
@@ -285,7 +272,7 @@ class EventStream:
                     raise batch[-1]
                 left -= isinstance(batch[-1], Ended)
                 count = sum(isinstance(one, Piece) for one in batch)
-                self.worker.tell(request, ModelQueue.has_read, request, count)
+                self._tell(request, Engine.has_read, count)
         finally:
             self.close()
 
@@ -293,14 +280,16 @@ class EventStream:
         """End each generation whose choice, by its index, is finished, as if the model had."""
         for request in self.requests:
             if request.state in (State.DECODE, State.PAUSED) and finished(request.index):
-                self.worker.tell(request, ModelQueue.cancel, request)
+                self._tell(request, Engine.cancel)
 
     def close(self) -> None:
         """Cancel all generations that have not ended."""
         for request in self.requests:
             if not request.done:
-                error = ApiError("cancelled", status=499)
-                self.worker.tell(request, ModelQueue.cancel, request, error)
+                self._tell(request, Engine.cancel, ApiError("cancelled", status=499))
+
+    def _tell(self, request: ServedRequest, method: Callable[..., object], *args: Any) -> None:
+        self.worker.tell(request.served.name, method, request, *args)
 
 
 # --- the queue of a model ---
@@ -320,27 +309,16 @@ class ModelQueue(Engine):
         super().__init__(
             served.decoder,
             max_active=worker.active,
-            stall=worker.stall,
             max_unread=_MOST_UNREAD,
             spare=worker.memory.spare_positions(served),
         )
-        self._cache = served.cache
+        self.served = served
         self._worker = worker
 
-    @property
-    def decoding(self) -> bool:
-        """Whether any generation is decoding."""
-        return bool(self._in(State.DECODE))
-
     def turn(self, hurried: bool = False) -> bool:
-        """As :meth:`Engine.turn`; an exception ends all requests."""
+        """As :meth:`Engine.turn`; its step is measured."""
         steps = self.steps
-        try:
-            busy = super().turn(hurried)
-        except Exception as error:
-            _log.exception("a turn has failed")
-            self.close(error)
-            return False
+        busy = super().turn(hurried)
         if self.steps > steps:
             self._worker.metrics.add_forward(self.step_seconds, *self.step_shape)
         return busy
@@ -359,7 +337,7 @@ class ModelQueue(Engine):
                     return None
                 sizes = len(request.prompt), request.max_tokens, request.need
                 self.cancel(request, memory.refusal(*sizes))
-            elif not self._cache.should_wait(request.prompt, request.partition):
+            elif not self.served.cache.should_wait(request.prompt, request.partition):
                 return request
         return None
 
@@ -371,27 +349,22 @@ class ModelQueue(Engine):
 # --- the worker ---
 
 _RETRY_AFTER = 5  # seconds, in responses that say that the queue is full
-_LOOK = 1.0  # seconds after which an idle worker looks at the system's memory again
 _RECENT = 12  # ended requests whose figures are kept
 _OUTCOMES = {499: "cancelled", 429: "refused", 503: "ending"}
 
-_Result = TypeVar("_Result")
 
-
-class Worker:
+class Worker(EngineThread):
     """Runs generations of one or several models in a thread of its own.
 
     Args:
-        models: the served models.
         active: the most running generations of a model.
         queued: the most waiting generations of a model.
         stall: seconds for which running generations may wait while prompts run.
-        on_end: called in the worker's thread with all requests of one body, once they have ended.
+        on_end: called in the worker's thread with each request that has ended.
         memory: the memory that the models share; by default, all that the machine has.
 
     Attributes:
-        models: the served models by name.
-        memory: the memory that they share.
+        memory: the memory that the models share.
         metrics: the server's metrics.
         requests: the requests that have not ended, in order of arrival.
         recent: the figures of the requests that ended last, with the times of their ends.
@@ -399,94 +372,45 @@ class Worker:
 
     def __init__(
         self,
-        models: Sequence[ServedModel],
         *,
         active: int = 8,
         queued: int = 128,
         stall: float = 0.15,
-        on_end: Callable[[Sequence[ServedRequest]], object] = lambda requests: None,
+        on_end: Callable[[ServedRequest], object] = lambda request: None,
         memory: ServerMemory | None = None,
     ) -> None:
-        self.models = {served.name: served for served in models}
+        super().__init__("mlxspec worker", stall)
         self.memory = memory or ServerMemory()
-        for served in models:
-            self.memory.add(served)
-        self.active, self.queued, self.stall = active, queued, stall
+        self.active, self.queued = active, queued
         self.on_end = on_end
         self.metrics = Metrics()
         self.requests: list[ServedRequest] = []
         self.recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
-        self._outbox: dict[ServedRequest, list[Event | ApiError]] = {}
-        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._queues: dict[str, ModelQueue] = {}
-        """The models' queues by name; used only in the thread."""
         self._first: ServedRequest | None = None
         """The request that came first of those that wait for memory."""
-        self._stopping: ApiError | None = None
-        """The error for further requests, once the worker stops."""
-        self._taking = threading.Lock()
-        """Held while requests are queued, so that none is queued after the worker has stopped."""
-        self._thread = threading.Thread(target=self._run, name="mlxspec worker", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread, and wait until it answers requests.
-
-        Raises:
-            ApiError: the thread has failed; the log has the reason.
-        """
-        self._thread.start()
-        self.call(lambda: None)
-
-    def stop(self) -> None:
-        """End all generations and the thread, and wait for its end."""
-        self._commands.put(partial(self._stop, ApiError("the server is ending", status=503)))
-        self._thread.join()
-
-    def fail(self, error: ApiError) -> None:
-        """End all requests with an error, from any thread: the worker's own may never return."""
-        self._stop(error)
-        for request in self.requests.copy():
-            self.queue(request, error)
-        self._deliver()
 
     @property
-    def alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread.is_alive()
+    def models(self) -> dict[str, ServedModel]:
+        """The models that are ready, by name."""
+        queues = cast(dict[str, ModelQueue], self.engines.copy())
+        return {name: queue.served for name, queue in queues.items()}
 
     @property
     def ready(self) -> bool:
         """Whether requests are answered."""
-        return self.alive and not self._stopping
+        return not self.ending
 
-    # --- in other threads ---
+    def stop(self) -> None:
+        """End all generations and the thread, and wait for its end."""
+        self.end(ApiError("the server is ending", status=503))
+        self.join()
 
-    def call(self, function: Callable[..., _Result], *args: Any) -> _Result:
-        """Call a function in the worker's thread, between two turns, and wait for its result.
-
-        Raises:
-            ApiError: 503, the server is ending.
-        """
-        result: Future[_Result] = Future()
-
-        def run() -> None:
-            try:
-                if self._stopping:
-                    raise self._stopping
-                result.set_result(function(*args))
-            except Exception as error:
-                result.set_exception(error)
-
-        self._put(run)
-        return result.result()
-
-    def _put(self, command: Callable[[], None], requests: Sequence[ServedRequest] = ()) -> None:
-        """Queue a command, and the requests that it adds; raises ApiError if none is run now."""
-        with self._taking:
-            if self._stopping:
-                raise self._stopping
-            self.requests += requests
-            self._commands.put(command)
+    def fail(self, error: ApiError) -> None:
+        """End all requests with an error, from any thread: the worker's own may never return."""
+        self.end(error)
+        for request in self.requests.copy():
+            self.send(request.stream, request, error)
+        self.deliver()
 
     def check_queue(self, served: ServedModel, count: int) -> None:
         """Check that so many more generations may wait for a model.
@@ -515,27 +439,50 @@ class Worker:
         """
         self.check_queue(served, len(requests))
         stream = EventStream(self, requests)
-        self._put(partial(self._tell, requests[0], ModelQueue.add, *requests), requests)
+        self.requests += requests
+        try:
+            self.call(self.engines[served.name].add, *requests)
+        except ApiError:
+            del self.requests[-len(requests) :]
+            raise
         return stream
-
-    def tell(self, request: ServedRequest, method: Callable[..., object], *args: Any) -> None:
-        """Call a method of the queue of a request's model in the thread, between two turns."""
-        self._commands.put(partial(self._tell, request, method, *args))
 
     # --- in the thread ---
 
+    def _run(self) -> None:
+        with self.memory.in_force():
+            super()._run()
+
     def open(self, served: ServedModel) -> None:
-        """Begin to answer requests to a model, after its first steps: MLX compiles them."""
-        self.memory.add(served)
-        warm_up, decoder = Engine(served.decoder), served.decoder
+        """Begin to answer requests to a model, after its first steps: MLX compiles them.
+
+        Raises:
+            ApiError: 413, not even a request of one token fits into memory beside it.
+        """
+        decoder, least = served.decoder, served.memory.needs(1)
+        if decoder.plans:
+            _ = decoder.costs  # measured now, if they are unknown
+        warm_up = Engine(decoder)
         for prompt in ([1, 1], [1, 1, 1]):
             warm_up.add(Request(decoder, prompt, 8, {}, NoDraft))
         warm_up.run()
-        self._queues[served.name] = ModelQueue(served, self)
+        self.memory.add(served)
+        if not self.memory.ever_fits(least):
+            bound = in_words(self.memory.bound_for(least) + (1 << 20))
+            self.memory.remove(served)
+            raise ApiError(
+                f"{in_words(self.memory.limit)} of memory are too little for "
+                f"{shown(served.name)}: allow at least {bound} with --memory, where the machine "
+                "has them, or use a smaller or more quantised model",
+                status=413,
+                param="model",
+                code="out_of_memory",
+            )
+        self.engines[served.name] = ModelQueue(served, self)
 
     def leave(self, served: ServedModel) -> None:
         """Answer no more requests to a model."""
-        self._queues.pop(served.name).close()
+        self.engines.pop(served.name).close()
         self.memory.remove(served)
         self._first = None  # it would hold the model's memory
 
@@ -549,97 +496,19 @@ class Worker:
             self._first = request
         return fits
 
-    def _tell(self, request: ServedRequest, method: Callable[..., object], *args: Any) -> None:
-        """Call a method of the queue of a request's model, if the model is still there."""
-        if queue := self._queues.get(request.served.name):
-            method(queue, *args)
-
-    def queue(self, request: ServedRequest, event: Event | ApiError) -> None:
-        """Queue an event for the client, who receives it at the end of the turn."""
-        self._outbox.setdefault(request, []).append(event)
-
     def end_of(self, request: ServedRequest, ended: Ended | ApiError) -> None:
-        """Record the end of a request, and queue the event for the client."""
+        """Record the end of a request, and send the event to the client."""
         now = time.perf_counter()
         if isinstance(ended, ApiError):
             request.failure = ended
             request.outcome = _OUTCOMES.get(ended.status, "error")
         else:
             request.outcome = ended.finish_reason
-        self.queue(request, ended)
+        self.send(request.stream, request, ended)
         self.recent.append(request.figures() | {"ended": now})
         self.requests.remove(request)
         self.metrics.add_end(request.outcome, now - request.asked)
         try:
-            if all(one.outcome for one in request.stream.requests):
-                self.on_end(request.stream.requests)
+            self.on_end(request)
         except Exception:  # such as a log that nobody reads
             _log.exception("the end of a generation could not be recorded")
-
-    def _run(self) -> None:
-        """Run the thread: in a loop, run the commands and then a turn of every model."""
-        with self.memory.in_force():
-            try:
-                for name in [*self.models]:  # no variable holds a model that may leave
-                    self.open(self.models[name])
-                busy = False
-                while not self._stopping:
-                    self._obey(wait=not busy)
-                    busy = self._turn()
-            except Exception:
-                _log.exception("the worker has failed")
-            finally:
-                self._stop(ApiError("the worker has failed: restart the server", status=503))
-                self._obey(wait=False)  # earlier commands
-                for queue in self._queues.values():
-                    queue.close(self._stopping)
-                self._deliver()
-
-    def _turn(self) -> bool:
-        """Run a turn of each model; returns whether there is more to do."""
-        queues = [*self._queues.values()]
-        waiting = [queue for queue in queues if queue.decoding]
-        for queue in queues:
-            queue.stall = self.stall / len(queues)
-        busy = [queue.turn(hurried=any(one is not queue for one in waiting)) for queue in queues]
-        self._deliver()
-        return any(busy)
-
-    def _stop(self, reason: ApiError) -> None:
-        with self._taking:
-            self._stopping = self._stopping or reason
-
-    def _obey(self, wait: bool) -> None:
-        """Run all queued commands; if ``wait``, wait for the first one.
-
-        While it waits, idle caches make room for other programs.
-        """
-        while wait or not self._commands.empty():
-            try:
-                command = self._commands.get(timeout=_LOOK)
-            except Empty:
-                self.memory.make_room()
-                return
-            wait = False
-            try:
-                command()
-            except Exception:  # no caller waits for the result, and other requests must continue
-                _log.exception("a command has failed")
-
-    def _deliver(self) -> None:
-        """Hand the queued events to the event loops of their clients.
-
-        There is only one call per loop, since each call interrupts the loop and delays the worker.
-        """
-        outbox, self._outbox = self._outbox, {}
-        for loop in {request.stream.loop for request in outbox}:
-            with suppress(RuntimeError):  # the loop has ended; no task waits
-                loop.call_soon_threadsafe(_take, loop, outbox)
-
-
-def _take(
-    loop: asyncio.AbstractEventLoop, outbox: Mapping[ServedRequest, list[Event | ApiError]]
-) -> None:
-    for request, events in outbox.items():
-        if request.stream.loop is loop:
-            request.stream.batches.put_nowait((request, events))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from mlxspec.bench.policies import POLICIES, Hindsight
+from mlxspec.bench.policies import POLICIES, Hindsight, NgramSimple, SuffixPath
 from mlxspec.bench.replay import replay
 from mlxspec.drafting.costs import CostCurve
 from mlxspec.drafting.drafter import Drafter
@@ -50,6 +50,17 @@ def full_draft(text: list[int]) -> list[int]:
     return []
 
 
+def newest_long_copy(text: list[int]) -> list[int]:
+    n, m = 2, 6
+    if len(text) <= n + m + 1:
+        return []
+    for start in range(len(text) - n - 1, 0, -1):
+        if text[start : start + n] == text[-n:]:
+            draft = text[start + n : start + n + m]
+            return draft if len(draft) >= n else []
+    return []
+
+
 def earliest_of(sizes: Sequence[int], count: int) -> Callable[[list[int]], list[int]]:
     def draft(text: list[int]) -> list[int]:
         for n in sizes:
@@ -67,6 +78,7 @@ def earliest_of(sizes: Sequence[int], count: int) -> Callable[[list[int]], list[
         (lambda: drafter_of("spec-bench", []), full_draft),
         (lambda: drafter_of("transformers", []), earliest_of((2, 1), 10)),
         (lambda: drafter_of("vllm", []), earliest_of((5,), 5)),
+        (lambda: NgramSimple(2, 6), newest_long_copy),
     ],
 )
 def test_drafts_follow_the_rule(
@@ -74,6 +86,19 @@ def test_drafts_follow_the_rule(
 ) -> None:
     for text in random_texts():
         assert proposal(drafter(), text) == rule(text)
+
+
+def test_suffix_decoding_drafts_the_most_frequent_path() -> None:
+    # "1 2" goes on with 3 twice and with 4 once; two matched tokens give a draft of two.
+    text = [1, 2, 3, 7, 0, 1, 2, 4, 8, 0, 1, 2, 3, 7, 9, 1, 2]
+    assert proposal(SuffixPath(), text) == [3, 7]
+
+
+def test_suffix_decoding_stops_at_improbable_tokens() -> None:
+    # The end counted, each of ten continuations has 1/11, less than the least of 0.1.
+    text = [t for token in range(10, 20) for t in (1, token)] + [1]
+    assert proposal(SuffixPath(), text) == []
+    assert len(proposal(SuffixPath(min_token_prob=0.01), text)) == 1
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -144,7 +169,7 @@ def test_prompt_lookup_drafts_what_generate_s_does():
     from mlxspec.cli.common.generation import DraftingOptions
 
     output = [2, 3, 4, 5, 9, 1, 2, 3, 7, 1, 2, 3, 4]
-    ours = DraftingOptions(decoder="prompt-lookup").lookup.new()
+    ours = DraftingOptions(decoder="prompt-lookup").fixed.new()
     replayed = replay(PROMPT, output, drafter_of("prompt-lookup", output))
     assert replayed == replay(PROMPT, output, ours)
     assert replayed != replay(PROMPT, output, drafter_of("spec-bench", output))

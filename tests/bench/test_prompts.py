@@ -44,7 +44,7 @@ def test_a_line_is_a_prompt_turns_or_messages(tmp_path: Path) -> None:
 
 def test_half_a_surrogate_pair_is_replaced(tmp_path: Path) -> None:
     (prompt,) = read_prompts(write(tmp_path / "p.jsonl", {"prompt": "a\udc00b \U0001f600"}))
-    assert prompt.messages == (user("a?b \U0001f600"),)
+    assert prompt.messages == (user("a\ufffdb \U0001f600"),)
 
 
 def test_the_answer_at_the_end_of_a_chat_log_is_cut_off(tmp_path: Path) -> None:

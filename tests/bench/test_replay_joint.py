@@ -92,7 +92,7 @@ def test_plain_batching_takes_the_time_of_its_rows(count: int) -> None:
 
 
 @pytest.mark.parametrize("curve", [FLAT, STEEP, CostCurve([(1, 1), (4, 1.2), (16, 3)])])
-@pytest.mark.parametrize("name", [AUTO, "auto-memory", "vllm", "spec-bench"])
+@pytest.mark.parametrize("name", [AUTO, "auto-memory", "vllm", "suffix-path"])
 def test_one_at_a_time_is_the_replay_of_one(curve: CostCurve, name: str) -> None:
     work = outputs(ROUND * 4, [5, 6, 7] * 5, ROUND * 2)
     new = POLICIES[name](curve, b"")

@@ -14,7 +14,6 @@ import pytest
 from click.testing import Result
 from rich.console import Console
 
-from mlxspec.cli import prompt_files
 from mlxspec.cli.common.output import Figures
 from mlxspec.engine.step import Batch
 from mlxspec.generation.response import GenerationResponse, GenerationResult, SpeculationStats
@@ -137,13 +136,37 @@ def test_a_broken_line_costs_no_other(endless: Path, prompts: Path) -> None:
         "line 2: not JSON with a prompt: write",
         'line 4: it needs either a "prompt" or "messages" that is not empty: write',
         "line 5: the prompt holds the id 99: pass ids from 0 to 63",
-        "line 6: top_p is 7.0: choose it between 0 and 1",
+        "line 6: top_p is 7: choose it between 0 and 1",
         "line 7: the stop token 'nothing like it' is not a token of the model: give",
         "line 8: not JSON with a prompt: write",
     ]
     assert [error[: len(start)] for error, start in zip(errors, expected, strict=True)] == expected
     assert re.search(r"prompts failed +6\b", result.stderr)
     assert len(found[0]["tokens"]) == len(found[-1]["tokens"]) == 6
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens is 0"),
+        ({"prompt": "a", "max_tokens": 2.0}, "max_tokens is 2.0"),
+        ({"prompt": "a", "temp": "hot"}, "temp is 'hot'"),
+        ({"prompt": "a", "seed": 0.5}, "seed is 0.5"),
+        ({"prompt": "a", "stop": [1]}, "stop is [1]"),
+        ({"prompt": "a", "stop_tokens": 0.5}, "TypeError: "),
+        ({"prompt": "a", "logit_bias": {"1": "x"}}, "logit_bias of token 1 is x"),
+    ],
+    ids=str,
+)
+def test_a_wrong_option_of_a_line_is_named(
+    endless: Path, prompts: Path, line: dict[str, Any], told: str
+) -> None:
+    result = generate("--model", endless, "--prompts", write(prompts, [line]))
+    (found,) = results(result)
+    assert found["error"].startswith("line 1: ")
+    assert told in found["error"]
+    assert "Error: 1 prompt could not be answered" in result.stderr
 
 
 @pytest.mark.slow
@@ -185,10 +208,7 @@ def test_standard_input_is_a_file_too(endless: Path) -> None:
 
 
 @pytest.mark.slow
-def test_results_that_wait_are_bounded(
-    endless: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prompt_files, "_MOST_HELD", 3)
+def test_results_wait_for_earlier_ones(endless: Path, prompts: Path) -> None:
     lines = [{"prompt": [3], "max_tokens": n} for n in (40, 1, 2, 1, 2, 1, 3)]
     result = generate(*("--model", endless, "--prompts", write(prompts, lines), "--concurrency", 2))
     assert [one["generation_tokens"] for one in results(result)] == [40, 1, 2, 1, 2, 1, 3]

@@ -20,7 +20,7 @@ from click.testing import CliRunner, Result
 from prompt_toolkit.history import FileHistory
 
 from mlxspec.cli.chat import chat_command
-from mlxspec.cli.chat.terminal import LineInput
+from mlxspec.cli.chat.terminal import read_line
 from tests.cli.test_process import ROOT, Window
 from tests.support.scripted_model import write_scripted_model
 
@@ -138,10 +138,8 @@ def test_a_turn_of_a_pipe_that_is_not_utf_8_is_refused_after_the_answers_before(
     ("text", "messages"),
     [
         ("one\ntwo", ["one", "two"]),
-        ('"""one\n\ntwo"""\nthree\n', ["one\n\ntwo", "three"]),
-        ('"""\none\n  two\n"""\n', ["one\n  two"]),
-        ('"""one"""\n', ["one"]),
-        ('"""one\ntwo', ["one\ntwo"]),
+        ("one\n\ntwo", ["one", "", "two"]),
+        ("one\\", ["one\n"]),
         ("one\\\ntwo\\\nthree\nfour", ["one\ntwo\nthree", "four"]),
         ("", []),
     ],
@@ -150,8 +148,7 @@ def test_messages_of_several_lines(
     text: str, messages: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
-    turns = LineInput()
-    assert list(iter(turns.message, None)) == messages
+    assert list(iter(read_line, None)) == messages
 
 
 class Terminal(Window):
@@ -229,10 +226,11 @@ def test_at_a_terminal_ctrl_c_stops_an_answer_and_twice_leaves(endless: Path, wi
             assert "step" in figures
             assert "\x1b[1" not in figures
             window.read(until=PROMPT)
-        for _ in range(2):
-            window.type("never sent\x03")  # which forgets it, the second time, too
-            assert "Press Ctrl-C again or Ctrl-D to leave." in window.shown(until="leave.")
-            window.read(until=PROMPT)
+        window.type("never sent\x03\x03")  # the first clears the line
+        assert "Press Ctrl-C again or Ctrl-D to leave." in " ".join(
+            window.shown(until="leave.").split()
+        )
+        window.read(until=PROMPT)
         process.send_signal(signal.SIGINT)
         assert process.wait() == 0
 
@@ -250,7 +248,7 @@ def test_pasted_lines_are_one_message_as_they_are_and_kept_for_the_next_chat(
         window.type("second\x1b\rthird\x0afourth\\\rfifth\r")  # new lines by three ways
         window.read(until="reused")
         window.read(until=PROMPT)
-        window.type('"""\rone\r\r  two"""\r')
+        window.type("one\n\n  two\r")
         window.read(until="reused")
         window.read(until=PROMPT)
         window.type(f"/save {tmp_path / 'chat.json'}\r")
@@ -260,8 +258,7 @@ def test_pasted_lines_are_one_message_as_they_are_and_kept_for_the_next_chat(
         assert process.wait() == 0
     asked = [message["content"] for message in messages(tmp_path / "chat.json")[::2]]
     assert asked == [code, "second\nthird\nfourth\nfifth", "one\n\n  two"]
-    typed = [*asked[:2], '"""\none\n\n  two"""', f"/save {tmp_path / 'chat.json'}"]
-    assert history(data) == typed
+    assert history(data) == [*asked, f"/save {tmp_path / 'chat.json'}"]
     with Terminal(columns=80) as window:
         process = start(endless, window.terminal, max_tokens=5, **data)
         window.read(until=PROMPT)
@@ -339,7 +336,7 @@ def test_commands_are_completed_while_they_are_typed(endless: Path, tmp_path: Pa
         window.read(until=PROMPT)
         window.type("/und")
         window.read(until="take back the last message")
-        window.type("\t\r")  # a command without more is done at once
+        window.type("\t\r")
         window.read(until="nothing has been said yet")
         window.read(until=PROMPT)
         window.type("hello\r")
@@ -347,8 +344,7 @@ def test_commands_are_completed_while_they_are_typed(endless: Path, tmp_path: Pa
         window.read(until=PROMPT)
         window.type("/sav")
         window.read(until="write the conversation")
-        window.type("\t\r")  # takes the choice; a name is to follow
-        window.type(f"{tmp_path / 'chat.json'}\r")
+        window.type(f"\t {tmp_path / 'chat.json'}\r")
         window.read(until="Saved 1 turn")
         window.read(until=PROMPT)
         window.type("\x04")

@@ -27,9 +27,9 @@ def test_a_saved_chat_is_openai_s_and_private_and_comes_back(tmp_path: Path) -> 
     assert record["model"] == "demo"
     assert "🦊" in path.read_text(encoding="utf-8")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert read_chat(path) == [SYSTEM, *TURNS]
+    assert read_chat(path) == (SYSTEM["content"], TURNS)
     write_chat(path, "other", TURNS)  # an older save is replaced
-    assert read_chat(path) == TURNS
+    assert read_chat(path) == (None, TURNS)
     assert os.listdir(tmp_path) == ["my chat.json"]
 
 
@@ -63,7 +63,7 @@ def test_links_pipes_and_directories_are_neither_written_nor_waited_for(tmp_path
     for name in ("nowhere", "directory", "missing"):
         with pytest.raises(FileError):
             read_chat(tmp_path / name)
-    assert read_chat(tmp_path / "link") == TURNS
+    assert read_chat(tmp_path / "link") == (None, TURNS)
 
 
 def test_what_other_programs_write_is_read(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_what_other_programs_write_is_read(tmp_path: Path) -> None:
         {"role": "user", "content": parts},
     ]
     path.write_text(json.dumps({"messages": messages, "temperature": 1}), encoding="utf-8-sig")
-    assert read_chat(path) == [SYSTEM, {"role": "user", "content": "ab"}]
+    assert read_chat(path) == (SYSTEM["content"], [{"role": "user", "content": "ab"}])
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,8 @@ def test_what_other_programs_write_is_read(tmp_path: Path) -> None:
         (b"no json", "Expecting value"),
         (b"\xff", "can't decode byte"),
         (b"[" * 100_000, "recursion"),
-        (b"{}", 'no list of "messages"'),
-        (b'{"messages": [{"content": "a"}]}', 'no "role"'),
+        (b"{}", 'it must have "messages"'),
+        (b'{"messages": [{"content": "a"}]}', 'each with a "role"'),
         (
             b'{"messages": [{"role": "tool", "content": "a"}]}',
             "its messages must be the user's and the assistant's",

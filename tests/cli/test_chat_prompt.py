@@ -12,17 +12,17 @@ from prompt_toolkit.document import Document
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from mlxspec.cli.chat.terminal import ChatCompleter, TerminalInput, kept_history
+from mlxspec.cli.chat.terminal import ChatCompleter, kept_history, terminal_reader
 from mlxspec.errors import OptionError
 
 
 def type_in(*messages: str) -> None:
     """Type messages into a chat."""
     with create_pipe_input() as keys, create_app_session(keys, DummyOutput()):
-        turns = TerminalInput(kept_history(), list, color=False)
+        read = terminal_reader(True, list, color=False)
         for text in messages:
             keys.send_text(f"{text}\r")
-            assert turns.message() == text
+            assert read() == text
 
 
 def test_messages_are_kept_privately_beside_the_memory_and_come_back(
@@ -58,10 +58,10 @@ def test_what_cannot_be_kept_is_told_once_and_stays_for_this_chat(
     assert told.count("\n") == 1
 
 
-def completed(text: str, asked: bool = True, models: tuple[str, ...] = ("demo", "other")) -> list:
-    completer = ChatCompleter(lambda: models)
-    event = CompleteEvent(completion_requested=asked)
-    found = completer.get_completions(Document(text), event)
+def completed(text: str) -> list[str]:
+    found = ChatCompleter(lambda: ["demo", "other"]).get_completions(
+        Document(text), CompleteEvent()
+    )
     return [text[: len(text) + one.start_position] + one.text for one in found]
 
 
@@ -69,7 +69,7 @@ def completed(text: str, asked: bool = True, models: tuple[str, ...] = ("demo", 
     ("text", "completions"),
     [
         ("/un", ["/undo"]),
-        ("/s", ["/system ", "/save ", "/stats"]),
+        ("/s", ["/system", "/save", "/stats"]),
         ("/cl", ["/clear"]),
         ("/model ot", ["/model other"]),
         ("/model  d", ["/model  demo", "/model  directory"]),
@@ -94,18 +94,9 @@ def test_commands_and_names_are_completed(
     assert completed(text) == completions
 
 
-def test_files_are_looked_up_when_tab_is_pressed_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file.json").touch()
-    monkeypatch.chdir(tmp_path)
-    assert completed("/save f", asked=False) == []
-    assert completed("/un", asked=False) == ["/undo"]
-
-
 def test_a_server_that_has_gone_has_no_models() -> None:
     def gone() -> list[str]:
         raise OptionError("gone")
 
-    completer = ChatCompleter(gone)
-    assert [*completer.get_completions(Document("/model "), CompleteEvent())] == []
+    found = ChatCompleter(gone).get_completions(Document("/model nowhere"), CompleteEvent())
+    assert [*found] == []

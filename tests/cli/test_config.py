@@ -28,7 +28,7 @@ def test_what_is_set_is_shown_and_can_be_taken_out_again(file: Path):
     assert f"{file} (does not exist yet)" in run("config").stdout
     for key, value in (
         ("model", REPOSITORY),
-        ("max_tokens", "20"),
+        ("max-tokens", "20"),
         ("temp", "0.5"),
         ("system-prompt", "- Be brief"),
         ("alias.fast", "demo"),
@@ -72,21 +72,19 @@ def test_comments_stay_and_a_directory_is_found_from_everywhere(file: Path, tmp_
     ("arguments", "told"),
     [
         (("set", "modle", "x"), "unknown setting 'modle': give one of model, max-tokens,"),
-        (("get", "alias"), "unknown setting 'alias'"),
+        (("set", "alias", "x"), "unknown setting 'alias'"),
+        (("set", "max_tokens", "1"), "unknown setting 'max_tokens': give one of model, max-tokens"),
+        (("get", "max_tokens"), "max_tokens is not set"),
         (("set", "model", "nothing"), "nothing: no such directory"),
         (("set", "model", " "), " : no such directory"),
-        (("set", "max-tokens", "many"), "max-tokens is 'many': give a whole number, 1 or more"),
-        (("set", "max-tokens", "0"), "max-tokens is 0: give a whole number, 1 or more"),
-        (("set", "temp", "-1"), "temp is -1.0: give a number, 0 or more"),
-        (("set", "temp", "nan"), "temp is nan: give a number, 0 or more"),
-        (("set", "system-prompt", ""), "system-prompt is '': give a text"),
+        (("set", "max-tokens", "many"), "max-tokens is 'many': 'many' is not a valid integer"),
+        (("set", "max-tokens", "0"), "max-tokens is '0': 0 is not in the range x>=1"),
+        (("set", "temp", "-1"), "temp is '-1': -1.0 is not in the range x>=0"),
         (("set", "mlx-settings", "MLX_RANK=1"), "mlx-settings is 'MLX_RANK=1': give whole numbers"),
         (("set", "mlx-settings", "MLX_METAL_FAST_SYNCH=0"), "1 or more for MLX_METAL_FAST_SYNCH"),
         (("set", "mlx-settings", "MLX_METAL_FAST_SYNCH=1,"), "mlx-settings is"),
-        (("set", "alias.demo", REPOSITORY), "alias.demo: name it with letters"),
         (("set", "alias.a/b", REPOSITORY), "alias.a/b: name it with letters"),
         (("set", "alias.", REPOSITORY), "alias.: name it with letters"),
-        (("set", "alias.b", "a"), "alias.b is 'a', another alias"),
     ],
 )
 def test_what_cannot_be_set_is_one_line(arguments: tuple[str, ...], told: str, file: Path):
@@ -100,26 +98,22 @@ def test_what_cannot_be_set_is_one_line(arguments: tuple[str, ...], told: str, f
     assert file.read_text() == before
 
 
-def test_an_alias_of_another_one_cannot_come_about():
-    run("config", "set", "alias.a", "owner/model")
-    run("config", "set", "alias.b", REPOSITORY)
-    Path("b").mkdir()
-    refused = run("config", "set", "alias.c", "b")
-    assert "alias.c is 'b', another alias" in refused.stderr
+def test_an_alias_of_another_one_stands_for_its_model():
+    run("config", "set", "alias.a", REPOSITORY)
+    run("config", "set", "alias.b", "a")
+    assert run("config", "get", "alias.b").stdout == f"{REPOSITORY}\n"
 
 
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (b"model = \n", "is not valid TOML"),
-        (b"\xff\xfe", "is not valid TOML"),
+        (b"model = \n", "Invalid value"),
+        (b"\xff\xfe", "can't decode byte"),
         (b"modle = 'x'\n", "unknown setting 'modle'"),
-        (b"model = 5\n", "model is 5: give a model"),
-        (b"max-tokens = true\n", "max-tokens is True: give a whole number"),
-        (b"alias = 'x'\n", "alias is 'x': make it a table"),
+        (b"max-tokens = [1]\n", "max-tokens is [1]: "),
+        (b"alias = 'x'\n", "unknown setting 'alias'"),
         (b"mlx-settings = 'a=1'\n", "mlx-settings is 'a=1': give whole numbers"),
-        (b"[alias]\nfast = 1\n", "alias.fast is 1: give a model"),
-        (b"[alias]\na = 'b'\nb = 'a'\n", "alias.a is 'b', another alias"),
+        (b"[alias]\n'a/b' = 'demo'\n", "alias.a/b: name it with letters"),
     ],
 )
 def test_a_broken_file_is_one_line_that_names_it(content: bytes, told: str, file: Path):
@@ -178,7 +172,7 @@ SETTING = "MLX_MAX_MB_PER_BUFFER=512,MLX_MAX_OPS_PER_BUFFER=100"
 def test_mlx_s_settings_are_in_the_environment_which_overrides_them(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    assert run("config", "set", "mlx_settings", SETTING).stdout == f"mlx-settings is {SETTING}.\n"
+    assert run("config", "set", "mlx-settings", SETTING).stdout == f"mlx-settings is {SETTING}.\n"
     assert f"mlx-settings  {SETTING}" in run("config").stdout
     monkeypatch.setattr("os.environ", {**os.environ, "MLX_MAX_OPS_PER_BUFFER": "7"})
     apply_mlx_settings()

@@ -14,8 +14,10 @@ import pytest
 from mlx_lm.generate import generate_step
 
 from mlxspec import PromptLookupDecoder
-from mlxspec.cli.chat import ChatConversation, read_chat, write_chat
-from mlxspec.cli.common.generation import without_first_space
+from mlxspec.cli.chat import Chat, command_in, read_chat, write_chat
+from mlxspec.cli.common.generation import DraftingOptions, Generation, without_first_space
+from mlxspec.cli.common.output import error_console
+from mlxspec.engine.params import CacheOptions, SamplingParams
 from mlxspec.errors import OptionError, PromptError
 from mlxspec.generation.session import Session
 from mlxspec.models.chat_template import apply_template
@@ -40,20 +42,24 @@ class Model:
     def __init__(self, decoder: PromptLookupDecoder, context_length: int | None = 1024) -> None:
         self.decoder = decoder
         self.context_length = context_length
-        self.forget()
-
-    def forget(self) -> None:
         self.session = Session()
+        self.reused: list[int] = []  # tokens of each prompt that were in the cache
+        self.taken: int | None = None  # responses before Ctrl-C
 
     def tokenize(self, messages: list[dict[str, Any]]) -> list[int]:
         return apply_template(self.decoder.tokenizer, messages, add_generation_prompt=True)
 
     def stream(
-        self, tokens: Sequence[int], max_tokens: int, on_progress: Any = None, **sampling: Any
+        self, generation: Generation, tokens: Sequence[int], on_progress: Any
     ) -> Generator[Any, None, None]:
+        sampling = {name: getattr(generation.sampling, name) for name in ("temp", "seed")}
         how = {"session": self.session, "on_progress": on_progress, **sampling}
-        with closing(self.decoder.stream(tokens, max_tokens, **how)) as responses:
-            yield from map(without_first_space(True), responses)
+        with closing(self.decoder.stream(tokens, generation.max_tokens, **how)) as responses:
+            for response in map(without_first_space(True), islice(responses, self.taken)):
+                self.reused.append(response.reused_tokens)
+                yield response
+        if self.taken is not None:
+            raise KeyboardInterrupt
 
     def others(self) -> list[str]:
         return []
@@ -61,7 +67,7 @@ class Model:
     def switch(self, name: str) -> None:
         if name == "missing":
             raise OptionError("there is no model missing")
-        self.forget()
+        self.session = Session()
         self.name = name
 
 
@@ -75,27 +81,27 @@ def conversation_with(
     context_length: int | None = 1024,
     max_tokens: int = 40,
     system_prompt: str | None = None,
-) -> ChatConversation:
-    return ChatConversation(Model(decoder, context_length), max_tokens, system_prompt)
+) -> Chat:
+    return chat_with(Model(decoder, context_length), max_tokens, system_prompt)
 
 
-def ask(conversation: ChatConversation, question: str, taken: int | None = None) -> str:
-    with closing(conversation.answer(question)) as responses:
-        return "".join(response.text for response in islice(responses, taken))
+def chat_with(model: Model, max_tokens: int, system_prompt: str | None = None) -> Chat:
+    options = DraftingOptions(), SamplingParams(), CacheOptions()
+    generation = Generation(model.name, max_tokens, *options)
+    return Chat(model, generation, error_console(), system_prompt=system_prompt)
 
 
-def interrupt(conversation: ChatConversation) -> None:
-    """Have the next answers interrupted before their first word."""
-
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    conversation.model.stream = interrupted
+def ask(chat: Chat, question: str, taken: int | None = None) -> str:
+    chat.model.taken = taken
+    chat.answer(question)
+    chat.model.taken = None
+    return chat.messages[-1]["content"]
 
 
-def again(conversation: ChatConversation, **sampling: object) -> str:
-    with closing(conversation.retry(**sampling)) as responses:
-        return "".join(response.text for response in responses)
+def again(chat: Chat, temperature: str = "") -> str:
+    command, argument = command_in(f"/retry {temperature}")
+    command.run(chat, argument)
+    return chat.messages[-1]["content"]
 
 
 def answered_by_mlx_lm(
@@ -120,21 +126,25 @@ def test_answers_are_those_of_the_whole_conversation(
     assert len(conversation.model.session.tokens) > 60
 
 
-def test_a_full_context_loses_its_oldest_turns(decoder: PromptLookupDecoder) -> None:
+def test_a_full_context_loses_its_oldest_turns(
+    decoder: PromptLookupDecoder, capsys: pytest.CaptureFixture[str]
+) -> None:
     conversation = conversation_with(
         decoder, context_length=110, max_tokens=20, system_prompt="Be brief."
     )
     dropped = 0
     for turn in range(5):
-        question = f"Say this two times: number {turn}."
-        answer = ask(conversation, question)
-        dropped += conversation.dropped
-        kept = conversation.messages[:-1]
-        assert kept[1]["role"] == "user"
-        if conversation.dropped:
+        before = len(conversation.messages)
+        answer = ask(conversation, f"Say this two times: number {turn}.")
+        dropped += before + 2 - len(conversation.messages)
+        noted = "is full: left out the first" in capsys.readouterr().err
+        assert noted == (before + 2 > len(conversation.messages))
+        kept = conversation.conversation[:-1]
+        assert [message["role"] for message in kept[:2]] == ["system", "user"]
+        if noted:
             assert answer == answered_by_mlx_lm(decoder, kept, 20)
         assert len(conversation.model.session.tokens) < 110
-    assert dropped == 5 - len(conversation.turns) > 0
+    assert dropped == 10 - len(conversation.messages) > 0
 
 
 def test_a_message_longer_than_the_context_is_refused_and_forgotten(
@@ -157,22 +167,12 @@ def test_what_was_said_before_an_interrupt_stays(decoder: PromptLookupDecoder) -
 
 def test_a_message_that_nothing_was_said_to_has_no_answer(decoder: PromptLookupDecoder) -> None:
     conversation = conversation_with(decoder)
-    interrupt(conversation)
-    with pytest.raises(KeyboardInterrupt):
-        ask(conversation, "Anyone?")
+    ask(conversation, "Anyone?", taken=0)
     assert conversation.messages == [{"role": "user", "content": "Anyone?"}]
     assert conversation.unanswered
 
 
-def test_a_reset_forgets_everything(decoder: PromptLookupDecoder) -> None:
-    conversation = conversation_with(decoder)
-    first = ask(conversation, QUESTIONS[1])
-    ask(conversation, QUESTIONS[0])
-    conversation.reset()
-    assert conversation.model.session.tokens == []
-    assert ask(conversation, QUESTIONS[1]) == first
-
-
+@pytest.mark.nightly
 def test_after_undo_retry_and_load_answers_are_those_of_a_fresh_conversation(
     decoder: PromptLookupDecoder, tmp_path: Path
 ) -> None:
@@ -190,9 +190,9 @@ def test_after_undo_retry_and_load_answers_are_those_of_a_fresh_conversation(
     assert again(conversation) == answered_by_mlx_lm(decoder, told)
     conversation.system_prompt = None
     assert again(conversation) == answered_by_mlx_lm(decoder, told[1:])
-    write_chat(tmp_path / "chat", "tested", conversation.messages)
-    conversation.reset()
-    conversation.restore(read_chat(tmp_path / "chat"))
+    write_chat(tmp_path / "chat", "tested", conversation.conversation)
+    conversation.messages = []
+    conversation.restore(*read_chat(tmp_path / "chat"))
     told = [*conversation.messages, {"role": "user", "content": QUESTIONS[1]}]
     assert len(told) == 5
     assert ask(conversation, QUESTIONS[1]) == answered_by_mlx_lm(decoder, told)
@@ -205,19 +205,20 @@ def test_what_is_common_is_not_processed_again(decoder: PromptLookupDecoder) -> 
         ask(conversation, question)
     begins = conversation.model.tokenize(conversation.messages[:2])
     conversation.undo()
-    with closing(conversation.answer(QUESTIONS[2])) as responses:
-        first = next(responses)
-    assert 20 < len(begins) - 8 <= first.reused_tokens < first.prompt_tokens
+    ask(conversation, QUESTIONS[2])
+    prompt = conversation.model.tokenize(conversation.messages[:-1])
+    assert 20 < len(begins) - 8 <= conversation.model.reused[-1] < len(prompt)
 
 
-def test_another_seed_samples_another_answer_and_the_same_one_the_same(
-    decoder: PromptLookupDecoder,
-) -> None:
-    conversation = conversation_with(decoder)
-    ask(conversation, "Tell me about the sea.")
-    texts = [again(conversation, temp=1.5, seed=seed) for seed in (1, 2, 1)]
-    assert texts[0] == texts[2] != texts[1]
-    assert len(conversation.messages) == 2
+def test_each_retry_samples_with_the_next_seed(decoder: PromptLookupDecoder) -> None:
+    texts = []
+    for _ in range(2):
+        conversation = conversation_with(decoder)
+        ask(conversation, "Tell me about the sea.")
+        texts.append([again(conversation, "1.5") for _ in range(2)])
+        assert len(conversation.messages) == 2
+    assert texts[0] == texts[1]
+    assert texts[0][0] != texts[0][1]
 
 
 def test_a_retry_that_is_interrupted_leaves_the_earlier_answer(
@@ -225,10 +226,9 @@ def test_a_retry_that_is_interrupted_leaves_the_earlier_answer(
 ) -> None:
     conversation = conversation_with(decoder)
     ask(conversation, QUESTIONS[0])
-    before = conversation.messages
-    interrupt(conversation)
-    with pytest.raises(KeyboardInterrupt):
-        again(conversation)
+    before = [*conversation.messages]
+    conversation.model.taken = 0
+    again(conversation)
     assert conversation.messages == before
     assert not conversation.unanswered
 
@@ -238,12 +238,12 @@ def test_a_message_without_an_answer_is_asked_again_saved_and_taken_back(
 ) -> None:
     asked = [{"role": "user", "content": QUESTIONS[0]}]
     conversation = conversation_with(decoder)
-    conversation.restore(asked)
+    conversation.restore(None, [*asked])
     assert conversation.unanswered
     assert conversation.messages == asked
     assert again(conversation) == answered_by_mlx_lm(decoder, asked)
     assert conversation.messages[0] == asked[0]
-    conversation.restore(asked)
+    conversation.restore(None, [*asked])
     assert conversation.undo() == QUESTIONS[0]
     for forgotten in (conversation.undo, lambda: again(conversation)):
         with pytest.raises(PromptError, match="nothing has been said"):
@@ -275,19 +275,18 @@ class Letters(Model):
         ]
 
     def stream(
-        self, tokens: Sequence[int], max_tokens: int, on_progress: Any = None, **sampling: Any
+        self, generation: Generation, tokens: Sequence[int], on_progress: Any
     ) -> Generator[Any, None, None]:
-        for response in super().stream(tokens, max_tokens, on_progress, **sampling):
+        for response in super().stream(generation, tokens, on_progress):
             response.text = chr(response.token + 64)
             yield response
 
 
-@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("kind", KINDS_OF_CACHES)
 def test_caches_of_every_kind_return_to_where_the_conversation_did(kind: str) -> None:
     model = ARCHITECTURES[KINDS_OF_CACHES[kind]].model()
     letters = Letters(PromptLookupDecoder(model, demo().tokenizer), 1024)
-    conversation = ChatConversation(letters, 12)
+    conversation = chat_with(letters, 12)
 
     def fresh() -> str:
         prompt = mx.array(letters.tokenize(conversation.messages[:-1]))

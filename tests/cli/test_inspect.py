@@ -51,7 +51,6 @@ def test_the_demo_model_verifies_trees() -> None:
     assert "what it gets alone" in report["joint_reason"]
 
 
-@pytest.mark.nightly(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "lines"),

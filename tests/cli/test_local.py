@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxspec.cli.chat import ChatConversation, LocalModel
+from mlxspec.cli.chat import Chat, LocalModel
 from mlxspec.cli.common.generation import DraftingOptions, Generation
 from mlxspec.cli.common.output import error_console
 from mlxspec.cli.memory import Memories
@@ -24,15 +24,17 @@ def generation(model: str, **drafting: str | bool) -> Generation:
     return Generation(model, 9, drafts, SamplingParams(), CacheOptions())
 
 
-def local(generation: Generation, memories: Memories) -> LocalModel:
-    return LocalModel(generation, lambda one: one.load(error_console(), memories), {})
+def chat_with(generation: Generation, memories: Memories) -> Chat:
+    model = LocalModel(generation, lambda one: one.load(error_console(), memories), {})
+    return Chat(model, generation, error_console())
 
 
-def ask(conversation: ChatConversation) -> str:
-    return "".join(response.text for response in conversation.answer("Say hello."))
+def ask(conversation: Chat) -> str:
+    conversation.answer("Say hello.")
+    return conversation.messages[-1]["content"]
 
 
-def loaded(conversation: ChatConversation) -> weakref.ref:
+def loaded(conversation: Chat) -> weakref.ref:
     return weakref.ref(conversation.model.decoder.model)
 
 
@@ -41,7 +43,7 @@ def test_the_first_is_gone_before_the_second_is_loaded_and_comes_back_if_that_fa
 ) -> None:
     other = write_scripted_model(tmp_path / "other", ("ah", " oh"), ends=True)
     with Memories(keeps=False) as memories:
-        conversation = ChatConversation(local(generation("demo"), memories), max_tokens=9)
+        conversation = chat_with(generation("demo"), memories)
         answer = ask(conversation)
         first = loaded(conversation)
         gone = []
@@ -63,7 +65,6 @@ def test_the_first_is_gone_before_the_second_is_loaded_and_comes_back_if_that_fa
         assert ask(conversation) == answer
         conversation.model.switch(str(other))
         assert ask(conversation) == "ah oh"
-        conversation.model.close()
 
 
 def test_a_head_that_is_named_is_for_the_first_model_only_and_comes_back_with_it(
@@ -74,8 +75,7 @@ def test_a_head_that_is_named_is_for_the_first_model_only_and_comes_back_with_it
         for name in ("ah", "eh")
     )
     with Memories(keeps=False) as memories:
-        asked = generation(first, head=str(headed))
-        conversation = ChatConversation(local(asked, memories), max_tokens=9)
+        conversation = chat_with(generation(first, head=str(headed)), memories)
         assert ask(conversation) == "ah oh"
         model = loaded(conversation)
         for name in (other, first):
@@ -85,4 +85,3 @@ def test_a_head_that_is_named_is_for_the_first_model_only_and_comes_back_with_it
             drafting = conversation.model.decoder.drafting
             assert isinstance(drafting, Auto)
             assert bool(drafting.head) == (name == first)
-        conversation.model.close()

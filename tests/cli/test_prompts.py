@@ -217,6 +217,7 @@ def test_a_text_that_comes_late_is_waited_for(
         assert capsys.readouterr().err == ""
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_shell_pipes_files_and_loops(tmp_path: Path, endless: Path) -> None:
     start = "import sys; from mlxspec.__main__ import main; main()"

@@ -11,33 +11,32 @@ import httpx
 import pytest
 
 from mlxspec.cli.serve import end_record, request_log
+from mlxspec.generation.engine import Engine
 from mlxspec.server.body import ApiError
-from mlxspec.server.worker import ModelQueue
 from tests.support.brake import braked, until
 from tests.support.serving import Running, running_server
 
 pytestmark = pytest.mark.slow
 
 
-def record_of(capsys: pytest.CaptureFixture[str], *ends: tuple[int, ApiError]) -> dict[str, Any]:
-    """The record of a request with two choices that end so, by their indices."""
+def outcomes(capsys: pytest.CaptureFixture[str], *ends: tuple[int, ApiError]) -> list[Any]:
+    """The outcomes and errors of two choices that end so, by their indices."""
     logging = ExitStack()
     with running_server() as server, braked(server.decoder.model) as brake:
         log = logging.enter_context(request_log(as_json=True))
-        server.worker.on_end = lambda requests: log(end_record(requests))
+        server.worker.on_end = lambda request: log(end_record(request))
         with ThreadPoolExecutor() as pool:
             with brake.holding():
                 asked = pool.submit(ask_for_two, server)
                 until(lambda: len(server.worker.requests) == 2)
                 requests = server.worker.requests.copy()
                 for index, error in ends:
-                    server.worker.tell(requests[index], ModelQueue.cancel, requests[index], error)
+                    server.worker.tell("small", Engine.cancel, requests[index], error)
             asked.result()
         until(lambda: not server.worker.requests)
         logging.close()
-    (line,) = capsys.readouterr().out.splitlines()
-    found: dict[str, Any] = json.loads(line)
-    return found
+    records = map(json.loads, capsys.readouterr().out.splitlines())
+    return [(record["outcome"], record["error"]) for record in records]
 
 
 def ask_for_two(server: Running) -> httpx.Response:
@@ -48,14 +47,14 @@ def ask_for_two(server: Running) -> httpx.Response:
 def test_the_failure_is_told_for_which_other_choices_were_cancelled(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    record = record_of(capsys, (1, ApiError("out of order", status=500)))
-    assert (record["outcome"], record["error"]) == ("error", "out of order")
+    failed, cancelled = outcomes(capsys, (1, ApiError("out of order", status=500)))
+    assert failed == ("error", "out of order")
+    assert cancelled[0] == "cancelled"
 
 
 def test_who_left_has_cancelled(capsys: pytest.CaptureFixture[str]) -> None:
     gone = ApiError("cancelled", status=499)
-    record = record_of(capsys, (0, gone), (1, gone))
-    assert (record["outcome"], record["error"]) == ("cancelled", "cancelled")
+    assert outcomes(capsys, (0, gone), (1, gone)) == [("cancelled", "cancelled")] * 2
 
 
 def test_tokens_are_those_of_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,12 +62,12 @@ def test_tokens_are_those_of_the_usage(capsys: pytest.CaptureFixture[str]) -> No
     logging = ExitStack()
     with running_server() as server:
         log = logging.enter_context(request_log(as_json=True))
-        server.worker.on_end = lambda requests: log(end_record(requests))
+        server.worker.on_end = lambda request: log(end_record(request))
         answers = [httpx.post(f"{server.address}/v1/completions", json=body) for _ in range(2)]
         logging.close()
     lines = capsys.readouterr().out.splitlines()
-    for answer, line in zip(answers, lines, strict=True):
-        usage, record = answer.json()["usage"], json.loads(line)
-        assert record["prompt_tokens"] == usage["prompt_tokens"]
-        assert record["cached_tokens"] == usage["prompt_tokens_details"]["cached_tokens"]
-        assert record["tokens"] == usage["completion_tokens"]
+    for at, answer in enumerate(answers):
+        usage, records = answer.json()["usage"], [*map(json.loads, lines[4 * at : 4 * at + 4])]
+        # The choices of a prompt share it.
+        assert sum(one["prompt_tokens"] for one in records) == 2 * usage["prompt_tokens"]
+        assert sum(one["tokens"] for one in records) == usage["completion_tokens"]

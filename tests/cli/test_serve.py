@@ -23,7 +23,9 @@ from click.testing import CliRunner, Result
 
 from mlxspec import PromptLookupDecoder, load
 from mlxspec.cli.chat import chat_command
+from mlxspec.cli.common.generation import DraftingOptions, Generation
 from mlxspec.cli.serve import ServeOptions, _Loader, _locked, serve_command
+from mlxspec.engine.params import CacheOptions, SamplingParams
 from mlxspec.errors import OptionError
 from tests.support.adapters import write_adapters
 from tests.support.brake import until
@@ -106,12 +108,12 @@ def test_a_server_answers_logs_and_ends_with_ctrl_c(endless: Path, tmp_path: Pat
         assert server.process.returncode == 0
         assert errors == ""
         records = [json.loads(line) for line in output.splitlines()]
-        assert [record["outcome"] for record in records] == [*["length"] * 4, "refused"]
+        assert [record["outcome"] for record in records] == [*["length"] * 5, "refused"]
         assert records[0]["prompt_tokens"] == len(prompt)
         assert records[0]["tokens"] == 4
-        assert (records[3]["choices"], records[3]["tokens"]) == (2, 6)
+        assert [record["tokens"] for record in records[3:5]] == [3, 3]
         refusal = {"path": "/v1/completions", "status": 404, "param": "model"}
-        assert records[4].items() >= {**refusal, "code": "model_not_found"}.items()
+        assert records[5].items() >= {**refusal, "code": "model_not_found"}.items()
         assert "secret" not in output
     files = [path for path in kept.rglob("*") if path.is_file()]
     assert files
@@ -160,12 +162,13 @@ def test_what_cannot_be_served_is_told_in_a_line(endless: Path, tmp_path: Path) 
         assert "is not in the range" in refused(option, value).stderr
     assert "--quiet and --log-json" in refused("--quiet", "--log-json").stderr
     assert "without a port" in refused("--allowed-host", "mac:8080").stderr
-    two = ("--model", endless, "--model", "demo", "--head", "a")
-    assert "--head needs exactly one --model" in refused(*two).stderr
     none = ("--models", endless, "--head", "a")
-    assert "--head needs exactly one --model" in refused(*none).stderr
+    assert "--head is for models that are named" in refused(*none).stderr
     assert "no such directory" in refused("--models", missing).stderr
-    assert "--store needs a --model" in refused("--models", endless, "--store", "a").stderr
+    assert (
+        "--store is for models that are named"
+        in refused("--models", endless, "--store", "a").stderr
+    )
     assert "is not a time" in refused("--keep-alive", "soon").stderr
     twice = ("--model", endless, "--model", endless, *PLAIN, "--port", 0)
     assert f"{endless} is named twice" in refused(*twice).stderr
@@ -227,6 +230,7 @@ def test_what_the_template_gets_by_default_and_what_a_request_says(
         assert json.loads(output)["prompt_tokens"] == 3
 
 
+@pytest.mark.nightly
 def test_a_model_is_served_with_its_adapters(tmp_path: Path) -> None:
     adapters = write_adapters(tmp_path / "adapters")
     decoder = PromptLookupDecoder(*load("demo", adapter_path=adapters))
@@ -305,7 +309,8 @@ def test_a_model_that_has_left_the_disk_is_not_looked_for_on_the_hub(
     monkeypatch.chdir(tmp_path)
     options = ServeOptions(available=("models",))
     nothing: Any = None
-    loader = _Loader([], nothing, options, nothing, nothing, {}, [])
+    named = Generation(None, 1, DraftingOptions(), SamplingParams(), CacheOptions())
+    loader = _Loader(named, options, nothing, nothing, {})
     (tmp_path / "models" / "broken").mkdir()
     (tmp_path / "models" / "broken" / "config.json").write_text("{}")
     for _ in range(2):

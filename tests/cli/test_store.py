@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import mlxspec
+from mlxspec.cli.common.output import size_in_words
 from mlxspec.cli.main import main
 from mlxspec.corpus.store import open_store
 from mlxspec.models.tokenizer import load_tokenizer_of
@@ -76,7 +77,7 @@ def test_a_store_is_added_to_and_described(tmp_path: Path, texts: Path):
     assert result.stdout.splitlines() == [
         f"tokenizer  {after.identity}",
         f"holds      {after.n_tokens} tokens in 2 texts",
-        f"size       {output.stat().st_size} bytes",
+        f"size       {size_in_words(output.stat().st_size)}",
     ]
     assert added.stdout.startswith("Read 1 file in ")
     assert f" {output} holds {after.n_tokens} tokens in 2 texts, " in added.stdout
@@ -108,7 +109,7 @@ def test_a_full_store_says_so(tmp_path: Path, texts: Path):
         (("build", "texts", "--model", "no/such/model", "-o", "out"), "no such directory"),
         (("build", "texts", "--model", "demo", "-o", "texts/one.txt"), "texts/one.txt: exists"),
         (("info", "texts/one.txt"), "is not an mlxspec store"),
-        (("add", "nowhere", "texts", "--model", "demo"), "nowhere: no such file"),
+        (("add", "nowhere", "texts", "--model", "demo"), "nowhere: cannot be read (No such file"),
     ],
 )
 def test_an_error_is_one_line_and_nothing_is_written(

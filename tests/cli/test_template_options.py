@@ -55,7 +55,6 @@ def report(*arguments: object) -> dict:
     return json.loads(result.stdout)
 
 
-@pytest.mark.nightly(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
@@ -117,6 +116,7 @@ def test_a_form_holds_for_what_follows_the_beginning(tmp_path: Path, many: bool)
     assert answer["finish_reason"] == "stop"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_lines_of_a_file_get_them_where_they_lack_them(model: Path, tmp_path: Path) -> None:
     user, system = {"role": "user", "content": PROMPT}, {"role": "system", "content": "Mine."}
@@ -166,6 +166,7 @@ def test_a_cached_prompt_begins_with_the_system_prompt(tmp_path: Path) -> None:
     assert "give it to 'mlxspec cache-prompt'" in result.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_chat_and_explain_take_them(model: Path) -> None:
     options = ("--model", model, "--max-tokens", 20, "--decoder", "prompt-lookup", "--no-color")

@@ -188,7 +188,7 @@ def test_token_ids_equal_sentencepieces(tmp_path: Path, checkpoint: Path, tokeni
 def test_a_tiktoken_tokenizer_is_refused_by_name(tmp_path: Path, tokenizer_model: Path):
     source = original.write_checkpoint(tmp_path / "x", tokenizer_model, WEIGHTS)
     (source / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")
-    with pytest.raises(MlxspecError, match=r"tokenizer\.model: a tiktoken vocabulary"):
+    with pytest.raises(MlxspecError, match=r"tokenizer\.model: .* tiktoken's; use a version"):
         convert(torch_path=source, mlx_path=tmp_path / "out")
 
 
@@ -198,7 +198,7 @@ def test_a_tokenizer_of_another_kind_is_refused(
 ):
     source = original.write_checkpoint(tmp_path / "x", tokenizer_model, WEIGHTS)
     (source / "tokenizer.model").write_bytes(content)
-    with pytest.raises(MlxspecError, match=r"tokenizer\.model: not a (SentencePiece|BPE) model"):
+    with pytest.raises(MlxspecError, match=r"tokenizer\.model: .*not a (SentencePiece|BPE) model"):
         convert(torch_path=source, mlx_path=tmp_path / "out")
 
 
@@ -208,14 +208,14 @@ def test_a_tokenizer_whose_error_message_is_no_text_is_refused(
     source = original.write_checkpoint(tmp_path / "x", tokenizer_model, WEIGHTS)
     damaged = tokenizer_model.read_bytes().replace(b"<0x02>", b"\x800x02>")
     (source / "tokenizer.model").write_bytes(damaged)
-    with pytest.raises(MlxspecError, match=r"tokenizer\.model: not a (SentencePiece|BPE) model"):
+    with pytest.raises(MlxspecError, match=r"tokenizer\.model: .*not a (SentencePiece|BPE) model"):
         convert(torch_path=source, mlx_path=tmp_path / "out")
 
 
 def test_a_tekken_tokenizer_is_refused_by_name(tmp_path: Path, tokenizer_model: Path):
     source = original.write_checkpoint(tmp_path / "x", tokenizer_model, WEIGHTS)
     (source / "tokenizer.model").rename(source / "tekken.json")
-    with pytest.raises(LoadError, match=r"tekken\.json: a Tekken"):
+    with pytest.raises(LoadError, match="Tekken's and tiktoken's files"):
         convert(torch_path=source, mlx_path=tmp_path / "out")
 
 

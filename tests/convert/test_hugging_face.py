@@ -177,8 +177,8 @@ def change_config(**changes: object):
             remove_a_tensor,
             r"weights do not fit config\.json: Missing 1 parameters.*model\.norm\.weight",
         ),
-        (change_config(hidden_size=None), r"config\.json lacks 'hidden_size'"),
-        (change_config(model_type=None), r"config\.json lacks 'model_type'"),
+        (change_config(hidden_size=None), r"config\.json does not fit.*'hidden_size'"),
+        (change_config(model_type=None), r"config\.json does not fit.*'model_type'"),
         (change_config(model_type="unheard_of"), r"Model type unheard_of not supported"),
         (change_config(hidden_size=32), r"weights do not fit config\.json: Expected shape"),
         (

@@ -112,7 +112,7 @@ def changed(**arrays: np.ndarray | None) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        (changed(norm__weight=None), r"x: the weights do not fit .+ model\.norm\.weight"),
+        (changed(norm__weight=None), r"x: .*the weights do not fit .+ model\.norm\.weight"),
         (
             {n: a for n, a in WEIGHTS.items() if "layers.1" not in n},
             r"Missing 9 parameters: model\.layers\.1",
@@ -139,7 +139,7 @@ def test_wrong_tensors_are_named_in_one_line(
     ("change", "message"),
     [
         ({"dim": None}, "missing or wrong: 'dim'"),
-        ({"n_layers": "two"}, "wrong type"),
+        ({"n_layers": "two"}, "config.json does not fit"),
         ({"n_heads": 0, "head_dim": 0}, "missing or wrong"),
         ({"n_kv_heads": 3}, "weights do not fit"),
         ({"moe": {"num_experts": 8}}, "the key 'moe' is not one of"),

@@ -5,12 +5,12 @@ import resource
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 import mlxspec
-from mlxspec import files
 from mlxspec.convert.conversion import convert
 from mlxspec.errors import FileError, LoadError
 from mlxspec.files import new_directory
@@ -80,19 +80,21 @@ def test_what_a_killed_conversion_left_is_removed_by_the_next(tmp_path: Path, so
     assert names(tmp_path) == {"another", "out", "source"}
 
 
-def test_a_conversion_that_runs_is_waited_for_but_not_forever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(files, "_PATIENCE", 0.1)
+def test_a_conversion_that_runs_is_waited_for(tmp_path: Path):
     target = tmp_path / "out"
-    with new_directory(target, replace=False) as first:
-        (first / "file").write_text("first")
-        with (
-            pytest.raises(FileError, match="another process has been writing"),
-            new_directory(target, replace=False),
-        ):
-            pass
-        assert names(first) == {"file"}
+
+    def convert_too() -> set[str]:
+        with new_directory(target, replace=True) as second:
+            return names(second)
+
+    with ThreadPoolExecutor() as pool:
+        with new_directory(target, replace=False) as first:
+            (first / "file").write_text("first")
+            waiting = pool.submit(convert_too)
+            with pytest.raises(TimeoutError):
+                waiting.result(timeout=0.1)
+            assert names(first) == {"file"}
+        assert waiting.result(timeout=10) == set()
     assert names(tmp_path) == {"out"}
 
 

@@ -66,5 +66,5 @@ def test_what_has_the_right_checksums_and_makes_no_sense_is_harmless(
     path: Path, index: SuffixArray
 ) -> None:
     with replaced(path) as file:
-        write_store(file, path, IDENTITY, index)
+        write_store(file, IDENTITY, index)
     drafts_tokens_or_is_refused(path)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import mlxspec
 from mlxspec.corpus import KeptAnswers, Memory, identify
 from mlxspec.corpus.answers import DATABASE, INDEX_FORMAT
-from mlxspec.corpus.suffix_array import write_arrays
+from mlxspec.corpus.suffix_array import write_index
 from mlxspec.errors import FileError
 from tests.corpus.test_memory import looked_up, make_small
 from tests.support.examples import examples
@@ -301,8 +301,6 @@ def test_every_flipped_bit_of_an_index_is_borne(tmp_path: Path):
     (path,) = files(tmp_path, ".index")
     whole, pick = path.read_bytes(), random.Random(0)
     for place in [*range(120), *range(120, len(whole), 53)]:
-        for other in files(tmp_path, ".index"):
-            other.unlink()
         path.write_bytes(whole)
         flipped(path, place, pick)
         lines: list[str] = []
@@ -332,7 +330,7 @@ def test_a_damaged_index_is_made_again_and_not_merged(tmp_path: Path):
     assert all_texts(tmp_path) == sorted(answers + new)
 
 
-@pytest.mark.parametrize("size", [0, 1, 60, 200, 5000])
+@pytest.mark.parametrize("size", [0, 1, 60, 4096, 5000])
 def test_an_index_that_is_cut_short_is_made_again(tmp_path: Path, size: int):
     answers = some_answers(40)
     learn(tmp_path, answers)
@@ -425,7 +423,6 @@ def test_another_tokenizers_answers_are_not_found(tmp_path: Path):
     assert all_texts(tmp_path) == sorted(some_answers(45))
 
 
-@pytest.mark.nightly(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [0, 20, 100, 600, 3000])
 def test_a_full_disk_leaves_the_old_state_and_one_line(tmp_path: Path, limit: int):
@@ -583,15 +580,11 @@ def test_an_index_with_a_right_checksum_that_makes_no_sense_is_harmless(
 def write_nonsense(directory: Path, tokens: list[int], order: list[int], last: int) -> None:
     """An index file with these numbers for the first rows, and a checksum that is right."""
     kept = KeptAnswers(directory, IDENTITY)
-    for path in kept.index_files():
-        path.unlink()
-    arrays = zip(INDEX_FORMAT[1], (tokens, order), strict=True)
-    with kept.new_index_file().open("wb") as file:
-        write_arrays(
-            file,
-            {"format": INDEX_FORMAT[0], "stamp": kept.stamp(), "last": last},
-            {name: (len(a), [np.array(a, np.int32)]) for name, a in arrays},
-        )
+    header = {"format": INDEX_FORMAT, "stamp": kept.stamp(), "last": last}
+    arrays = [np.array(one, np.int32) for one in (tokens, order)]
+    assert kept.index_file
+    with kept.index_file.open("wb") as file:
+        write_index(file, header, (len(tokens), len(order)), arrays)
     kept.close()
 
 

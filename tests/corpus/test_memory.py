@@ -126,7 +126,7 @@ def test_sorted_answers_have_lost_their_prompts():
     for first in range(0, 300, 10):
         held.add([*range(first, first + 10)], prompt=[1000, 1001, 1002])
     held.settle()
-    assert len(held._worker._segment)
+    assert len(held._worker._segment.tokens)
     assert texts_of(held) == [[*range(first, first + 10)] for first in range(0, 300, 10)]
     assert not np.isin([1000, 1001, 1002], held._worker._segment.tokens).any()
     assert held.look_up([7, 100, 101], limit=1)[0][:2] == [102, 103]
@@ -157,7 +157,7 @@ def test_a_memory_holds_no_more_than_it_may(answers: list[list[int]], live: int,
         for answer in answers:
             held.add(answer)
             held.settle()
-            assert len(held._worker._live) + len(held._worker._segment) <= max_tokens
+            assert len(held._worker._live) + len(held._worker._segment.tokens) <= max_tokens
         held.close()
 
 

@@ -48,8 +48,8 @@ def resealed(data: bytes) -> bytes:
 def with_header(data: bytes, **values: object) -> bytes:
     """The same arrays behind another header, with a right checksum."""
     header = json.loads(data[: body(data)]) | values
-    line = json.dumps(header).encode()
-    return resealed(line + b" " * (-(len(line) + 1) % 4) + b"\n" + data[body(data) :])
+    line = json.dumps(header).encode().ljust(body(data) - 1)
+    return resealed(line + b"\n" + data[body(data) :])
 
 
 def test_the_file_is_a_line_of_json_and_two_arrays(path: Path):
@@ -58,7 +58,7 @@ def test_the_file_is_a_line_of_json_and_two_arrays(path: Path):
     assert header == {
         **{"format": "mlxspec store", "tokenizer": "first", "vocab_size": 100},
         **{"fingerprint": identify(FIRST).fingerprint.hex()},
-        "arrays": {"tokens": 5 * 31, "order": 5 * 29},
+        "lengths": [5 * 31, 5 * 29],
     }
     assert len(data) == body(data) + 4 * (5 * 31 + 5 * 29 + 1)
     assert resealed(data) == with_header(data) == data
@@ -79,7 +79,7 @@ def test_every_truncation_is_noticed(path: Path):
     data = path.read_bytes()
     for size in (*range(0, len(data), 4), 1, body(data) + 1, len(data) - 1):
         refused(path, data[:size])
-    assert "too long" in refused(path, data + b"\0\0\0\0")
+    assert "is damaged" in refused(path, data + b"\0\0\0\0")
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -105,23 +105,13 @@ def test_look_ups_bear_what_was_not_verified(path: Path, seed: int):
 @pytest.mark.parametrize(
     "lengths",
     [
-        *(
-            {"tokens": 2**32, "order": 2**32},
-            {"tokens": 0, "order": 9},
-            {"tokens": 300},
-            [155, 145],
-        ),
-        *(
-            {"tokens": -1, "order": 301},
-            {"tokens": 155.0, "order": 145},
-            {"order": 145, "tokens": 155},
-        ),
-        *({}, None),
+        *([2**32, 2**32], [0, 9], [300], [155, 145, 0], [-1, 301], [301, -1], [155.0, 145]),
+        *({"tokens": 155, "order": 145}, {}, None),
     ],
 )
 def test_arrays_that_do_not_fill_the_file_are_refused(path: Path, lengths: object):
-    message = refused(path, with_header(path.read_bytes(), arrays=lengths))
-    assert "is cut short, or too long" in message or "has a damaged header" in message
+    message = refused(path, with_header(path.read_bytes(), lengths=lengths))
+    assert "is not an mlxspec store, or is damaged" in message
 
 
 @pytest.mark.parametrize(
@@ -139,9 +129,9 @@ def test_a_header_that_makes_no_sense_is_refused(path: Path, name: str, value: o
 def test_what_is_no_store_is_called_so(path: Path, tmp_path: Path):
     for content in (b"", b"{}", b"x" * 4096, b"[" * 5000 + b"\n", b'{"format": 1}  \n'):
         assert "is not an mlxspec store" in refused(path, content)
-    with pytest.raises(FileError, match=r"nowhere: no such file; .*`mlxspec store build`"):
+    with pytest.raises(FileError, match=r"nowhere: .*No such file.*`mlxspec store build`"):
         open_store(tmp_path / "nowhere")
-    with pytest.raises(FileError, match="is not a regular file"):
+    with pytest.raises(FileError, match="is not an mlxspec store"):
         open_store(tmp_path)
     with pytest.raises(FileError, match="cannot be read"):
         open_store(path / "below")
@@ -149,7 +139,7 @@ def test_what_is_no_store_is_called_so(path: Path, tmp_path: Path):
 
 def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path: Path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(FileError, match="pipe: is not a regular file"):
+    with pytest.raises(FileError, match="pipe: is not an mlxspec store"):
         open_store(tmp_path / "pipe")
 
 

@@ -1,7 +1,7 @@
 """What the leader does with its part of a model, a follower does with its own."""
 
 import gc
-import json
+import pickle
 import random
 from collections import deque
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxspec.distributed import ranks
-from mlxspec.distributed.ranks import REPEATED, Follower, Leader
+from mlxspec.distributed.ranks import Follower, Leader
 from mlxspec.drafting.drafter import DraftTree
 from mlxspec.drafting.sources import PromptLookupDrafter
 from mlxspec.engine.caches import parts
@@ -55,10 +55,31 @@ def fails(*_: Any, **__: Any) -> None:
     raise TypeError("no layer")
 
 
+REPEATED = {
+    *("_forward", "Joint.join", "Joint.leave", "Target.fork"),
+    *(f"Target.{name}" for name in ("commit", "truncate", "rewind")),
+}
+
+
+def test_a_message_names_only_what_is_in_mlxspec() -> None:
+    """Whoever could send one could otherwise call any function."""
+    leader = Leader(cast(Any, None), cast(Any, Received()))
+    leader._send(print, ["hello"], None)
+    with pytest.raises(pickle.UnpicklingError, match="is not mlxspec's"):
+        Follower().obey(cast(Any, leader.channel).message)
+
+
+class Received:
+    """A channel that keeps the last message."""
+
+    def send(self, message: bytes) -> None:
+        self.message = message
+
+
 class Silent:
     """A channel to no other rank."""
 
-    def send(self, message: str) -> None:
+    def send(self, message: bytes) -> None:
         pass
 
     def end(self, line: str) -> NoReturn:
@@ -73,17 +94,17 @@ class Echo:
         self.follower.known[0] = model
         self.tokens: deque[list[mx.array]] = deque()
         self.names: set[str] = set()
-        self._last = ""
+        self._last = b""
 
-    def send(self, message: str) -> None:
+    def send(self, message: bytes) -> None:
         self.flush()
         self._last = message
 
     def flush(self) -> None:
         """Let the follower do what the leader has done."""
-        last, self._last = self._last, ""
+        last, self._last = self._last, b""
         if last:
-            self.names |= {name for name in REPEATED if json.dumps(name) in last}
+            self.names |= {name for name in REPEATED if name.encode() in last}
             with mx.stream(generation_stream):
                 self.follower.obey(last)
 
@@ -148,13 +169,12 @@ def test_a_follower_has_the_leaders_caches_after_each_turn(
     monkeypatch.setattr(ranks, "share", echo.share)
     cache = PrefixCache(model, 1 << 30, CacheOptions(**options))
     run(Checked(decoder, echo, cache), decoder, cache, options)
-    changes = {f"ContextCache.{name}" for name in ("commit", "truncate", "rewind")}
-    assert echo.names >= {"_forward", "Joint.join", "Joint.leave", "Target.fork", *changes}
+    assert echo.names == REPEATED
     assert 0 < cache.forks < cache.hits
     cache.make_room(1 << 40)
     gc.collect()
     model.leader._dropped.append(0)
-    model.leader.send(Target.mark, model)
+    model.leader._send(Target.mark, [None], None)
     echo.flush()
     assert not echo.follower.known
 

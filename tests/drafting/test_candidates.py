@@ -12,7 +12,7 @@ from mlxspec.corpus.suffix_index import SuffixIndex
 from mlxspec.drafting.acceptance import AcceptanceModel
 from mlxspec.drafting.costs import CostCurve
 from mlxspec.drafting.drafter import DraftTree, Limits, TreeBuilder, merge
-from mlxspec.drafting.policy import best_allowed, expected_tokens, gains_of
+from mlxspec.drafting.policy import best_draft, expected_tokens
 from mlxspec.drafting.suffix_source import SuffixTree
 
 Path = tuple[int, ...]
@@ -84,69 +84,14 @@ def test_merged_candidates_are_all_paths_with_probabilities_that_add_up(
 def test_the_nodes_that_are_left_out_are_in_no_best_draft(
     text: list[int], slopes: list[float], branching: bool, rate: float
 ) -> None:
-    """A tree that ends where the price of time says so has the best draft of the whole tree."""
+    """A tree that ends where no further row can pay has the best draft of the whole tree."""
     curve = CostCurve(enumerate(accumulate(slopes, initial=1.0), start=1))
     index, model = SuffixIndex(text), AcceptanceModel()
     evidence = "context", index.tokens, index.occurrences(), model
 
-    def best(least_p: list[float], costs: list[float]) -> tuple[float, int]:
-        limits = Limits(50, curve.widest - 1, branching, least_p, costs)
+    def best(least_p: list[float]) -> tuple[float, int]:
+        limits = Limits(50, curve.widest - 1, branching, least_p)
         tree = SuffixTree(text[-1], *evidence, limits).tree()
-        gains = gains_of(expected_tokens(tree.p_reached), curve.table, rate, 0.0)
-        return best_allowed(gains, lambda *_: True)
+        return best_draft(expected_tokens(tree.p_reached), curve.table, rate)
 
-    whole = best([0.0] * curve.widest, [])
-    assert best(curve.cheapest_rows, curve.table) == whole
-
-
-class OneByOne(SuffixTree):
-    """The same tree, each node of which comes from the frontier."""
-
-    def _follow(self, node, p_reached, occurrences, path):
-        if len(path) < self._max_depth:
-            self._expand(node, p_reached, occurrences, path)
-        else:
-            self._proposals.append(None)
-
-
-@given(
-    st.lists(st.integers(0, 3), min_size=2, max_size=60),
-    st.lists(st.integers(-1, 3), max_size=60),
-    st.lists(st.integers(0, 3), max_size=4),
-    st.integers(0, 60),
-    st.integers(1, 30),
-    st.integers(1, 12),
-    st.booleans(),
-    st.sampled_from((0.0, 0.05, 0.3)),
-    st.sampled_from(((), (0.0, 1.0, 1.1, 1.2, 1.3), (0.0, 1.0, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9))),
-)
-def test_a_path_that_goes_on_alone_is_grown_as_if_node_by_node(
-    context: list[int],
-    earlier: list[int],
-    emitted: list[int],
-    output_start: int,
-    max_nodes: int,
-    max_depth: int,
-    branching: bool,
-    least_p: float,
-    costs: tuple[float, ...],
-) -> None:
-    index = SuffixIndex(context)
-    models = AcceptanceModel(bytes((0, 1, 2))), AcceptanceModel(bytes((3, 4)), earlier=True)
-    models[0].begin((), output_start)
-    texts = [("context", index.tokens, index.occurrences(), models[0])]
-    if earlier:
-        other = SuffixIndex(earlier)
-        found = other.matches(context, 1000)
-        texts.append(("earlier", other.tokens, found, models[1]))
-    limits = Limits(max_depth, max_nodes, branching, [least_p] * (max_nodes + 1), costs)
-
-    def content(tree: SuffixTree) -> dict[str, object]:
-        said = [one and [[*part] for part in one] for one in tree._proposals]
-        # The serial number tells equals apart, also on the frontier.
-        return {**vars(tree), "_proposals": said, "_serial": None, "_frontier": None}
-
-    for text in texts:
-        SuffixTree(context[-1], *text, limits).learn(emitted)
-        whole, one_by_one = (kind(context[-1], *text, limits) for kind in (SuffixTree, OneByOne))
-        assert content(whole) == content(one_by_one)
+    assert best(curve.cheapest_rows) == best([0.0] * curve.widest)

@@ -152,7 +152,6 @@ def test_the_file_is_the_user_s_own_and_nothing_else_stays(cache: CostCache):
         spoiled(version=3),
         spoiled(machine=None),
         spoiled(model={"digest": ["a1"]}),
-        spoiled(model={"type": "llama", "digest": "another"}),
         spoiled(contexts=[]),
         spoiled(contexts={"1024": None}),
         spoiled(contexts={"1000": {"times": plain()}}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from statistics import fmean
 
 import pytest
 
@@ -18,7 +19,10 @@ from mlxspec.drafting.suffix_source import SuffixSource
 
 
 def test_the_probabilities_of_a_known_source_are_found() -> None:
-    """Features add to the logit of the truth; the estimates begin 1.5 too low."""
+    """Features add to the logit of the truth; the estimates begin 1.5 too low.
+
+    They keep following new requests, so they move around the truth: by little, and on average not.
+    """
     source, corrections = random.Random(1), Corrections()
     truth = {0: 1.0, 1: -2.0, 2: 0.5, 3: 2.0}
     errors = []
@@ -27,8 +31,9 @@ def test_the_probabilities_of_a_known_source_are_found() -> None:
         p_true = probability(sum(truth[one] for one in features))
         corrections.learn(features, -1.5, source.random() < p_true)
         if count > 15_000:
-            errors.append(abs(probability(-1.5 + corrections.logit(features)) - p_true))
-    assert sum(errors) / len(errors) < 0.02
+            errors.append(probability(-1.5 + corrections.logit(features)) - p_true)
+    assert abs(sum(errors) / len(errors)) < 0.015
+    assert sum(map(abs, errors)) / len(errors) < 0.06
 
 
 def test_it_follows_requests_that_change() -> None:
@@ -89,17 +94,18 @@ def test_a_decoder_drafts_more_where_its_requests_copy_and_less_where_they_do_no
             return tokens, source.choice(passages)[1:] * 2
         return tokens, [t for p in passages for t in (p[0], source.randrange(50, 5000))]
 
-    def cost(experience: Experience, rounds: int) -> float:
+    def rows(experience: Experience, rounds: int) -> float:
+        """The rows of each step."""
         total = 0.0
         for _ in range(rounds):
             tokens, output = request()
             suffixes = SuffixSource(experience=experience)
             planner = Planner(FixedCosts(curve), [suffixes])
-            total += replay(tokens, output, planner).cost(curve) / len(output)
+            total += fmean(replay(tokens, output, planner).rows)
         return total / rounds
 
     experience = Experience()
-    cost(experience, 30)
-    taught = cost(experience, 30)
-    untaught = math.fsum(cost(Experience(), 1) for _ in range(30)) / 30
-    assert taught < untaught - 0.01
+    rows(experience, 30)
+    taught = rows(experience, 30)
+    untaught = fmean(rows(Experience(), 1) for _ in range(30))
+    assert taught > untaught + 0.5 if copies else taught < untaught - 0.05

@@ -6,8 +6,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from mlxspec.drafting.drafter import Drafter, DraftTree, Limits, TreeBuilder, VerifiedStep
-from mlxspec.drafting.sources import and_forced, with_forced
+from mlxspec.drafting.drafter import (
+    Drafter,
+    DraftTree,
+    Limits,
+    TreeBuilder,
+    VerifiedStep,
+    united,
+)
+from mlxspec.drafting.sources import forced_chain, with_forced
 
 
 class Spelled:
@@ -74,11 +81,11 @@ def test_forced_tokens_come_first_and_each_drafter_sees_its_own(branching: bool)
     assert own.seen[0].accepted == (1, 2)
 
 
-def limits(nodes: int, max_depth: int) -> Limits:
-    return Limits(max_depth, nodes, True, [])
+def limits(nodes: int) -> Limits:
+    return Limits(16, nodes, True, [])
 
 
-def test_candidates_that_may_not_come_are_left_out_and_forced_ones_are_put_in() -> None:
+def test_candidates_that_may_not_come_are_left_out_forced_chain_ones_are_put_in() -> None:
     builder = TreeBuilder(0)
     a = builder.child(0, ord("a"), 0.5, "lookup")
     b = builder.child(a, ord("b"), 0.4, "lookup")
@@ -87,7 +94,8 @@ def test_candidates_that_may_not_come_are_left_out_and_forced_ones_are_put_in() 
     builder.child(b, ord("q"), 0.1, "lookup")
     guide = Spelled("abxcd", "abyef")
     candidates = guide.allowed(builder.tree())
-    found = and_forced(candidates, guide.forced(), limits(16, 16))
+    forced = forced_chain(0, guide.forced())
+    found = united([forced, candidates], limits(16))
     texts = [text_of(found, node) for node in range(1, len(found.tokens))]
     reached = dict(zip(texts, found.p_reached, strict=True))
     assert set(reached) == {"a", "ab", "abx"}
@@ -95,5 +103,5 @@ def test_candidates_that_may_not_come_are_left_out_and_forced_ones_are_put_in() 
     assert reached["ab"] == pytest.approx(0.99**2)
     assert reached["abx"] == pytest.approx(0.99**2 * 0.5)
     assert found.origins == ("grammar", "grammar", "lookup")
-    assert len(and_forced(candidates, guide.forced(), limits(2, 16)).tokens) == 3
-    assert and_forced(DraftTree.chain(0), Spelled("abxcd").forced(), limits(16, 3)) == chain("abx")
+    assert len(united([forced, candidates], limits(2)).tokens) == 3
+    assert forced_chain(0, Spelled("abx").forced()) == chain("abx")

@@ -138,7 +138,7 @@ def test_costs_and_acceptance_choose_the_depth(
 ) -> None:
     head = Scripted(noise(10), cost)
     planner = begun(head, curve)
-    head.p_accept = [p_accept] * 4
+    head.experience.p_accept = [p_accept] * 4
     assert len(planner.propose(64)) == 1 + depth
     assert depths(head) == [depth] * (depth > 0)
     assert planner.head_time == pytest.approx(cost * depth)
@@ -237,7 +237,7 @@ def test_its_confidence_is_corrected_by_what_was_right() -> None:
     head.begin([1])
     first = head.drafted([5], [0.98]).p_reached[0]
     assert first == pytest.approx(0.98)
-    for _ in range(20):
+    for _ in range(50):
         head.observe(verify(head.drafted([WRONG], [0.98]), [7, 7]))
     assert head.drafted([5], [0.98]).p_reached[0] < 0.5
 
@@ -246,12 +246,10 @@ def test_it_learns_from_tokens_that_can_be_judged() -> None:
     head = Scripted()
     head.begin([1])
     head.observe(verify(head.drafted([5, 6, WRONG, 8], [0.9] * 4), [5, 6, 7, 8]))
-    first, second, third, fourth = head.p_accept
+    first, second, third, fourth = head.experience.p_accept
     assert first == second > 0.7 > third
     assert fourth == 0.7  # after a wrong one
     assert head.last == 7
-    kept = HeadExperience(0.05, 0.05, 4).p_accept
-    assert Scripted(experience=head.experience).p_accept == head.experience.p_accept != kept
 
 
 def test_a_draft_that_was_not_verified_teaches_too() -> None:
@@ -259,35 +257,19 @@ def test_a_draft_that_was_not_verified_teaches_too() -> None:
     head.begin([1])
     head.drafted([5], [0.9])
     head.observe(verify(DraftTree.chain(1), [5]))
-    assert head.p_accept[0] > 0.7
+    assert head.experience.p_accept[0] > 0.7
     head.observe(verify(DraftTree.chain(5), [6]))  # nothing was drafted
     assert head._idle == 2
 
 
-def test_a_fault_of_a_head_costs_only_its_drafts(planning_faults: list[str]) -> None:
-    class Faulty(Scripted):
-        @classmethod
-        def run(cls, heads: Sequence[Self], depth: int) -> list[tuple[list[int], list[float]]]:
-            raise ValueError("no state")
-
-    output = noise(20)
-    assert replay([1, 2], output, planner_of(Faulty())).rows == [1] * 20
-    assert "ValueError: no state" in planning_faults.pop()
-    assert len(replay([1, 2], output * 2, planner_of(Faulty(), text=True)).rows) < 30
-    assert "steps run without the trained head" in planning_faults.pop()
-
-
-@pytest.mark.parametrize("name", ["attach", "begin", "ready", "outlook", "drafted", "observe"])
-def test_wherever_a_head_fails_text_is_drafted(name: str, planning_faults: list[str]) -> None:
+@pytest.mark.parametrize("name", ["begin", "ready", "outlook", "run", "drafted", "observe"])
+def test_wherever_a_head_fails_the_output_continues(name: str, planning_faults: list[str]) -> None:
     def fails(*_: object) -> None:
         raise ValueError("no state")
 
     members = {name: property(fails) if name == "ready" else fails}
     head = type("Faulty", (Scripted,), members)()
-    planner, output = planner_of(head, text=True), noise(20) * 2
-    planner.attach(None, lambda *_: None)
-    assert len(replay([1, 2], output, planner).rows) < 30
-    assert planner.head is None
+    assert len(replay([1, 2], noise(20), planner_of(head, text=True)).rows) <= 20
     assert "ValueError: no state" in planning_faults.pop()
     assert not planning_faults
 
@@ -356,8 +338,8 @@ LIMITS = Limits(64, 31, True, [0.0] * 32)
 @pytest.mark.parametrize(
     ("p_text", "p_head", "p_reached"),
     [
-        (0.3, 0.76, {7: 0.3 * 0.24, 8: 0.76}),
-        (0.9, 0.76, {7: 0.9, 8: 0.76 * 0.1}),
+        (0.3, 0.76, {7: 0.24, 8: 0.76}),
+        (0.9, 0.76, {7: 0.9, 8: 0.1}),
     ],
 )
 def test_the_likelier_token_keeps_its_probability(

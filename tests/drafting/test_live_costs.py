@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxspec.drafting.costs import (
+    MOST_UNCERTAINTY,
+    STEP_SECONDS,
     USUAL_SYNC_OVERHEAD,
     CostCurve,
     KnownTime,
@@ -292,8 +294,8 @@ FALLING = [KnownTime(1, 0.010, 0.05), KnownTime(8, 0.012, 0.05), KnownTime(16, 0
 ANY_TIME = st.builds(
     KnownTime,
     rows=st.integers(1, 200),
-    seconds=st.floats(allow_nan=False, allow_infinity=False),
-    uncertainty=st.floats(allow_nan=False, allow_infinity=False),
+    seconds=st.floats(*STEP_SECONDS),
+    uncertainty=st.floats(0, MOST_UNCERTAINTY),
 )
 ANY_STEP = st.tuples(st.integers(1, 200), st.floats(), st.booleans())
 
@@ -306,7 +308,6 @@ def check_makes_sense(costs: LiveCosts) -> None:
     assert all(map(math.isfinite, table))
     assert all(cost >= 0 for cost in costs.curve.cheapest_rows)
     assert 0 < costs.seconds(1) <= costs.seconds(64) < math.inf
-    assert 0 < costs.slowdown < math.inf
     assert 0 <= costs.sync_overhead <= 0.5
     assert 0 <= costs.predicted < math.inf
     assert costs.wants_plain_steps in (True, False)

@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxspec.drafting.drafter import DraftTree, TreeBuilder, VerifiedStep, accept
-from mlxspec.drafting.lookahead import JacobiWindow, LookaheadDrafter, add_window
+from mlxspec.drafting.lookahead import (
+    WINDOW,
+    LookaheadDrafter,
+    add_window,
+    first_window,
+    next_window,
+)
 from mlxspec.errors import OptionError
 
 texts = st.lists(st.integers(0, 3), max_size=40)
@@ -70,9 +76,9 @@ def test_guesses_and_ngrams_are_those_of_jacobi_iterations(
     window_size: int, ngram_size: int
 ) -> None:
     text = [3, 1, 4]
-    window = JacobiWindow(window_size, ngram_size, text)
-    made = {-1: {len(text) - 1 + i: token for i, token in enumerate(window.levels[0])}}
-    assert set(window.levels[0]) <= set(text)
+    levels = first_window(window_size, ngram_size, text)
+    made = {-1: {len(text) - 1 + i: token for i, token in enumerate(levels[0])}}
+    assert set(levels[0]) <= set(text)
     for step in range(ngram_size + 6):
         here = len(text) - 1
         oldest = max(-1, step - ngram_size + 1)
@@ -82,7 +88,7 @@ def test_guesses_and_ngrams_are_those_of_jacobi_iterations(
         for at in range(oldest, step):
             first = here + at - oldest
             expected_levels.append([made[at][first + column] for column in range(columns)])
-        assert window.levels == expected_levels
+        assert levels == expected_levels
         for column in range(columns):
             before = [made[oldest][here + i] for i in range(column)]
             diagonal = [level[column] for level in expected_levels]
@@ -91,14 +97,9 @@ def test_guesses_and_ngrams_are_those_of_jacobi_iterations(
         made[step] = {here + step - oldest + i: token for i, token in enumerate(newest)}
         text.append(target(text))
         full = step >= ngram_size - 2
-        assert window.advance(newest, text[-1]) == (ngrams if full else [])
-
-
-def test_a_step_without_the_window_changes_only_the_current_token() -> None:
-    window = JacobiWindow(3, 3, [1, 2, 3])
-    before = [list(level) for level in window.levels]
-    window.skip(8)
-    assert window.levels == [[8, *before[0][1:]]]
+        levels, found = next_window(levels, newest, ngram_size)
+        levels[0][0] = text[-1]
+        assert found == (ngrams if full else [])
 
 
 Row = tuple[str, int, int]  # ("window", level, column) or ("guess", number, place)
@@ -244,7 +245,7 @@ def test_the_window_is_drafted_as_soon_as_it_fits() -> None:
     drafter = LookaheadDrafter(3, 3, 3)
     drafter.begin([1, 2, 3, 4])
     deepest = max(drafter.propose(100).depths)
-    assert drafter.window_rows()
+    assert WINDOW in drafter.propose(100).origins
     assert max(drafter.propose(deepest).depths) == deepest
     assert max(drafter.propose(deepest - 1).depths) < deepest
 

@@ -12,7 +12,7 @@ import pytest
 from mlxspec.bench.policies import verify
 from mlxspec.bench.replay import MAX_DEPTH, replay
 from mlxspec.corpus import Memory
-from mlxspec.corpus.suffix_index import SEPARATOR, Excerpts, Occurrence, SuffixIndex
+from mlxspec.corpus.suffix_index import SEPARATOR, Excerpts, Occurrence
 from mlxspec.drafting.acceptance import AcceptanceModel, Corrections
 from mlxspec.drafting.chips import known_chip
 from mlxspec.drafting.costs import CostCurve, FixedCosts, KnownTime, LiveCosts
@@ -106,17 +106,6 @@ def test_why_nothing_is_drafted_is_said_with_its_figures() -> None:
     price = (expected / 1.3) ** 0.8 * 1.2**0.2
     # The step loses 0.3 where the draft fails, and nothing where it is right.
     assert 0.3 * (2 - expected) > allowed_shortfall([2.0], expected - 1 - price * 0.3)
-
-
-def test_a_skipped_search_and_a_measured_step_are_told() -> None:
-    text = noise(100, seed=31)
-    drafter = suffix_planner(LINEAR)
-    drafter.begin(text[:50])
-    for token in text[50:59]:
-        drafter.propose(100)
-        drafter.observe(VerifiedStep(DraftTree.chain(0), (), (), (), (token,)))
-    drafter.propose(100)
-    assert drafter.no_draft().startswith("no search: rows are expensive here")
 
 
 def test_the_time_of_a_plain_step_is_without_the_planner() -> None:
@@ -356,20 +345,6 @@ def test_only_a_draft_that_the_guard_allows_is_waited_for() -> None:
         drafter.propose(100)
         assert drafter.pipelined is pipelined
         drafter.end()
-
-
-def test_where_a_row_costs_a_step_three_of_four_steps_look_for_no_draft(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    searches: list[int] = []
-    find = SuffixIndex.occurrences
-    monkeypatch.setattr(SuffixIndex, "occurrences", lambda index: searches.append(1) or find(index))
-    text = noise(400, seed=13)
-    replay(text[:100], text[100:], suffix_planner(LINEAR))
-    assert 70 < len(searches) < 90
-    searches.clear()
-    replay(text[:100], text[100:], suffix_planner(known_chip("M2 Pro").curve))
-    assert len(searches) == 300
 
 
 def test_a_step_during_which_the_next_was_dispatched_makes_drafts_dearer() -> None:

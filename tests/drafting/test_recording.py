@@ -26,7 +26,6 @@ class Talkative(Drafter):
         self.calls: list[str] = []
         names = tree.origins or [f"origin of {token}" for token in tree.tokens[1:]]
         self._tree = replace(tree, origins=names)
-        self._over = False
 
     def begin(self, prompt: Sequence[int]) -> None:
         self.calls.append(f"begin {list(prompt)}")
@@ -37,15 +36,9 @@ class Talkative(Drafter):
 
     def observe(self, step: VerifiedStep) -> None:
         self.calls.append(f"observe {step.tokens}")
-        self._over = True
 
     def end(self) -> None:
         self.calls.append("end")
-
-    def window_rows(self) -> dict[tuple[int, int], int]:
-        assert not self._over
-        window = {(0, 0): 0, (0, 1): 4, (1, 0): 1, (1, 1): 5}
-        return {place: node for place, node in window.items() if node < len(self._tree)}
 
 
 Cut = Callable[[DraftTree], DraftTree]
@@ -84,24 +77,16 @@ def test_the_drafter_is_asked_and_told_as_without_a_recording():
         lambda tree: DraftTree.chain(10),
     ],
 )
-def test_origins_and_window_follow_the_nodes_that_the_loop_has_kept(cut: Cut):
+def test_origins_follow_the_nodes_that_the_loop_has_kept(cut: Cut):
     verified = cut(TREE)
     recorded = record(Talkative(TREE), cut)
     assert recorded.origins == ("root", *(f"origin of {token}" for token in verified.tokens[1:]))
-    places = {(0, 0): 10, (0, 1): 14, (1, 0): 11, (1, 1): 15}
-    kept = {place: token for place, token in places.items() if token in verified.tokens}
-    assert {place: verified.tokens[node] for place, node in recorded.window.items()} == kept
 
 
 def test_equal_siblings_keep_their_own_origins():
     names = ("first", "second", "below the second")
     tree = DraftTree((1, 5, 5, 6), (-1, 0, 0, 2), origins=names)
-
-    class Twins(Talkative):
-        def window_rows(self) -> dict[tuple[int, int], int]:
-            return {}
-
-    recorded = record(Twins(tree))
+    recorded = record(Talkative(tree))
     assert recorded.origins == ("root", "first", "second", "below the second")
 
 
@@ -112,7 +97,6 @@ def test_a_drafter_that_tells_nothing_has_drafts():
 
     recorded = record(Silent())
     assert recorded.origins == ("root", *["draft"] * 5)
-    assert recorded.window == {}
 
 
 def why_none(proposed: DraftTree, max_depth: int = 8, pipelined: bool = False) -> str:

@@ -43,7 +43,6 @@ def assert_same_as_mlx_lm(model: nn.Module, capability: Capability, options: Cac
         assert outcome.accepted > LENGTH / 2
 
 
-@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("start", [0, 10, 39, 5000])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_quantised_cache_is_quantised_between_the_same_tokens(bits: int, start: int) -> None:

@@ -37,7 +37,6 @@ def dynamic(model_type: str, end: int = END) -> nn.Module:
     return model
 
 
-@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("model_type", DYNAMIC)
 @pytest.mark.parametrize("length", [4, END - 8, 2 * END])
 def test_a_base_that_depends_on_the_length_changes_no_output(model_type: str, length: int) -> None:
@@ -54,14 +53,12 @@ def test_a_base_that_depends_on_the_length_changes_no_output(model_type: str, le
     assert responses[-1].stats.accepted == 0
 
 
-@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("end", [40, 4096, 5000, 32768])
 @pytest.mark.parametrize("model_type", DYNAMIC)
 def test_a_base_that_changes_somewhere_is_found(model_type: str, end: int) -> None:
     assert examine(dynamic(model_type, end))[0] is Capability.PLAIN
 
 
-@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("deciding", ["first", "last"])
 @pytest.mark.parametrize("end", [96, 100, 1000, 8192])
 def test_a_rule_that_a_steps_first_or_last_position_decides_is_found(

@@ -57,7 +57,6 @@ def outcome(constraint: Constraint) -> str:
     return message
 
 
-@pytest.mark.nightly(keep=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CHAINS)
 def test_chains_of_references_are_followed_to_some_depth(kind: str) -> None:
@@ -100,7 +99,7 @@ def test_what_takes_long_or_much_is_stopped(monkeypatch: pytest.MonkeyPatch) -> 
     assert outcome(SMALL) == ""
     monkeypatch.setattr(compiling, "_SECONDS", 20.0)
     monkeypatch.setattr(compiling, "_MEMORY", 130 << 20)
-    assert "too much memory" in outcome(Constraint.regex("(x{1000}){1000}"))
+    assert "130 MB" in outcome(Constraint.regex("(x{1000}){1000}"))
     assert outcome(SMALL) == ""
 
 
@@ -180,28 +179,6 @@ def test_what_is_nested_too_deeply_is_refused(depth: int) -> None:
     assert "cannot be used" in outcome(nested)
 
 
-def test_deep_constraints_can_be_compiled_in_threads_with_small_stacks() -> None:
-    before = threading.stack_size(128 << 10)
-    outcomes: list[str] = []
-
-    def run() -> None:
-        matcher = compiled(CHAINS["objects"](300))
-        outcomes.append(matcher.deep_copy().get_error())
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert outcomes == [""]
-    assert threading.stack_size(before) == 128 << 10
-
-
-def test_where_no_process_can_be_started_a_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    assert "/nowhere/python cannot be started" in outcome(SMALL)
-    monkeypatch.setattr(sys, "frozen", True, raising=False)  # an app, which cannot start one
-    assert "another Python process" in outcome(SMALL)
-
-
 PROGRAM = f"""
 import os, signal, sys, threading, time
 from pathlib import Path
@@ -209,7 +186,6 @@ sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from mlxspec.engine import compiling
 from tests.engine.test_compiling import SLOW, outcome
 compiling._SECONDS = 0.5
-signal.signal(signal.SIGPROF, signal.SIG_IGN)  # which a process that it starts would inherit
 def end():
     children = Path(f"/proc/self/task/{{threading.main_thread().native_id}}/children")
     while not children.read_text():

@@ -1,11 +1,11 @@
-"""A context's caches against a list of tokens, without a model."""
+"""A target's caches against a list of tokens, with a model that only writes them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +14,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCach
 from mlxspec.drafting.drafter import DraftTree
 from mlxspec.engine.caches import parts
 from mlxspec.engine.params import CacheOptions
-from mlxspec.engine.target import ContextCache
+from mlxspec.engine.target import Capability, Target
 from tests.support.examples import examples
 
 KINDS: dict[str, tuple[Any, bool]] = {
@@ -53,19 +53,20 @@ def held(cache: Any) -> list[int]:
     return [] if cache.keys is None else cache.keys_and_values()[0][0, 0, :, 0].tolist()
 
 
-class Written(ContextCache):
-    """A context cache whose model writes what runs through it."""
+class Writer(nn.Module):
+    """Writes what runs through it."""
 
-    def _run_again(self, tokens: Sequence[int]) -> None:
-        write(self.cache, mx.array(tokens))
+    def __call__(self, tokens: mx.array, cache: list[Any]) -> None:
+        write(cache, tokens[0])
 
 
 class Checked:
-    """A context cache, and the tokens that it should hold."""
+    """A target, and the tokens that it should hold."""
 
     def __init__(self, kind: str) -> None:
         make, replays = KINDS[kind]
-        self.cache = Written(make(), CacheOptions(), replays, marks=2)
+        capability = Capability.PLAIN if replays else Capability.TREE
+        self.cache = Target(Writer(), capability, 100, cache=make(), marks=2)
         self.kind, self.replays = kind, replays
         self.tokens: list[int] = []
         self.prefill([1, 2, 3])
@@ -78,9 +79,8 @@ class Checked:
 
     def prefill(self, tokens: list[int]) -> None:
         write(self.cache.cache, mx.array(tokens))
-        self.cache.prefilled(len(tokens))
         self.tokens += tokens
-        self.cache.mark()
+        self.cache.begin_at(len(self.tokens))
 
     def step(self, nodes: list[tuple[int, int]]) -> None:
         """Run a tree, or a chain where states replay, and keep a path that the nodes determine."""
@@ -155,7 +155,7 @@ def test_whatever_happens_the_caches_hold_the_context(kind: str) -> None:
 
 def test_caches_are_quantised_once_they_are_long_enough_and_not_rewound_to_before() -> None:
     options = CacheOptions(kv_bits=8, kv_group_size=32, quantized_kv_start=5)
-    cache = ContextCache([KVCache()], options, replays=False)
+    cache = Target(Writer(), Capability.TREE, 100, options, [KVCache()])
     for length in range(1, 7):
         tree = DraftTree.chain(length)
         cache.begin_forward(tree)

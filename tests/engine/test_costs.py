@@ -228,18 +228,18 @@ def test_saving_waits_until_it_is_worth_it(llama: nn.Module, cache: CostCache):
 def test_a_short_and_a_long_context_are_measured_and_kept(
     llama: nn.Module, cache: CostCache, monkeypatch: pytest.MonkeyPatch
 ):
-    contexts: list[int | None] = []
+    contexts: list[int] = []
     shares: list[float] = []
 
     def calibrate(model, plan, *, context, on_progress):
         contexts.append(context)
         on_progress(1.0)
-        long = context is not None
+        long = context == 8000
         return [TIMES[0], TIMES[-1]] if long else TIMES, long
 
     monkeypatch.setattr(measured_costs, "calibrate", calibrate)
     costs_for(llama, cache=cache, on_progress=shares.append)
-    assert contexts == [None, 8000]
+    assert contexts == [64, 8000]
     assert shares == [0.5, 1.0]
     kept = cache.read(cost_key(llama))
     assert {context: known.split for context, known in kept.items()} == {64: False, 8000: True}
@@ -256,8 +256,8 @@ def test_a_short_and_a_long_context_are_measured_and_kept(
 def test_a_long_context_that_could_not_be_measured_is_measured_at_the_next_start(
     llama: nn.Module, cache: CostCache, monkeypatch: pytest.MonkeyPatch
 ):
-    contexts: list[int | None] = []
-    found = {None: TIMES, 8000: TIMES[:1]}
+    contexts: list[int] = []
+    found = {64: TIMES, 8000: TIMES[:1]}
 
     def calibrate(model, plan, *, context, on_progress):
         contexts.append(context)
@@ -270,7 +270,7 @@ def test_a_long_context_that_could_not_be_measured_is_measured_at_the_next_start
     for _ in range(2):
         costs_for(llama, cache=cache)
     assert list(cache.read(cost_key(llama))) == [64, 8000]
-    assert contexts == [None, 8000, 8000]
+    assert contexts == [64, 8000, 8000]
 
 
 @pytest.mark.parametrize(
@@ -301,6 +301,7 @@ def test_attention_is_split_from_between_the_contexts_that_were_measured(
         ({"max_position_embeddings": 4096}, 64, [64, 1000, 2000]),
         ({"max_position_embeddings": 1024}, 64, [64, 500]),
         ({"max_position_embeddings": 999}, 64, [64]),
+        ({"max_position_embeddings": 128}, 64, [32]),
         ({}, 256 * 16 * 3000 / 2**30, [64, 1000, 2000]),  # 256 bytes a position
     ],
 )

@@ -88,7 +88,6 @@ class DrawnTrees(TruthDrafter):
         pass
 
 
-@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("name", KINDS)
 def test_any_trees_and_rejections_leave_output_and_cache_as_they_are(name: str) -> None:
     kind = KINDS[name]

@@ -25,8 +25,8 @@ from mlxspec.engine.head_cache import HeadCache
 from mlxspec.engine.heads import HeadDrafts, TrainedHead
 from mlxspec.engine.prompt_cache import (
     as_mlx_lms,
-    head_in,
     load_prompt_cache,
+    read_prompt_cache,
     save_prompt_cache,
 )
 from mlxspec.engine.sampling import Perturb
@@ -349,12 +349,12 @@ def test_a_file_keeps_what_a_head_knows_and_mlx_lm_reads_it(kind: str, tmp_path:
 
     again = target_of(kind, cache=layers)
     assert again.head
-    again.head.resume(head_in(tmp_path / "with.safetensors", len(layers)), len(PROMPT))
+    again.head.resume(read_prompt_cache(tmp_path / "with.safetensors")[2], len(PROMPT))
     assert again.head.length == len(PROMPT)
     pairs = zip(again.head.kept, target.head.kept, strict=True)
     assert all(mx.array_equal(one, other) for one, other in pairs)
     assert target.head.kept
-    assert head_in(tmp_path / "without.safetensors", len(layers)) == []
+    assert read_prompt_cache(tmp_path / "without.safetensors")[2] == []
 
 
 OTHERS: dict[str, Callable[[mx.array, mx.array, mx.array], list[mx.array]]] = {

@@ -11,8 +11,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlxspec.drafting.drafter import DraftTree
 from mlxspec.engine.capability import Capability, joint_mode
+from mlxspec.engine.hidden import HiddenStates
 from mlxspec.engine.joint import Joint
-from mlxspec.engine.patches import HiddenStates, finite
+from mlxspec.engine.patches import finite
 from tests.support.architectures import ARCHITECTURES
 from tests.support.examples import LONG
 from tests.support.harness import new_target

@@ -59,7 +59,6 @@ class Generation:
             self.context += step.tokens
 
 
-@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("seed", [1, 2] if LONG else [1])
 @pytest.mark.parametrize(
     ("name", "capability"),

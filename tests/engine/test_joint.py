@@ -131,7 +131,6 @@ def assert_wrote_what_it_writes_alone(member: Member) -> None:
         assert mx.max(mx.abs(difference)).item() < 1e-3
 
 
-@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("name", MODES)
 def test_whoever_joins_and_leaves_each_sequence_writes_what_it_writes_alone(name: str) -> None:
     model, joint = joint_model(name)

@@ -29,7 +29,6 @@ from mlxspec.drafting.sources import PromptLookupDrafter
 from mlxspec.engine import prompt_cache
 from mlxspec.engine.target import Target, target_for
 from mlxspec.errors import FileError, OptionError
-from mlxspec.generation import request as base
 from mlxspec.generation.request import Request
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import endless_tokenizer
@@ -79,7 +78,6 @@ def conversation(
             assert getattr(own, "offset", None) == getattr(other, "offset", None)
 
 
-@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("drafts", [True, False])
 @pytest.mark.parametrize("name", NAMES)
 def test_mlx_lm_goes_on_from_what_is_given_back(name: str, drafts: bool) -> None:
@@ -117,7 +115,6 @@ def test_caches_of_a_kind_that_takes_no_trees_are_verified_in_chains() -> None:
     conversation(decoder, own, theirs)
 
 
-@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("taken", [1, 2, 5])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_generation_that_is_closed_gives_back_what_was_taken(name: str, taken: int) -> None:
@@ -250,7 +247,6 @@ def test_a_cache_is_returned_when_a_loop_over_the_responses_is_left() -> None:
     assert by_mlx_lm(decoder.model, TURNS[1], lent) == by_mlx_lm(decoder.model, TURNS[1], theirs)
 
 
-@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("name", NAMES)
 def test_any_use_of_a_cache_before_its_generation_has_ended_is_refused(name: str) -> None:
     decoder = decoder_of(name)
@@ -273,7 +269,6 @@ def test_any_use_of_a_cache_before_its_generation_has_ended_is_refused(name: str
     assert by_mlx_lm(decoder.model, TURNS[1], lent) == alone
 
 
-@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("name", NAMES)
 def test_turns_on_a_cache_can_be_taken_in_any_thread(name: str) -> None:
     decoder = decoder_of(name)
@@ -306,7 +301,7 @@ def test_a_generation_is_collected_wherever_garbage_is(monkeypatch: pytest.Monke
     def take_one() -> None:
         started(decoder, lent, TURNS[0], 1).close()
 
-    monkeypatch.setattr(base, "target_for", collecting)
+    monkeypatch.setattr(prompt_cache, "target_for", collecting)
     thread = threading.Thread(target=take_one, daemon=True)
     thread.start()
     thread.join(60)

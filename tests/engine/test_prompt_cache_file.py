@@ -57,7 +57,6 @@ def test_files_go_both_ways(kind: str, tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_session_goes_on_from_a_file_that_says_what_it_holds(kind: str, tmp_path: Path) -> None:
     model = ARCHITECTURES[kind].model()
@@ -76,7 +75,6 @@ def test_a_session_goes_on_from_a_file_that_says_what_it_holds(kind: str, tmp_pa
     assert parted == truth[: len(parted)]
 
 
-@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_conversation_that_was_saved_goes_on_where_it_ended(kind: str, tmp_path: Path) -> None:
     model = ARCHITECTURES[kind].model()
@@ -116,9 +114,9 @@ def test_a_cache_of_other_layers_shapes_or_quantisation_is_refused() -> None:
     wide = replace(ARCHITECTURES["llama3"], config={"head_dim": 32}).model()
     quantized = cached(wide, kv_bits=8, kv_group_size=32, quantized_kv_start=0)
     check_fits(quantized, wide, "file")
-    with pytest.raises(FileError, match="other shapes"):
+    with pytest.raises(FileError, match="another model"):
         check_fits(quantized, model, "file")
-    with pytest.raises(FileError, match="caches 1 layers, the model has 2"):
+    with pytest.raises(FileError, match="another model"):
         check_fits(cached(model)[:1], model, "file")
 
 

@@ -266,7 +266,6 @@ def draws_twice(logprobs: mx.array) -> mx.array:
     return mx.array(max(one, other))
 
 
-@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_speculated_tokens_equal_plain_ones_with_a_sampler(model: nn.Module, name: str) -> None:
     params = SamplingParams(sampler=SAMPLERS[name](), seed=8)

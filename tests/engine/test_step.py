@@ -93,7 +93,6 @@ def test_max_tokens_is_never_overshot(model: nn.Module, max_tokens: int) -> None
         assert_holds_exactly(outcome.target, PROMPT + outcome.tokens)
 
 
-@pytest.mark.nightly(keep=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("stop_at", [0, 1, 5, 19])
 @pytest.mark.parametrize("drafter_class", [Oracle, lambda truth: NoDraft()])
@@ -115,7 +114,6 @@ def test_an_accepted_draft_of_n_tokens_gives_n_plus_one(model: nn.Module) -> Non
     assert outcome.accepted == 39
 
 
-@pytest.mark.nightly(keep=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", [NoDraft(), PromptLookupDrafter()])
 @pytest.mark.parametrize("steps", [0, 1, 4])

@@ -45,14 +45,12 @@ def test_a_value_that_is_out_of_range_cannot_be_made() -> None:
 @pytest.mark.slow
 def test_generations_at_once_have_a_drafter_each() -> None:
     decoder = stand_in_decoder(mlxspec.PromptLookupDecoder)
-    make_drafter = decoder.drafting_with(n_draft=3)
-    assert make_drafter() is not make_drafter()
     prompts = [PROMPT, PROMPT.upper()]
     plain = [[*stand_in().stream(prompt, 24)] for prompt in prompts]
     outputs: list[list[GenerationResponse]] = [[], []]
     engine = Engine(decoder)
     for prompt, output in zip(prompts, outputs, strict=True):
-        submit(engine, prompt, output.append, 24, make_drafter)
+        submit(engine, prompt, output.append, 24, n_draft=3)
     engine.run()
     for output, expected in zip(outputs, plain, strict=True):
         assert [one.token for one in output] == [one.token for one in expected]

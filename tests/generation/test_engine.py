@@ -15,6 +15,7 @@ from mlxspec.drafting.planner import Planner
 from mlxspec.drafting.sources import DrafterSource
 from mlxspec.engine.joint import JointMode
 from mlxspec.errors import OptionError, PromptError
+from mlxspec.generation.drafting import Drafting
 from mlxspec.generation.engine import Engine
 from mlxspec.generation.request import Request, State
 from tests.support.architectures import ARCHITECTURES
@@ -133,7 +134,6 @@ def failing_processor(tokens: mx.array, logits: mx.array) -> mx.array:
     return logits
 
 
-@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(
     "fault", ["drafter", "drafter's begin", "processor", "consumer", "progress"]
 )
@@ -186,7 +186,7 @@ def test_a_fault_of_a_drafter_that_is_planned_with_others_is_its_own() -> None:
     engine = Engine(new_decoder())
     found = [Collected() for _ in expected]
     requests = [
-        submit(engine, prompt, collected.add, 12, make_drafter=planner)
+        submit(engine, prompt, collected.add, 12, Drafting(maker=planner))
         for prompt, collected in zip(PROMPTS, found, strict=False)
     ]
     engine.run()
@@ -330,8 +330,7 @@ def test_a_generation_drafts_as_its_decoders_stream_does_with_the_same_parameter
     scheduled = decoder()
     engine = Engine(scheduled)
     found: list[mlxspec.GenerationResponse] = []
-    make_drafter = scheduled.drafting_with(**parameters)
-    submit(engine, PROMPTS[2], found.append, 24, make_drafter)
+    submit(engine, PROMPTS[2], found.append, 24, **parameters)
     engine.run()
     assert [response.token for response in found] == [response.token for response in expected]
     assert found[-1].stats == expected[-1].stats

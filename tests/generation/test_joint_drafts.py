@@ -74,7 +74,7 @@ def assert_equal_to_those_alone(
     assert drafted > 0
 
 
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 def test_the_bundled_model_copies_as_it_does_alone(temp: float) -> None:
     plain = mlxspec.Decoder(demo().model, demo().tokenizer)

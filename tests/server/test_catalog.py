@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from functools import partial
 from typing import Any
 
 import httpx
@@ -19,6 +18,7 @@ import pytest
 
 import mlxspec
 from mlxspec.errors import LoadError
+from mlxspec.generation.engine import Engine
 from mlxspec.models.model import OnRead
 from mlxspec.server.app import create_app
 from mlxspec.server.body import ApiError
@@ -61,17 +61,19 @@ class Shelf:
     def find(self) -> Iterable[Entry]:
         return [Entry(one.name, one.path, one.others, one.nbytes, 99) for one in self.entries]
 
-    def load(self, entry: Entry, on_read: OnRead) -> Callable[[], ServedModel]:
+    def load(self, entry: Entry, on_read: OnRead) -> ServedModel:
+        if entry.name == "first":
+            return served("first")
         self.loads.append(entry.name)
         on_read(entry.nbytes)
         if entry.name in self.broken:
             raise LoadError(f"{entry.path}: truncated or damaged; fetch it again")
         model = repetitive_llama()
         self.models.append(weakref.ref(model))
-        return partial(_served, entry.name, model)
+        return _served(entry.name, model)
 
-    def close(self, served: ServedModel) -> None:
-        self.closed.append(served.name)
+    def close(self, entry: Entry) -> None:
+        self.closed.append(entry.name)
 
 
 def _served(name: str, model: nn.Module) -> ServedModel:
@@ -96,20 +98,27 @@ class Server:
     def __init__(
         self,
         shelf: Shelf,
-        starting: Sequence[ServedModel] = (),
+        starting: Sequence[str] = (),
         bound: int | None = None,
         sign: float = 10.0,
         on_body: Callable[[bytes], object] = lambda body: None,
     ) -> None:
         self.now = 0.0
         self.log: list[dict[str, Any]] = []
-        self.worker = Worker([*starting], memory=ServerMemory(bound))
-        self.worker.start()
-        self.catalog = Catalog(self.worker, shelf, log=self.log.append, clock=lambda: self.now)
+        self.worker = Worker(memory=ServerMemory(bound))
+        self.catalog = Catalog(
+            self.worker,
+            shelf.load,
+            [Entry(name, keep_alive=None) for name in starting],
+            shelf.find,
+            shelf.close,
+            log=self.log.append,
+            clock=lambda: self.now,
+        )
+        self.catalog.start()
         self.refused: list[tuple[str, str | None]] = []
         app = create_app(
-            self.worker,
-            catalog=self.catalog,
+            self.catalog,
             keep_alive=sign,
             on_refusal=lambda path, error: self.refused.append((path, error.code)),
         )
@@ -140,7 +149,7 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(shelf: Shelf, *starting: ServedModel, **options: Any) -> AsyncIterator[Server]:
+async def serving(shelf: Shelf, *starting: str, **options: Any) -> AsyncIterator[Server]:
     server = Server(shelf, starting, **options)
     try:
         async with server.http:
@@ -229,7 +238,7 @@ def test_a_model_stays_while_a_request_uses_it() -> None:
 @pytest.mark.slow
 def test_models_of_the_start_stay() -> None:
     async def run() -> None:
-        async with serving(two(), served("first")) as server:
+        async with serving(two(), "first") as server:
             server.now = 1e9
             await server.catalog.unload_idle()
             assert server.states()["first"] == "loaded"
@@ -325,15 +334,10 @@ def test_a_load_takes_no_room_from_a_request_that_waits() -> None:
     weights = 200 << 20
 
     class Heavy(Shelf):
-        def load(self, entry: Entry, on_read: OnRead) -> Callable[[], ServedModel]:
-            make = super().load(entry, on_read)
-
-            def made() -> ServedModel:
-                model = make()
-                model.memory.weights = weights
-                return model
-
-            return made
+        def load(self, entry: Entry, on_read: OnRead) -> ServedModel:
+            model = super().load(entry, on_read)
+            model.memory.weights = weights
+            return model
 
     async def run() -> None:
         shelf = Heavy(Entry("a", nbytes=weights), Entry("b", nbytes=weights))
@@ -388,14 +392,13 @@ def test_a_model_that_fails_in_its_first_steps_hurts_no_other(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def run() -> None:
-        async with serving(shelf := two()) as server:
+        async with serving(two()) as server:
             first = await server.said(model="hub/a")
             with monkeypatch.context() as patch:
-                broken = lambda entry, on_read: lambda: 1 / 0  # noqa: E731
-                patch.setattr(shelf, "load", broken)
+                patch.setattr(Engine, "run", lambda self: 1 / 0)
                 assert (await server.ask(model="hub/b")).status_code == 500
             assert await server.said(model="hub/a") == first
-            assert server.worker.alive
+            assert server.worker.ready
             assert await server.said(model="hub/b") == first
 
     asyncio.run(run())
@@ -406,7 +409,7 @@ def test_a_stream_is_kept_alive_while_its_model_is_loaded() -> None:
     release = threading.Event()
 
     class Slow(Shelf):
-        def load(self, entry: Entry, on_read: OnRead) -> Callable[[], ServedModel]:
+        def load(self, entry: Entry, on_read: OnRead) -> ServedModel:
             assert release.wait(60)
             return super().load(entry, on_read)
 
@@ -483,7 +486,7 @@ def test_an_only_model_answers_any_name_unless_names_are_strict() -> None:
 @pytest.mark.slow
 def test_models_that_are_available_are_listed_with_their_state() -> None:
     async def run() -> None:
-        async with serving(shelf := two(), served("first")) as server:
+        async with serving(shelf := two(), "first") as server:
             await server.said(model="hub/b")
             listed = (await server.http.get("/v1/models")).json()["data"]
             states = {model["id"]: model["state"] for model in listed}

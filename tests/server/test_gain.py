@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -31,11 +32,12 @@ def run_requests(
     time = itertools.accumulate(itertools.cycle(seconds))
     clock = SimpleNamespace(perf_counter=lambda: next(time))
     monkeypatch.setattr(engine, "time", clock)
-    worker = Worker([model])
+    worker = Worker()
+    worker.memory.add(model)
     queue = ModelQueue(model, worker)
     prompt = tuple(model.decoder.tokenizer.encode(PROMPT))
     requests = [ServedRequest(model, prompt, 40, {}, index=index) for index in range(count)]
-    stream: Any = SimpleNamespace(requests=requests, worker=worker)
+    stream: Any = Mock(requests=requests, worker=worker)
     for request in requests:
         request.stream = stream
     worker.requests += requests

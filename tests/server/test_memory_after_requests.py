@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Sequence
 
 import pytest
 
@@ -19,8 +18,7 @@ from tests.support.serving import running_server, served
 def test_caches_go_with_their_request_without_garbage_collection(streamed: bool) -> None:
     sessions: list[weakref.ref[Session]] = []
 
-    def note(requests: Sequence[ServedRequest]) -> None:
-        (request,) = requests
+    def note(request: ServedRequest) -> None:
         assert request.session
         sessions.append(weakref.ref(request.session))
 

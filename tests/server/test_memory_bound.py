@@ -214,7 +214,7 @@ def test_a_conversation_that_takes_more_than_half_is_continued() -> None:
 
 def test_a_request_that_waits_is_not_overtaken_by_smaller_ones_of_another_model() -> None:
     memory, first, _ = two()
-    worker = Worker([], memory=memory)
+    worker = Worker(memory=memory)
 
     class Waiting:
         state = State.WAITING

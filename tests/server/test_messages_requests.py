@@ -12,7 +12,7 @@ from mlxspec import Constraint
 from mlxspec.server.body import ApiError, read_body
 from mlxspec.server.messages import parse_messages
 from mlxspec.server.openai import parse_chat
-from mlxspec.server.requests import ChatRequest
+from mlxspec.server.requests import ApiRequest
 from tests.server.test_requests import hostile
 from tests.support.examples import examples
 from tests.support.hostile import json_values
@@ -81,7 +81,7 @@ FULL_MESSAGES: dict[str, Any] = {
 """As Claude Code 2.1 sends it, and some more."""
 
 
-def messages(**fields: Any) -> ChatRequest:
+def messages(**fields: Any) -> ApiRequest:
     return parse_messages({"max_tokens": 100, "messages": HELLO, **fields})
 
 
@@ -233,10 +233,9 @@ def test_what_only_anthropics_servers_do_is_taken() -> None:
     assert messages(**given, **CACHED) == messages()
 
 
-def test_formats_have_two_names() -> None:
-    assert messages(output_config={"format": FORMAT}).constrained_by == "output_config.format"
-    request = messages(output_format=FORMAT)
-    assert request.constrained_by == "output_format"
+def test_a_format_is_a_constraint() -> None:
+    request = messages(output_config={"format": FORMAT})
+    assert request.constrained_by == "output_config.format"
     assert request.constraint == Constraint.json_schema(FORMAT["schema"])
 
 
@@ -289,10 +288,10 @@ FORMAT: dict[str, Any] = {"type": "json_schema", "schema": {"type": "object"}}
         ({"stop_sequences": [""]}, "stop_sequences[0]"),
         ({"stop_sequences": ["x"] * 99}, "stop_sequences"),
         ({"temperature": -1}, "temperature"),
-        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
         ({"output_config": {"format": {"type": "regex"}}}, "output_config.format.type"),
         ({"output_config": {"effort": "most"}}, "output_config.effort"),
         ({"output_format": {"type": "json_schema"}}, "output_format"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
         ({"container": "c"}, "container"),
         ({"thread": {"type": "create"}}, "thread"),
@@ -318,7 +317,7 @@ def test_what_is_wrong_or_cannot_be_done_is_refused_by_name(
 
 
 def test_the_body_that_is_made_hostile_is_right_before() -> None:
-    assert isinstance(parse_messages(FULL_MESSAGES), ChatRequest)
+    assert isinstance(parse_messages(FULL_MESSAGES), ApiRequest)
 
 
 @pytest.mark.slow

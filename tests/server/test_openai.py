@@ -179,7 +179,9 @@ def test_what_the_model_writes_after_the_one_call_is_not_sent(at_once: int) -> N
         answer.feed(written[start : start + at_once])
     answer.feed([ended(completion_tokens=len(written))])
     whole = valid(ChatCompletion, answer.whole())
-    assert len(whole.choices[0].logprobs.content) == CALLS.index("}") // 3 + 1 < len(written)
+    assert whole.choices[0].message.content == "I ask."
+    assert [call.function.name for call in whole.choices[0].message.tool_calls] == ["f"]
+    assert 0 < len(whole.choices[0].logprobs.content) < CALLS.index("}") // 3
 
 
 @pytest.mark.slow

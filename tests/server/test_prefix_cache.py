@@ -145,7 +145,6 @@ class Request:
 
 
 @pytest.mark.slow
-@pytest.mark.nightly(keep=2)
 @each_kind
 def test_a_conversation_of_ten_turns_runs_each_token_once(kind: str) -> None:
     requests, context = Requests(kind), []
@@ -265,7 +264,6 @@ def test_nobody_waits_for_a_short_beginning_or_for_who_has_passed_it() -> None:
     assert not requests.cache.should_wait(prompt)
 
 
-@pytest.mark.nightly(keep=2)
 @each_kind
 def test_what_was_run_for_a_cancelled_request_is_kept(kind: str) -> None:
     requests, prompt = Requests(kind), tokens_of(200)
@@ -332,9 +330,6 @@ def test_where_a_prompts_end_is_quantised_a_later_one_begins_anew(bits: int) -> 
     for own in range(3):
         requests.answer([*system, *tokens_of(20, own)])
     assert requests.cache.entries == 0
-    first = requests.start([*system, *tokens_of(20, 3)])
-    assert not requests.cache.should_wait(first.prompt)  # its caches cannot be shared
-    requests.end(first)
 
 
 @pytest.mark.slow

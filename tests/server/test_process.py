@@ -160,7 +160,6 @@ BODY = json.dumps({"prompt": "one", "max_tokens": 900_000, "stream": True})
 HEAD = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(BODY)}\r\n\r\n"
 
 
-@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize(
     ("sent", "runs"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxspec import Constraint, SamplingParams
-from mlxspec.server.body import ApiError, read_body
+from mlxspec.server.body import ApiError, parse, read_body
 from mlxspec.server.openai import (
+    DetokenizeBody,
     parse_chat,
     parse_completion,
-    parse_detokenize,
     parse_tokenize,
 )
-from mlxspec.server.requests import ChatRequest, CompletionRequest, sampling_of_choice
+from mlxspec.server.requests import ApiRequest, sampling_of_choice
 from tests.support.examples import examples
 from tests.support.hostile import json_values
 
@@ -34,11 +35,14 @@ WEATHER = {
 }
 
 
-def chat(**fields: Any) -> ChatRequest:
+parse_detokenize = partial(parse, DetokenizeBody)
+
+
+def chat(**fields: Any) -> ApiRequest:
     return parse_chat({"messages": HELLO, **fields})
 
 
-def completion(**fields: Any) -> CompletionRequest:
+def completion(**fields: Any) -> ApiRequest:
     return parse_completion({"prompt": "Once", **fields})
 
 
@@ -131,7 +135,7 @@ def param_of(body: object, parse: Any = parse_chat) -> str | None:
 
 def test_a_request_without_options_has_the_defaults_of_generate() -> None:
     request = chat()
-    assert request == ChatRequest(messages=({"role": "user", "content": "Hello"},))
+    assert request == ApiRequest(messages=({"role": "user", "content": "Hello"},))
     params = sampling_of_choice(request.sampling)
     assert (params.temp, params.top_p, params.top_k, params.seed) == (0.0, 1.0, 0, None)
     assert params.logit_bias is None
@@ -640,8 +644,8 @@ def _edited(body: Any, edits: list[tuple[tuple[Any, ...], Any]]) -> Any:
 
 
 def test_the_bodies_that_are_made_hostile_are_right_before() -> None:
-    assert isinstance(parse_chat(FULL_CHAT), ChatRequest)
-    assert isinstance(parse_completion(FULL_COMPLETION), CompletionRequest)
+    assert isinstance(parse_chat(FULL_CHAT), ApiRequest)
+    assert isinstance(parse_completion(FULL_COMPLETION), ApiRequest)
 
 
 @pytest.mark.slow

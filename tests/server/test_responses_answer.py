@@ -288,37 +288,35 @@ def test_a_response_is_kept_unless_it_should_not_be() -> None:
 
 
 def stored(number: int, *given: dict[str, Any]) -> Stored:
-    return {"id": f"r{number}", "output": [{"id": f"o{number}"}]}, given
+    return {"id": f"resp_{number}", "output": [{"id": f"msg_{number}_0"}]}, given
 
 
 def test_responses_are_their_partitions_own() -> None:
     store = ResponseStore()
     store.put("a", *stored(1, {"id": "i"}))
-    found = store.response("a", "r1")
-    assert found
-    assert found == ({"id": "r1", "output": [{"id": "o1"}]}, [{"id": "i"}])
-    assert store.items("a", {"i"}) == {"i": {"id": "i"}}
-    assert store.response("b", "r1") is None
-    assert store.items("b", {"i"}) == {}
-    store.delete("b", "r1")
-    assert store.response("a", "r1")
-    store.delete("a", "r1")
-    store.delete("a", "r1")
-    assert store.response("a", "r1") is None
-    assert store.items("a", {"i"}) == {}
+    item = {"id": "msg_1_0"}
+    assert store.response("a", "resp_1") == ({"id": "resp_1", "output": [item]}, [{"id": "i"}])
+    assert store.items("a", {"msg_1_0"}) == {"msg_1_0": item}
+    assert store.items("a", {"i", "msg_2_0", "", "_"}) == {}
+    assert store.response("b", "resp_1") is None
+    assert store.items("b", {"msg_1_0"}) == {}
+    store.delete("b", "resp_1")
+    assert store.response("a", "resp_1")
+    store.delete("a", "resp_1")
+    store.delete("a", "resp_1")
+    assert store.response("a", "resp_1") is None
+    assert store.items("a", {"msg_1_0"}) == {}
     assert store.nbytes == 0
 
 
 def test_those_used_last_stay() -> None:
     store = ResponseStore(most=2)
-    shared = {"id": "i"}
-    store.put("", *stored(1, shared))
-    store.put("", *stored(2, shared))
-    store.response("", "r1")
+    store.put("", *stored(1))
+    store.put("", *stored(2))
+    store.items("", {"msg_1_0"})
     store.put("", *stored(3))
-    assert [bool(store.response("", f"r{n}")) for n in (1, 2, 3)] == [True, False, True]
-    assert store.items("", {"o2"}) == {}
-    assert store.items("", {"i"}) == {"i": shared}
+    assert [bool(store.response("", f"resp_{n}")) for n in (1, 2, 3)] == [True, False, True]
+    assert store.items("", {"msg_2_0"}) == {}
 
 
 def test_bytes_are_bounded() -> None:
@@ -328,7 +326,7 @@ def test_bytes_are_bounded() -> None:
         assert store.nbytes <= 1000
     store.put("", *stored(50, {"id": "large", "text": "x" * 1000}))
     assert store.nbytes == 0
-    assert store.items("", {"large"}) == {}
+    assert store.items("", {"msg_50_0"}) == {}
 
 
 @pytest.mark.slow

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from mlxspec import GenerationResponse
+from mlxspec.generation.drafting import Drafting
 from mlxspec.generation.engine import Engine
-from mlxspec.generation.options import MakeDrafter, Prompt
+from mlxspec.generation.options import Prompt
 from mlxspec.generation.request import Request
 
 
@@ -16,11 +17,11 @@ def submit(
     prompt: Prompt,
     receive: Callable[[GenerationResponse], object],
     max_tokens: int = 250,
-    make_drafter: MakeDrafter | None = None,
+    drafting: Drafting | None = None,
     **options: Any,
 ) -> Request:
     """Add a request with these options to an engine."""
     new_request = engine._decoder.new_request
-    request = new_request(prompt, max_tokens, options, make_drafter, receive)  # type: ignore[arg-type]
+    request = new_request(prompt, max_tokens, options, drafting, receive)  # type: ignore[arg-type]
     engine.add(request)
     return request

@@ -41,18 +41,12 @@ def lookahead_step() -> RecordedStep:
     tree = DraftTree.from_branches(
         ord("a"), [list(map(ord, branch)) for branch in ("bcd", "m", "xn", "xyo", "xyzp")]
     )
-    node = {chr(token): number for number, token in enumerate(tree.tokens)}
     after = {"a": "b", "b": "c", "c": "e", "m": "M", "n": "N", "o": "O", "p": "P"}
     choices = "".join(after.get(chr(token), "?") for token in tree.tokens)
     origins = {"a": "root"} | dict.fromkeys("bcd", "guess")
     return RecordedStep(
         verified(tree, choices),
         tuple(origins.get(chr(token), "window") for token in tree.tokens),
-        {
-            (level, column): node[letter]
-            for level, letters in enumerate(("axyz", "mnop"))
-            for column, letter in enumerate(letters)
-        },
     )
 
 

@@ -60,7 +60,8 @@ def decode(
     """The steps of a generation."""
     sequence = engine.Sequence(target, prompt, drafter, chooser, **options)
     try:
-        sequence.begin(on_progress)
+        for done, total in sequence.begin_in_chunks():
+            on_progress(done, total)
         while not sequence.finished:
             yield engine.step(sequence)
     finally:

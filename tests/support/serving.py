@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 import mlxspec
 from mlxspec.engine.params import CacheOptions
 from mlxspec.server.app import create_app
+from mlxspec.server.catalog import Catalog, Entry
 from mlxspec.server.connections import HttpServer
 from mlxspec.server.memory import ServerMemory
 from mlxspec.server.prefix_cache import PrefixCache
@@ -112,9 +113,10 @@ def running_server(
         options: as for :func:`mlxspec.server.app.create_app`.
     """
     model = model or served()
-    worker = Worker([model], memory=memory, **(limits or {}))
-    worker.start()
-    app = create_app(worker, **options)
+    worker = Worker(memory=memory, **(limits or {}))
+    catalog = Catalog(worker, lambda entry, on_read: model, [Entry(model.name, keep_alive=None)])
+    catalog.start()
+    app = create_app(catalog, **options)
     server = HttpServer(app, grace=1.0, patience=patience)
     listening = socket.create_server(("127.0.0.1", 0))
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -130,4 +132,5 @@ def running_server(
     finally:
         server.should_exit = True
         thread.join(10)
+        catalog.close()
         worker.stop()

@@ -12,7 +12,6 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from textwrap import indent, shorten
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,14 +19,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rich.console import Console
 
 from ...distributed import leading
-from ...engine.params import SamplingParams
 from ...errors import FileError, MlxspecError, OptionError, PromptError
 from ...files import replaced
 from ...jsonl import conversation_of, load_json
 from ...models.model_files import find_directory, local_path
 from ...terminal import TokenPrinter, one_line, visible
 from ..common.api_client import RemoteModel
-from ..common.generation import FORMS, Generation, room_for
+from ..common.generation import FORMS, Generation
 from ..common.model_choice import (
     known_names,
     model_argument,
@@ -35,7 +33,7 @@ from ..common.model_choice import (
     note_if_demo,
     resolved,
 )
-from ..common.notes import note
+from ..common.notes import in_one_line
 from ..common.options import COUNT, FILE, color_option, command, option, options_of
 from ..common.output import Figures, counted, error_console, output_console, prefill_bar
 from ..common.prompt import template_option
@@ -46,13 +44,11 @@ if TYPE_CHECKING:
     from ...generation.decoder import Decoder
     from ...generation.response import GenerationResponse
     from ...models.chat_template import Messages
-    from .terminal import LineInput, MarkdownPrinter, TerminalInput
-
-    _Answer = Generator[GenerationResponse, None, None]
+    from .terminal import MarkdownPrinter
 
 _SEEDS = 1 << 64
 _GLANCE = 60  # characters of a message that are enough to recognise it
-_NOTHING_SAID = "nothing has been said yet: write a message first"
+_ANSWERS_SHARE = 4  # a quarter of the context is kept for an answer, or less if it is limited
 
 _model = partial(option, group="Model and prompt")
 _output = partial(option, group="Output")
@@ -91,15 +87,14 @@ def chat_command(
       mlxspec chat --server http://127.0.0.1:8080
       mlxspec chat --load rivers.json --markdown
 
-    From a pipe, every line is a message. Three double quotes begin and end a message of several
-    lines. A backslash at the end of a line continues the message on the next line.
+    From a pipe, every line is a message. A backslash at the end of a line continues the message on
+    the next line.
     """
-    from .terminal import open_input
+    from .terminal import message_reader
 
-    loaded = read_chat(load) if load else None
+    saved = read_chat(load) if load else None
     console, template = error_console(color), chat_template_config or {}
     with leading() as leader, ExitStack() as during:
-        turns = open_input(not no_history, lambda: model.others(), color)
         keeps = not (generation.drafting.no_memory or server)
         memories = during.enter_context(Memories(keeps))
         model: LocalModel | RemoteModel
@@ -111,47 +106,52 @@ def chat_command(
             memories.suggest_once()
         else:
             model = RemoteModel(server, generation, template)
-        conversation = ChatConversation(model, generation.max_tokens, system_prompt)
-        shown = console, color, turns.interactive, markdown
-        chat = Chat(conversation, generation.sampling, *shown)
-        if turns.interactive:
-            chat.say(f"Chatting with {one_line(model.title)}. /help lists commands and keys.")
-        if loaded:
-            chat.restore(loaded)
-            conversation.system_prompt = system_prompt or conversation.system_prompt
-        chat.run(turns)
+        chat = Chat(model, generation, console, color, markdown, sys.stdin.isatty())
+        if chat.interactive:
+            chat.say(f"Chatting with {one_line(model.name)}. /help lists commands and keys.")
+        if saved:
+            chat.restore(*saved)
+        chat.system_prompt = system_prompt or chat.system_prompt
+        chat.run(message_reader(not no_history, model.others, color))
 
 
 @dataclass(eq=False)
 class Chat:
-    """A chat: commands and messages, and what is printed.
+    """A chat: the conversation, the commands, and what is printed.
 
     Attributes:
-        conversation: the conversation with the model.
-        sampling: sampling options, which /retry may override.
+        model: the model that answers.
+        generation: the options of answers; /retry may override the temperature and the seed.
         console: standard error.
         color: as for :func:`mlxspec.terminal.wants_color`.
-        interactive: show figures, and continue after an error.
         markdown: whether answers are rendered as Markdown.
+        interactive: show figures, and continue after an error.
+        system_prompt: the system prompt, before all messages.
     """
 
-    conversation: ChatConversation
-    sampling: SamplingParams
+    model: LocalModel | RemoteModel
+    generation: Generation
     console: Console
-    color: bool | None
-    interactive: bool
-    markdown: bool
+    color: bool | None = None
+    markdown: bool = False
+    interactive: bool = True
+    system_prompt: str | None = None
 
     def __post_init__(self) -> None:
-        self._retries = 0  # each has a seed of its own
+        self.messages: Messages = []  # of user and assistant in turn
         self._figures = Figures()
+        self._retries = 0  # each has a seed of its own
 
-    def run(self, turns: LineInput | TerminalInput) -> None:
-        """Answer messages and run commands until the user leaves."""
+    def run(self, read: Callable[[], str | None]) -> None:
+        """Answer messages and run commands until the user leaves.
+
+        Args:
+            read: returns the next message; None if the user leaves.
+        """
         leaves = False  # whether the next Ctrl-C leaves
         while True:
             try:
-                message = turns.message()
+                message = read()
                 leaves = False
                 if message is None:
                     return
@@ -162,38 +162,59 @@ class Chat:
                     command.run(self, argument)
                 elif message.strip():
                     # The space marks it as a message instead of a command.
-                    text = message[1:] if message.startswith(" /") else message
-                    self._answer(partial(self.conversation.answer, text))
+                    self.answer(message[1:] if message.startswith(" /") else message)
             except MlxspecError as error:
                 if not self.interactive:
                     raise
-                note(error)
+                self._note(in_one_line(error))
             except KeyboardInterrupt:
                 if not self.interactive:
                     raise
-                if leaves and not turns.forgot:
+                if leaves:
                     return
                 leaves = True
                 self.say("Press Ctrl-C again or Ctrl-D to leave.")
 
-    def _answer(self, start: Callable[[Progress], _Answer]) -> None:
+    # The conversation.
+
+    @property
+    def unanswered(self) -> bool:
+        """Whether the last message has no answer."""
+        return bool(self.messages) and self.messages[-1]["role"] == "user"
+
+    @property
+    def conversation(self) -> Messages:
+        """The system prompt and all messages."""
+        begins = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        return begins + self.messages
+
+    def answer(self, message: str, **sampling: Any) -> None:
         """Answer a message, and write the text as it is generated; Ctrl-C ends only the answer.
 
+        The message replaces an unanswered one. If the answer is ended early, its part is kept.
+
         Args:
-            start: starts the answer, given a bar for the prefill.
+            message: the user's message.
+            sampling: sampling options for this answer only.
+
+        Raises:
+            PromptError: the message alone is longer than the model's context.
         """
-        printer, conversation = self._printer(), self.conversation
+        if self.unanswered:
+            self.messages.pop()
+        self.messages.append({"role": "user", "content": message})
+        sampled = replace(self.generation.sampling, **sampling)
+        asked = replace(self.generation, sampling=sampled)
+        printer, said, ending = self._printer(), "", ""
         last: GenerationResponse | None = None
-        ending = ""
         try:
-            with prefill_bar(self.console) as progress, closing(start(progress)) as responses:
+            tokens = self._fitting_prompt()
+            with (
+                prefill_bar(self.console) as progress,
+                closing(self.model.stream(asked, tokens, progress)) as responses,
+            ):
                 for last in responses:
-                    if last.generation_tokens == 1 and conversation.dropped:
-                        note(
-                            f"the model's context of {conversation.model.context_length:,} tokens "
-                            f"is full: left out the first {counted(conversation.dropped, 'turn')}; "
-                            "/reset starts over"
-                        )
+                    said += last.text
                     printer.write(last.text, last.from_draft)
         except KeyboardInterrupt:
             if not self.interactive:
@@ -201,16 +222,68 @@ class Chat:
             ending = "stopped"
         finally:
             printer.finish()
+            if said:
+                self.messages.append({"role": "assistant", "content": said})
         if last is None:
             self.say("Stopped before the first word; /retry tries again.")
             return
         if last.finish_reason == "length":
-            whole = last.generation_tokens == conversation.max_tokens
+            whole = last.generation_tokens == self.generation.max_tokens
             ending = "cut by --max-tokens" if whole else "cut: the model's context is full"
-        cost = conversation.model.predicted_cost
+        cost = self.model.predicted_cost
         self._figures.add(last, last.generation_tokens, cost)
         if self.interactive:
             self.say(answer_line(last, cost, ending))
+
+    def _fitting_prompt(self) -> list[int]:
+        """The conversation's tokens.
+
+        If they leave no room for an answer, the oldest turns are dropped until half of the context
+        is free. The next turns can then continue from the cache, instead of processing the whole
+        conversation again each time.
+        """
+        tokens, length = self.model.tokenize(self.conversation), self.model.context_length
+        kept_free = min(self.generation.max_tokens, (length or 0) // _ANSWERS_SHARE)
+        if length is None or len(tokens) + kept_free <= length:
+            return tokens
+        dropped = 0
+        while len(tokens) > length // 2 and len(self.messages) > 2:
+            del self.messages[:2]
+            dropped += 1
+            tokens = self.model.tokenize(self.conversation)
+        if dropped:
+            self._note(
+                f"the model's context of {length:,} tokens is full: left out the first "
+                f"{counted(dropped, 'turn')}; /reset starts over"
+            )
+        return tokens
+
+    def undo(self) -> str:
+        """Remove the last message and its answer, and return the message.
+
+        Raises:
+            PromptError: there is no message.
+        """
+        self._check_begun()
+        if not self.unanswered:
+            self.messages.pop()
+        return self.messages.pop()["content"]
+
+    def restore(self, system_prompt: str | None, messages: Messages) -> None:
+        """Continue another conversation, from :func:`read_chat`."""
+        self.system_prompt, self.messages, self._figures = system_prompt, messages, Figures()
+        self.say(f"Loaded {self._turns()}.")
+        if self.unanswered:
+            self.say("The last message has no answer: /retry answers it.")
+
+    def _check_begun(self) -> None:
+        if not self.messages:
+            raise PromptError("nothing has been said yet: write a message first")
+
+    def _turns(self) -> str:
+        return counted((len(self.messages) + 1) // 2, "turn")
+
+    # Output.
 
     def _printer(self) -> TokenPrinter | MarkdownPrinter:
         if not (self.markdown and sys.stdout.isatty()):
@@ -223,13 +296,8 @@ class Chat:
         """Print a text that is not an answer."""
         self.console.print(visible(text), style="dim", soft_wrap=not self.interactive)
 
-    def restore(self, messages: Messages) -> None:
-        """Continue a saved conversation with these messages."""
-        self.conversation.restore(messages)
-        self._figures = Figures()
-        self.say(f"Loaded {counted(len(self.conversation.turns), 'turn')}.")
-        if self.conversation.unanswered:
-            self.say("The last message has no answer: /retry answers it.")
+    def _note(self, text: str) -> None:
+        self.say(f"Note: {text}")
 
     # The commands.
 
@@ -237,8 +305,11 @@ class Chat:
         self.console.print(help_text())
 
     def _retry(self, argument: str) -> None:
-        """Answer the last message again; above temperature 0 the answer differs."""
-        temp, seed = self.sampling.temp, self.sampling.seed
+        """Answer the last message again; above temperature 0 the answer differs.
+
+        If there is no new answer, the earlier one stays.
+        """
+        temp, seed = self.generation.sampling.temp, self.generation.sampling.seed
         if argument:
             try:
                 temp = float(argument)
@@ -246,48 +317,50 @@ class Chat:
                 raise OptionError(
                     f"/retry {argument}: give a temperature, for example /retry 0.8, or nothing"
                 ) from None
-        if not self.conversation.unanswered:
+        if not self.unanswered:
             self._retries += 1
             if temp == 0:
-                note(
+                self._note(
                     "at temperature 0 the same conversation gets the same answer: '/retry 0.8' "
                     "samples another"
                 )
         seed = None if seed is None else (seed + self._retries) % _SEEDS
-        self._answer(partial(self.conversation.retry, temp=temp, seed=seed))
+        before = self.messages[-2:]
+        message = self.undo()
+        try:
+            self.answer(message, temp=temp, seed=seed)
+        finally:
+            if self.unanswered:
+                self.messages[-1:] = before
 
     def _undo(self, _: str) -> None:
-        message = shorten(one_line(self.conversation.undo()), _GLANCE, placeholder=" …")
+        message = shorten(one_line(self.undo()), _GLANCE, placeholder=" …")
         self.say(f"Took back: {message}")
 
     def _reset(self, _: str) -> None:
-        self.conversation.reset()
-        self._figures = Figures()
+        self.messages, self._figures = [], Figures()
         self.say("A new conversation begins.")
 
     def _system(self, text: str) -> None:
         if text:
-            self.conversation.system_prompt = None if text == "-" else text
-        now = self.conversation.system_prompt
+            self.system_prompt = None if text == "-" else text
+        now = self.system_prompt
         self.say(f"System prompt: {now}" if now else "There is no system prompt.")
 
     def _model(self, name: str) -> None:
-        model = self.conversation.model
         if name:
-            model.switch(name)
-        self.say(f"Chatting with {one_line(model.title)}.")
+            self.model.switch(name)
+        self.say(f"Chatting with {one_line(self.model.name)}.")
         if not name:
-            self.say(f"/model NAME switches to {one_line(', '.join(model.others()))}.")
+            self.say(f"/model NAME switches to {one_line(', '.join(self.model.others()))}.")
 
     def _save(self, file: str) -> None:
-        conversation, path = self.conversation, local_path(file)
-        if not conversation.turns:
-            raise PromptError(_NOTHING_SAID)
-        write_chat(path, conversation.model.name, conversation.messages)
-        self.say(f"Saved {counted(len(conversation.turns), 'turn')} in {one_line(path)}.")
+        self._check_begun()
+        write_chat(local_path(file), self.model.name, self.conversation)
+        self.say(f"Saved {self._turns()} in {one_line(local_path(file))}.")
 
     def _load(self, file: str) -> None:
-        self.restore(read_chat(local_path(file)))
+        self.restore(*read_chat(local_path(file)))
 
     def _switch_markdown(self, _: str) -> None:
         self.markdown = not self.markdown
@@ -316,10 +389,7 @@ def answer_line(last: GenerationResponse, predicted_cost: float, ending: str) ->
     return " · ".join([*figures, ending] if ending else figures)
 
 
-# --- messages and commands ---
-
-QUOTES = '"""'
-"""The beginning and end of a message of several lines."""
+# --- commands ---
 
 _OR_TEXT = "to send it as a message, put a space before it"
 _COMMAND = re.compile(r"/[A-Za-z][\w-]*")
@@ -370,7 +440,7 @@ KEYS = (
     ("Enter", "sends the message; pasted lines are one message"),
     ("Alt-Enter", "a new line; so do Ctrl-J, and \\ at a line's end"),
     ("Up, Ctrl-R", "earlier messages; Tab completes commands and files"),
-    ("Ctrl-C", "stops an answer; twice at the prompt leaves"),
+    ("Ctrl-C", "stops an answer, or clears the line; twice leaves"),
 )
 
 
@@ -404,153 +474,19 @@ def command_in(message: str) -> tuple[ChatCommand, str] | None:
     return command, argument
 
 
-def is_open(text: str) -> bool:
-    """Whether a message begins with three double quotes that are not closed yet."""
-    return text.startswith(QUOTES) and text.count(QUOTES) % 2 == 1
-
-
-def without_quotes(text: str) -> str:
-    """Remove three double quotes around a message; other quotes stay."""
-    within = text.rstrip()
-    if text.count(QUOTES) != 2 or not (text.startswith(QUOTES) and within.endswith(QUOTES)):
-        return text
-    return within.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
-
-
-# --- the conversation ---
-
-_ANSWERS_SHARE = 4  # a quarter of the context is kept for an answer, or less if it is limited
-
-
-class ChatConversation:
-    """Keeps the messages within the model's context.
-
-    When they leave no room for an answer, it drops the oldest turns until half of the context is
-    free. The next turns can then continue from the cache, instead of processing the whole
-    conversation again each time.
-
-    Args:
-        model: the model that answers.
-        max_tokens: the most tokens in an answer.
-        system_prompt: the system prompt, before all turns.
-
-    Attributes:
-        system_prompt: as given; it may be changed at any time.
-        turns: messages and their answers; the last answer may be missing, as "".
-        dropped: how many turns were left out for the last answer.
-    """
-
-    def __init__(
-        self, model: LocalModel | RemoteModel, max_tokens: int, system_prompt: str | None = None
-    ) -> None:
-        self.model = model
-        self.max_tokens = max_tokens
-        self.system_prompt = system_prompt
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget all turns."""
-        self.turns: list[tuple[str, str]] = []
-        self.dropped = 0
-        self.model.forget()
-
-    @property
-    def unanswered(self) -> bool:
-        """Whether the last message has no answer."""
-        return bool(self.turns) and not self.turns[-1][1]
-
-    @property
-    def messages(self) -> Messages:
-        """The system prompt and all turns; empty if nothing has been said."""
-        said = [("system", self.system_prompt)] if self.system_prompt and self.turns else []
-        for message, answer in self.turns:
-            said += [("user", message), ("assistant", answer)]
-        said = said[:-1] if self.unanswered else said
-        return [{"role": role, "content": content} for role, content in said]
-
-    def restore(self, messages: Messages) -> None:
-        """Replace this conversation by one from :func:`read_chat`."""
-        contents = [message["content"] for message in messages]
-        has_system = bool(messages) and messages[0]["role"] == "system"
-        self.system_prompt = contents.pop(0) if has_system else None
-        self.turns = [*zip_longest(contents[::2], contents[1::2], fillvalue="")]
-        self.dropped = 0
-
-    def answer(self, message: str, on_progress: Progress | None = None, **sampling: Any) -> _Answer:
-        """Answer a message; if the generator is closed early, the partial answer is kept.
-
-        The message replaces an unanswered one.
-
-        Args:
-            message: the user's message.
-            on_progress: called with the progress of the prefill.
-            sampling: sampling options for this answer only.
-
-        Raises:
-            PromptError: the message alone is longer than the model's context.
-        """
-        if self.unanswered:
-            self.turns.pop()
-        self.turns.append((message, ""))
-        said = ""
-        try:
-            tokens = self._fitting_prompt()
-            room = room_for(self.model.context_length, len(tokens), self.max_tokens)
-            with closing(self.model.stream(tokens, room, on_progress, **sampling)) as responses:
-                for response in responses:
-                    said += response.text
-                    yield response
-        finally:
-            self.turns[-1] = message, said
-
-    def retry(self, on_progress: Progress | None = None, **sampling: Any) -> _Answer:
-        """Answer the last message again; arguments as for :meth:`answer`.
-
-        If there is no new answer, the earlier one stays.
-
-        Raises:
-            PromptError: there is no message.
-        """
-        before = self.turns[-1:]
-        message = self.undo()
-        try:
-            yield from self.answer(message, on_progress, **sampling)
-        finally:
-            if self.unanswered:
-                self.turns[-1:] = before
-
-    def undo(self) -> str:
-        """Remove the last message and its answer, and return the message.
-
-        Raises:
-            PromptError: there is no message.
-        """
-        if not self.turns:
-            raise PromptError(_NOTHING_SAID)
-        return self.turns.pop()[0]
-
-    def _fitting_prompt(self) -> list[int]:
-        """The conversation's tokens, without the oldest turns if they leave no room."""
-        tokens, length = self.model.tokenize(self.messages), self.model.context_length
-        self.dropped = 0
-        if length is None or len(tokens) + min(self.max_tokens, length // _ANSWERS_SHARE) <= length:
-            return tokens
-        while len(tokens) > length // 2 and len(self.turns) > 1:
-            del self.turns[0]
-            self.dropped += 1
-            tokens = self.model.tokenize(self.messages)
-        return tokens
+# --- a model in this process ---
 
 
 class LocalModel:
     """A model in this process, used for a chat.
 
     Args:
-        generation: which model to use, and how to draft and sample.
+        generation: which model to use, and how to draft.
         load: loads the model of a generation.
         template_arguments: variables for the model's chat template.
 
     Attributes:
+        name: the model's name, as the user gave it.
         decoder: the loaded model.
         session: holds the KV cache of the conversation.
 
@@ -566,14 +502,7 @@ class LocalModel:
     ) -> None:
         self._first, self._load = generation, load
         self._template_arguments = template_arguments
-        self._use(generation)
-
-    @property
-    def name(self) -> str:
-        """The model's name, as the user gave it."""
-        return model_or_default(self._generation.model)
-
-    title = name
+        self._use(model_or_default(generation.model))
 
     @property
     def context_length(self) -> int | None:
@@ -600,20 +529,17 @@ class LocalModel:
         return tokens
 
     def stream(
-        self, tokens: Sequence[int], max_tokens: int, on_progress: object, **sampling: Any
-    ) -> _Answer:
+        self, generation: Generation, tokens: Sequence[int], on_progress: Progress
+    ) -> Generator[GenerationResponse, None, None]:
         """Generate an answer.
 
         Args:
+            generation: the options.
             tokens: the prompt.
-            max_tokens: the most tokens to generate.
             on_progress: called with the progress of the prefill.
-            sampling: sampling options for this answer only.
         """
-        sampled = replace(self._generation.sampling, **sampling)
-        asked = replace(self._generation, max_tokens=max_tokens, sampling=sampled)
         how = {"session": self.session, "on_progress": on_progress}
-        return asked.stream(self.decoder, tokens, templated=True, **how)
+        return generation.stream(self.decoder, tokens, templated=True, **how)
 
     def others(self) -> list[str]:
         """The names that :meth:`switch` takes, besides directories."""
@@ -622,100 +548,91 @@ class LocalModel:
     def switch(self, name: str) -> None:
         """Load another model, and download it if necessary.
 
-        Only the chat's first model has the head and the adapters of the command line.
-
         The present one is unloaded first, since memory may not hold both. If the other cannot be
         used, it is loaded again.
 
         Raises:
             MlxspecError: the other model cannot be loaded, or has no chat template.
         """
-        before, name = self._generation, resolved(name)
-        if name == self.name:
+        import mlx.core as mx
+
+        before, name = self.name, resolved(name)
+        if name == before:
             return
         find_directory(name, None)  # downloads it
-        self.close()
-        drafting = replace(before.drafting, head=None)
-        other = replace(before, model=name, drafting=drafting, adapter_path=None)
+        del self.session, self.decoder
+        gc.collect()  # decoders may be part of cycles
+        mx.clear_cache()
         try:
-            self._use(self._first if name == model_or_default(self._first.model) else other)
+            self._use(name)
         except BaseException:
             self._use(before)
             raise
 
-    def forget(self) -> None:
-        """Forget the conversation."""
+    def _use(self, name: str) -> None:
+        """Load a model; only the first has the head and the adapters of the command line."""
         from ...generation.session import Session
 
-        self.session = Session()
-
-    def close(self) -> None:
-        """Free the model's memory."""
-        import mlx.core as mx
-
-        self.forget()  # the session refers to the model, too
-        del self.decoder
-        gc.collect()  # decoders may be part of cycles
-        mx.clear_cache()
-
-    def _use(self, generation: Generation) -> None:
-        decoder = self._load(generation)
+        asked = self._first
+        if name != model_or_default(asked.model):
+            drafting = replace(asked.drafting, head=None)
+            asked = replace(asked, model=name, drafting=drafting, adapter_path=None)
+        decoder = self._load(asked)
         if not decoder.tokenizer.has_chat_template:
             raise OptionError(
                 "this model's tokenizer has no chat template: choose a chat model, or use "
                 "'mlxspec generate --raw'"
             )
-        self._generation, self.decoder = generation, decoder
-        self.forget()
+        self.name, self.decoder, self.session = name, decoder, Session()
 
 
 # --- saved chats ---
 
-_SYSTEM = ("system", "developer")  # OpenAI's newer name for it
 
-
-def write_chat(path: Path, model: str, messages: Messages) -> None:
+def write_chat(path: Path, model: str, conversation: Messages) -> None:
     """Write a conversation, whole or not at all; replace only what :func:`read_chat` reads.
 
     Args:
         path: the file.
         model: the model that answered.
-        messages: the system prompt, if there is one, and the turns.
+        conversation: the system prompt, if there is one, and the messages.
 
     Raises:
         FileError: the file exists and is not a saved chat, or cannot be written.
     """
     if path.is_file():
         read_chat(path)
-    record = {"model": model, "created": int(time.time()), "messages": messages}
+    record = {"model": model, "created": int(time.time()), "messages": conversation}
     text = json.dumps(record, ensure_ascii=False, indent=1)
     with replaced(path) as file:
         file.write(text.encode(errors="replace") + b"\n")
 
 
-def read_chat(path: Path) -> Messages:
+def read_chat(path: Path) -> tuple[str | None, Messages]:
     """Read a saved chat, or a request of OpenAI's API.
 
     Returns:
-        the system prompt if there is one, and turns of "user" and "assistant".
+        the system prompt, if there is one, and the messages of user and assistant.
 
     Raises:
         FileError: it cannot be read or continued.
     """
     try:
-        turns, _ = conversation_of(load_json(path.read_bytes()))
+        messages, _ = conversation_of(load_json(path.read_bytes()))
     except OSError as error:
         raise FileError(f"{path}: cannot be read ({error.strerror}); name a saved chat") from error
     except (ValueError, RecursionError) as error:
         raise FileError(f"{path}: is not a saved chat ({error}); name another file") from error
-    begins = turns[:1] if turns and turns[0]["role"] in _SYSTEM else []
-    roles = [turn["role"] for turn in turns[len(begins) :]]
+    system_prompt = None
+    if messages and messages[0]["role"] in ("system", "developer"):  # OpenAI's newer name for it
+        system_prompt = messages.pop(0)["content"]
+    roles = [message["role"] for message in messages]
     if roles != [("user", "assistant")[number % 2] for number in range(len(roles))]:
         raise FileError(
             f"{path}: is not a saved chat (its messages must be the user's and the assistant's in "
             "turn); name another file"
         )
-    return [{**one, "role": "system"} for one in begins] + turns[len(begins) :]
+    return system_prompt, messages
 
 
 # --help shows this after the end of the docstring.

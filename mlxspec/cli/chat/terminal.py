@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 import click
@@ -15,8 +15,10 @@ from prompt_toolkit.completion import (
     CompleteEvent,
     Completer,
     Completion,
+    DummyCompleter,
     PathCompleter,
     WordCompleter,
+    merge_completers,
 )
 from prompt_toolkit.document import Document
 from prompt_toolkit.enums import DEFAULT_BUFFER
@@ -34,13 +36,15 @@ from rich.theme import Theme
 from ...errors import MlxspecError, PromptError
 from ...terminal import visible, wants_color
 from ..common.notes import note
-from . import NAMES, QUOTES, is_open, without_quotes
+from . import NAMES
 
 
-def open_input(
-    history: bool, models: Callable[[], Iterable[str]], color: bool | None
-) -> LineInput | TerminalInput:
-    """Open standard input.
+def message_reader(
+    history: bool, models: Callable[[], list[str]], color: bool | None
+) -> Callable[[], str | None]:
+    """Make a function that reads the next message; it returns None at the end of the input.
+
+    At a terminal it raises :class:`KeyboardInterrupt` if Ctrl-C is pressed at an empty prompt.
 
     Args:
         history: keep typed messages for the next chat.
@@ -49,9 +53,60 @@ def open_input(
     """
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if not at_terminal or os.environ.get("TERM", "dumb") == "dumb":
-        return LineInput()
-    earlier = kept_history() if history else InMemoryHistory()
-    return TerminalInput(earlier, models, wants_color(sys.stdout, color))
+        return read_line
+    return terminal_reader(history, models, wants_color(sys.stdout, color))
+
+
+def terminal_reader(
+    history: bool, models: Callable[[], list[str]], color: bool
+) -> Callable[[], str | None]:
+    """As :func:`message_reader`, with line editing, where pasted lines are one message."""
+    output = create_output()
+    if isinstance(output, Vt100_Output):
+        # The terminal's reply to a cursor query would mix with typed text.
+        output.enable_cpr = False
+    session: PromptSession[str] = PromptSession(
+        "> ",
+        history=kept_history() if history else InMemoryHistory(),
+        completer=ChatCompleter(models),
+        complete_while_typing=Condition(_types_command),
+        key_bindings=_bindings(),
+        multiline=True,
+        prompt_continuation=lambda width, line, wraps: "  " if wraps else ". ",
+        search_ignore_case=True,
+        enable_suspend=True,
+        enable_open_in_editor=True,
+        color_depth=None if color else ColorDepth.DEPTH_1_BIT,
+        output=output,
+    )
+
+    def read() -> str | None:
+        try:
+            return session.prompt().rstrip("\n")
+        except EOFError:
+            return None
+
+    return read
+
+
+def read_line() -> str | None:
+    """Read a line as a message; a backslash at its end continues the message on the next line.
+
+    Raises:
+        PromptError: it is not UTF-8 text.
+    """
+    if sys.stdin.isatty():
+        click.echo("> ", nl=False, err=True)
+    message = ""
+    while line := sys.stdin.buffer.readline():
+        try:
+            message += line.decode("utf-8-sig").rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise PromptError("standard input is not UTF-8 text: convert it to UTF-8") from error
+        if not message.endswith("\\"):
+            return message
+        message = f"{message[:-1]}\n"
+    return message or None
 
 
 def kept_history() -> History:
@@ -69,96 +124,6 @@ def kept_history() -> History:
     return FileHistory(path)
 
 
-class LineInput:
-    """Reads each line as a message, and writes prompts to standard error.
-
-    A message that begins with three double quotes ends at the next three. A backslash at the end of
-    a line continues the message on the next line.
-    """
-
-    forgot = False
-
-    def __init__(self) -> None:
-        self.interactive = sys.stdin.isatty()
-
-    def message(self) -> str | None:
-        """The next message; None at the end of the input.
-
-        Raises:
-            PromptError: it is not UTF-8 text.
-        """
-        try:
-            text = self._line("> ")
-        except EOFError:
-            return None
-        with suppress(EOFError):  # the end of the file closes the quotes
-            while (opened := is_open(text)) or text.endswith("\\"):
-                text = f"{text if opened else text[:-1]}\n"
-                text += self._line(". ")
-        return without_quotes(text + QUOTES if is_open(text) else text)
-
-    def _line(self, prompt: str) -> str:
-        if self.interactive:
-            click.echo(prompt, nl=False, err=True)
-        line = sys.stdin.buffer.readline()
-        if not line:
-            raise EOFError
-        try:
-            return line.decode("utf-8-sig").rstrip("\r\n")
-        except UnicodeDecodeError as error:
-            raise PromptError("standard input is not UTF-8 text: convert it to UTF-8") from error
-
-
-class TerminalInput:
-    """Reads messages at a terminal, where pasted lines are one message.
-
-    Args:
-        history: earlier messages.
-        models: returns the names to complete for ``/model``.
-        color: whether to use colours.
-
-    Attributes:
-        forgot: whether the last Ctrl-C cleared a partly typed message.
-    """
-
-    interactive = True
-
-    def __init__(self, history: History, models: Callable[[], Iterable[str]], color: bool) -> None:
-        self.forgot = False
-        output = create_output()
-        if isinstance(output, Vt100_Output):
-            # The terminal's reply to a cursor query would mix with typed text.
-            output.enable_cpr = False
-        self._session: PromptSession[str] = PromptSession(
-            "> ",
-            history=history,
-            completer=ChatCompleter(models),
-            complete_while_typing=Condition(lambda: get_app().current_buffer.text[:1] == "/"),
-            key_bindings=_bindings(),
-            multiline=True,
-            prompt_continuation=lambda width, line, wraps: "  " if wraps else ". ",
-            search_ignore_case=True,
-            enable_suspend=True,
-            enable_open_in_editor=True,
-            color_depth=None if color else ColorDepth.DEPTH_1_BIT,
-            output=output,
-        )
-
-    def message(self) -> str | None:
-        """The next message, which may be empty; None if the user leaves.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C was pressed; typed text is lost.
-        """
-        try:
-            return without_quotes(self._session.prompt().rstrip("\n"))
-        except EOFError:
-            return None
-        except KeyboardInterrupt:
-            self.forgot = bool(self._session.default_buffer.text)
-            raise
-
-
 class ChatCompleter(Completer):
     """Completes commands, and the files or models after them.
 
@@ -166,26 +131,33 @@ class ChatCompleter(Completer):
         models: returns the names that ``/model`` takes besides directories.
     """
 
-    def __init__(self, models: Callable[[], Iterable[str]]) -> None:
-        self._models = models
-        help_texts = {
-            f"{name} " if command.takes else name: command.help for name, command in NAMES.items()
-        }
-        self._commands = WordCompleter([*help_texts], meta_dict=help_texts, sentence=True)
+    def __init__(self, models: Callable[[], list[str]]) -> None:
+        def known() -> list[str]:
+            with suppress(MlxspecError):  # a server that is gone; the next answer reports it
+                return models()
+            return []
 
-    def get_completions(self, document: Document, event: CompleteEvent) -> Iterator[Completion]:
+        help_texts = {name: command.help for name, command in NAMES.items()}
+        directories = PathCompleter(expanduser=True, only_directories=True)
+        self._commands = WordCompleter([*NAMES], meta_dict=help_texts, sentence=True)
+        self._arguments = {
+            "file": PathCompleter(expanduser=True),
+            "model": merge_completers([WordCompleter(known, sentence=True), directories]),
+        }
+
+    def get_completions(self, document: Document, event: CompleteEvent) -> Iterable[Completion]:
         word, space, rest = document.text_before_cursor.partition(" ")
         if not space:
-            yield from self._commands.get_completions(document, event)
-        elif event.completion_requested and word in NAMES:  # query disks and servers only at Tab
-            takes, typed = NAMES[word].takes, Document(rest.lstrip())
-            if takes == "model":
-                with suppress(MlxspecError):  # a server that is gone; the next answer reports it
-                    names = WordCompleter([*self._models()], sentence=True)
-                    yield from names.get_completions(typed, event)
-            if takes in ("file", "model"):
-                paths = PathCompleter(expanduser=True, only_directories=takes == "model")
-                yield from paths.get_completions(typed, event)
+            return self._commands.get_completions(document, event)
+        takes = NAMES[word].takes if word in NAMES else ""
+        argument = self._arguments.get(takes, DummyCompleter())
+        return argument.get_completions(Document(rest.lstrip()), event)
+
+
+def _types_command() -> bool:
+    """Whether completions may show before Tab is pressed: after it, disks or servers answer."""
+    text = get_app().current_buffer.text
+    return text.startswith("/") and " " not in text
 
 
 def _bindings() -> KeyBindings:
@@ -195,14 +167,8 @@ def _bindings() -> KeyBindings:
     @bindings.add("enter", filter=typing)
     def _enter(event: KeyPressEvent) -> None:
         buffer = event.current_buffer
-        choosing, buffer.complete_state = buffer.complete_state, None
-        chosen = choosing and choosing.current_completion
-        if chosen and buffer.text not in NAMES:
-            return  # only choose; the user may still type an argument
         if buffer.document.char_before_cursor == "\\":
             buffer.delete_before_cursor()
-            buffer.insert_text("\n")
-        elif is_open(buffer.text):
             buffer.insert_text("\n")
         else:
             buffer.validate_and_handle()
@@ -211,6 +177,10 @@ def _bindings() -> KeyBindings:
     @bindings.add("c-j", filter=typing)
     def _new_line(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
+
+    @bindings.add("c-c", filter=typing & Condition(lambda: bool(get_app().current_buffer.text)))
+    def _clear(event: KeyPressEvent) -> None:
+        event.current_buffer.reset()
 
     return bindings
 
@@ -240,8 +210,6 @@ class MarkdownPrinter:
         console.push_theme(Theme({"markdown.code": "bold cyan"}))
         self._text = ""
         """The text of the last block."""
-        self._between = ""
-        """What comes before the next block: a blank line, except before the first one."""
         self._live = Live(
             console=console,
             get_renderable=self._picture,
@@ -256,25 +224,20 @@ class MarkdownPrinter:
         self._text += visible(text)
         if "\n" in text:
             # A line that is still growing may turn out to belong to the block before it.
-            lines = self._text[: self._text.rfind("\n")].split("\n")
-            blocks = _markdown("\n".join(lines)).parsed or []  # paragraphs, lists, …
+            lines = self._text.split("\n")
+            blocks = _markdown("\n".join(lines[:-1])).parsed  # paragraphs, lists, …
             *_, begin = 0, *(block.map[0] for block in blocks if block.map and not block.level)
-            if begin:
-                complete, rest = lines[:begin], self._text.split("\n")[begin:]
-                self._text = "\n".join(rest)
-                self._print("\n".join(complete))
+            self._print_block("\n".join(lines[:begin]), rest="\n".join(lines[begin:]))
 
     def finish(self) -> None:
         """Write the rest of the answer."""
-        rest, self._text = self._text, ""
         self._live.stop()
-        if rest.strip():
-            self._print(rest)
+        self._print_block(self._text)
 
-    def _print(self, block: str) -> None:
-        self._console.print(self._between, end="")
-        self._console.print(_markdown(block))
-        self._between = "\n"
+    def _print_block(self, block: str, rest: str = "") -> None:
+        self._text = rest
+        if block.strip():
+            self._console.print(_markdown(block), "")
 
     def _picture(self) -> SegmentLines:
         """The last lines of the growing block that fit into the window."""

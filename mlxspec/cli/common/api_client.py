@@ -9,14 +9,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
 from http.client import HTTPException, HTTPResponse
 from typing import TYPE_CHECKING, Any, cast
 
 from ...engine.params import CacheOptions
 from ...errors import OptionError, PromptError
 from ...models.model_files import given_name
-from .generation import API_KEY, DraftingOptions, Generation, without_first_space
+from .generation import API_KEY, DraftingOptions, Generation, room_for, without_first_space
 
 if TYPE_CHECKING:
     from ...generation.response import GenerationResponse, SpeculationStats
@@ -51,19 +50,17 @@ class ApiClient:
             PromptError: the server reports an error.
         """
         try:
-            data = self.ask("/v1/models")["data"]
-            models = {model["id"]: model.get("context_length") for model in data}
-            if not all(isinstance(x, str) and isinstance(n, int | None) for x, n in models.items()):
-                raise TypeError(models)
+            listed = self.ask("/v1/models")["data"]
+            models = {model["id"]: model.get("context_length") for model in listed}
             names = [*models]
             name = first or names[0]
         except (AttributeError, LookupError, TypeError, json.JSONDecodeError) as error:
             raise OptionError(
                 f"--server {self.address} sent no list of models: start one with 'mlxspec serve'"
             ) from error
-        if name not in names:
+        if name not in models:
             name = given_name(name)
-        if name not in names:
+        if name not in models:
             raise OptionError(f"--model is {first}: choose one of the server's: {', '.join(names)}")
         return {name: models[name], **models}
 
@@ -117,12 +114,11 @@ class RemoteModel:
 
     Args:
         address: the server's URL, as the server prints it.
-        generation: which model to use, and how to sample.
+        generation: which model to use.
         template_arguments: variables for the model's chat template.
 
     Attributes:
         name: the model's name.
-        title: the name with the server's address.
         context_length: in tokens; None if unknown.
         predicted_cost: 0, since servers do not report it.
 
@@ -145,7 +141,6 @@ class RemoteModel:
         if generation.sampling.min_tokens_to_keep > 1:
             raise OptionError("--min-tokens-to-keep: servers do not take it; leave it out")
         self._client = ApiClient(address)
-        self._generation = generation
         self._template_arguments = template_arguments
         self.switch(generation.model)
 
@@ -156,7 +151,6 @@ class RemoteModel:
             OptionError: the server has no such model.
         """
         self.name, self.context_length = next(iter(self._client.models(name).items()))
-        self.title = f"{self.name} at {self._client.address}"
 
     def others(self) -> list[str]:
         """The names of the server's models."""
@@ -172,36 +166,33 @@ class RemoteModel:
         return [*self._client.ask("/v1/tokenize", body)["tokens"]]
 
     def stream(
-        self, tokens: Sequence[int], max_tokens: int, on_progress: object, **sampling: Any
+        self, generation: Generation, tokens: Sequence[int], on_progress: object
     ) -> Generator[GenerationResponse, None, None]:
         """Generate an answer; a response may have several tokens.
 
         The figures are in the last response, which has no text.
 
         Args:
+            generation: the options.
             tokens: the prompt.
-            max_tokens: the most tokens to generate.
             on_progress: unused: the server reports no progress.
-            sampling: sampling options for this answer only.
         """
         from ...generation.response import SpeculationStats
 
-        params = replace(self._generation.sampling, **sampling)
-        sent = {name: value for name, value in vars(params).items() if name not in _NOT_SENT}
+        params = vars(generation.sampling)
         body = {
-            **sent,
-            "temperature": params.temp,
+            **{name: value for name, value in params.items() if name not in _NOT_SENT},
+            "temperature": generation.sampling.temp,
             "model": self.name,
             "prompt": list(tokens),
-            "max_tokens": max_tokens,
-            "stop": self._generation.stop,
-            "stop_token_ids": self._generation.stop_tokens,
+            "max_tokens": room_for(self.context_length, len(tokens), generation.max_tokens),
+            "stop": generation.stop,
+            "stop_token_ids": generation.stop_tokens,
             "stream": True,
             "stream_options": {"include_usage": True},
             "mlxspec": {"drafts": True},
         }
-        started, begun = time.perf_counter(), 0.0
-        reason, count = None, 0
+        reason, begun, pieces = None, 0.0, 0
         trimmed = without_first_space(True)
         with closing(self._client.open("/v1/completions", body)) as answer:
             for chunk in _events(answer):
@@ -211,19 +202,14 @@ class RemoteModel:
                     begun = begun or time.perf_counter()
                     reason = choice["finish_reason"] or reason
                     for text, accepted in choice.get("mlxspec", {}).get("drafts", ()):
-                        count += 1
-                        stats = SpeculationStats(steps=count, rows=count, emitted=count)
+                        pieces += 1  # until the end, each counts as one token
+                        stats = SpeculationStats(pieces, pieces, emitted=pieces)
                         yield trimmed(response(text, accepted, len(tokens), stats, begun))
                 if usage := chunk.get("usage"):
-                    last = response("", False, len(tokens), _stats(usage), begun or started)
+                    last = response("", False, len(tokens), _stats(usage), begun)
                     last.reused_tokens = usage["prompt_tokens_details"]["cached_tokens"]
-                    if begun:
-                        last.prompt_tps = (len(tokens) - last.reused_tokens) / (begun - started)
                     last.finish_reason = reason
                     yield last
-
-    def forget(self) -> None:
-        """Do nothing: the server keeps the caches of conversations."""
 
 
 def _events(answer: HTTPResponse) -> Iterator[dict[str, Any]]:
@@ -260,22 +246,13 @@ def response(
         text: a piece of the answer.
         accepted: whether it consists of accepted draft tokens.
         prompt_tokens: the number of prompt tokens.
-        stats: figures of the answer so far; until the end a piece counts as one token.
+        stats: figures of the answer so far.
         begun: when the first piece arrived.
     """
     import mlx.core as mx
 
     from ...generation.response import GenerationResponse
 
-    return GenerationResponse(
-        text=text,
-        token=-1,
-        logprobs=mx.array([]),
-        from_draft=accepted,
-        prompt_tokens=prompt_tokens,
-        prompt_tps=0.0,
-        generation_tokens=stats.emitted,
-        generation_tps=stats.emitted / max(time.perf_counter() - begun, 1e-6),
-        peak_memory=0.0,
-        stats=stats,
-    )
+    speed = stats.emitted / max(time.perf_counter() - begun, 1e-6)
+    known = accepted, prompt_tokens, 0.0, stats.emitted, speed, 0.0
+    return GenerationResponse(text, -1, mx.array([]), *known, stats=stats)

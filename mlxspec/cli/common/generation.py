@@ -37,18 +37,15 @@ from .prompt import read_text
 
 if TYPE_CHECKING:
     import mlx.nn as nn
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
     from rich.console import Console
 
-    from ...corpus import Memory
     from ...distributed.ranks import Leader
     from ...drafting.drafter import Drafter
     from ...generation.decoder import Decoder
-    from ...generation.drafting import Auto, Lookahead, PromptLookup
+    from ...generation.drafting import Lookahead, PromptLookup
     from ...generation.options import GenerationOptions
     from ...generation.request import Request
     from ...generation.response import GenerationResponse
-    from ...models.heads import Head
     from ...models.model import OnRead
     from ..memory import Memories
 
@@ -56,10 +53,10 @@ API_KEY = "MLXSPEC_API_KEY"
 """The environment variable that holds a server's key, for the server and its clients."""
 
 _DECODERS = ("auto", "prompt-lookup", "lookahead", "plain")
-# Decoders that take certain options. The default decoder is the first that takes all given options.
-PLANNED = ("auto",)  # a trained head drafts with these
-_lookup = partial(option_field, of=("prompt-lookup",))
-_lookahead = partial(option_field, of=("lookahead",))
+# Options that only one decoder takes. It is the default if such an option is given.
+_auto = partial(option_field, of="auto")
+_lookup = partial(option_field, of="prompt-lookup")
+_lookahead = partial(option_field, of="lookahead")
 
 
 def _number_or_auto(text: str) -> int | str:
@@ -81,21 +78,17 @@ class DraftingOptions:
         "[default: auto, or the one that the given options need]",
         type=click.Choice(_DECODERS),
     )
-    store: str | None = option_field(
-        "--store FILE",
-        "With auto: also draft from a store made by 'mlxspec store'.",
-        type=NAME,
-        of=PLANNED,
+    store: str | None = _auto(
+        "--store FILE", "With auto: also draft from a store made by 'mlxspec store'.", type=NAME
     )
-    drafter: str | None = option_field(
-        DRAFTER, "With auto: also draft with your own class, where that pays.", of=("auto",)
+    drafter: str | None = _auto(
+        DRAFTER, "With auto: also draft with your own class, where that pays."
     )
-    draft_model: str | None = option_field(
+    draft_model: str | None = _auto(
         "--draft-model MODEL",
         "With auto: also draft with a small model that has the same tokenizer, where no text "
         "repeats.",
         type=MODEL,
-        of=("auto",),
     )
     num_draft_tokens: int = option_field(
         "--num-draft-tokens N",
@@ -104,7 +97,7 @@ class DraftingOptions:
         type=COUNT,
         needs=("--draft-model",),
     )
-    head: str | None = option_field(*HEAD, type=MODEL, of=PLANNED)
+    head: str | None = _auto(*HEAD, type=MODEL)
     no_head: bool = option_field(*NO_HEAD, default=False)
     no_memory: bool = option_field(*NO_MEMORY, default=False)
     n_draft: int | None = _lookup(
@@ -139,83 +132,44 @@ class DraftingOptions:
     )
 
     def __post_init__(self) -> None:
-        for name, decoders in self._for_some_decoders().items():
-            if self.kind not in decoders:
+        for name, decoder in self._for_one_decoder().items():
+            if decoder != self.kind:
                 raise OptionError(
-                    f"--{name.replace('_', '-')} is for --decoder {' and '.join(decoders)}, not "
-                    f"{self.kind}"
+                    f"--{name.replace('_', '-')} is for --decoder {decoder}, not {self.kind}"
                 )
         check_one(drafter=self.drafter, draft_model=self.draft_model)
         check_one(head=self.head, no_head=self.no_head, draft_model=self.draft_model)
-        _ = self.lookup, self.lookahead  # raises an error for a wrong value
+        _ = self.fixed  # raises an error for a wrong value
 
-    def _for_some_decoders(self) -> dict[str, tuple[str, ...]]:
-        """The given options that only some decoders take, with the decoders that take them."""
+    def _for_one_decoder(self) -> dict[str, str]:
+        """The given options that only one decoder takes, with that decoder."""
         return {
             own.name: own.metadata["of"]
             for own in fields(self)
             if "of" in own.metadata and getattr(self, own.name) is not None
         }
 
-    def _given(self, *names: str) -> dict[str, Any]:
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
-
     @cached_property
     def kind(self) -> str:
-        """The name of the decoder: the requested one, or the first that takes the given options."""
-        takers = self._for_some_decoders().values()
-        taking = (kind for kind in _DECODERS if all(kind in of for of in takers))
-        return self.decoder or next(taking, "auto")
+        """The name of the decoder: the requested one, or the one that takes the given options."""
+        return self.decoder or next(iter(self._for_one_decoder().values()), "auto")
 
     @cached_property
-    def lookup(self) -> PromptLookup:
-        """Prompt lookup with its parameters."""
+    def fixed(self) -> PromptLookup | Lookahead | None:
+        """How to draft from the text alone, with fixed parameters; None with auto."""
         from ...drafting.sources import parse_lookup_config
-        from ...generation.drafting import PromptLookup
+        from ...generation.drafting import Lookahead, PromptLookup
 
-        given = self._given("n_draft", "ngram_max", "ngram_min")
-        if self.prompt_lookup_config is not None:
-            given["n_draft"], given["ngram_max"], _ = parse_lookup_config(self.prompt_lookup_config)
-        return PromptLookup(**given)
-
-    @cached_property
-    def lookahead(self) -> Lookahead:
-        """Lookahead with its sizes."""
-        from ...generation.drafting import Lookahead
-
-        given = self._given("window_size", "ngram_size", "guess_set_size", "pool_from_prompt")
-        return Lookahead(**given)
-
-    def of_model(
-        self,
-        tokenizer: TokenizerWrapper,
-        memory: Memory | None,
-        extra: Callable[[], Drafter] | None,
-        head: Head | None = None,
-    ) -> Auto | PromptLookup | Lookahead:
-        """The kind of drafting for a model's decoder.
-
-        Args:
-            tokenizer: the model's tokenizer.
-            memory: earlier answers to draft from; None starts a new memory.
-            extra: makes the drafter of --drafter or --draft-model.
-            head: the model's trained head.
-
-        Raises:
-            FileError: the store cannot be read, or belongs to another tokenizer.
-        """
-        from ...corpus import Memory
-        from ...corpus.store import open_store
-        from ...generation.drafting import Auto, PromptLookup
-
+        if self.kind == "auto":
+            return None
         if self.kind == "plain":
             return PromptLookup(n_draft=0)
-        if self.kind == "prompt-lookup":
-            return self.lookup
+        given = {name: getattr(self, name) for name in self._for_one_decoder()}
         if self.kind == "lookahead":
-            return self.lookahead
-        store = None if self.store is None else open_store(self.store, tokenizer)
-        return Auto(memory or Memory(), store, extra, head=head)
+            return Lookahead(**given)
+        if config := given.pop("prompt_lookup_config", None):
+            given["n_draft"], given["ngram_max"], _ = parse_lookup_config(config)
+        return PromptLookup(**given)
 
 
 FORMS = ("json_schema", "regex", "grammar")
@@ -292,8 +246,11 @@ class Generation:
             leader: splits the model over its ranks; None for one process.
             on_read: as for :func:`.models.model.evaluate`.
         """
+        from ...corpus import Memory
+        from ...corpus.store import open_store
         from ...drafting.drafter import load_drafter
         from ...engine.draft_model import DraftModelDrafter, check_vocabularies
+        from ...generation.drafting import Auto
         from ...models.heads.loading import load_with_head
         from ...models.model import load
 
@@ -316,11 +273,16 @@ class Generation:
             model, tokenizer = leader.load(name)
         else:
             # A draft model drafts in the place of the head that comes with a model.
-            plans = drafting.kind in PLANNED and not (drafting.draft_model or drafting.no_head)
-            wanted = drafting.head if plans else False
+            without = drafting.fixed or drafting.draft_model or drafting.no_head
+            wanted = False if without else drafting.head
             model, tokenizer, head = load_with_head(name, wanted, self.adapter_path, on_read)
-        memory = memories.of(tokenizer, name) if drafting.kind in PLANNED else None
-        drafts_from = drafting.of_model(tokenizer, memory, extra, head)
+        drafts_from: Auto | PromptLookup | Lookahead
+        if drafting.fixed:
+            drafts_from = drafting.fixed
+        else:
+            store = None if drafting.store is None else open_store(drafting.store, tokenizer)
+            memory = memories.of(tokenizer, name) or Memory()
+            drafts_from = Auto(memory, store, extra, head=head)
         bar = ProgressBar("Measuring step times", console=console) if console else None
         decoder = mlxspec.Decoder(model, tokenizer, drafts_from, on_measuring=bar)
         decoder.keeps_experience = memories.keeps

@@ -294,6 +294,6 @@ def _decode(data: bytes, source: str) -> str:
         raise PromptError(
             f"{source} is not UTF-8 text (byte {error.start}): convert it to UTF-8"
         ) from error
-    if not text:
+    if not text.strip():
         raise PromptError(f"{source} is empty: write a text, or give --prompt-ids with the BOS id")
     return text

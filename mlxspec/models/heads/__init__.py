@@ -99,7 +99,9 @@ class Head(nn.Module):
 
     def make_cache(self) -> list[Any]:
         """mlx-lm's caches, one per layer of the head; empty if it has none of its own."""
-        raise NotImplementedError
+        from mlx_lm.models.cache import KVCache  # takes a second, and finding heads needs none
+
+        return [KVCache()]
 
     def logits(self, hidden: mx.array) -> mx.array:
         """Logits over the target's vocabulary; minus infinity for tokens that it never drafts.
@@ -107,7 +109,7 @@ class Head(nn.Module):
         Args:
             hidden: of :meth:`__call__`, (…, its width).
         """
-        raise NotImplementedError
+        return self._target["output"](hidden)
 
     def __call__(
         self, tokens: mx.array, features: mx.array, cache: Sequence[Any]

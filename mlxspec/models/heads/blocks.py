@@ -88,15 +88,6 @@ class DFlash(Head):
         """
         return [KVCache() for _ in self.layers]
 
-    def see(self, features: mx.array, cache: Sequence[Any]) -> None:
-        """Append verified positions of one sequence to its caches.
-
-        Args:
-            features: (1, rows, ``width``).
-            cache: one per layer.
-        """
-        self._append([features], [cache])
-
     def block(
         self,
         tokens: mx.array,
@@ -116,7 +107,7 @@ class DFlash(Head):
         Returns:
             what :meth:`logits` takes, (sequences, depth, …).
         """
-        self._append(features, caches)
+        self.see(features, caches)
         masks = mx.full((len(caches), self._first + depth - 1), self._mask_token, tokens.dtype)
         x = self.embed(mx.concatenate([tokens[:, None], masks], axis=1))
         views = {
@@ -130,9 +121,6 @@ class DFlash(Head):
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return self.norm(x)[:, self._first :]
 
-    def logits(self, hidden: mx.array) -> mx.array:
-        return self._target["output"](hidden)
-
     def after(self, logits: mx.array, previous: mx.array) -> mx.array:
         """Correct a slot's logits once the token before it is drafted.
 
@@ -142,8 +130,13 @@ class DFlash(Head):
         """
         return logits
 
-    def _append(self, features: Sequence[mx.array], caches: Sequence[Sequence[Any]]) -> None:
-        """Append the verified positions of several sequences to their caches."""
+    def see(self, features: Sequence[mx.array], caches: Sequence[Sequence[Any]]) -> None:
+        """Append verified positions of several sequences to their caches.
+
+        Args:
+            features: per sequence, (1, rows, ``width``).
+            caches: per sequence, one cache per layer.
+        """
         ends = [0, *accumulate(of_one.shape[1] for of_one in features)]
         if not ends[-1]:
             return

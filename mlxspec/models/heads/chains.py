@@ -17,7 +17,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import gemma4_text, llama, qwen3_5, qwen3_next
 from mlx_lm.models.base import create_attention_mask
-from mlx_lm.models.cache import KVCache
 
 from . import Config, Head, check_ids, check_target, checked_layers, text_of
 
@@ -78,9 +77,6 @@ class Eagle3(Head):
         x = mx.concatenate(list(states), axis=-1)
         return self.fc(self.input_norm(x) if "input_norm" in self else x)
 
-    def make_cache(self) -> list[Any]:
-        return [KVCache()]
-
     def __call__(
         self, tokens: mx.array, features: mx.array, cache: Sequence[Any]
     ) -> tuple[mx.array, mx.array]:
@@ -90,7 +86,7 @@ class Eagle3(Head):
     def logits(self, hidden: mx.array) -> mx.array:
         hidden = self.norm(hidden)
         if "lm_head" not in self:
-            return self._target["output"](hidden)
+            return super().logits(hidden)
         logits = self.lm_head(hidden)
         if "d2t" not in self:
             return logits
@@ -192,9 +188,6 @@ class QwenMTP(Head):
         self.layers = [qwen3_5.DecoderLayer(args, layer_idx=0)]
         self.norm = nn.RMSNorm(self.width, eps=args.rms_norm_eps)
 
-    def make_cache(self) -> list[Any]:
-        return [KVCache()]
-
     def __call__(
         self, tokens: mx.array, features: mx.array, cache: Sequence[Any]
     ) -> tuple[mx.array, mx.array]:
@@ -203,9 +196,6 @@ class QwenMTP(Head):
         x = self.layers[0](x, create_attention_mask(x, cache[0]), cache[0])
         hidden = self.norm(x)
         return hidden, hidden
-
-    def logits(self, hidden: mx.array) -> mx.array:
-        return self._target["output"](hidden)
 
     quant_predicate = qwen3_next.Model.quant_predicate  # routers of experts keep 8 bits
 

@@ -70,21 +70,18 @@ class HeadFiles:
         directory: the folder with its ``config.json``, or that of the target that carries it.
         kind: its class.
         config: its settings, as in a ``config.json`` of its own.
-        files: the safetensors files with its tensors.
-        own: whether these are its target's files, with names that begin with ``mtp.``.
+        files: the safetensors files with its tensors, which may be its target's.
     """
 
     directory: Path
     kind: type[Head]
     config: Config = field(repr=False)
     files: tuple[Path, ...]
-    own: bool = False
 
     @property
     def nbytes(self) -> int:
         """The size of its tensors."""
-        tensors = (item for path in self.files for item in check_weights_file(path).items())
-        return sum(one.nbytes for name, one in tensors if not self.own or _OWN.match(name))
+        return sum(one.nbytes for path in self.files for one in _tensors(path).values())
 
     @property
     def needs(self) -> dict[str, int]:
@@ -142,7 +139,7 @@ def own_head(directory: Path) -> HeadFiles | None:
         files = _files_with_head(directory) or [directory / "mtp.safetensors"]
         if files[0].is_file():
             own = {"model_type": "qwen3_5_mtp", "text_config": text_of(config)}
-            return HeadFiles(directory, QwenMTP, own, tuple(files), own=True)
+            return HeadFiles(directory, QwenMTP, own, tuple(files))
     for name in _FOLDERS:
         if (directory / name / "config.json").is_file():
             return find_head(directory / name)
@@ -270,7 +267,7 @@ def load_lazily(
         target_config: its target's settings; None for a target that has what the head needs.
 
     Returns:
-        the head, and its tensors as they stand in the files, by their names without ``mtp.``.
+        the head, and its tensors as they stand in the files.
 
     Raises:
         LoadError: a file is damaged, or the weights do not fit the settings.
@@ -282,7 +279,7 @@ def load_lazily(
         target_config = {**text_of(found.config), **sizes}
     tensors: dict[str, mx.array] = {}
     for path in found.files:
-        tensors |= _tensors(path, own=found.own)
+        tensors |= _tensors(path)
     try:
         weights = tensors if found.config.get(CONVERTED) else found.kind.sanitize(tensors)
         head = found.kind(found.config, target_config)
@@ -303,12 +300,10 @@ def load_lazily(
     return head, tensors
 
 
-def _tensors(path: Path, *, own: bool) -> dict[str, mx.array]:
-    """A head's unevaluated tensors in a file, by their names without ``mtp.``."""
+def _tensors(path: Path) -> dict[str, mx.array]:
+    """A head's unevaluated tensors: those with ``mtp.`` in their names, or all of a head's file."""
     loaded = check_weights_file(path)
-    if not own or not any(map(_OWN.match, loaded)):
-        return loaded
-    return {_OWN.sub("", name, 1): loaded[name] for name in loaded if _OWN.match(name)}
+    return {name: loaded[name] for name in loaded if _OWN.match(name)} or loaded
 
 
 def _files_with_head(directory: Path) -> list[Path]:
