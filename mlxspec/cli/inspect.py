@@ -7,11 +7,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.filesize import decimal
+
 from ..errors import OptionError
 from .common.model_choice import ABOUT, DEFAULT, model_argument, needed_model
 from .common.notes import say
 from .common.options import ADAPTERS, NAME, command, option
-from .common.output import print_rows, size_in_words, write_json
+from .common.output import print_rows, write_json
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -162,7 +164,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, object]]:
         ("why", report["reason"]),
         ("sequences", f"{report['joint']}: {report['joint_reason']}"),
         ("prompts", "in mlx-lm's chunks and never shared" if plain else "in chunks of any size"),
-        ("head", f"{head['kind']}, {size_in_words(head['bytes'])}" if head else "none"),
+        ("head", f"{head['kind']}, {decimal(head['bytes'])}" if head else "none"),
     ]
     if report["blas"]:  # on Linux's CPU back end it decides what rows cost
         rows.append(("BLAS", report["blas"]))
@@ -187,11 +189,11 @@ def _holds(kind: dict[str, Any]) -> str:
     """The number of caches of a kind, and what each one holds."""
     positions, each = kind["positions"], kind["bytes_per_position"]
     if kind["state_bytes"] is not None:
-        holds = f"state, {size_in_words(kind['state_bytes'])} however long the context"
+        holds = f"state, {decimal(kind['state_bytes'])} however long the context"
     elif each is None:
         holds = "an unknown kind"
     elif positions is None:
-        holds = f"all positions, {size_in_words(each)} each"
+        holds = f"all positions, {decimal(each)} each"
     else:
-        holds = f"the latest {positions:,} positions, {size_in_words(positions * each)} at most"
+        holds = f"the latest {positions:,} positions, {decimal(positions * each)} at most"
     return f"{kind['count']} × {kind['name']}: {holds}"

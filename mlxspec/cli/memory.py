@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.filesize import decimal
 
 from ..errors import FileError, LoadError, OptionError
 from ..files import check_writable, replaced
@@ -28,7 +29,6 @@ from .common.output import (
     counted,
     json_text,
     print_rows,
-    size_in_words,
     write_json,
 )
 
@@ -260,7 +260,7 @@ def show_command(model: str | None, as_json: bool) -> None:
         print_rows(
             ("tokenizer", one.identity),
             ("memory", _on_or_off(held["on"])),
-            ("holds", f"{answers}, {tokens}, {size_in_words(held['bytes'])}"),
+            ("holds", f"{answers}, {tokens}, {decimal(held['bytes'])}"),
             *((name, _at(held[name])) for name in ("oldest", "newest") if held[name] is not None),
             ("earned", _earned(held["earned"])),
         )

@@ -10,12 +10,13 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 import click
+from rich.filesize import decimal
 from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
 from .common.model_choice import MODEL
 from .common.notes import note, say
 from .common.options import NAME, argument, group, option
-from .common.output import ProgressBar, counted, print_rows, size_in_words
+from .common.output import ProgressBar, counted, print_rows
 
 if TYPE_CHECKING:
     from ..corpus.store import Store
@@ -92,7 +93,7 @@ def info_command(file: str) -> None:
     from ..corpus.store import open_store
 
     store = open_store(file).verify()
-    size = size_in_words(store.nbytes)
+    size = decimal(store.nbytes)
     print_rows(("tokenizer", store.identity), ("holds", _in_texts(store)), ("size", size))
 
 
@@ -132,7 +133,7 @@ def _write(
     if store.n_tokens >= limit - 1:
         note(f"the store has reached --max-tokens {limit}; the remaining texts were left out")
     took = f"in {time.perf_counter() - started:.1f} s"
-    size = size_in_words(store.nbytes)
+    size = decimal(store.nbytes)
     read = counted(counts["files"], "file")
     say(f"Read {read} {took}. {file} holds {_in_texts(store)}, {size}.")
 

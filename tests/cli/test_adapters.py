@@ -181,7 +181,6 @@ def test_nothing_is_downloaded_for_a_bad_directory(monkeypatch: pytest.MonkeyPat
             ("--models", "all"),
             "--adapter-path is for models that are named",
         ),
-        (calibrate_command, ("--show",), "--adapter-path is given without its MODEL"),
         (chat_command, ("--server", "http://127.0.0.1:1"), "options for drafts, caches, adapters"),
     ],
 )
