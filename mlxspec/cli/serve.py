@@ -550,14 +550,13 @@ class _Loader:
 def _found(source: str) -> Iterator[tuple[str, Path]]:
     """The names and directories of the models that a value of ``--models`` means."""
     from ..models.model_files import DEMO, DEMO_DIRECTORY, given_name
-    from ..models.on_machine import cached_repositories, lm_studio_folders, models_in
+    from ..models.on_machine import cached_repositories, lm_studio_folder, models_in
 
     if source != ALL:
         yield from models_in(local_path(source))
         return
     yield from cached_repositories()
-    for folder in lm_studio_folders():
-        yield from models_in(folder)
+    yield from models_in(lm_studio_folder())
     for name in (*load_config().aliases.values(), model_or_default(None), DIRECTORY):
         if local_path(name).is_dir():
             yield given_name(name), local_path(name)
