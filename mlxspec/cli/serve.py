@@ -304,8 +304,7 @@ def _run(
 
         # With several keys, kept answers would show others what has been written.
         keeps = not named.drafting.no_memory and len(keys) < 2
-        several = len(names) > 1 or bool(options.available)
-        memories = serving.enter_context(Memories(keeps, several))
+        memories = serving.enter_context(Memories(keeps))
         if options.cache_dir:
             serving.callback(os.close, _locked(options.cache_dir))
         quiet, color = options.quiet, not console.no_color
@@ -319,7 +318,7 @@ def _run(
         )
         loader = _Loader(named, options, memories, worker.memory, template, keys, leader)
         entries = loader.entries(names)
-        found = loader.find, loader.close
+        found = loader.find, loader.save
         default = None if entries else default_model()
         catalog = Catalog(worker, loader.load, entries, *found, default=default, log=log)
         # SIGTERM acts like Ctrl-C.
@@ -527,12 +526,6 @@ class _Loader:
             most = self._memory.most_idle(memory.weights) // max(1, len(self._paths))
             prefixes.load(place, most)
         return served
-
-    def close(self, entry: Entry) -> None:
-        """Save what a model has learned."""
-        self.save(entry)
-        drafting = entry.served.decoder.drafting if entry.served else None
-        self._memories.close(getattr(drafting, "memory", None))
 
     def save(self, entry: Entry) -> None:
         """Save a model's prefixes, if it is loaded and they are kept."""
