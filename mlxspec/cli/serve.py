@@ -305,8 +305,7 @@ def _run(
 
         # With several keys, kept answers would show others what has been written.
         keeps = not named.drafting.no_memory and len(keys) < 2
-        several = len(names) > 1 or bool(options.available)
-        memories = serving.enter_context(Memories(keeps, several))
+        memories = serving.enter_context(Memories(keeps))
         if options.cache_dir:
             serving.callback(os.close, _locked(options.cache_dir))
         quiet, color = options.quiet, not console.no_color
@@ -320,7 +319,7 @@ def _run(
         )
         loader = _Loader(named, options, memories, worker.memory, template, keys, leader)
         entries = loader.entries(names)
-        found = loader.find, loader.close
+        found = loader.find, loader.save
         default = None if entries else default_model()
         catalog = Catalog(worker, loader.load, entries, *found, default=default, log=log)
         # SIGTERM acts like Ctrl-C.
@@ -523,12 +522,6 @@ class _Loader:
             prefixes.load(place, most)
         return served
 
-    def close(self, entry: Entry) -> None:
-        """Save what a model has learned."""
-        self.save(entry)
-        drafting = entry.served.decoder.drafting if entry.served else None
-        self._memories.close(getattr(drafting, "memory", None))
-
     def save(self, entry: Entry) -> None:
         """Save a model's prefixes, if it is loaded and they are kept."""
         if entry.served and (place := self._place(entry)):
@@ -545,14 +538,13 @@ class _Loader:
 def _found(source: str) -> Iterator[tuple[str, Path]]:
     """The names and directories of the models that a value of ``--models`` means."""
     from ..models.model_files import DEMO, DEMO_DIRECTORY, given_name
-    from ..models.on_machine import cached_repositories, lm_studio_folders, models_in
+    from ..models.on_machine import cached_repositories, lm_studio_folder, models_in
 
     if source != ALL:
         yield from models_in(local_path(source))
         return
     yield from cached_repositories()
-    for folder in lm_studio_folders():
-        yield from models_in(folder)
+    yield from models_in(lm_studio_folder())
     for name in (*load_config().aliases.values(), model_or_default(None), DIRECTORY):
         if local_path(name).is_dir():
             yield given_name(name), local_path(name)
