@@ -8,12 +8,12 @@ import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AliasChoices, AliasPath, BeforeValidator, Field
 
 from ..jsonl import without_lone_surrogates
 from .answer import ApiAnswer, Choice, OutputFormat, Part, TextRun, framed
@@ -31,18 +31,7 @@ from .body import (
     without_nulls,
 )
 from .openai import chat_logprobs
-from .requests import (
-    ApiRequest,
-    CommonBody,
-    Options,
-    Texts,
-    ToolOutput,
-    chosen_tool,
-    conversation,
-    joined,
-    merged,
-    text_of_output,
-)
+from .requests import ApiBody, Options, Text, TextPart, ToolOutput, Verbosity, merged
 from .worker import Ended
 
 _INPUT = "input"  # the argument with the text for a custom tool
@@ -100,24 +89,6 @@ def _text_schema(format: _ToolBody | None) -> dict[str, Any]:
     return {"type": "object", "properties": {_INPUT: text}, "required": [_INPUT]}
 
 
-@dataclass(frozen=True)
-class ResponsesRequest(ApiRequest):
-    """A request for a response.
-
-    Attributes:
-        items: the conversation in this API's form, including the one that led to the previous
-            response.
-        known_tools: the tools by their names for the model.
-        store: whether to store the response for later requests.
-        repeated: the request's fields that the response repeats.
-    """
-
-    items: tuple[dict[str, Any], ...] = ()
-    known_tools: Mapping[str, _ToolBody] = field(default_factory=dict)
-    store: bool = True
-    repeated: Mapping[str, Any] = field(default_factory=dict)
-
-
 class _InputItem(Body):
     """An item of the input, of any type."""
 
@@ -129,40 +100,40 @@ class _InputItem(Body):
         "custom_tool_call_output",
         "reasoning",
         "additional_tools",
-        "item_reference",
         "web_search_call",
         "file_search_call",
         "image_generation_call",
-    ]
+    ] = "message"
     id: str | None = None
     role: Literal["user", "assistant", "system", "developer"] = "user"
-    content: Texts = []
-    summary: Texts = []
+    content: Text = ""
+    summary: Items[TextPart] = []
     call_id: str = ""
     name: Name = "-"
     namespace: str | None = None
     arguments: dict[str, Any] | str = ""
     input: str = ""
-    output: ToolOutput = []
+    output: ToolOutput = ""
     tools: Items[_ToolBody] = []
 
-    needed = {"message": ("content",), "function_call": ("name",), "custom_tool_call": ("name",)}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _typed(cls, value: Any) -> Any:
-        if not isinstance(value, dict) or value.get("type") is not None:
-            return value
-        return value | {"type": "item_reference" if value.get("role") is None else "message"}
+    needed = {
+        **dict.fromkeys(("message", "user", "assistant", "system", "developer"), ("content",)),
+        **dict.fromkeys(("function_call", "custom_tool_call"), ("name",)),
+    }
 
 
 def _as_items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-class ResponsesBody(CommonBody):
-    """A body of ``/v1/responses``."""
+class ResponsesBody(ApiBody):
+    """A body of ``/v1/responses``, whose references to stored items are replaced by the items.
 
+    Attributes:
+        earlier: the conversation that led to the previous response, and that response.
+    """
+
+    earlier: Items[_InputItem] = []
     input: Annotated[Items[_InputItem], BeforeValidator(_as_items)] = []
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -173,13 +144,81 @@ class ResponsesBody(CommonBody):
     metadata: Annotated[Dictionary[str, str], Field(max_length=16)] = {}  # OpenAI's limit
     store: bool = True
     text: Options = Options()
+    verbosity: Verbosity | None = Field(
+        None, validation_alias=AliasChoices(AliasPath("text", "verbosity"), "verbosity")
+    )
 
-    unsupported = (*CommonBody.unsupported, "chats", "/v1/responses")
+    unsupported = (*ApiBody.unsupported, "chats", "/v1/responses")
+    param = "input"
+    continues = False  # an answer is a new message in this API
+
+    @property
+    def top(self) -> int | None:
+        asked = "message.output_text.logprobs" in self.include
+        return self.top_logprobs or (0 if asked else None)
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        """The conversation in this API's form, as it was sent."""
+        return [*self.sent["earlier"], *(_as_items(self.sent.get("input")) or ())]
+
+    def for_template(self) -> list[dict[str, Any]]:
+        system = {"role": "system", "content": [self.instructions]}
+        messages = map(_message, [*self.earlier, *self.input])
+        return merged(filter(None, [system if self.instructions else None, *messages]))
+
+    @cached_property
+    def known_tools(self) -> dict[str, _ToolBody]:
+        """The offered tools by their names for the model."""
+        items = [*self.earlier, *self.input]
+        known = _known_tools([*self.tools, *(tool for item in items for tool in item.tools)])
+        if self.tools and not known:
+            remedy = "offer functions, since the server runs no tools itself"
+            refuse("tools", self.sent["tools"], remedy)
+        return known
+
+    def offered(self) -> Sequence[dict[str, Any]]:
+        return [tool.for_chat() for tool in self.known_tools.values()]
+
+    @property
+    def choice(self) -> tuple[str, str | None]:
+        asked = self.tool_choice
+        if isinstance(asked, str):
+            return asked, None
+        if asked.type not in ("function", "custom"):
+            refuse("tool_choice.type", asked.type, 'send "function" or "custom"')
+        for flat_name, tool in self.known_tools.items():
+            if tool.name == asked.name and asked.namespace in (None, tool.namespace):
+                return "function", flat_name
+        return "function", asked.name  # which is refused
+
+    def repeated(self) -> dict[str, Any]:
+        """The fields that the response repeats, with the values in force."""
+        tools = self.sent.get("tools") or ()
+        return {
+            **{name: getattr(self, name) for name in _REPEATED},
+            "max_output_tokens": self.max_tokens,
+            "reasoning": {"effort": self.reasoning.effort, "summary": None},
+            "service_tier": "default",
+            "text": {
+                "format": self.sent["text"]["format"] if self.text.format else {"type": "text"},
+                "verbosity": self.verbosity or "medium",
+            },
+            "tool_choice": self.sent.get("tool_choice") or "auto",
+            "tools": [one for one in tools if not one["type"].startswith(_HOSTED)],
+            "truncation": "disabled",
+        }
+
+
+_REPEATED = (
+    *("frequency_penalty", "instructions", "metadata", "parallel_tool_calls", "presence_penalty"),
+    *("previous_response_id", "store", "temperature", "top_logprobs", "top_p"),
+)
 
 
 def parse_responses(
     body: Any, store: ResponseStore | None = None, partition: str = ""
-) -> ResponsesRequest:
+) -> ResponsesBody:
     """Parse a body of ``/v1/responses``.
 
     Args:
@@ -188,52 +227,12 @@ def parse_responses(
         partition: the part of the store that the client may use.
 
     Raises:
-        ApiError: a field is missing, wrong or unsupported.
+        ApiError: a field is missing, wrong or unsupported, or a response or an item that the body
+            refers to is not stored.
     """
-    asked = parse(ResponsesBody, body)
-    stored = _conversation(asked, _as_items(body.get("input")), store or ResponseStore(), partition)
-    items = [_InputItem.model_validate(item) for item in stored]
-    known = _known_tools([*asked.tools, *(tool for item in items for tool in item.tools)])
-    if asked.tools and not known:
-        refuse("tools", body["tools"], "offer functions, since the server runs no tools itself")
-    word, named = _tool_choice(asked.tool_choice, known)
-    top = asked.top_logprobs
-    asks_logprobs = top or "message.output_text.logprobs" in asked.include
-    return ResponsesRequest(
-        **asked.common(**{"text.format": asked.text.format}),
-        # An answer is a new message in this API.
-        **conversation(_messages(asked.instructions, items), "input", continues=False),
-        **chosen_tool(word, named, [tool.for_chat() for tool in known.values()], "tool_choice"),
-        logprobs=top if asks_logprobs else None,
-        parallel_tool_calls=asked.parallel_tool_calls,
-        template_kwargs=asked.template_kwargs(asked.text.verbosity),
-        items=tuple(stored),
-        known_tools=known,
-        store=asked.store,
-        repeated=_repeated(asked, body),
-    )
-
-
-_REPEATED = (
-    *("frequency_penalty", "instructions", "max_output_tokens", "metadata", "parallel_tool_calls"),
-    *("presence_penalty", "previous_response_id", "store", "temperature", "top_logprobs", "top_p"),
-)
-
-
-def _repeated(asked: ResponsesBody, body: dict[str, Any]) -> dict[str, Any]:
-    """The request's fields that the response repeats, with the values in force."""
-    return {
-        **{name: getattr(asked, name) for name in _REPEATED},
-        "reasoning": {"effort": asked.reasoning.effort, "summary": None},
-        "service_tier": "default",
-        "text": {
-            "format": body["text"]["format"] if asked.text.format else {"type": "text"},
-            "verbosity": asked.text.verbosity or asked.verbosity or "medium",
-        },
-        "tool_choice": body.get("tool_choice") or "auto",
-        "tools": [one for one in body.get("tools") or () if not one["type"].startswith(_HOSTED)],
-        "truncation": "disabled",
-    }
+    if isinstance(body, dict):
+        body = body | _from_store(body, store or ResponseStore(), partition)
+    return parse(ResponsesBody, body)
 
 
 # --- tools ---
@@ -263,31 +262,17 @@ def _known_tools(offered: Iterable[_ToolBody]) -> dict[str, _ToolBody]:
     return known
 
 
-def _tool_choice(choice: str | _ToolBody, known: dict[str, _ToolBody]) -> tuple[str, str | None]:
-    """The tool choice of a chat, and the function that must be called."""
-    if isinstance(choice, str):
-        return choice, None
-    if choice.type not in ("function", "custom"):
-        refuse("tool_choice.type", choice.type, 'send "function" or "custom"')
-    for flat_name, tool in known.items():
-        if tool.name == choice.name and choice.namespace in (None, tool.namespace):
-            return "function", flat_name
-    return "function", choice.name  # which is refused
-
-
 # --- the conversation ---
 
 
-def _conversation(
-    asked: ResponsesBody, sent: list[dict[str, Any]] | None, store: ResponseStore, partition: str
-) -> list[dict[str, Any]]:
-    """The items up to the previous response's end, and the input's.
+def _from_store(body: dict[str, Any], store: ResponseStore, partition: str) -> dict[str, Any]:
+    """The conversation up to the previous response's end, and the input's items.
 
     Raises:
         ApiError: a response or an item that the body refers to is not stored.
     """
-    items: list[dict[str, Any]] = []
-    if (previous := asked.previous_response_id) is not None:
+    earlier: list[dict[str, Any]] = []
+    if isinstance(previous := body.get("previous_response_id"), str):
         found = store.response(partition, previous)
         if not found:
             raise ApiError(
@@ -297,35 +282,34 @@ def _conversation(
                 code="previous_response_not_found",
             )
         response, given = found
-        items += [*given, *response["output"]]
-    ids = {one.id for one in asked.input if one.type == "item_reference" and one.id}
-    known = store.items(partition, ids)
-    for index, (one, raw) in enumerate(zip(asked.input, sent or (), strict=True)):
-        if one.type != "item_reference":
-            items.append(raw)
-        elif one.id in known:
-            items.append(known.pop(one.id))  # once, or a short body could stand for gigabytes
-        else:
+        earlier = [*given, *response["output"]]
+    if not isinstance(items := body.get("input"), list):
+        return {"earlier": earlier}
+    ids = {index: one["id"] for index, one in enumerate(items) if _is_reference(one)}
+    known = store.items(partition, {*ids.values()})
+    items = items.copy()
+    for index, item_id in ids.items():
+        if item_id not in known:
             remedy = "send the item itself, since no stored one has this id, or it is there already"
-            refuse(f"input[{index}].id", one.id, remedy)
-    return items
+            refuse(f"input[{index}].id", item_id, remedy)
+        items[index] = known.pop(item_id)  # once, or a short body could stand for gigabytes
+    return {"earlier": earlier, "input": items}
 
 
-def _messages(instructions: str | None, items: Iterable[_InputItem]) -> list[dict[str, Any]]:
-    """The conversation as chat messages; instructions and first system messages become one."""
-    system = [{"role": "system", "content": [instructions]}] if instructions else []
-    messages = [_message(item) for item in items]
-    return merged([*system, *(message for message in messages if message)])
+def _is_reference(item: Any) -> bool:
+    """Whether an item of the input only has the id of a stored one."""
+    if not isinstance(item, dict) or not isinstance(item.get("id"), str):
+        return False
+    return item.get("type") == "item_reference" or item.keys() == {"id"}
 
 
 def _message(item: _InputItem) -> dict[str, Any] | None:
     """An item as a chat message whose content is a list; None if the model cannot use it."""
     if item.type == "message":
         role = "system" if item.role == "developer" else item.role
-        return {"role": role, "content": [joined(item.content)]}
+        return {"role": role, "content": [item.content]}
     if item.type.endswith("_output"):
-        text = text_of_output(item.output)
-        return {"role": "tool", "content": [text], "tool_call_id": item.call_id}
+        return {"role": "tool", "content": [item.output], "tool_call_id": item.call_id}
     answer: dict[str, Any] = {"role": "assistant", "content": []}
     if item.type in ("function_call", "custom_tool_call"):
         custom = item.type == "custom_tool_call"
@@ -333,7 +317,7 @@ def _message(item: _InputItem) -> dict[str, Any] | None:
         function = {"name": _flat_name(item.name, item.namespace), "arguments": arguments}
         call = {"type": "function", "function": function, "id": item.call_id}
         return answer | {"tool_calls": [call]}
-    reasoning = joined(item.content) or "\n\n".join(part.text for part in item.summary)
+    reasoning = item.content or "\n\n".join(part.text for part in item.summary)
     return answer | {"reasoning_content": [reasoning]} if reasoning else None
 
 
@@ -421,7 +405,7 @@ class ResponsesAnswer(ApiAnswer):
 
     def __init__(
         self,
-        request: ResponsesRequest,
+        request: ResponsesBody,
         model: str,
         tokenizer: TokenizerWrapper,
         format: OutputFormat | None,
@@ -432,7 +416,7 @@ class ResponsesAnswer(ApiAnswer):
         self._keep = keep
         self._tokenizer = tokenizer
         self._sent = 0
-        self._response = {**_new_response(), "model": model, **request.repeated}
+        self._response = {**_new_response(), "model": model, **request.repeated()}
 
     def begin(self) -> list[dict[str, Any]]:
         if self._sent:
