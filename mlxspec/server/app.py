@@ -26,7 +26,7 @@ from ..engine.grammar import Grammar, Vocabulary
 from ..errors import OptionError, printable
 from ..generation.options import GenerationOptions
 from ..generation.request import State
-from .answer import FAILED, ApiAnswer, Endpoint, Failed, answered, begun_while_loading, is_answered
+from .answer import FAILED, ApiAnswer, answered, is_answered
 from .auth import AuthMiddleware, OnRefusal, body_of
 from .body import ApiError, error_response, new_request_id, parse, read_body, shown
 from .catalog import Catalog, Entry, keeping_models
@@ -53,7 +53,6 @@ from .responses import (
     ResponsesAnswer,
     ResponsesBody,
     ResponseStore,
-    failed_event,
     parse_responses,
 )
 from .served_model import ServedModel
@@ -89,7 +88,7 @@ def create_app(
 
     endpoints = Endpoints(catalog, max_tokens, keep_alive, strict_model_names)
     return Starlette(
-        routes=[*endpoints.routes(on_refusal), *_status_routes(catalog)],
+        routes=[*endpoints.routes(), *_status_routes(catalog)],
         middleware=[
             Middleware(AuthMiddleware, hosts=hosts, keys=keys, on_refusal=on_refusal),
             Middleware(keeping_models),
@@ -153,33 +152,21 @@ class Endpoints:
         self._slow = asyncio.Semaphore(_SLOW)
         self._responses = ResponseStore()
 
-    def routes(self, on_refusal: OnRefusal) -> list[Route]:
-        """The routes of all endpoints.
-
-        Args:
-            on_refusal: called with the path and the error of a request that is refused after its
-                response has begun.
-        """
-
-        def slow(endpoint: Endpoint, failed: Failed = lambda error, request_id: error.body) -> Any:
-            return begun_while_loading(endpoint, self._keep_alive, failed, on_refusal)
-
+    def routes(self) -> list[Route]:
+        """The routes of all endpoints."""
         post = ["POST"]
-        chat, complete = slow(self.chat), slow(self.complete)
-        create_response = slow(self.create_response, failed_event)
-        message = slow(self.message, ApiError.messages_body)
         return [
-            Route("/v1/chat/completions", chat, methods=post),
-            Route("/v1/completions", complete, methods=post),
+            Route("/v1/chat/completions", self.chat, methods=post),
+            Route("/v1/completions", self.complete, methods=post),
             Route("/v1/models", self.list_models),
             Route("/v1/models/{name:path}", self.show_model),
             Route("/v1/tokenize", self.tokenize, methods=post),
             Route("/v1/detokenize", self.detokenize, methods=post),
-            Route("/v1/responses", create_response, methods=post),
+            Route("/v1/responses", self.create_response, methods=post),
             Route("/v1/responses/input_tokens", self.count_input, methods=post),
             Route("/v1/responses/{id}", self.show_response),
             Route("/v1/responses/{id}", self.delete_response, methods=["DELETE"]),
-            Route("/v1/messages", message, methods=post),
+            Route("/v1/messages", self.message, methods=post),
             Route("/v1/messages/count_tokens", self.count_tokens, methods=post),
         ]
 
@@ -194,7 +181,7 @@ class Endpoints:
     async def complete(self, request: Request) -> Response:
         """``/v1/completions``"""
         body = await self.read(request, partial(parse, CompletionBody))
-        served = await self._served(request, body.model, body.stream)
+        served = await self._served(request, body.model)
         tokenizer = served.decoder.tokenizer
 
         def made() -> tuple[list[Prompt], CompletionAnswer]:
@@ -292,7 +279,7 @@ class Endpoints:
     async def message(self, request: Request) -> Response:
         """``/v1/messages``"""
         body, served, prompt = await self._read_chat(request, partial(parse, MessagesBody))
-        answer = MessagesAnswer(body, served.name, prompt.format, request.state.id)
+        answer = MessagesAnswer(body, served.name, prompt.format, new_request_id())
         return await self._respond(request, served, body, [prompt], answer)
 
     async def count_tokens(self, request: Request) -> Response:
@@ -322,21 +309,16 @@ class Endpoints:
     ) -> tuple[_Chat, ServedModel, Prompt]:
         """Read a conversation; returns it with its model and its prompt."""
         body = await self.read(request, parse)
-        served = await self._served(request, body.model, body.stream)
+        served = await self._served(request, body.model)
         return body, served, await self._chat_prompt(served, body)
 
-    async def _served(
-        self, request: Request, name: str | None, streamed: bool = False
-    ) -> ServedModel:
+    async def _served(self, request: Request, name: str | None) -> ServedModel:
         """The model that answers a request for this name, loaded until the response is sent.
 
         Raises as :meth:`.Catalog.named` and :meth:`.Catalog.use` do.
         """
         entry = await self._catalog.named(name, self._strict)
-        request.state.loading = streamed
-        served = await self._catalog.use(entry, request.state.uses)
-        request.state.loading = False
-        return served
+        return await self._catalog.use(entry, request.state.uses)
 
     async def _tokenized(self, served: ServedModel, make: Callable[[], _Result]) -> _Result:
         """Call a function that uses a model's tokenizer, in a thread outside the event loop."""

@@ -8,13 +8,14 @@ import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from pydantic import AliasChoices, AliasPath, BeforeValidator, Field
+from pydantic import AfterValidator, AliasChoices, AliasPath, BeforeValidator, Field
 
+from ..errors import OptionError
 from ..jsonl import without_lone_surrogates
 from .answer import ApiAnswer, Choice, OutputFormat, Part, TextRun, framed
 from .body import (
@@ -39,6 +40,27 @@ _HOSTED = ("web_search", "image_generation", "tool_search")
 """Type prefixes of optional tools that the server would run. Agents offer them beside their own."""
 
 
+def _callable(tools: list[_ToolBody]) -> list[_ToolBody]:
+    """The functions and custom tools among some tools, with those of their namespaces.
+
+    Agents such as Codex offer a web search besides their own tools to any server, and work
+    without it. So it is left out.
+    """
+    result: list[_ToolBody] = []
+    for tool in tools:
+        if tool.type == "namespace":
+            update = {"namespace": tool.name}
+            result += [inner.model_copy(update=update) for inner in tool.tools]
+        elif tool.type in ("function", "custom"):
+            result.append(tool)
+        elif not tool.type.startswith(_HOSTED):
+            raise OptionError(
+                f"one has the type {shown(tool.type)}; offer tools of the type "
+                '"function" or "custom", or a "namespace" of them'
+            )
+    return result
+
+
 class _ToolBody(Body):
     """A tool, its format, a namespace of tools, or a tool choice."""
 
@@ -51,20 +73,15 @@ class _ToolBody(Body):
     format: _ToolBody | None = None
     syntax: Literal["lark", "regex"] = "lark"
     definition: str = ""
-    tools: Items[_ToolBody] = []
+    tools: _Tools = []
 
     needed = dict.fromkeys(("function", "custom", "namespace"), ("name",))
-
-    @property
-    def hosted(self) -> bool:
-        """Whether the server would have to run the tool."""
-        return self.type.startswith(_HOSTED)
 
     def for_chat(self) -> dict[str, Any]:
         """The tool in OpenAI's form for chats."""
         custom = self.type == "custom"
         function = {
-            "name": _flat_name(self.name, self.namespace),
+            "name": _flat_name(self),
             "description": self.description,
             "parameters": _text_schema(self.format) if custom else self.parameters,
             "strict": self.strict,
@@ -72,9 +89,14 @@ class _ToolBody(Body):
         return {"type": "function", "function": without_nulls(function)}
 
 
-def _flat_name(name: str, namespace: str | None) -> str:
+_Tools = Annotated[Items[_ToolBody], AfterValidator(_callable)]
+
+
+def _flat_name(tool: _ToolBody | _InputItem) -> str:
     """A tool's name for the model. Models have no namespaces."""
-    return name if namespace is None else f"{namespace.removesuffix('__')}__{name}"
+    if tool.namespace is None:
+        return tool.name
+    return f"{tool.namespace.removesuffix('__')}__{tool.name}"
 
 
 def _text_schema(format: _ToolBody | None) -> dict[str, Any]:
@@ -114,7 +136,7 @@ class _InputItem(Body):
     arguments: dict[str, Any] | str = ""
     input: str = ""
     output: ToolOutput = ""
-    tools: Items[_ToolBody] = []
+    tools: _Tools = []
 
     needed = {
         **dict.fromkeys(("message", "user", "assistant", "system", "developer"), ("content",)),
@@ -137,7 +159,7 @@ class ResponsesBody(ApiBody):
     input: Annotated[Items[_InputItem], BeforeValidator(_as_items)] = []
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: Items[_ToolBody] = []
+    tools: _Tools = []
     tool_choice: StringOr[Literal["none", "auto", "required"], _ToolBody] = "auto"
     include: Items[str] = []
     top_logprobs: Annotated[Integer, Field(ge=0, le=20)] = 0
@@ -170,11 +192,12 @@ class ResponsesBody(ApiBody):
     @cached_property
     def known_tools(self) -> dict[str, _ToolBody]:
         """The offered tools by their names for the model."""
-        items = [*self.earlier, *self.input]
-        known = _known_tools([*self.tools, *(tool for item in items for tool in item.tools)])
-        if self.tools and not known:
-            remedy = "offer functions, since the server runs no tools itself"
-            refuse("tools", self.sent["tools"], remedy)
+        known: dict[str, _ToolBody] = {}
+        for tools in (self.tools, *(item.tools for item in [*self.earlier, *self.input])):
+            for tool in tools:
+                known.setdefault(_flat_name(tool), tool)
+        if not known and (sent := self.sent.get("tools")):
+            refuse("tools", sent, "offer functions, since the server runs no tools itself")
         return known
 
     def offered(self) -> Sequence[dict[str, Any]]:
@@ -185,12 +208,9 @@ class ResponsesBody(ApiBody):
         asked = self.tool_choice
         if isinstance(asked, str):
             return asked, None
-        if asked.type not in ("function", "custom"):
-            refuse("tool_choice.type", asked.type, 'send "function" or "custom"')
-        for flat_name, tool in self.known_tools.items():
-            if tool.name == asked.name and asked.namespace in (None, tool.namespace):
-                return "function", flat_name
-        return "function", asked.name  # which is refused
+        known = self.known_tools.items()
+        names = [flat for flat, tool in known if asked.name in (tool.name, flat)]
+        return "function", next(iter(names), asked.name)  # an unknown name is refused
 
     def repeated(self) -> dict[str, Any]:
         """The fields that the response repeats, with the values in force."""
@@ -233,33 +253,6 @@ def parse_responses(
     if isinstance(body, dict):
         body = body | _from_store(body, store or ResponseStore(), partition)
     return parse(ResponsesBody, body)
-
-
-# --- tools ---
-
-
-def _known_tools(offered: Iterable[_ToolBody]) -> dict[str, _ToolBody]:
-    """The tools that a request offers, by their names for the model.
-
-    Agents such as Codex offer a web search besides their own tools to any server, and work
-    without it. So it is left out.
-    """
-    known: dict[str, _ToolBody] = {}
-    for outer in offered:
-        if outer.hosted:
-            continue
-        tools = [outer]
-        if outer.type == "namespace":
-            tools = [tool.model_copy(update={"namespace": outer.name}) for tool in outer.tools]
-        for tool in tools:
-            if tool.type not in ("function", "custom"):
-                raise ApiError(
-                    f"tools has one of the type {shown(tool.type)}: offer tools of the type "
-                    '"function" or "custom", or a "namespace" of them.',
-                    param="tools",
-                )
-            known.setdefault(_flat_name(tool.name, tool.namespace), tool)
-    return known
 
 
 # --- the conversation ---
@@ -314,7 +307,7 @@ def _message(item: _InputItem) -> dict[str, Any] | None:
     if item.type in ("function_call", "custom_tool_call"):
         custom = item.type == "custom_tool_call"
         arguments = {_INPUT: item.input} if custom else item.arguments or {}
-        function = {"name": _flat_name(item.name, item.namespace), "arguments": arguments}
+        function = {"name": _flat_name(item), "arguments": arguments}
         call = {"type": "function", "function": function, "id": item.call_id}
         return answer | {"tool_calls": [call]}
     reasoning = item.content or "\n\n".join(part.text for part in item.summary)
@@ -327,15 +320,13 @@ class ResponseStore:
     A partition finds only its own responses. Any thread may call the store.
 
     Args:
-        most: the most responses.
         most_bytes: the most bytes of all responses with their conversations, as JSON.
 
     Attributes:
         nbytes: the bytes of all stored responses with their conversations, as JSON.
     """
 
-    def __init__(self, most: int = 1000, most_bytes: int = 64 * 2**20) -> None:
-        self._most = most
+    def __init__(self, most_bytes: int = 64 * 2**20) -> None:
         self._most_bytes = most_bytes
         self._kept: OrderedDict[tuple[str, str], bytes] = OrderedDict()
         """The JSON by partition and response id; it takes a third of the memory of its objects."""
@@ -350,7 +341,7 @@ class ResponseStore:
         with self._changing:
             self._kept[partition, response["id"]] = text
             self.nbytes += len(text)
-            while len(self._kept) > self._most or self.nbytes > self._most_bytes:
+            while self.nbytes > self._most_bytes:
                 self._drop(next(iter(self._kept)))
 
     def response(
@@ -416,7 +407,19 @@ class ResponsesAnswer(ApiAnswer):
         self._keep = keep
         self._tokenizer = tokenizer
         self._sent = 0
-        self._response = {**_new_response(), "model": model, **request.repeated()}
+        self._response: dict[str, Any] = {
+            "id": f"resp_{uuid.uuid4().hex}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "completed_at": None,
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "model": model,
+            "output": [],
+            "usage": None,
+            **request.repeated(),
+        }
 
     def begin(self) -> list[dict[str, Any]]:
         if self._sent:
@@ -451,7 +454,14 @@ class ResponsesAnswer(ApiAnswer):
         return "".join(map(framed, self.begin() or [self._lifecycle("in_progress")]))
 
     def failed(self, error: ApiError) -> dict[str, Any]:
-        self._response |= {"output": self._output("incomplete"), **_failure(error)}
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        if error.code == "context_length_exceeded" or error.status == 429:
+            code = error.code or "rate_limit_exceeded"
+        self._response |= {
+            "status": "failed",
+            "error": {"code": code, "message": error.message},
+            "output": self._output("incomplete"),
+        }
         return self._lifecycle("failed")
 
     def _output(self, status: str) -> list[dict[str, Any]]:
@@ -543,40 +553,6 @@ _ITEMS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 _DONE = ("text", "logprobs", "arguments", "input", "name")
 """Fields of an item or its content that the event at the end of its text repeats."""
-
-
-def _new_response() -> dict[str, Any]:
-    """A response that has just begun."""
-    return {
-        "id": f"resp_{uuid.uuid4().hex}",
-        "object": "response",
-        "created_at": int(time.time()),
-        "completed_at": None,
-        "status": "in_progress",
-        "error": None,
-        "incomplete_details": None,
-        "model": "",
-        "output": [],
-        "parallel_tool_calls": True,
-        "tool_choice": "auto",
-        "tools": [],
-        "usage": None,
-    }
-
-
-def _failure(error: ApiError) -> dict[str, Any]:
-    """The fields of a failed response."""
-    code = "server_error" if error.status >= 500 else "invalid_prompt"
-    code = "rate_limit_exceeded" if error.status == 429 else code
-    if error.code == "context_length_exceeded":
-        code = error.code
-    return {"status": "failed", "error": {"code": code, "message": error.message}}
-
-
-def failed_event(error: ApiError, request_id: str) -> dict[str, Any]:
-    """The only event of a stream that fails before it has an answer."""
-    response = _new_response() | _failure(error)
-    return {"type": "response.failed", "sequence_number": 0, "response": response}
 
 
 def _usage(choice: Choice, end: Ended) -> dict[str, Any]:

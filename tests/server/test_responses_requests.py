@@ -233,7 +233,7 @@ def test_a_conversation_adds_tools() -> None:
     assert [message["role"] for message in request.conversation] == ["user"]
     assert [tool["name"] for tool in request.repeated()["tools"]] == ["exec_command"]
     broken = {**more, "tools": [{**AGENTS, "tools": [{"type": "mcp", "name": "m"}]}]}
-    assert wrong(input=[broken]) == "tools"
+    assert wrong(input=[broken]) == "input[0].tools[0].tools"
 
 
 def test_names_of_namespaces_do_not_double_their_underscores() -> None:
@@ -301,11 +301,11 @@ def test_reasoning_of_others_is_their_summary() -> None:
          "tools[0].format.syntax"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [EXEC], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
-        ({"tools": [EXEC], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+        ({"tools": [EXEC], "tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"tools": [EXEC], "tool_choice": {}}, "tool_choice.type"),
         ({"tools": [EXEC], "tool_choice": {"type": "function"}}, "tool_choice.name"),
         ({"tools": [EXEC], "tool_choice": {"type": "allowed_tools", "tools": [EXEC]}},
-         "tool_choice.type"),
+         "tool_choice"),
         ({"tools": [EXEC], "tool_choice": "always"}, "tool_choice"),
         ({"tools": [EXEC], "tool_choice": 5}, "tool_choice"),
         ({"best_of": 2}, "best_of"),
