@@ -12,8 +12,7 @@ from ..corpus.memory import MAX_TOKENS, Memory
 from ..drafting.costs import CostCurve, FixedCosts
 from ..drafting.drafter import Drafter, DraftTree, Limits, VerifiedStep, accept
 from ..drafting.kept import Experience
-from ..drafting.planner import Planner
-from ..drafting.policy import trees_pay
+from ..drafting.planner import Planner, trees_pay
 from ..drafting.sources import PromptLookupDrafter
 from ..drafting.suffix_source import SuffixSource
 from ..errors import OptionError

@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.console import RenderableType
 from rich.filesize import decimal
-from rich.text import Text
 
 from ..models.model_files import DEMO, DEMO_DIRECTORY, local_path
 from ..terminal import one_line
@@ -94,24 +93,18 @@ def _directories(named: list[str]) -> dict[str, Path]:
 
 
 def _tables(models: list[dict[str, Any]], memory: int, default: str) -> Iterator[RenderableType]:
-    usable = [one for one in models if one["usable"]]
-    others = [one for one in models if not one["usable"]]
     table = folding_table("model", "weights", "memory", "fits")
+    usable = [one for one in models if one["usable"]]
     for one in usable:
-        table.add_row(
-            one_line(one["name"]),
-            one_line(one["weights"] or ""),
-            _size(one["memory_bytes"] or 0),
-            "yes" if one["fits"] else "no",
-        )
+        fits, takes = "yes" if one["fits"] else "no", _size(one["memory_bytes"] or 0)
+        table.add_row(one_line(one["name"]), one_line(one["weights"] or ""), takes, fits)
     yield table
     yield f"MLX may take {_size(memory)} here; the default model is {one_line(default)}"
     for one in models:
         yield from (one_line(f"{alias} stands for {one['name']}") for alias in one["aliases"])
-    if others:
-        yield Text("\nCannot be run", style="bold")
-    for one in others:
-        yield one_line(f"{one['name']}, {_size(one['bytes'])}: {one['reason']}")
+        if not one["usable"]:
+            size = _size(one["bytes"])
+            yield one_line(f"{one['name']}, {size}, cannot be run: {one['reason']}")
     if [one["name"] for one in usable] == [DEMO]:
         yield (
             "\nA model from the Hugging Face Hub is downloaded when you first name it: "

@@ -396,8 +396,9 @@ class Catalog:
         except Exception as error:  # a load may wait for the room, which is free all the same
             if not self._ending:
                 _log.error("the model %s could not be closed", entry.name, exc_info=error)
-        entry.served, entry.state = None, "not-loaded"
+        entry.served = None
         _free()
+        entry.state = "not-loaded"
 
     def close(self) -> None:
         """End the thread; a model that is being loaded is given up."""
