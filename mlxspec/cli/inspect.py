@@ -77,16 +77,18 @@ def inspect_command(model: str | None, adapter_path: str | None, as_json: bool) 
 def _where(found: HeadFiles, directory: Path) -> dict[str, Any]:
     """A head's kind, its files in the model's folder, and the size of its tensors."""
     files = [path.relative_to(directory).as_posix() for path in found.files]
-    return {"kind": found.kind.title, "files": files, "bytes": found.nbytes}
+    nbytes = sum(tensor.nbytes for tensor in found.tensors().values())
+    return {"kind": found.kind.title, "files": files, "bytes": nbytes}
 
 
 def _head_report(found: HeadFiles) -> dict[str, Any]:
     """Examine a head. ``bits_per_weight`` is the average in its files, including scales."""
     from mlx_lm.utils import compute_bits_per_weight, get_total_parameters
 
+    from ..models.heads import sizes_needed
     from ..models.heads.loading import load_lazily
 
-    head, _ = load_lazily(found)
+    head = load_lazily(found)
     return {
         "head": _where(found, found.directory),
         "parameters": get_total_parameters(head),
@@ -94,7 +96,7 @@ def _head_report(found: HeadFiles) -> dict[str, Any]:
         "quantisation": _quantised_layers(head),
         "most": head.most,
         "reads": len(head.reads),  # which ones may depend on the target
-        "target": {"families": list(found.kind.families), **found.needs},
+        "target": {"families": list(found.kind.families), **sizes_needed(found.config)},
     }
 
 

@@ -79,11 +79,11 @@ def _directories(named: list[str]) -> dict[str, Path]:
     Args:
         named: models that the user has named; directories among them are added.
     """
-    from ..models.on_machine import cached_repositories, lm_studio_folders, models_in
+    from ..models.on_machine import cached_repositories, lm_studio_folder, models_in
 
     found = dict(cached_repositories())
     found[DEMO] = DEMO_DIRECTORY
-    of_lm_studio = [str(path) for folder in lm_studio_folders() for _, path in models_in(folder)]
+    of_lm_studio = [str(path) for _, path in models_in(lm_studio_folder())]
     for name in [*named, DIRECTORY, *of_lm_studio]:
         directory = local_path(name)
         known = {path.resolve() for path in found.values()}

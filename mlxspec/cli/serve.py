@@ -305,8 +305,7 @@ def _run(
 
         # With several keys, kept answers would show others what has been written.
         keeps = not named.drafting.no_memory and len(keys) < 2
-        several = len(names) > 1 or bool(options.available)
-        memories = serving.enter_context(Memories(keeps, several))
+        memories = serving.enter_context(Memories(keeps))
         if options.cache_dir:
             serving.callback(os.close, _locked(options.cache_dir))
         quiet, color = options.quiet, not console.no_color
@@ -320,7 +319,7 @@ def _run(
         )
         loader = _Loader(named, options, memories, worker.memory, template, keys, leader)
         entries = loader.entries(names)
-        found = loader.find, loader.close
+        found = loader.find, loader.save
         default = None if entries else default_model()
         catalog = Catalog(worker, loader.load, entries, *found, default=default, log=log)
         # SIGTERM acts like Ctrl-C.
@@ -447,20 +446,14 @@ class _Loader:
         self._left_out: set[Path] = set()
 
     def entries(self, names: Sequence[str | None]) -> list[Entry]:
-        """The models to load at the start, which stay, unless --keep-alive is given.
-
-        Raises:
-            OptionError: a model is named twice.
-        """
+        """The models to load at the start, which stay, unless --keep-alive is given."""
         from ..models.model_files import given_name
         from ..server.catalog import Entry
 
-        self._paths = [model_or_default(name) for name in names]
+        self._paths = [*dict.fromkeys(map(model_or_default, names))]
         given = [given_name(path) for path in self._paths]
         entries = []
         for name, path in zip(given, self._paths, strict=True):
-            if self._paths.count(path) > 1:
-                raise OptionError(f"{path} is named twice: name it once")
             # The last part of a directory's path, unless another one has the same.
             name = name if name and given.count(name) == 1 else path
             others = _other_names(name, path)
@@ -529,12 +522,6 @@ class _Loader:
             prefixes.load(place, most)
         return served
 
-    def close(self, entry: Entry) -> None:
-        """Save what a model has learned."""
-        self.save(entry)
-        drafting = entry.served.decoder.drafting if entry.served else None
-        self._memories.close(getattr(drafting, "memory", None))
-
     def save(self, entry: Entry) -> None:
         """Save a model's prefixes, if it is loaded and they are kept."""
         if entry.served and (place := self._place(entry)):
@@ -551,14 +538,13 @@ class _Loader:
 def _found(source: str) -> Iterator[tuple[str, Path]]:
     """The names and directories of the models that a value of ``--models`` means."""
     from ..models.model_files import DEMO, DEMO_DIRECTORY, given_name
-    from ..models.on_machine import cached_repositories, lm_studio_folders, models_in
+    from ..models.on_machine import cached_repositories, lm_studio_folder, models_in
 
     if source != ALL:
         yield from models_in(local_path(source))
         return
     yield from cached_repositories()
-    for folder in lm_studio_folders():
-        yield from models_in(folder)
+    yield from models_in(lm_studio_folder())
     for name in (*load_config().aliases.values(), model_or_default(None), DIRECTORY):
         if local_path(name).is_dir():
             yield given_name(name), local_path(name)
@@ -651,7 +637,7 @@ def _serve(
             requests = counted(running, "running request")
             note(f"{grace:g} s for {requests} to end; press Ctrl-C again to stop at once")
 
-    server = HttpServer(app, grace=grace, on_start=catalog.watch, on_exit=on_exit)
+    server = HttpServer(app, grace=grace, on_exit=on_exit)
 
     def on_loss(line: str) -> None:
         worker.fail(ApiError(f"the server is ending: {line}", status=503))
