@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import webbrowser
@@ -18,6 +19,7 @@ from rich.text import Text
 from ..engine.params import SamplingParams
 from ..errors import OptionError, PromptError
 from ..files import SHARED, check_writable, replaced
+from ..process import MLX_VARIABLES, variables_in
 from ..terminal import one_line
 from .calibrate import measured_curves
 from .common.model_choice import ABOUT, DEFAULT, MODEL, model_argument, needed_model
@@ -43,6 +45,7 @@ from .common.output import (
     folding_table,
     ratio,
 )
+from .settings import KEYS, MLX_SETTINGS
 
 if TYPE_CHECKING:
     from ..bench.measure import MakeStream, MeasuredPrompt, Report
@@ -87,6 +90,11 @@ class BenchOptions:
         "--temp T", "Temperature; 0 is greedy. Above it, mlx-lm is left out.", default=0.0
     )
     seed: int = _measurement("--seed N", "Same seed, same outputs.", default=0)
+    mlx_settings: str | None = _measurement(
+        "--mlx-settings NAME=1,…",
+        f"MLX's tuning variables for this run: {', '.join(MLX_VARIABLES)}.",
+        type=KEYS[MLX_SETTINGS],
+    )
     submit: bool = option_field(
         "--submit",
         "Also measure what rows cost, and write a report. It is shown, and opened as an issue on "
@@ -126,6 +134,8 @@ def bench_command(model: str | None, asked: BenchOptions, shows: ReportOptions) 
     from ..bench.prompts import bundled_prompts, chosen, limited, read_prompts
     from ..drafting.drafter import load_drafter
 
+    # Before MLX first uses a GPU.
+    os.environ.update(variables_in(asked.mlx_settings or ""))
     # Check all that needs no model before a model is loaded, or even downloaded.
     model = needed_model(model)
     backends = {PLAIN: BACKENDS[PLAIN], **chosen(asked.decoders, BACKENDS)}
