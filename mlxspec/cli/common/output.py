@@ -328,11 +328,12 @@ class Figures:
             ("generated tokens", f"{self.generated_tokens:,}", speed),
         ]
         if stats:
-            accepted = f"{stats.accepted}/{stats.drafted}"
+            share = f"{stats.acceptance_rate:.0%}" if stats.drafted else "–"
+            accepted = f"{stats.accepted}/{stats.drafted}" if stats.drafted else "no drafts"
             rows += [
                 ("steps", f"{stats.steps:,}"),
                 ("tokens per step", f"{stats.tokens_per_step:.2f}"),
-                ("acceptance rate", f"{stats.acceptance_rate:.0%}", accepted),
+                ("acceptance rate", share, accepted),
             ]
         if self.cost and self.plain_cost:
             rows.append(("against plain", ratio(self.plain_cost / self.cost), "estimated"))
