@@ -465,6 +465,7 @@ class ApiAnswer(ABC):
 
 _log = logging.getLogger("mlxspec.server")
 
+_LOOKING = 0.2  # seconds between two looks whether the client of a whole answer has left
 FAILED = ApiError("the server has failed: see its log", status=500)
 
 
@@ -491,7 +492,7 @@ async def answered(
         content = _server_sent_events(stream, answer, keep_alive)
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **answer.headers}
         return StreamingResponse(content, headers=headers, media_type="text/event-stream")
-    async with aclosing(stream.events(keep_alive)) as happening:
+    async with aclosing(stream.events(_LOOKING)) as happening:
         async for events in happening:
             answer.feed(events)
             stream.stop(answer.finished)
