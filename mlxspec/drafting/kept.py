@@ -22,7 +22,7 @@ from ..errors import MlxspecError
 from ..files import directory_in, replaced
 from .acceptance import TOKEN_FEATURES, Corrections
 from .costs import KnownTime
-from .measurement import COST_PER_ROW, is_whole
+from .measurement import is_whole
 
 _log = logging.getLogger(__name__)
 
@@ -80,14 +80,10 @@ Identity = dict[str, str | int | float | None]
 _STEP_TIMES_VERSION: Final = 2
 
 
-def _plausible(times: tuple[KnownTime, ...]) -> tuple[KnownTime, ...]:
+def _sorted(times: tuple[KnownTime, ...]) -> tuple[KnownTime, ...]:
     rows = [known.rows for known in times]
     if rows[:1] != [1] or rows != sorted(set(rows)):
         raise ValueError("times must be sorted by their rows, from 1 on")
-    low, high = COST_PER_ROW
-    for known in times:
-        if not low <= known.seconds / times[0].seconds <= high * known.rows:
-            raise ValueError(f"an implausible time of {known.rows} rows")
     return times
 
 
@@ -126,7 +122,7 @@ class KnownTimes:
             :func:`mlxspec.engine.patches.split_attention`. None if that was not measured.
     """
 
-    times: Annotated[tuple[KnownTime, ...], AfterValidator(_plausible)]
+    times: Annotated[tuple[KnownTime, ...], AfterValidator(_sorted)]
     source: Source
     updated: str
     name: str = ""
@@ -194,7 +190,7 @@ class CostCache:
     def update(self, key: CostKey, found: Mapping[int, KnownTimes]) -> None:
         """Replace the times of these context lengths, and leave the others as they are.
 
-        Implausible times are ignored, and times that are better known stay. A careful measurement
+        Times out of range are ignored, and times that are better known stay. A careful measurement
         is better than a quick one, unless it lacks rows that show what drafts cost; of two of a
         kind, the one with more numbers of rows is better. A change of MLX, the model or the
         machine gives another key.
@@ -273,7 +269,7 @@ class Experience:
     Attributes:
         corrections: those of all requests, of the probabilities of drafts from the context.
         probe_step: where in its round of probes the next generation continues; see
-            :class:`mlxspec.drafting.policy.Policy`.
+            :class:`mlxspec.drafting.planner.Policy`.
     """
 
     def __init__(

@@ -350,7 +350,7 @@ def check_fits(cache: Sequence[Any], model: nn.Module, source: str) -> None:
         if all(_fits(*pair) for pair in zip(parts(cache), parts(own), strict=True)):
             return
     raise FileError(
-        f"{source} is another model's, with other keys and values: name the model that made it"
+        f"{source} is another model's: its keys and values differ; name the model that made it"
     )
 
 

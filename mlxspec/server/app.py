@@ -93,6 +93,7 @@ def create_app(
             Middleware(AuthMiddleware, hosts=hosts, keys=keys, on_refusal=on_refusal),
             Middleware(keeping_models),
         ],
+        lifespan=catalog.watching,
         exception_handlers={
             ApiError: refused,
             HTTPException: refused,
@@ -354,13 +355,7 @@ class Endpoints:
         """
         self._worker.check_queue(served, len(prompts) * body.n)  # before thousands are made
         prediction: Sequence[int] = ()
-        if text := body.prediction.content:
-            if not served.predicts:
-                raise ApiError(
-                    f"prediction: {served.name} is served with a --decoder that does not draft "
-                    "from predictions; leave prediction out, or serve it without --decoder",
-                    param="prediction",
-                )
+        if text := body.prediction.content:  # a hint, which some kinds of drafting do not use
             expected = await self._ids(served, text, "prediction")
             prediction = expected[: served.context_length]  # no output is longer
         requests: list[ServedRequest] = []

@@ -139,6 +139,10 @@ def test_a_turn_of_a_pipe_that_is_not_utf_8_is_refused_after_the_answers_before(
     [
         ("one\ntwo", ["one", "two"]),
         ("one\n\ntwo", ["one", "", "two"]),
+        ('"""one\n\ntwo"""\nthree\n', ["one\n\ntwo", "three"]),
+        ('"""\none\n  two\n"""\n', ["one\n  two"]),
+        ('"""one"""\n', ["one"]),
+        ('"""one\ntwo', ["one\ntwo"]),
         ("one\\", ["one\n"]),
         ("one\\\ntwo\\\nthree\nfour", ["one\ntwo\nthree", "four"]),
         ("", []),
@@ -248,7 +252,7 @@ def test_pasted_lines_are_one_message_as_they_are_and_kept_for_the_next_chat(
         window.type("second\x1b\rthird\x0afourth\\\rfifth\r")  # new lines by three ways
         window.read(until="reused")
         window.read(until=PROMPT)
-        window.type("one\n\n  two\r")
+        window.type('"""\rone\r\r  two"""\r')
         window.read(until="reused")
         window.read(until=PROMPT)
         window.type(f"/save {tmp_path / 'chat.json'}\r")
@@ -258,7 +262,8 @@ def test_pasted_lines_are_one_message_as_they_are_and_kept_for_the_next_chat(
         assert process.wait() == 0
     asked = [message["content"] for message in messages(tmp_path / "chat.json")[::2]]
     assert asked == [code, "second\nthird\nfourth\nfifth", "one\n\n  two"]
-    assert history(data) == [*asked, f"/save {tmp_path / 'chat.json'}"]
+    typed = [*asked[:2], '"""\none\n\n  two"""', f"/save {tmp_path / 'chat.json'}"]
+    assert history(data) == typed
     with Terminal(columns=80) as window:
         process = start(endless, window.terminal, max_tokens=5, **data)
         window.read(until=PROMPT)

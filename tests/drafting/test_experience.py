@@ -9,7 +9,7 @@ from statistics import fmean
 import pytest
 
 from mlxspec.bench.replay import replay
-from mlxspec.drafting import policy
+from mlxspec.drafting import planner as planning
 from mlxspec.drafting.acceptance import Corrections, probability
 from mlxspec.drafting.chips import known_chip
 from mlxspec.drafting.costs import FixedCosts
@@ -84,7 +84,7 @@ def test_a_decoder_drafts_more_where_its_requests_copy_and_less_where_they_do_no
     copies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each prompt has passages; an output repeats one, or leaves each after its first token."""
-    monkeypatch.setattr(policy, "_FIRST_BANK", math.inf)  # the guard allows all
+    monkeypatch.setattr(planning, "_FIRST_BANK", math.inf)  # the guard allows all
     source, curve = random.Random(3), known_chip("M4 Pro").curve
 
     def request() -> tuple[list[int], list[int]]:

@@ -466,7 +466,7 @@ def test_whatever_runs_beside_and_before_a_request_its_answer_is_its_own(
             requests.end(request)
             contexts.append([*request.prompt, *request.tokens])
         assert requests.cache.nbytes <= max_bytes
-        assert len(requests.cache._lent) == len(requests.running)
+        assert len(requests.cache._lent) <= len(requests.running)
     requests.run()
     for request in started:
         assert request.tokens == requests.alone(request.prompt, 8)[: len(request.tokens)]

@@ -87,8 +87,8 @@ def chat_command(
       mlxspec chat --server http://127.0.0.1:8080
       mlxspec chat --load rivers.json --markdown
 
-    From a pipe, every line is a message. A backslash at the end of a line continues the message on
-    the next line.
+    From a pipe, every line is a message. Three double quotes begin and end a message of several
+    lines. A backslash at the end of a line continues the message on the next line.
     """
     from .terminal import message_reader
 
@@ -309,6 +309,7 @@ class Chat:
 
         If there is no new answer, the earlier one stays.
         """
+        self._check_begun()
         temp, seed = self.generation.sampling.temp, self.generation.sampling.seed
         if argument:
             try:

@@ -82,7 +82,7 @@ def terminal_reader(
 
     def read() -> str | None:
         try:
-            return session.prompt().rstrip("\n")
+            return _unquoted(session.prompt().rstrip("\n"))
         except EOFError:
             return None
 
@@ -90,7 +90,10 @@ def terminal_reader(
 
 
 def read_line() -> str | None:
-    """Read a line as a message; a backslash at its end continues the message on the next line.
+    """Read a line as a message.
+
+    Three double quotes begin a message of several lines, which ends with the next three. A
+    backslash at the end of a line continues the message on the next line.
 
     Raises:
         PromptError: it is not UTF-8 text.
@@ -103,10 +106,26 @@ def read_line() -> str | None:
             message += line.decode("utf-8-sig").rstrip("\r\n")
         except UnicodeDecodeError as error:
             raise PromptError("standard input is not UTF-8 text: convert it to UTF-8") from error
-        if not message.endswith("\\"):
-            return message
-        message = f"{message[:-1]}\n"
-    return message or None
+        if not (_is_open(message) or message.endswith("\\")):
+            break
+        message = message.removesuffix("\\") + "\n"
+    return _unquoted(message) if message or line else None
+
+
+_QUOTES = '"""'
+
+
+def _is_open(text: str) -> bool:
+    """Whether a message begins with three double quotes that are not closed yet."""
+    return text.startswith(_QUOTES) and text.count(_QUOTES) == 1
+
+
+def _unquoted(text: str) -> str:
+    """A message without three double quotes around it, or before it at the end of the input."""
+    within = text.removeprefix(_QUOTES).rstrip()
+    if not text.startswith(_QUOTES) or not (_is_open(text) or within.endswith(_QUOTES)):
+        return text
+    return within.removesuffix(_QUOTES).strip("\n")
 
 
 def kept_history() -> History:
@@ -169,6 +188,8 @@ def _bindings() -> KeyBindings:
         buffer = event.current_buffer
         if buffer.document.char_before_cursor == "\\":
             buffer.delete_before_cursor()
+            buffer.insert_text("\n")
+        elif _is_open(buffer.text):
             buffer.insert_text("\n")
         else:
             buffer.validate_and_handle()

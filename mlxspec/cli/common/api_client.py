@@ -107,6 +107,7 @@ class ApiClient:
 # --- answers ---
 
 _NOT_SENT = {"temp", "min_tokens_to_keep", "logits_processors", "sampler", "xtc_special_tokens"}
+_ONLY_LOCAL = DraftingOptions(), CacheOptions(), None, 1  # what servers take no options for
 
 
 class RemoteModel:
@@ -132,14 +133,12 @@ class RemoteModel:
     def __init__(
         self, address: str, generation: Generation, template_arguments: Mapping[str, Any]
     ) -> None:
-        of_server = generation.drafting, generation.caches, generation.adapter_path
-        if of_server != (DraftingOptions(), CacheOptions(), None):
+        kept, least = generation.adapter_path, generation.sampling.min_tokens_to_keep
+        if (generation.drafting, generation.caches, kept, least) != _ONLY_LOCAL:
             raise OptionError(
-                "options for drafts, caches and adapters are for 'mlxspec serve': leave them out "
-                "with --server"
+                "options for drafts, caches, adapters and --min-tokens-to-keep are not for chats "
+                "with --server: leave them out"
             )
-        if generation.sampling.min_tokens_to_keep > 1:
-            raise OptionError("--min-tokens-to-keep: servers do not take it; leave it out")
         self._client = ApiClient(address)
         self._template_arguments = template_arguments
         self.switch(generation.model)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from ...models.chat_template import Messages
 
+    Prompt = str | list[int] | Messages
+
 _PATIENCE = 10.0  # seconds of waiting for a pipe's first byte
 
 model_option = named_model("Model and prompt")
@@ -160,21 +162,24 @@ class PromptOptions:
             )
         return "\n\n".join(parts)
 
-    def uses_template(self, prompt: str | list[int], tokenizer: TokenizerWrapper) -> bool:
+    def uses_template(self, prompt: Prompt, tokenizer: TokenizerWrapper) -> bool:
         """Whether the prompt goes into the chat template.
 
         Raises:
             OptionError: a template is required, and the model has none, or the prompt is token ids.
         """
-        given = self.for_template()
-        if given and not isinstance(prompt, str):
+        is_text, given = isinstance(prompt, str), self.for_template()
+        if not is_text and isinstance(prompt[0], dict):
+            is_text, given = True, ['"messages"', *given]
+            if self.chat is False:
+                raise OptionError('"messages" need the chat template: leave out --raw')
+        if given and not is_text:
             raise OptionError(f"token ids are in no chat template: leave out {given[0]}")
         if given and not tokenizer.has_chat_template:
             raise OptionError(
                 f"{given[0]}: this model's tokenizer has no chat template, leave it out"
             )
-        templated = tokenizer.has_chat_template if self.chat is None else self.chat
-        return isinstance(prompt, str) and templated
+        return is_text and (tokenizer.has_chat_template if self.chat is None else self.chat)
 
     def turns(self, messages: Messages, ended: bool = True) -> tuple[Messages, dict[str, Any]]:
         """Complete a conversation for the chat template.
@@ -196,17 +201,17 @@ class PromptOptions:
         return messages, {**turn, **(self.chat_template_config or {})}
 
     def encoded(
-        self, prompt: str | list[int], tokenizer: TokenizerWrapper, ended: bool = True
+        self, prompt: Prompt, tokenizer: TokenizerWrapper, ended: bool = True
     ) -> tuple[list[int], bool]:
         """Turn a prompt into token ids.
 
         Args:
-            prompt: a text, or token ids, which are returned unchanged.
+            prompt: a text, a conversation, or token ids, which are returned unchanged.
             tokenizer: the model's tokenizer.
             ended: whether the user's message is complete, and the answer comes next.
 
         Returns:
-            the ids, and whether the text went into the chat template, as the user's message.
+            the ids, and whether the prompt went into the chat template.
 
         Raises:
             OptionError: a template is required, and the model has none, or it fails.
@@ -214,12 +219,11 @@ class PromptOptions:
         from ...models.chat_template import apply_template
         from ...models.model import encode_prompt
 
-        templated = self.uses_template(prompt, tokenizer)
-        if not isinstance(prompt, str):
-            return prompt, False
-        if not templated:
-            return encode_prompt(tokenizer, prompt), False
-        messages, how = self.turns([{"role": "user", "content": prompt}], ended)
+        if not self.uses_template(prompt, tokenizer):
+            ids: Any = encode_prompt(tokenizer, prompt) if isinstance(prompt, str) else prompt
+            return ids, False
+        messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        messages, how = self.turns(messages, ended)
         try:
             return apply_template(tokenizer, messages, **how), True
         except PromptError as error:
