@@ -39,7 +39,6 @@ class OutputFormat:
         tools: the tools offered to the model. Without any, calls are plain text.
         initial: the state in which the output begins: "normal", "reasoning", "tool", or a state
             of the model's own.
-        call_begun: the part of the first call, after its marker, that is in the prompt.
         several_calls: whether an answer may have more than one call.
         trims_space: whether the output begins with a space that the tokenizer added.
     """
@@ -47,7 +46,6 @@ class OutputFormat:
     tokenizer: TokenizerWrapper
     tools: Sequence[dict[str, Any]] = ()
     initial: str = "normal"
-    call_begun: str = ""
     several_calls: bool = True
     trims_space: bool = False
 
@@ -114,7 +112,7 @@ class OutputParser:
         self._gap = ""  # white space that is dropped if a marker follows
         self._after_marker = format.initial == "reasoning"
         self._trims_space = format.trims_space
-        self._call = format.call_begun  # the text since the last call marker
+        self._call = ""  # the text since the last call marker
         self._written = ""  # what the model wrote of it, with the marker
         self._sent = 0  # how many of its characters were sent as calls
         self._object: int | None = None  # where the arguments that are being sent begin
