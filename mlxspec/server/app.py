@@ -415,9 +415,10 @@ class Endpoints:
             make = partial(Vocabulary.of, tokenizer, served.decoder.vocab_size)
             vocabulary = await self._tokenized(served, make)
         except OptionError as error:
-            if not body.constraint:  # strict tools are then not enforced
+            if not body.constraint and not body.forced_tool:  # strict tools are then not enforced
                 return None
-            raise ApiError(f"{body.constrained_by}: {error}", param=body.constrained_by) from error
+            param = body.constrained_by or "tool_choice"
+            raise ApiError(f"{param}: {error}", param=param) from error
         async with self._slow:
             return await run_in_threadpool(compiled_constraint, body, prompt, tokenizer, vocabulary)
 

@@ -180,7 +180,6 @@ class ChatAnswer(ApiAnswer):
         super().__init__([Choice(index, format) for index in range(n_prompts * request.n)])
         self._request = request
         self._tokenizer = tokenizer
-        self._begun = False
         self._head = {
             "id": f"{self._prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -193,9 +192,6 @@ class ChatAnswer(ApiAnswer):
 
         OpenAI's Python library fails if the first chunk belongs to another choice than 0.
         """
-        if self._begun:
-            return []
-        self._begun = True
         return [chunk for choice in self.choices for chunk in self._begin_choice(choice)]
 
     def close(self) -> list[dict[str, Any]]:

@@ -68,26 +68,32 @@ def chat_prompt(
     initial = tokenizer.response_initial_state or "normal"
     if _is_reasoning(request, tokenizer, text):
         initial = "reasoning"
-    opening, trims_space = "", False
-    if not request.demands_call:
-        # In a continued text the model itself has written the spaces.
-        puts_space = bool(getattr(detokenizer_of(tokenizer), "prefix_space", False))
-        trims_space = puts_space and not request.continued
-    else:
-        opening = call_opening(tokenizer, request.forced_tool)
+    # In a continued text the model itself has written the spaces.
+    trims_space = not request.continued and _puts_space(tokenizer)
+    if request.demands_call:
+        known = request.forced_tool is None or parser_name(tokenizer) in _FORMATS
+        if tokenizer.response_initial_state or not known:
+            raise ApiError(
+                'tool_choice: this model cannot be made to call that function; send "auto".',
+                param="tool_choice",
+            )
         if initial == "reasoning":  # a call inside reasoning would not count
             text += f"\n{tokenizer.think_end}\n\n"
-        text += tokenizer.tool_call_start + opening
-        initial = "tool"
+        text += tokenizer.tool_call_start
+        initial, trims_space = "tool", False
     format = OutputFormat(
         tokenizer,
         request.tools_shown,
         initial=initial,
-        call_begun=opening,
         several_calls=request.parallel_tool_calls,
         trims_space=trims_space,
     )
     return Prompt(text_ids(text, request.param, tokenizer, longest), format=format)
+
+
+def _puts_space(tokenizer: TokenizerWrapper) -> bool:
+    """Whether the tokenizer puts a space before a text."""
+    return bool(getattr(detokenizer_of(tokenizer), "prefix_space", False))
 
 
 def why_no_tools(tokenizer: TokenizerWrapper) -> str | None:
@@ -167,33 +173,6 @@ def _is_reasoning(request: ApiBody, tokenizer: TokenizerWrapper, text: str) -> b
     return tokenizer.has_thinking and text.rstrip().endswith(tokenizer.think_start)
 
 
-def call_opening(tokenizer: TokenizerWrapper, name: str | None) -> str:
-    """The beginning of a call, after its marker, which makes the model continue the call.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        name: the function's name; None if the model may choose.
-
-    Raises:
-        ApiError: the model's call format is unknown.
-    """
-    # Without the space before the arguments, which belongs to their first token.
-    as_json = f'{{"name": {json.dumps(name)}, "arguments":'
-    has_args = "[ARGS]" in tokenizer.get_vocab()
-    openings = {
-        "json_tools": f"\n{as_json}",
-        "qwen3_coder": f"\n<function={name}>\n",
-        "mistral": f"{name}[ARGS]" if has_args else f"[{as_json}",
-    }
-    parser = parser_name(tokenizer)
-    if not tokenizer.response_initial_state and (name is None or parser in openings):
-        return "" if name is None else openings[parser]
-    raise ApiError(
-        'tool_choice: this model cannot be made to call that function; send "auto".',
-        param="tool_choice",
-    )
-
-
 # --- constraints ---
 
 
@@ -245,7 +224,7 @@ def _answer_phases(
             that a constraint could follow.
     """
     calls = _calls_constraint(request, tokenizer) if _constrains_calls(request) else None
-    if request.demands_call:  # the prompt ends with the beginning of a call
+    if request.demands_call:  # the prompt ends with a call's marker
         return calls
     call_start = token_of(tokenizer, tokenizer.tool_call_start) if request.tools_shown else None
     if request.tools_shown and call_start is None:
@@ -267,6 +246,10 @@ def _answer_phases(
     )
 
 
+_FORMATS = ("json_tools", "mistral", "qwen3_coder")
+"""mlx-lm's names of the call formats that a grammar describes."""
+
+
 def _calls_constraint(request: ApiBody, tokenizer: TokenizerWrapper) -> Constraint | None:
     """The constraint of the output after a call's marker; None if the format is not known.
 
@@ -280,7 +263,7 @@ def _calls_constraint(request: ApiBody, tokenizer: TokenizerWrapper) -> Constrai
     tools = [tool for tool in request.tools_shown if forced in (None, tool["function"]["name"])]
     names = [tool["function"]["name"] for tool in tools]
     heads = [_quoted(f'{{"name": {json.dumps(name)}, "arguments": ') for name in names]
-    tail, space, arguments, shared = ' "}"', f"{_SPACE} ", _json_arguments, list[str]()
+    tail, arguments, shared = ' "}"', _json_arguments, list[str]()
     if parser == "json_tools":
         before, after = f"{_SPACE} ", f" {_SPACE} {end}"
         separator = f"{after} {_SPACE} {start} {_SPACE}"
@@ -291,17 +274,14 @@ def _calls_constraint(request: ApiBody, tokenizer: TokenizerWrapper) -> Constrai
         before, separator, after = '"[" ', '", "', ' "]"'
     elif parser == "qwen3_coder":
         heads = [_quoted(f"<function={name}>\n") for name in names]
-        before, after, tail, space = '"\\n" ', f' "</function>\\n" {end}', "", ""
+        before, after, tail = '"\\n" ', f' "</function>\\n" {end}', ""
         arguments, shared = _elements, _ELEMENT
         separator = f'{after} {_SPACE} {start} "\\n"'
     else:
         return None
-    if forced:  # the prompt has the head, without the space at its end
-        rules = [f"start: {space}args_0{tail}{after}"]
-    else:
-        more = f" ({separator} call)*" if request.parallel_tool_calls else ""
-        calls = [f"{head} args_{number}{tail}" for number, head in enumerate(heads)]
-        rules = [f"start: {before}call{more}{after}", f"call: {' | '.join(calls)}"]
+    more = f" ({separator} call)*" if request.parallel_tool_calls and not forced else ""
+    calls = [f"{head} args_{number}{tail}" for number, head in enumerate(heads)]
+    rules = [f"start: {before}call{more}{after}", f"call: {' | '.join(calls)}"]
     demanded = request.demands_call
     for number, tool in enumerate(tools):
         rules += arguments(f"args_{number}", _arguments_schema(tool, demanded))

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -422,8 +423,6 @@ class ResponsesAnswer(ApiAnswer):
         }
 
     def begin(self) -> list[dict[str, Any]]:
-        if self._sent:
-            return []
         return [self._lifecycle("created"), self._lifecycle("in_progress")]
 
     def feed_choice(self, choice: Choice, runs: Sequence[TextRun]) -> list[dict[str, Any]]:
@@ -451,7 +450,7 @@ class ResponsesAnswer(ApiAnswer):
         return self._response
 
     def keep_alive(self) -> str:
-        return "".join(map(framed, self.begin() or [self._lifecycle("in_progress")]))
+        return "".join(map(framed, self.begun() or [self._lifecycle("in_progress")]))
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         code = "server_error" if error.status >= 500 else "invalid_prompt"
@@ -482,15 +481,15 @@ class ResponsesAnswer(ApiAnswer):
     def _events_of(self, run: TextRun) -> Iterator[dict[str, Any]]:
         """The events of an item, which has at most one content part."""
         position, text, kind = run.position, run.text, self._kind_of(run.part)
-        item, (_, name, _) = self._item(position, run.part, "in_progress"), _ITEMS[kind]
+        empty, name = replace(run.part, text="", pieces=[]), _ITEMS[kind][1]
+        item = self._item(position, empty, "in_progress")
         has_content = "content" in item
         place = {"item_id": item["id"], "output_index": position}
         place |= {"content_index": 0} if has_content else {}
         if run.begins:
             yield self._event("output_item.added", output_index=position, item=item)
             if has_content:
-                empty = self._content(Part(kind))
-                yield self._event("content_part.added", **place, part=empty)
+                yield self._event("content_part.added", **place, part=self._content(empty))
         if kind == "custom":  # its JSON cannot be read before it ends
             text = _whole_input(run.part.text) if run.ends else ""
         if text:
@@ -514,17 +513,15 @@ class ResponsesAnswer(ApiAnswer):
         return "custom" if tool and tool.type == "custom" else part.kind
 
     def _item(self, position: int, part: Part, status: str) -> dict[str, Any]:
-        """The item of a part; without its text if it is in progress."""
+        """The item of a part; without content if it is in progress."""
         prefix, _, fields = _ITEMS[self._kind_of(part)]
-        number, begun = self._response["id"].partition("_")[2], status == "in_progress"
+        number = self._response["id"].partition("_")[2]
         item = {"id": f"{prefix}_{number}_{position}", "status": status, **fields}
         if "content" in item:
-            return item | {"content": [] if begun else [self._content(part)]}
+            return item | {"content": [self._content(part)] if status != "in_progress" else []}
         tool = self._request.known_tools.get(part.name)
         name, namespace = (tool.name, tool.namespace) if tool else (part.name, None)
         item |= without_nulls({"call_id": part.id, "name": name, "namespace": namespace})
-        if begun:
-            return item
         custom = {"input": _whole_input(part.text)}
         return item | (custom if "input" in item else {"arguments": part.text})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
@@ -90,7 +90,6 @@ class Server:
         catalog, worker: its parts.
         now: the time.
         log: the records of the log.
-        refused: the paths of refused requests, with the codes of their errors.
     """
 
     def __init__(
@@ -98,8 +97,6 @@ class Server:
         shelf: Shelf,
         starting: Sequence[str] = (),
         bound: int | None = None,
-        sign: float = 10.0,
-        on_body: Callable[[bytes], object] = lambda body: None,
     ) -> None:
         self.now = 0.0
         self.log: list[dict[str, Any]] = []
@@ -114,21 +111,7 @@ class Server:
             clock=lambda: self.now,
         )
         self.catalog.start()
-        self.refused: list[tuple[str, str | None]] = []
-        app = create_app(
-            self.catalog,
-            keep_alive=sign,
-            on_refusal=lambda path, error: self.refused.append((path, error.code)),
-        )
-
-        async def watched(scope: Any, receive: Any, send: Any) -> None:
-            async def sent(message: Any) -> None:
-                on_body(message.get("body", b""))
-                await send(message)
-
-            await app(scope, receive, sent)
-
-        transport = httpx.ASGITransport(watched, raise_app_exceptions=False)
+        transport = httpx.ASGITransport(create_app(self.catalog), raise_app_exceptions=False)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://server", timeout=60)
 
     async def ask(self, path: str = "/v1/completions", **fields: Any) -> httpx.Response:

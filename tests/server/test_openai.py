@@ -260,10 +260,10 @@ def test_drafts_are_told_where_they_are_asked_for() -> None:
 
 def test_the_choices_begin_before_any_token() -> None:
     answer = chat(stream=True, n=2)
-    chunks = answer.begin()
+    chunks = answer.begun()
     assert [chunk["choices"][0]["index"] for chunk in chunks] == [0, 1]
     assert [delta["role"] for delta in deltas(chunks)] == ["assistant"] * 2
-    assert answer.begin() == []
+    assert answer.begun() == []
     assert deltas(answer.feed([Piece(1, "a", 65)])) == [{"content": "a"}]
 
 

@@ -123,18 +123,12 @@ def test_calls_and_results_are_in_the_template() -> None:
     assert "<|im_start|>tool\n2<|im_end|>" in text
 
 
-@pytest.mark.parametrize(
-    ("choice", "begun", "output"),
-    [
-        ("required", "<tool_call>", '\n{"name": "f", "arguments": {}}'),
-        (NAMED, '<tool_call>\n{"name": "f", "arguments":', " {}}"),
-    ],
-)
-def test_a_call_that_must_be_is_begun_for_the_model(choice: Any, begun: str, output: str) -> None:
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_a_call_that_must_be_is_begun_for_the_model(choice: Any) -> None:
     prompt = chat(tools=[TOOL], tool_choice=choice)
-    assert text_of(prompt) == text_of(chat(tools=[TOOL])) + begun
+    assert text_of(prompt) == text_of(chat(tools=[TOOL])) + "<tool_call>"
     parser = OutputParser(prompt.format)
-    deltas = parser.feed(output + "\n</tool_call>") + parser.finish()
+    deltas = parser.feed('\n{"name": "f", "arguments": {}}\n</tool_call>') + parser.finish()
     (call, arguments) = deltas
     assert call.kind == "call"
     assert call.name == "f"
