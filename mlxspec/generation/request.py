@@ -76,6 +76,7 @@ class Request:
         sampling, constraint, stop, stop_tokens, cache_options: the checked options, with
             their defaults. ``stop_tokens`` includes the tokenizer's own.
         lease: what lends the caches, until :meth:`close`; None for new ones.
+        takes_drafts: whether the drafter is used at all.
         report_progress: the option ``on_progress``.
         at_end: called at the end, after the last response, if any.
         state: the request's stage.
@@ -120,6 +121,8 @@ class Request:
             self.lease = CacheLease(caches, decoder.model)
         model = decoder.tokenizer, decoder.vocab_size
         self.sampling = sampling_from(options, decoder.vocab_size)
+        verifies = decoder.chain_capability is not Capability.PLAIN
+        self.takes_drafts = self.sampling.allows_drafts and verifies
         self.constraint = grammar_of(options.get("constraint"), *model)
         self.stop_tokens = stop_token_ids(options.get("stop_tokens", ()), *model)
         self.report_progress = options.get("on_progress")
@@ -179,7 +182,7 @@ class Request:
         """Make the drafter, which also drafts the tokens that the grammar forces."""
         decoder = self.decoder
         drafter: Drafter = NoDraft()
-        if self.sampling.allows_drafts and decoder.chain_capability is not Capability.PLAIN:
+        if self.takes_drafts:
             drafter = checked_drafter(self.make_drafter())
         if isinstance(drafter, Planner):
             drafter.guide = grammar
