@@ -7,13 +7,14 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from enum import StrEnum
 from traceback import walk_stack
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
+from mlx_lm.tokenizer_utils import StreamingDetokenizer
 
 from ..drafting.drafter import Drafter, NoDraft, VerifiedStep, checked_drafter
 from ..drafting.planner import Planner
@@ -34,7 +35,7 @@ from .options import (
     stop_texts,
     stop_token_ids,
 )
-from .response import GenerationResponse, OutputText, SpeculationStats
+from .response import GenerationResponse, SpeculationStats
 from .session import Session
 
 if TYPE_CHECKING:
@@ -52,6 +53,80 @@ class State(StrEnum):
     DECODE = "decoding"
     PAUSED = "paused"
     DONE = "ended"
+
+
+class OutputText:
+    """Collects tokens as text segments, and finds the end of the output.
+
+    A stop string may begin and end inside tokens. Text that could begin one is held back until
+    that is decided, so no part of a stop string is ever shown.
+
+    Args:
+        detokenizer: a new one, ready for the output's first token.
+        stop_tokens: token ids that end the output; their own text is not part of it.
+        stop_strings: texts that end the output and are not part of it.
+        max_tokens: the output ends with this many tokens.
+
+    Attributes:
+        finish_reason: "stop" or "length" once the output has ended.
+        stop_string: the stop string that ended it, if one did.
+    """
+
+    def __init__(
+        self,
+        detokenizer: StreamingDetokenizer,
+        stop_tokens: Collection[int],
+        stop_strings: Sequence[str],
+        max_tokens: int,
+    ) -> None:
+        self.finish_reason: str | None = None
+        self.stop_string: str | None = None
+        self._detokenizer = detokenizer
+        self._stop_tokens = stop_tokens
+        self._stop_strings = stop_strings
+        self._left = max_tokens
+        self._held = ""
+        self._segments: list[str] = []
+
+    def add(self, token: int) -> bool:
+        """Append a token; returns whether the output ends with it."""
+        self._left -= 1
+        if token in self._stop_tokens:
+            self.finish_reason = "stop"
+        else:
+            self._detokenizer.add_token(token)
+            if self._left == 0:
+                self.finish_reason = "length"
+        if self.finish_reason:
+            self._detokenizer.finalize()
+        self._segments.append(self._release(self._detokenizer.last_segment))
+        return self.finish_reason is not None
+
+    def take(self) -> list[str]:
+        """The segments since the last call, one per token."""
+        segments, self._segments = self._segments, []
+        return segments
+
+    def _release(self, segment: str) -> str:
+        """The text that can be shown once ``segment`` is added."""
+        text = self._held + segment
+        found = [(at, stop) for stop in self._stop_strings if (at := text.find(stop)) >= 0]
+        if found:
+            cut, self.stop_string = min(found)
+            self.finish_reason = "stop"
+            self._held = ""
+            return text[:cut]
+        held = 0 if self.finish_reason else self._undecided(text)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def _undecided(self, text: str) -> int:
+        """Length of the longest suffix of ``text`` that begins a stop string."""
+        longest = max(map(len, self._stop_strings), default=1) - 1
+        for length in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[len(text) - length :]) for stop in self._stop_strings):
+                return length
+        return 0
 
 
 class Request:
