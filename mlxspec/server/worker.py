@@ -441,14 +441,12 @@ class Worker(EngineThread):
         Raises:
             ApiError: 429, the queue is full; 503, the server is ending.
         """
+        if self.ending:
+            raise self.ending
         self.check_queue(served, len(requests))
         stream = EventStream(self, requests)
         self.requests += requests
-        try:
-            self.call(self.engines[served.name].add, *requests)
-        except ApiError:
-            del self.requests[-len(requests) :]
-            raise
+        self.call(self.engines[served.name].add, *requests)
         return stream
 
     # --- in the thread ---

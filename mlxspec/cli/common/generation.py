@@ -157,11 +157,12 @@ class DraftingOptions:
     @cached_property
     def fixed(self) -> PromptLookup | Lookahead | None:
         """How to draft from the text alone, with fixed parameters; None with auto."""
+        if self.kind == "auto":
+            return None
+
         from ...drafting.sources import parse_lookup_config
         from ...generation.drafting import Lookahead, PromptLookup
 
-        if self.kind == "auto":
-            return None
         if self.kind == "plain":
             return PromptLookup(n_draft=0)
         given = {name: getattr(self, name) for name in self._for_one_decoder()}
