@@ -68,7 +68,7 @@ class Policy:
       interrupts the pipeline.
     - The *probe*: all costs are relative to the time of a plain step. If every step has a draft,
       changing costs look like a change of the machine's speed. So while plain steps are wanted, six
-      consecutive steps out of every 30 have no draft, unless drafts gain much. The count
+      consecutive steps out of every 30 have no draft, unless drafts certainly gain much. The count
       continues over generations, since short ones never reach 30 steps.
 
     Args:
@@ -90,11 +90,13 @@ class Policy:
         self.patience = _FIRST_PATIENCE
         self.probe_step = probe_step
         self.ahead = False
+        self._doubtful = False
 
     @property
     def probes(self) -> bool:
         """Whether the next step is a probe: a plain step to measure."""
-        return self.gain < _MUCH_GAIN and self.probe_step % _PROBE_ROUND in _PROBE
+        gains_much = self.gain >= _MUCH_GAIN and not self._doubtful
+        return not gains_much and self.probe_step % _PROBE_ROUND in _PROBE
 
     def settle(
         self,
@@ -103,6 +105,7 @@ class Policy:
         *,
         gain: float,
         probing: bool,
+        doubtful: bool = False,
         charge: float | None = None,
     ) -> None:
         """Account for a completed step.
@@ -112,11 +115,13 @@ class Policy:
             cost: T(rows) / T(1) of the step.
             gain: the draft's gain, 0 without one.
             probing: whether plain steps are wanted.
+            doubtful: whether costs are so uncertain that gains may be imaginary.
             charge: the guard's charge, if several sequences share the step; otherwise its cost.
         """
         emitted = len(step.tokens)
         self.ahead = step.ahead
         self.probe_step = self.probe_step + 1 if probing else 0
+        self._doubtful = doubtful
         self.gain += _CHANGE * (gain - self.gain)
         self.rate += _CHANGE * (emitted / cost - self.rate)
         self.bank += _INCOME * emitted - (cost if charge is None else charge)
@@ -452,6 +457,7 @@ class Planner(Drafter):
             cost,
             gain=plan.gain,
             probing=costs.wants_plain_steps,
+            doubtful=costs.hopeful is not costs.curve,
             charge=charge,
         )
         for source in self._sources:

@@ -301,8 +301,7 @@ class AutoDecoder(Decoder):
         LoadError, OptionError, MlxspecError: as :class:`Decoder`.
         LoadError: ``head`` cannot draft for the model. One that comes with the model is left out
             then, with a warning.
-        OptionError: ``memory`` and ``memory_tokens`` are both given, or ``head`` is True and the
-            model is given loaded.
+        OptionError: ``memory`` and ``memory_tokens`` are both given.
         FileError: the store cannot be read, or the store or ``memory`` was made with another
             tokenizer.
     """

@@ -15,19 +15,18 @@ import secrets
 import string
 from abc import ABC, abstractmethod
 from asyncio import FIRST_COMPLETED
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any, cast
+from typing import Any
 
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from .auth import OnRefusal
-from .body import ApiError, is_messages, new_request_id
+from .body import ApiError
 from .worker import Begun, Ended, Event, EventStream, Piece
 
 # --- the format of an output ---
@@ -485,7 +484,9 @@ async def answered(
     request.state.answered = True
     request.state.uses.callback(stream.close)  # even if the client leaves before the first event
     if streamed:
-        return _streamed(_server_sent_events(stream, answer, keep_alive), answer.headers)
+        content = _server_sent_events(stream, answer, keep_alive)
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **answer.headers}
+        return StreamingResponse(content, headers=headers, media_type="text/event-stream")
     whole = asyncio.create_task(_whole(stream, answer, keep_alive))
     gone = asyncio.create_task(_disconnected(request))
     try:
@@ -498,62 +499,9 @@ async def answered(
         gone.cancel()
 
 
-Endpoint = Callable[[Request], Awaitable[Response]]
-Failed = Callable[[ApiError, str], dict[str, Any]]
-"""Makes an error's chunk in a stream that has no answer yet, from error and request id."""
-
-
-def begun_while_loading(
-    endpoint: Endpoint, keep_alive: float, failed: Failed, on_refusal: OnRefusal
-) -> Endpoint:
-    """An endpoint whose streams begin with keep-alives if their model takes long to load.
-
-    Args:
-        endpoint: sets ``request.state.loading`` while a model is being loaded for a stream.
-        keep_alive: seconds between keep-alives.
-        failed: makes the last chunk if the endpoint fails after that.
-        on_refusal: called with the path and the error if no generation has begun by then.
-    """
-
-    async def answer(request: Request) -> Response:
-        request.state.loading, request.state.id = False, new_request_id()
-        making = asyncio.ensure_future(endpoint(request))
-        request.state.uses.callback(making.cancel)
-        while not making.done():
-            await asyncio.wait({making}, timeout=keep_alive)
-            if request.state.loading and not making.done():
-                headers = {"request-id": request.state.id}
-                shown = headers if is_messages(request.url.path) else {}
-                return _streamed(after_loading(request, making), shown)
-        return making.result()
-
-    async def after_loading(
-        request: Request, making: asyncio.Future[Response]
-    ) -> AsyncIterator[str]:
-        try:
-            while not making.done():
-                yield ": the model is being loaded\n\n"
-                await asyncio.wait({making}, timeout=keep_alive)
-            async for chunk in cast(StreamingResponse, making.result()).body_iterator:
-                yield str(chunk)
-        except Exception as error:
-            known = _as_api_error(error)
-            if not is_answered(request):  # otherwise the log records the generation's end
-                on_refusal(request.url.path, known)
-            yield framed(failed(known, request.state.id))
-
-    return answer
-
-
 def is_answered(request: Request) -> bool:
     """Whether generations have begun for a request."""
     return getattr(request.state, "answered", False)
-
-
-def _streamed(content: AsyncIterator[str], headers: Mapping[str, str] = {}) -> StreamingResponse:
-    """A response of server-sent events."""
-    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers}
-    return StreamingResponse(content, headers=headers, media_type="text/event-stream")
 
 
 def framed(chunk: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ import mlx.core as mx
 from ..engine.costs import free_memory, least_free_memory, whole_memory
 from ..engine.target import together
 from .body import ApiError
-from .requests import ApiRequest
+from .requests import ApiBody
 from .served_model import Need, ServedModel
 
 _RESERVE = 0.1  # share of what is left beside weights, for slots and freed buffers
@@ -126,7 +126,7 @@ class ServerMemory:
         return sum(self._lasting.values()) + math.ceil(room)
 
     def max_tokens_for(
-        self, served: ServedModel, n_prompt: int, body: ApiRequest, default: int
+        self, served: ServedModel, n_prompt: int, body: ApiBody, default: int
     ) -> int:
         """The most tokens of an answer: what the request asks for, or as many as fit.
 

@@ -66,7 +66,7 @@ def test_what_is_told_of_a_model(cache: dict[str, Path], endless: Path, tmp_path
     table, _, others = shown.partition("the default model is")
     assert "owner/model" in table
     assert "GGUF" not in table
-    assert "owner/other-GGUF, 1 byte, cannot be run: no config.json; a model in GGUF" in others
+    assert "owner/other-GGUF, 1 byte, cannot be run: no config.json; use a model for MLX" in others
     assert "mlxspec chat" not in shown
 
 

@@ -167,7 +167,7 @@ def test_a_tensor_missing_from_one_shard_is_named(tmp_path: Path, tokenizer_mode
 
 def test_missing_files_are_named(tmp_path: Path, checkpoint: Path):
     for name, message in {
-        "params.json": r"params\.json: does not exist",
+        "params.json": r"params\.json: cannot be read",
         "consolidated.00.pth": r"has no consolidated\.\* files",
     }.items():
         copy = shutil.copytree(checkpoint, tmp_path / name)

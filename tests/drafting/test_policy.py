@@ -139,6 +139,15 @@ def test_drafts_that_gain_much_are_not_interrupted_for_a_measurement() -> None:
         policy.settle(DRAFTED, 1.5, gain=2.0, probing=True)
 
 
+def test_where_costs_are_hardly_known_much_gain_is_no_reason_to_measure_nothing() -> None:
+    policy = Policy()
+    probed = 0
+    for _ in range(60):
+        probed += policy.probes
+        policy.settle(DRAFTED, 1.5, gain=2.0, probing=True, doubtful=True)
+    assert probed == 12
+
+
 def test_while_plain_steps_are_wanted_some_in_a_row_go_without_a_draft() -> None:
     policy = Policy()
     probes = []

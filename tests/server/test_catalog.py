@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
-import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import ExitStack, asynccontextmanager
@@ -400,48 +398,6 @@ def test_a_model_that_fails_in_its_first_steps_hurts_no_other(
             assert await server.said(model="hub/a") == first
             assert server.worker.ready
             assert await server.said(model="hub/b") == first
-
-    asyncio.run(run())
-
-
-@pytest.mark.slow
-def test_a_stream_is_kept_alive_while_its_model_is_loaded() -> None:
-    release = threading.Event()
-
-    class Slow(Shelf):
-        def load(self, entry: Entry, on_read: OnRead) -> ServedModel:
-            assert release.wait(60)
-            return super().load(entry, on_read)
-
-    def on_body(body: bytes) -> None:
-        if body.startswith(b":"):
-            release.set()
-
-    async def streamed(server: Server, path: str, model: str) -> list[str]:
-        answer = await server.ask(path, model=model, stream=True)
-        assert answer.status_code == 200
-        assert ("request-id" in answer.headers) == (path == "/v1/messages")
-        return [line for line in answer.text.splitlines() if line]
-
-    async def run() -> None:
-        shelf = Slow(Entry("a"), Entry("b", "/models/b"))
-        shelf.broken = {"b"}
-        async with serving(shelf, sign=0.01, on_body=on_body) as server:
-            first, *rest = await streamed(server, "/v1/completions", "a")
-            assert first == ": the model is being loaded"
-            chunks = [json.loads(line[6:]) for line in rest if line.startswith("data: {")]
-            text = "".join(one["choices"][0]["text"] for one in chunks if one["choices"])
-            assert text == alone()
-            assert rest[-1] == "data: [DONE]"
-            for path in PATHS:
-                release.clear()
-                *_, name, last = await streamed(server, path, "b")
-                told = json.loads(last[6:])
-                if path == "/v1/responses":
-                    assert name == "event: response.failed"
-                    told = told["response"]
-                assert "cannot be loaded" in told["error"]["message"]
-            assert server.refused == [(path, "model_not_loaded") for path in PATHS]
 
     asyncio.run(run())
 

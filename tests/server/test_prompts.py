@@ -13,8 +13,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec.models.tokenizer import load_tokenizer_of
 from mlxspec.server.answer import OutputParser, Part
-from mlxspec.server.body import ApiError
-from mlxspec.server.openai import parse_chat, parse_completion
+from mlxspec.server.body import ApiError, parse
+from mlxspec.server.openai import ChatBody, CompletionBody
 from mlxspec.server.prompts import Prompt, chat_prompt, completion_prompts
 from tests.support.chat_tokenizer import CHATML, chat_tokenizer
 from tests.support.demo import demo
@@ -26,7 +26,9 @@ NAMED = {"type": "function", "function": {"name": "f"}}
 
 
 def chat(tokenizer: TokenizerWrapper | None = None, **fields: Any) -> Prompt:
-    return chat_prompt(parse_chat({"messages": HELLO, **fields}), tokenizer or chat_tokenizer())
+    return chat_prompt(
+        parse(ChatBody, {"messages": HELLO, **fields}), tokenizer or chat_tokenizer()
+    )
 
 
 def text_of(prompt: Prompt, tokenizer: TokenizerWrapper | None = None) -> str:
@@ -34,7 +36,7 @@ def text_of(prompt: Prompt, tokenizer: TokenizerWrapper | None = None) -> str:
 
 
 def completions(tokenizer: TokenizerWrapper | None = None, **fields: Any) -> list[Prompt]:
-    request = parse_completion({"prompt": "Once", **fields})
+    request = parse(CompletionBody, {"prompt": "Once", **fields})
     return completion_prompts(request, tokenizer or chat_tokenizer())
 
 
