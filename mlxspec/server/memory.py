@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import mlx.core as mx
-import mlx.nn as nn
-from mlx_lm.generate import generation_stream, wired_limit
 
 from ..engine.costs import free_memory, least_free_memory, whole_memory
 from ..engine.target import together
@@ -237,9 +235,7 @@ class ServerMemory:
         """Let MLX keep to the bound while the worker runs."""
         before = mx.set_memory_limit(self._bound), mx.set_cache_limit(self._spare)
         try:
-            # Each model's own use of the same limit may then end in any order.
-            with wired_limit(nn.Module(), [generation_stream]):
-                yield
+            yield
         finally:
             mx.set_memory_limit(before[0])
             mx.set_cache_limit(before[1])
