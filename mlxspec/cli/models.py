@@ -47,16 +47,12 @@ def models_command(as_json: bool) -> None:
 
 def _found(memory: int, default: str) -> Iterator[dict[str, Any]]:
     """The entries of ``--json``, the default model first."""
-    import mlx.core as mx
-
     from ..models.on_machine import model_files
 
-    widens = mx.default_device().type == mx.cpu
     aliases = load_config().aliases
     directories = _directories([default, *aliases.values()])
     for name in sorted(directories, key=lambda name: (name != default, name == DEMO)):
         files = model_files(directories[name])
-        takes = files.weight_bytes + (files.half_bytes if widens else 0)
         usable = not files.trouble
         yield {
             "name": name,
@@ -68,8 +64,8 @@ def _found(memory: int, default: str) -> Iterator[dict[str, Any]]:
             "architecture": files.architecture or None,
             "weights": files.weights or None,
             "bytes": files.nbytes,
-            "memory_bytes": takes or None,
-            "fits": usable and takes * _RESERVE <= memory,
+            "memory_bytes": files.memory_bytes or None,
+            "fits": usable and files.memory_bytes * _RESERVE <= memory,
         }
 
 

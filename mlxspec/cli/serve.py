@@ -462,8 +462,6 @@ class _Loader:
 
     def find(self) -> list[Entry]:
         """The models that can be loaded later; of two with the same name the first one."""
-        import mlx.core as mx
-
         from ..engine.model_sizes import stated_context_length
         from ..models.model_files import read_config
         from ..models.on_machine import model_files
@@ -483,11 +481,10 @@ class _Loader:
                         self._left_out.add(directory)
                         note(f"{one_line(str(directory))} is left out: {files.trouble}")
                     continue
-                widened = files.half_bytes if mx.default_device().type == mx.cpu else 0
                 entries[name] = Entry(
                     # Absolute, or it could mean a Hub repository once it has left the disk.
                     *(name, str(directory.absolute()), _other_names(name, str(directory))),
-                    nbytes=files.weight_bytes + widened,
+                    nbytes=files.memory_bytes,
                     context_length=stated_context_length(read_config(directory)),
                     keep_alive=KEEP_ALIVE if seconds is None else seconds,
                 )

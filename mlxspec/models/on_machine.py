@@ -30,8 +30,8 @@ class ModelFiles:
         trouble: why the model cannot run as it is, and the remedy; "" if it can.
         architecture: the ``model_type`` of ``config.json``.
         weights: the type of the weights, such as "4 bits" or "bf16".
-        weight_bytes: the size of the weights, with those of a trained head beside them.
-        half_bytes: how many of these bytes are in half precision, which becomes float32 on the CPU.
+        memory_bytes: what the weights take in memory, with those of a trained head beside them. On
+            the CPU half precision becomes float32.
     """
 
     directory: Path
@@ -39,8 +39,7 @@ class ModelFiles:
     trouble: str = ""
     architecture: str = ""
     weights: str = ""
-    weight_bytes: int = 0
-    half_bytes: int = 0
+    memory_bytes: int = 0
 
 
 def cached_repositories() -> Iterator[tuple[str, Path]]:
@@ -89,6 +88,8 @@ def lm_studio_folder() -> Path:
 def model_files(directory: Path) -> ModelFiles:
     """Examine a model's directory."""
     nbytes = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+    import mlx.core as mx
+
     try:
         config = read_config(directory)
         if named_kind(config):
@@ -103,10 +104,11 @@ def model_files(directory: Path) -> ModelFiles:
     types: Counter[str] = Counter()
     for tensor in tensors:
         types[str(tensor.dtype).removeprefix("mlx.core.")] += tensor.nbytes
-    half = types["float16"] + types["bfloat16"]
-    weights = _in_words(config, types)
-    beside = sum(path.stat().st_size for pattern in BESIDE for path in directory.glob(pattern))
-    return ModelFiles(directory, nbytes, "", architecture, weights, types.total() + beside, half)
+    memory = types.total()
+    if mx.default_device().type == mx.cpu:
+        memory += types["float16"] + types["bfloat16"]
+    memory += sum(path.stat().st_size for pattern in BESIDE for path in directory.glob(pattern))
+    return ModelFiles(directory, nbytes, "", architecture, _in_words(config, types), memory)
 
 
 def _is_known(architecture: str) -> bool:

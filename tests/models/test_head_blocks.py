@@ -216,10 +216,6 @@ def test_names_of_weights(make: Any) -> None:
         ({"hidden_size": 64}, "hidden_size is 64, but this model's is 32"),
         ({"vocab_size": 99}, "vocab_size is 99, but this model's is 64"),
         ({"num_target_layers": 36}, "num_hidden_layers is 36, but this model's is 2"),
-        (
-            {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [2]}},
-            "reads the outputs of layers 2, but the model has 2",
-        ),
     ],
 )
 def test_wrong_settings(settings: dict[str, Any], message: str) -> None:

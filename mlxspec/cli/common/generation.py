@@ -327,7 +327,11 @@ class Generation:
 
         options: Any = {**self.options(decoder), **more}
         tokenizer, constraint = decoder.tokenizer, self.constraint
-        trims = templated and begun is None and bool(detokenizer_of(tokenizer).prefix_space)
+        trims = (
+            templated
+            and begun is None
+            and getattr(detokenizer_of(tokenizer), "prefix_space", False)
+        )
         if templated and constraint is not None:
             if begun is None:
                 reasons = ends_in_reasoning([*tokens], tokenizer)

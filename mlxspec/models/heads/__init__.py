@@ -176,18 +176,3 @@ def check_target(needed: Config, target: Config) -> None:
                 f"the head was made for a model whose {name} is {size}, but this model's is "
                 f"{target[name]}; use a head that was made for this model"
             )
-
-
-def checked_layers(layers: Sequence[int], target: Config) -> tuple[int, ...]:
-    """The layers that a head reads.
-
-    Raises:
-        LoadError: the target does not have them.
-    """
-    count = target["num_hidden_layers"]
-    if not all(0 <= layer < count for layer in layers):
-        raise LoadError(
-            f"the head reads the outputs of layers {', '.join(map(str, layers))}, but the model "
-            f"has {count} layers; use a head that was made for this model"
-        )
-    return tuple(layers)

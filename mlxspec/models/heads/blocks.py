@@ -17,7 +17,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.qwen3 import ModelArgs, TransformerBlock
 
-from . import Config, Head, checked_layers, settings_of, text_of
+from . import Config, Head, settings_of
 
 
 class DFlash(Head):
@@ -58,7 +58,7 @@ class DFlash(Head):
             }
         )
         self.layers = [TransformerBlock(args) for _ in range(count)]
-        self.reads = checked_layers(settings["target_layer_ids"], text_of(target_config))
+        self.reads = tuple(settings["target_layer_ids"])
         self.fc = nn.Linear(len(self.reads) * self.width, self.width, bias=False)
         self.hidden_norm = nn.RMSNorm(self.width, args.rms_norm_eps)
         self.norm = nn.RMSNorm(self.width, args.rms_norm_eps)

@@ -18,7 +18,7 @@ import mlx.nn as nn
 from mlx_lm.models import gemma4_text, llama, qwen3_5, qwen3_next
 from mlx_lm.models.base import create_attention_mask
 
-from . import Config, Head, check_target, checked_layers, settings_of, text_of
+from . import Config, Head, check_target, settings_of, text_of
 
 Weights = dict[str, mx.array]
 
@@ -38,7 +38,7 @@ class Eagle3(Head):
 
     def __init__(self, config: Config, target_config: Config) -> None:
         super().__init__(config, target_config)
-        settings, target = settings_of(config), text_of(target_config)
+        settings = settings_of(config)
         args = llama.ModelArgs.from_dict(
             {
                 "rms_norm_eps": 1e-6,
@@ -49,7 +49,7 @@ class Eagle3(Head):
             }
         )
         self.width = args.hidden_size
-        self.reads = checked_layers(_layers_read(config, target["num_hidden_layers"]), target)
+        self.reads = _layers_read(config, text_of(target_config)["num_hidden_layers"])
         inputs = len(self.reads) * self.width
         if config.get("norm_before_fc"):
             self.input_norm = nn.RMSNorm(inputs, eps=args.rms_norm_eps)

@@ -27,7 +27,7 @@ from ..model_files import (
     read_config,
     read_weight_map,
 )
-from . import Config, Head, named_kind, sizes_needed, text_of
+from . import Config, Head, named_kind, settings_of, sizes_needed, text_of
 from .blocks import DFlash, DSpark
 from .chains import Eagle3, Gemma4Assistant, QwenMTP
 
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 _log = logging.getLogger(__name__)
-
-_DEEPEST = 1000  # layers of a target that is not known
 
 _KINDS: dict[str, type[Head]] = {
     "gemma4_assistant": Gemma4Assistant,
@@ -249,8 +247,7 @@ def load_lazily(found: HeadFiles, target_config: Config | None = None) -> Head:
 
     config, weights = found.config, found.tensors()
     if target_config is None:
-        sizes = {"num_hidden_layers": _DEEPEST, **sizes_needed(config)}
-        target_config = {**text_of(config), **sizes}
+        target_config = text_of(settings_of(config)) | sizes_needed(config)
 
     def quantised(path: str, module: nn.Module) -> bool | dict[str, Any]:
         # What the files hold decides, since paths in config.json may be the target's.
