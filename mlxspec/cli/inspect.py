@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from rich.filesize import decimal
+
 from ..errors import OptionError
 from .common.model_choice import ABOUT, DEFAULT, model_argument, needed_model
 from .common.notes import say
 from .common.options import ADAPTERS, NAME, command, option
-from .common.output import print_rows, size_in_words, write_json
+from .common.output import print_rows, write_json
 
 if TYPE_CHECKING:
     import mlx.nn as nn
+
 
 _DRAFTS = {
     "tree": "trees: several continuations are verified in one forward",
@@ -45,7 +48,7 @@ def inspect_command(model: str | None, adapter_path: str | None, as_json: bool) 
     alone, and whether the result of a prompt depends on its chunks.
     """
     from ..engine.costs import model_identity
-    from ..models.heads import named_kind
+    from ..models.heads import named_kind, sizes_needed
     from ..models.heads.loading import find_head, head_directory, load_lazily, own_head
     from ..models.model import load
     from ..models.model_files import find_directory, read_config
@@ -60,8 +63,8 @@ def inspect_command(model: str | None, adapter_path: str | None, as_json: bool) 
         raise OptionError(f"--adapter-path {adapter_path}: a trained head takes no adapters")
     else:
         own = find_head(head_directory(model))
-        examined, _ = load_lazily(own)
-        target = {"families": list(own.kind.families), **own.needs}
+        examined = load_lazily(own)
+        target = {"families": list(own.kind.families), **sizes_needed(own.config)}
         report = {"most": examined.most, "target": target}
     identity = model_identity(examined)
     # The average in memory: on the CPU, weights and scales in half precision become float32.
@@ -69,7 +72,7 @@ def inspect_command(model: str | None, adapter_path: str | None, as_json: bool) 
     report["head"] = own and {
         "kind": own.kind.title,
         "files": [path.relative_to(directory).as_posix() for path in own.files],
-        "bytes": own.nbytes,
+        "bytes": sum(tensor.nbytes for tensor in own.tensors().values()),
     }
     if as_json:
         write_json(report, indent=2)
@@ -104,7 +107,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, object]]:
     """The report of a model, or of a head alone, for people."""
     head, target = report["head"], report.get("target")
     rows: list[tuple[str, object]] = [
-        ("head", f"{head['kind']}, {size_in_words(head['bytes'])}" if head else "none"),
+        ("head", f"{head['kind']}, {decimal(head['bytes'])}" if head else "none"),
         ("parameters", f"{report['parameters']:,}"),
         ("bits each", f"{report['bits_per_weight']} in memory"),
     ]
@@ -133,10 +136,10 @@ def _cache(kind: dict[str, Any]) -> str:
     """The number of caches of a kind, and what each one holds."""
     positions, each = kind["positions"], kind["bytes_per_position"]
     if kind["state_bytes"] is not None:
-        holds = f"state, {size_in_words(kind['state_bytes'])} however long the context"
+        holds = f"state, {decimal(kind['state_bytes'])} however long the context"
     elif each is None:
         holds = "an unknown kind"
     else:
         span = "all positions" if positions is None else f"the latest {positions:,} positions"
-        holds = f"{span}, {size_in_words(each)} each"
+        holds = f"{span}, {decimal(each)} each"
     return f"{kind['count']} × {kind['name']}: {holds}"

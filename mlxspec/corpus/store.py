@@ -20,7 +20,6 @@ from .suffix_array import (
     TOKEN_BYTES,
     SuffixArray,
     encode_texts,
-    split_texts,
     write_index,
 )
 from .suffix_index import EXCERPT_TOKENS, SEPARATOR, Excerpts, excerpts
@@ -245,43 +244,12 @@ def build_store(
     target = Path(path)
     _check_target(target, force)
     identity = identify(tokenizer)
-    built = SuffixArray.of(_first(sequences, identity, max_tokens, []))
+    built = SuffixArray.of(_first(sequences, identity, max_tokens))
     if not len(built.tokens):
         raise FileError(f"{target}: nothing to write; add a text of at least two tokens")
     with replaced(target) as file:
         _check_target(target, force)
         write_store(file, identity, built)
-    return Store(target)
-
-
-def add_to_store(
-    path: str | os.PathLike[str],
-    sequences: Iterable[Sequence[int]],
-    tokenizer: Any,
-    *,
-    max_tokens: int = MAX_TOKENS,
-) -> Store:
-    """Add texts that a store does not hold yet.
-
-    Args:
-        path: the store.
-        sequences: the token ids of each text.
-        tokenizer: the tokenizer of these ids.
-        max_tokens: the most tokens that the store may have afterwards.
-
-    Raises:
-        OptionError: ``max_tokens`` is below 2.
-        FileError: ``path`` is not a store, is of another tokenizer, or cannot be written.
-    """
-    target = Path(path)
-    identity = identify(tokenizer)
-    Store(target, identity).verify()
-    sequences = [*sequences]  # tokenizing takes long: do it before taking the lock
-    with replaced(target) as file:
-        store = Store(target, identity).verify()
-        held = split_texts(store.index.tokens)
-        new = [*_first(sequences, identity, max_tokens, held)]
-        write_store(file, store.identity, SuffixArray.of([*held, *new]))
     return Store(target)
 
 
@@ -309,16 +277,13 @@ def _identity(header: Mapping[str, Any]) -> TokenizerIdentity:
 
 
 def _first(
-    sequences: Iterable[Sequence[int]],
-    identity: TokenizerIdentity,
-    max_tokens: int,
-    held: list[bytes],
+    sequences: Iterable[Sequence[int]], identity: TokenizerIdentity, max_tokens: int
 ) -> Iterator[bytes]:
-    """The first new texts, each once, while ``max_tokens`` allow; the last may be cut."""
+    """The first texts, each once, while ``max_tokens`` allow; the last may be cut."""
     if max_tokens < 2:
         raise OptionError(f"max_tokens is {max_tokens}: take at least 2")
-    seen = set(held)
-    room = max_tokens * TOKEN_BYTES - sum(map(len, held))
+    seen: set[bytes] = set()
+    room = max_tokens * TOKEN_BYTES
     for ids in sequences:
         for text in encode_texts(ids, identity.vocab_size):
             if room <= TOKEN_BYTES:
@@ -334,10 +299,7 @@ def _check_target(target: Path, force: bool) -> None:
     if not target.exists() or target.stat().st_size == 0:
         return
     if not force:
-        raise FileError(
-            f"{target}: exists; name another file, extend it with `mlxspec store add`, or "
-            "replace it with --force"
-        )
+        raise FileError(f"{target}: exists; name another file, or replace it with --force")
     with target.open("rb") as file:
         if not file.read(_PROBED_BYTES).startswith(f'{{"format": "{_FORMAT}"'.encode()):
             raise FileError(f"{target}: is not a store, and --force replaces only stores")

@@ -16,12 +16,12 @@ from mlxspec.cli.generate import (
     generate_command,
     step_times_table,
 )
+from mlxspec.engine.step import StepTime
 from mlxspec.engine.target import Target
 from mlxspec.generation.response import (
     GenerationResponse,
     GenerationResult,
     SpeculationStats,
-    StepTime,
 )
 from tests.cli.conftest import HOSTILE
 from tests.support.scripted_model import BOS
@@ -234,9 +234,9 @@ def test_a_prompt_longer_than_the_context_is_one_line(endless: Path, tmp_path: P
     for file in endless.iterdir():
         (model / file.name).symlink_to(file)
     (model / "config.json").unlink()
-    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8}))
-    result = generate("--model", model, "--raw", "--prompt", "a " * 20)
-    assert_one_line_error(result, "the prompt has 21 tokens, but the model's context is 8")
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
+    result = generate("--model", model, "--raw", "--prompt", "a " * 70)
+    assert_one_line_error(result, "the prompt has 71 tokens, but the model's context is 64")
 
 
 def test_an_unknown_option_exits_with_2():

@@ -159,11 +159,12 @@ class DraftingOptions:
     @cached_property
     def fixed(self) -> PromptLookup | Lookahead | None:
         """How to draft from the text alone, with fixed parameters; None with auto."""
+        if self.kind == "auto":
+            return None
+
         from ...drafting.sources import parse_lookup_config
         from ...generation.drafting import Lookahead, PromptLookup
 
-        if self.kind == "auto":
-            return None
         if self.kind == "plain":
             return PromptLookup(n_draft=0)
         given = {name: getattr(self, name) for name in self._for_one_decoder()}
@@ -327,7 +328,11 @@ class Generation:
 
         options: Any = {**self.options(decoder), **more}
         tokenizer, constraint = decoder.tokenizer, self.constraint
-        trims = templated and begun is None and bool(detokenizer_of(tokenizer).prefix_space)
+        trims = (
+            templated
+            and begun is None
+            and getattr(detokenizer_of(tokenizer), "prefix_space", False)
+        )
         if templated and constraint is not None:
             if begun is None:
                 reasons = ends_in_reasoning([*tokens], tokenizer)
