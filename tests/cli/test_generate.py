@@ -219,7 +219,7 @@ def test_a_chat_template_that_fails_is_one_line(endless: Path, tmp_path: Path, t
     settings = json.loads((model / "tokenizer_config.json").read_text())
     settings["chat_template"] = template
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert_one_line_error(generate("--model", model, "--prompt", "a"), "--raw")
+    assert_one_line_error(generate("--model", model, "--prompt", "a"), "the chat template failed")
 
 
 def test_token_ids_with_a_chat_template_are_refused(endless: Path):

@@ -183,15 +183,15 @@ class PromptOptions:
 
         Returns:
             the conversation with the given system prompt, if it lacks one, and with the beginning
-            of the answer, and the arguments for ``apply_chat_template`` of transformers.
+            of the answer, and the arguments for :func:`.chat_template.conversation_ids`.
         """
         if self.system_prompt is not None and all(one["role"] != "system" for one in messages):
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         if ended and self.prefill_response:
             messages = [*messages, {"role": "assistant", "content": self.prefill_response}]
             ended = False
-        turn = {"add_generation_prompt": True} if ended else _UNENDED
-        return messages, {**turn, **(self.chat_template_config or {})}
+        how = {} if ended else {"add_generation_prompt": False, "continue_final_message": True}
+        return messages, {**how, **(self.chat_template_config or {})}
 
     def encoded(
         self, prompt: Prompt, tokenizer: TokenizerWrapper, ended: bool = True
@@ -207,9 +207,10 @@ class PromptOptions:
             the ids, and whether the prompt went into the chat template.
 
         Raises:
-            OptionError: a template is required, and the model has none, or it fails.
+            OptionError: a template is required, and the model has none.
+            PromptError: the template fails.
         """
-        from ...models.chat_template import apply_template
+        from ...models.chat_template import conversation_ids
         from ...models.model import encode_prompt
 
         if not self.uses_template(prompt, tokenizer):
@@ -217,14 +218,10 @@ class PromptOptions:
             return ids, False
         messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         messages, how = self.turns(messages, ended)
-        try:
-            return apply_template(tokenizer, messages, **how), True
-        except PromptError as error:
-            raise OptionError(f"{error}: use --raw, or no options of the chat template") from error
+        return conversation_ids(tokenizer, messages, how), True
 
 
 _NEEDS_TEMPLATE = "needs a chat template, which --raw, token ids and some models lack: leave it out"
-_UNENDED = {"add_generation_prompt": False, "continue_final_message": True}
 
 
 def read_text(option: str, file: str) -> str:
