@@ -48,6 +48,12 @@ def _json_object(text: str) -> Mapping[str, Any]:
     return value
 
 
+def token_ids(text: str) -> list[int]:
+    """Parse token ids with commas or spaces between them."""
+    words = text.replace(",", " ").split() or [text]  # an empty text is no id
+    return [int(word) for word in words]
+
+
 _EXAMPLE = "'{\"enable_thinking\": false}'"
 _TEMPLATE = "Chat template"
 _in_template = partial(option_field, group=_TEMPLATE)
@@ -82,8 +88,8 @@ class PromptOptions:
         "before it.",
         type=NAME,
     )
-    prompt_ids: str | None = option_field(
-        "--prompt-ids IDS", "The prompt as token ids: 1,415,2936."
+    prompt_ids: list[int] | None = option_field(  # noqa: RUF009
+        "--prompt-ids IDS", "The prompt as token ids: 1,415,2936.", type=token_ids
     )
     chat: bool | None = _in_template(
         "--chat/--raw",
@@ -140,7 +146,7 @@ class PromptOptions:
         if given[:2] == ["PROMPT", "--prompt"] or ("--prompt-ids" in given and len(given) > 1):
             raise PromptError(f"{' and '.join(given)} are given together: choose one")
         if self.prompt_ids is not None:
-            return _parse_ids(self.prompt_ids)
+            return self.prompt_ids
         instruction = self.prompt if self.argument is None else self.argument
         parts: list[str] = []
         if self.prompt_file is not None:
@@ -264,13 +270,6 @@ def _begins(pipe: int, waits: bool) -> bool:
         return True
     note("the open pipe is silent: using the prompt alone; --prompt-file - waits for the pipe")
     return False
-
-
-def _parse_ids(ids: str) -> list[int]:
-    words = ids.replace(",", " ").split()
-    if not words or not all(word.isdecimal() for word in words):
-        raise PromptError(f"--prompt-ids is {ids!r}: write token ids, for example 1,415,2936")
-    return [int(word) for word in words]
 
 
 def _text(data: bytes, source: str) -> str:
