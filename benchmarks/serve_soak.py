@@ -61,7 +61,6 @@ from mlxspec.server.prompts import (
     completion_prompts,
     is_constrained,
 )
-from mlxspec.server.requests import sampling_of_choice
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _CLIENTS = 8
@@ -592,7 +591,7 @@ def alone(decoder: mlxspec.Decoder, body: Body) -> tuple[tuple[Choice, ...], int
             decoder,
             prompt.tokens,
             request.max_tokens,
-            sampling=sampling_of_choice(request.sampling, index),
+            sampling=request.sampling(index),
             constraint=grammar,
             stop=request.stop,
             stop_tokens=(*request.stop_token_ids, *prompt.stop_tokens),

@@ -48,7 +48,7 @@ from .prompts import (
     is_constrained,
     text_ids,
 )
-from .requests import ApiBody, check_ids, sampling_of_choice
+from .requests import ApiBody, check_ids
 from .responses import (
     ResponsesAnswer,
     ResponsesBody,
@@ -392,7 +392,7 @@ class Endpoints:
                 "constraint": grammar,
                 "stop": body.stop,
                 "stop_tokens": (*body.stop_token_ids, *prompt.stop_tokens),
-                "sampling": sampling_of_choice(body.sampling, choice, served.special_tokens),
+                "sampling": body.sampling(choice, served.special_tokens),
             }
             return ServedRequest(
                 *(served, tokens, max_tokens, options),
