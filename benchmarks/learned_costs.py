@@ -24,8 +24,7 @@ from mlxspec.drafting.costs import CostCurve, Costs, FixedCosts, KnownTime, Live
 from mlxspec.drafting.drafter import Drafter, DraftTree, VerifiedStep
 from mlxspec.drafting.kept import Experience
 from mlxspec.drafting.measurement import QUICK
-from mlxspec.drafting.planner import Planner
-from mlxspec.drafting.policy import trees_pay
+from mlxspec.drafting.planner import Planner, trees_pay
 from mlxspec.drafting.suffix_source import SuffixSource
 from mlxspec.models.tokenizer import load_tokenizer_of, vocabulary_classes
 

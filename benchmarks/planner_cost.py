@@ -23,8 +23,7 @@ from mlxspec.corpus.suffix_index import SuffixIndex
 from mlxspec.drafting.chips import known_chip
 from mlxspec.drafting.costs import CostCurve, FixedCosts, KnownTime, LiveCosts
 from mlxspec.drafting.drafter import DraftTree, VerifiedStep
-from mlxspec.drafting.planner import Planner
-from mlxspec.drafting.policy import trees_pay
+from mlxspec.drafting.planner import Planner, trees_pay
 from mlxspec.drafting.suffix_source import SuffixSource
 
 _OUTPUT = 10_000  # tokens decoded after the context

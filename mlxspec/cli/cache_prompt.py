@@ -117,12 +117,17 @@ class CachedPrompt:
         self._cache, self._metadata = load_prompt_cache(file, return_metadata=True)
         self._tokens = tokens_in(self._metadata, self._cache)
 
-    def check(self, model: str, adapter_path: str | None) -> None:
+    def check(self, model: str, adapter_path: str | None, system_prompt: str | None) -> None:
         """Check that the file was made with this model and these adapters.
 
         Raises:
             FileError: it was made with others.
+            OptionError: there is a system prompt, which cannot come after the cached prompt.
         """
+        if system_prompt is not None:
+            raise OptionError(
+                "--system-prompt comes before the cached prompt: give it to 'mlxspec cache-prompt'"
+            )
         own_model, own_adapters = map(self._metadata.get, ("model", ADAPTERS_OF_FILE))
         for name, asked, own in (
             ("--model", model, own_model),

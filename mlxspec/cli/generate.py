@@ -15,7 +15,7 @@ from rich.text import Text
 
 from ..distributed import leading
 from ..distributed.launch import launched_rank
-from ..errors import OptionError, PromptError
+from ..errors import PromptError
 from ..process import INTERRUPTED
 from ..terminal import TokenPrinter, colored
 from .common.generation import Generation
@@ -35,8 +35,8 @@ from .memory import Memories
 
 if TYPE_CHECKING:
     from ..distributed.ranks import Leader
-    from ..generation.response import GenerationResult, StepTime
-    from .cache_prompt import CachedPrompt
+    from ..engine.step import StepTime
+    from ..generation.response import GenerationResult
 
 
 _model = partial(option, group="Model and prompt")
@@ -151,13 +151,16 @@ def answer(
     Raises:
         MlxspecError: an option, the prompt or the model is at fault.
     """
+    from ..generation.response import GenerationResult
+    from .cache_prompt import CachedPrompt
+
     # Check all that needs no model before a model is loaded, or even downloaded.
     source = prompt.read(piped=leader is None)
-    cached = _cached_prompt(prompt_cache_file, prompt)
-    if cached:
-        cached.check(model_or_default(generation.model), generation.adapter_path)
-
-    from ..generation.response import GenerationResult
+    cached = None
+    if prompt_cache_file is not None:
+        cached = CachedPrompt(prompt_cache_file)
+        model = model_or_default(generation.model)
+        cached.check(model, generation.adapter_path, prompt.system_prompt)
 
     printer = None if shows["as_json"] else TokenPrinter(shows["color"])
     console = Console(quiet=True) if shows["quiet"] else error_console(shows["color"])
@@ -192,18 +195,6 @@ def answer(
             memories.suggest_once()
     if result.finish_reason == "interrupted":
         sys.exit(INTERRUPTED)
-
-
-def _cached_prompt(file: str | None, prompt: PromptOptions) -> CachedPrompt | None:
-    if file is None:
-        return None
-    if prompt.system_prompt is not None:
-        raise OptionError(
-            "--system-prompt comes before the cached prompt: give it to 'mlxspec cache-prompt'"
-        )
-    from .cache_prompt import CachedPrompt
-
-    return CachedPrompt(file)
 
 
 def figures_panel(result: GenerationResult, legend: bool, predicted_cost: float = 0.0) -> Panel:

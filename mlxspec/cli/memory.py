@@ -15,12 +15,13 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.filesize import decimal
 
 from ..errors import FileError, LoadError, OptionError
 from .common.model_choice import MODEL
 from .common.notes import note, say
 from .common.options import group, option
-from .common.output import confirm, counted, print_rows, size_in_words, write_json
+from .common.output import confirm, counted, print_rows, write_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -226,7 +227,7 @@ def show_command(model: str | None, as_json: bool) -> None:
         print_rows(
             ("tokenizer", one.identity),
             ("memory", _ON[held["on"]]),
-            ("holds", f"{answers}, {tokens}, {size_in_words(held['bytes'])}"),
+            ("holds", f"{answers}, {tokens}, {decimal(held['bytes'])}"),
             *((name, _at(held[name])) for name in ("oldest", "newest") if held[name] is not None),
             ("earned", _earned(held["earned"])),
         )

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
-from rich.text import Text
+from rich.filesize import decimal
 
 from ..models.model_files import DEMO, DEMO_DIRECTORY, local_path
+from ..terminal import one_line
 from .common.model_choice import DIRECTORY, SMALL_MODEL, model_or_default
 from .common.options import command, option
-from .common.output import folding_table, print_tables, shown, size_in_words, write_json
+from .common.output import folding_table, print_tables, write_json
 from .settings import load_config
 
 _RESERVE = 1.1  # memory for weights, caches and a forward, relative to the weights
@@ -88,24 +89,18 @@ def _directories(named: list[str]) -> dict[str, Path]:
 
 
 def _tables(models: list[dict[str, Any]], memory: int, default: str) -> Iterator[RenderableType]:
-    usable = [one for one in models if one["usable"]]
-    others = [one for one in models if not one["usable"]]
     table = folding_table("model", "weights", "memory", "fits")
+    usable = [one for one in models if one["usable"]]
     for one in usable:
-        table.add_row(
-            shown(one["name"]),
-            shown(one["weights"] or ""),
-            _size(one["memory_bytes"] or 0),
-            "yes" if one["fits"] else "no",
-        )
+        fits, takes = "yes" if one["fits"] else "no", _size(one["memory_bytes"] or 0)
+        table.add_row(one_line(one["name"]), one_line(one["weights"] or ""), takes, fits)
     yield table
-    yield f"MLX may take {_size(memory)} here; the default model is {shown(default)}"
+    yield f"MLX may take {_size(memory)} here; the default model is {one_line(default)}"
     for one in models:
-        yield from (shown(f"{alias} stands for {one['name']}") for alias in one["aliases"])
-    if others:
-        yield Text("\nCannot be run", style="bold")
-    for one in others:
-        yield shown(f"{one['name']}, {_size(one['bytes'])}: {one['reason']}")
+        yield from (one_line(f"{alias} stands for {one['name']}") for alias in one["aliases"])
+        if not one["usable"]:
+            size = _size(one["bytes"])
+            yield one_line(f"{one['name']}, {size}, cannot be run: {one['reason']}")
     if [one["name"] for one in usable] == [DEMO]:
         yield (
             "\nA model from the Hugging Face Hub is downloaded when you first name it: "
@@ -114,4 +109,4 @@ def _tables(models: list[dict[str, Any]], memory: int, default: str) -> Iterator
 
 
 def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e8 else size_in_words(nbytes)
+    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e8 else decimal(nbytes)

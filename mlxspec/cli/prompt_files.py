@@ -31,7 +31,6 @@ from ..generation.options import checked_max_tokens
 from ..generation.request import Request
 from ..generation.response import GenerationResult
 from ..jsonl import conversation_of, json_lines
-from ..models.chat_template import apply_template
 from ..process import INTERRUPTED
 from .common.generation import Generation
 from .common.model_choice import model_or_default, note_if_demo
@@ -239,7 +238,8 @@ class PromptAnswers:
             MlxspecError: it cannot be answered.
         """
         asked = read_line(value)
-        tokens, templated = self._tokens(asked)
+        source = asked.get("prompt") or asked["messages"]
+        tokens, templated = self._prompt.encoded(source, self._decoder.tokenizer)
         options = {name: asked[name] for name in _OPTIONS & asked.keys()}
         most = checked_max_tokens(options.pop("max_tokens", self._generation.max_tokens))
         request, as_shown = replace(self._generation, max_tokens=most).request(
@@ -253,24 +253,6 @@ class PromptAnswers:
         request.receive = lambda response: result.add(as_shown(response), self._logprobs or 0)
         request.at_end = lambda: self._finish(slot, request, result)
         return request
-
-    def _tokens(self, asked: dict[str, Any]) -> tuple[list[int], bool]:
-        """The token ids of a line's prompt, and whether it went into the chat template.
-
-        Raises:
-            PromptError, OptionError: the template does not apply, or the model has none.
-        """
-        options, tokenizer = self._prompt, self._decoder.tokenizer
-        if "messages" not in asked:
-            return options.encoded(asked["prompt"], tokenizer)
-        if options.chat is False or not tokenizer.has_chat_template:
-            raise PromptError(
-                '"messages" need a chat template: leave out --raw and name a chat model, or give a '
-                '"prompt"'
-            )
-        messages, how = options.turns(asked["messages"])
-        tokens: list[int] = apply_template(tokenizer, messages, **how)
-        return tokens, True
 
     def _write(self) -> None:
         """Write the results that are next in order."""

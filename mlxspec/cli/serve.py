@@ -31,6 +31,7 @@ from ..errors import OptionError, printable
 from ..files import is_ours_alone
 from ..models.model_files import local_path
 from ..process import give_back_large_blocks
+from ..terminal import one_line
 from .common.generation import API_KEY, DraftingOptions, Generation
 from .common.model_choice import (
     DIRECTORY,
@@ -50,7 +51,7 @@ from .common.options import (
     option_field,
     options_of,
 )
-from .common.output import counted, error_console, shown
+from .common.output import counted, error_console
 from .common.prompt import template_option
 from .memory import Memories
 from .settings import load_config
@@ -230,7 +231,7 @@ def checked(
     for one in options.available:
         if one != ALL and not local_path(one).is_dir():
             raise OptionError(
-                f"--models {shown(one)}: no such directory; name one with models, or all"
+                f"--models {one_line(one)}: no such directory; name one with models, or all"
             )
     keys = _keys(options.api_key_file, key)
     return keys, _hosts(options.host, options.allowed_hosts, keys)
@@ -358,7 +359,7 @@ def _keys(file: Path | None, other: str) -> list[str]:
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file else []
     keys = [*dict.fromkeys(key for line in [*lines, other] if (key := line.strip()))]
     if file and not keys:
-        raise OptionError(f"--api-key-file {shown(str(file))} has no key: write one per line")
+        raise OptionError(f"--api-key-file {one_line(str(file))} has no key: write one per line")
     if any(not key.isascii() or not key.isprintable() or " " in key for key in keys):
         raise OptionError("a key has spaces or characters outside ASCII: choose another key")
     return keys
@@ -374,7 +375,7 @@ def _hosts(host: str, allowed: tuple[str, ...], keys: list[str]) -> set[str] | N
 
     for name in allowed:
         if name != host_name(name):
-            raise OptionError(f"--allowed-host {shown(name)}: give the name without a port")
+            raise OptionError(f"--allowed-host {one_line(name)}: give the name without a port")
     if is_loopback(host):
         return {"localhost", "127.0.0.1", "[::1]", bracketed(host), *allowed}
     if not keys:
@@ -445,20 +446,14 @@ class _Loader:
         self._left_out: set[Path] = set()
 
     def entries(self, names: Sequence[str | None]) -> list[Entry]:
-        """The models to load at the start, which stay, unless --keep-alive is given.
-
-        Raises:
-            OptionError: a model is named twice.
-        """
+        """The models to load at the start, which stay, unless --keep-alive is given."""
         from ..models.model_files import given_name
         from ..server.catalog import Entry
 
-        self._paths = [model_or_default(name) for name in names]
+        self._paths = [*dict.fromkeys(map(model_or_default, names))]
         given = [given_name(path) for path in self._paths]
         entries = []
         for name, path in zip(given, self._paths, strict=True):
-            if self._paths.count(path) > 1:
-                raise OptionError(f"{path} is named twice: name it once")
             # The last part of a directory's path, unless another one has the same.
             name = name if name and given.count(name) == 1 else path
             others = _other_names(name, path)
@@ -484,7 +479,7 @@ class _Loader:
                     # Once; of all models on this machine, 'mlxspec models' says it.
                     if source != ALL and directory not in self._left_out:
                         self._left_out.add(directory)
-                        note(f"{shown(str(directory))} is left out: {files.trouble}")
+                        note(f"{one_line(str(directory))} is left out: {files.trouble}")
                     continue
                 entries[name] = Entry(
                     # Absolute, or it could mean a Hub repository once it has left the disk.
@@ -599,7 +594,7 @@ def _about(host: str, listening: socket.socket, catalog: Catalog, with_key: bool
     for served in worker.models.values():
         length = served.context_length
         context = f"{length:,} tokens of context" if length else "context length unknown"
-        rows.add_row("model", f"{shown(served.name)}, {context}")
+        rows.add_row("model", f"{one_line(served.name)}, {context}")
         if trained := getattr(served.decoder.model, "trained_head", None):
             rows.add_row("head", trained.head.title)
         if reason := why_no_tools(served.decoder.tokenizer):
@@ -639,7 +634,7 @@ def _serve(
             requests = counted(running, "running request")
             note(f"{grace:g} s for {requests} to end; press Ctrl-C again to stop at once")
 
-    server = HttpServer(app, grace=grace, on_start=catalog.watch, on_exit=on_exit)
+    server = HttpServer(app, grace=grace, on_exit=on_exit)
 
     def on_loss(line: str) -> None:
         worker.fail(ApiError(f"the server is ending: {line}", status=503))
@@ -720,7 +715,7 @@ def end_record(request: ServedRequest) -> dict[str, Any]:
 def _line(record: dict[str, Any]) -> str:
     """A record in logfmt, red if it has an error."""
     fields = (
-        f"{name}={shown(str(value))}"
+        f"{name}={one_line(str(value))}"
         for name, value in record.items()
         if value is not None and name not in ("time", "outcome")
     )

@@ -7,12 +7,13 @@ from collections import Counter
 from itertools import count
 from typing import TYPE_CHECKING
 
+from rich.filesize import decimal
 from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
 from .common.model_choice import MODEL
 from .common.notes import note, say
 from .common.options import NAME, argument, group, option
-from .common.output import ProgressBar, counted, print_rows, size_in_words
+from .common.output import ProgressBar, counted, print_rows
 
 if TYPE_CHECKING:
     from ..corpus.store import Store
@@ -78,7 +79,7 @@ def build_command(paths: tuple[str, ...], model: str, output: str, force: bool) 
     if store.n_tokens >= MAX_TOKENS - 1:
         note(f"a store holds {MAX_TOKENS:,} tokens at most; the remaining texts were left out")
     read, seconds = counted(counts["files"], "file"), time.perf_counter() - started
-    holds = f"{_in_texts(store)}, {size_in_words(store.nbytes)}"
+    holds = f"{_in_texts(store)}, {decimal(store.nbytes)}"
     say(f"Read {read} in {seconds:.1f} s. {output} holds {holds}.")
 
 
@@ -89,7 +90,7 @@ def info_command(file: str) -> None:
     from ..corpus.store import open_store
 
     store = open_store(file).verify()
-    size = size_in_words(store.nbytes)
+    size = decimal(store.nbytes)
     print_rows(("tokenizer", store.identity), ("holds", _in_texts(store)), ("size", size))
 
 

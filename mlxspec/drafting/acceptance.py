@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect
 from collections.abc import Container, Iterable, Sequence
 from functools import cache
 from importlib.resources import files
@@ -95,12 +96,12 @@ _FIRST_HIT_RATE, _CHANGE = 0.3, 0.1  # of the best continuations
 # Forms of a continuation: without a competitor, the best of several, one of the others.
 _FORMS, _LOWER_RANKED = 3, 2
 _LONGEST_RUN = 10  # as a power of two
-_N_LENGTHS = 11
+_LENGTH_BOUNDS = (1, 2, 3, 4, 5, 6, 8, 12, 20, 32)  # of the classes of a match's length
 _NO_GAP = 5
 _RUN = 0
 _CLASSES = _RUN + 2 * (_LONGEST_RUN + 1)
 _LENGTH = _CLASSES + _N_CLASSES**2
-_GAP = _LENGTH + _FORMS * _N_LENGTHS
+_GAP = _LENGTH + _FORMS * (len(_LENGTH_BOUNDS) + 1)
 _IN_PROMPT = _GAP + _NO_GAP + 1
 TOKEN_FEATURES = _IN_PROMPT + _FORMS * 2
 """Features from this number on are tokens, whose weights reveal texts."""
@@ -187,8 +188,8 @@ class AcceptanceModel:
             + (weights["by_rank"][min(rank, 4)] if rank else weights["by_gap"][gap])
             + weights["hit_rate"] * self._logit_hit_rate
             + weights["share"] * len(agreed) / occurrences
-            + weights["log_agreeing"] * _LOG[len(agreed)]
-            + weights["log_occurrences"] * _LOG[occurrences]
+            + weights["log_agreeing"] * log(len(agreed))
+            + weights["log_occurrences"] * log(occurrences)
             + (weights["earlier"] if self._earlier else weights["log_age"] * log(end - newest + 1))
             + weights["class"][token_class]
             + weights["class_before"][class_before]
@@ -198,7 +199,7 @@ class AcceptanceModel:
         features = (
             _RUN + 2 * min((self._run + depth).bit_length(), _LONGEST_RUN) + (depth > 0),
             _CLASSES + _N_CLASSES * class_before + token_class,
-            _LENGTH + _FORMS * _LENGTH_CLASSES[matched] + form,
+            _LENGTH + _FORMS * bisect(_LENGTH_BOUNDS, matched) + form,
             _GAP + gap,
             _IN_PROMPT + form + _FORMS * in_prompt,
             TOKEN_FEATURES + token,
@@ -246,11 +247,3 @@ def _weights() -> tuple[_Weights, _Weights, _Weights]:
 def _logit(rate: float) -> float:
     clipped = min(0.98, max(0.02, rate))
     return log(clipped / (1 - clipped))
-
-
-# The class of a match's length: 0 to 5 have their own, then 6–7, 8–11, 12–19, 20–31, 32+.
-_LENGTH_CLASSES = [
-    length if length < 6 else 6 + sum(length >= bound for bound in (8, 12, 20, 32))
-    for length in range(_MAX_LENGTH + 1)
-]
-_LOG = [0.0, *(log(count) for count in range(1, 129))]  # of counts of occurrences

@@ -12,7 +12,7 @@ import threading
 from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Annotated, Self
 
 import numpy as np
@@ -243,9 +243,7 @@ class LiveTimes:
             {time.rows: time for time in known[context] if time.rows <= WIDEST}
             for context in self._contexts
         ]
-        errors: dict[int, float] = {}
-        for times in reversed(measured):
-            errors |= {rows: time.uncertainty for rows, time in times.items()}
+        errors = {rows: time.uncertainty for rows, time in measured[0].items()}
         plain = errors.pop(1)
         seconds = _completed([{r: t.seconds for r, t in times.items()} for times in measured])
         # What steps share, and its covariances: logarithms of the machine's speed now, and of
@@ -462,24 +460,17 @@ _DRAFTED_STEP_CHANGE = np.diag([_MACHINE_CHANGE, _DRAFTED_CHANGE, 0.0])
 def _completed(measured: list[dict[int, float]]) -> list[dict[int, float]]:
     """Complete the times by rows, one dict for each context length, the shortest first.
 
-    Afterwards all lengths have the same rows, and no time falls as the context grows. A time that
-    was not measured at one length follows from the time at the next length, and from the
-    difference that other rows have between the two.
+    Afterwards all lengths have the rows of the shortest one, and no time falls as the context
+    grows. What a longer context adds to a time that was not measured there follows from what it
+    adds to others.
     """
-    times, last = [*measured], len(measured) - 1
-    backwards, forwards = range(last - 1, -1, -1), range(1, last + 1)
-    for own, other in [*((n, n + 1) for n in backwards), *((n, n - 1) for n in forwards)]:
-        rows = sorted(times[own].keys() & times[other].keys())
-        differences = [times[own][row] - times[other][row] for row in rows]
-        slope = np.diff([0.0, *differences])[-1] / np.diff([0, *rows])[-1]  # beyond the last
-        found = {
-            row: seconds + float(np.interp(row, rows, differences) + slope * max(0, row - rows[-1]))
-            for row, seconds in times[other].items()
-        }
-        found = {row: max(seconds, STEP_SECONDS[0]) for row, seconds in found.items()}
-        times[own] = found | times[own]
-    for shorter, longer in pairwise(times):
-        longer |= {row: max(seconds, shorter[row]) for row, seconds in longer.items()}
+    times = measured[:1]
+    for own in measured[1:]:
+        shorter = times[-1]
+        rows = sorted(own.keys() & shorter.keys())
+        added = np.interp([*shorter], rows, [own[row] - shorter[row] for row in rows])
+        grown = zip(shorter.items(), added.tolist(), strict=True)
+        times.append({r: max(own.get(r, seconds + more), seconds) for (r, seconds), more in grown})
     return times
 
 

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from operator import index
 from typing import Any, NamedTuple
 
@@ -68,8 +68,6 @@ class DraftTree:
     def chain(cls, root: int, draft: Iterable[int] = (), origin: str | None = None) -> DraftTree:
         """A tree with ``draft`` as its only branch; if that is empty, the root alone."""
         tokens = (index(root), *draft)
-        if len(tokens) == 1:
-            return _root_alone(tokens[0])
         origins = () if origin is None else (origin,) * (len(tokens) - 1)
         return cls(tokens, tuple(range(-1, len(tokens) - 1)), origins=origins)
 
@@ -211,8 +209,6 @@ class DraftTree:
 
     def _renumbered(self, nodes: Sequence[int]) -> DraftTree:
         """These nodes in this order: the root first, and parents before their children."""
-        if len(nodes) == 1:
-            return _root_alone(self.tokens[0])
         number = {-1: -1} | {node: place for place, node in enumerate(nodes)}
         return self._of(
             [self.tokens[node] for node in nodes],
@@ -220,12 +216,6 @@ class DraftTree:
             [self.p_reached[node - 1] for node in nodes[1:]] if self.p_reached else (),
             [self.origins[node - 1] for node in nodes[1:]] if self.origins else (),
         )
-
-
-@lru_cache(maxsize=1024)
-def _root_alone(token: int) -> DraftTree:
-    """The tree of a step without a draft, cached since every step needs it."""
-    return DraftTree((token,), (-1,))
 
 
 def accept(tree: DraftTree, choices: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -443,8 +433,6 @@ class TreeBuilder:
     def tree(self) -> DraftTree:
         """The tree so far; it has probabilities and origins if all nodes have them."""
         drafted = len(self.tokens) - 1
-        if not drafted:
-            return _root_alone(self.tokens[0])
         p_reached = self.p_reached if len(self.p_reached) == drafted else ()
         origins = self.origins if len(self.origins) == drafted else ()
         return DraftTree._of(self.tokens, self.parents, p_reached, origins)

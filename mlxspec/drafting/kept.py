@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Final, Literal, TypeVar, get_args
 
 import platformdirs
 from pydantic import AfterValidator, Field, TypeAdapter
@@ -22,18 +22,15 @@ from ..errors import MlxspecError
 from ..files import directory_in, replaced
 from .acceptance import TOKEN_FEATURES, Corrections
 from .costs import KnownTime
-from .measurement import COST_PER_ROW, is_whole
+from .measurement import is_whole
 
 _log = logging.getLogger(__name__)
 
 ENVIRONMENT_VARIABLE = "MLXSPEC_CACHE_DIR"
 
-_STEP_TIMES = {"format": "mlxspec step times", "version": 2}
-_EXPERIENCE = {"format": "mlxspec experience", "version": 3}
 _MAX_BYTES = 1 << 20
-_UNUSABLE = (OSError, ValueError, RecursionError)
 
-_Read = TypeVar("_Read")
+_File = TypeVar("_File")
 
 
 def cache_directory() -> Path:
@@ -41,29 +38,16 @@ def cache_directory() -> Path:
     return directory_in(ENVIRONMENT_VARIABLE) or platformdirs.user_cache_path("mlxspec")
 
 
-def _read_json(path: Path, head: Mapping[str, object]) -> dict[str, Any]:
-    """The JSON object in a file, which begins with ``head``.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError, RecursionError: it is not such a file.
-    """
-    if path.stat().st_size > _MAX_BYTES or not path.is_file():
-        raise ValueError("not a file of this kind")
-    content: Any = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(content, dict) or {**content, **head} != content:
-        raise ValueError("not written by this version of mlxspec")
-    return content
-
-
-def _usable(what: str, path: Path, read: Callable[[Path], _Read]) -> _Read | None:
+def _read(what: str, path: Path, kind: TypeAdapter[_File]) -> _File | None:
     """The content of a file; None if it is missing or, with a warning, if it cannot be used."""
     try:
-        return read(path)
+        if path.stat().st_size > _MAX_BYTES or not path.is_file():
+            raise ValueError
+        return kind.validate_json(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except _UNUSABLE as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", "it is damaged, or of another version of mlxspec")
         _log.warning("ignoring the %s in %s: %s", what, path, reason)
         return None
 
@@ -71,7 +55,7 @@ def _usable(what: str, path: Path, read: Callable[[Path], _Read]) -> _Read | Non
 _warned_of: set[Path] = set()
 
 
-def _write_json(what: str, path: Path, content: Mapping[str, object]) -> bool:
+def _write(what: str, path: Path, kind: TypeAdapter[_File], content: _File) -> bool:
     """Write a whole file that only the user can read; return whether that worked.
 
     The first failure in a cache directory is logged.
@@ -79,7 +63,7 @@ def _write_json(what: str, path: Path, content: Mapping[str, object]) -> bool:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with replaced(path) as file:
-            file.write(json.dumps(content, separators=(",", ":")).encode())
+            file.write(kind.dump_json(content))
     except (OSError, MlxspecError) as error:
         if path.parent.parent not in _warned_of:
             _warned_of.add(path.parent.parent)
@@ -93,16 +77,13 @@ def _write_json(what: str, path: Path, content: Mapping[str, object]) -> bool:
 
 Source = Literal["steps", "quick", "careful"]  # the best one last
 Identity = dict[str, str | int | float | None]
+_STEP_TIMES_VERSION: Final = 2
 
 
-def _plausible(times: tuple[KnownTime, ...]) -> tuple[KnownTime, ...]:
+def _sorted(times: tuple[KnownTime, ...]) -> tuple[KnownTime, ...]:
     rows = [known.rows for known in times]
     if rows[:1] != [1] or rows != sorted(set(rows)):
         raise ValueError("times must be sorted by their rows, from 1 on")
-    low, high = COST_PER_ROW
-    for known in times:
-        if not low <= known.seconds / times[0].seconds <= high * known.rows:
-            raise ValueError(f"an implausible time of {known.rows} rows")
     return times
 
 
@@ -124,7 +105,7 @@ class CostKey:
 
     @property
     def file_name(self) -> str:
-        text = json.dumps([_STEP_TIMES["version"], self.machine, self.model], sort_keys=True)
+        text = json.dumps([_STEP_TIMES_VERSION, self.machine, self.model], sort_keys=True)
         return f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 
 
@@ -141,7 +122,7 @@ class KnownTimes:
             :func:`mlxspec.engine.patches.split_attention`. None if that was not measured.
     """
 
-    times: Annotated[tuple[KnownTime, ...], AfterValidator(_plausible)]
+    times: Annotated[tuple[KnownTime, ...], AfterValidator(_sorted)]
     source: Source
     updated: str
     name: str = ""
@@ -166,6 +147,21 @@ TimesByContext = dict[int, KnownTimes]
 """By the length of the context."""
 
 
+@dataclass(frozen=True)
+class _StepTimes:
+    """The file of a machine and a model; all that decoding relies on is checked."""
+
+    machine: Identity
+    model: Identity
+    contexts: dict[Annotated[int, Field(ge=0, lt=1 << 60)], KnownTimes]
+    format: Literal["mlxspec step times"] = "mlxspec step times"
+    version: Literal[2] = _STEP_TIMES_VERSION
+
+
+_STEP_TIMES = TypeAdapter(_StepTimes)
+_KNOWN_TIMES = TypeAdapter(KnownTimes)
+
+
 class CostCache:
     """Keeps step times from run to run, in one file per machine and model.
 
@@ -182,58 +178,36 @@ class CostCache:
 
     def read(self, key: CostKey) -> TimesByContext:
         """The times that are kept for a key; empty without any usable ones."""
-        path = self.directory / key.file_name
-        return _usable("step times", path, lambda path: _times_of(path, key)) or {}
+        found = _read("step times", self.directory / key.file_name, _STEP_TIMES)
+        return found.contexts if found else {}
 
     def entries(self) -> list[tuple[CostKey, TimesByContext]]:
         """All usable times, of all machines and models."""
         paths = sorted(self.directory.glob("*.json"))
-        found = [_usable("step times", path, _read_times) for path in paths]
-        return [entry for entry in found if entry]
+        found = [_read("step times", path, _STEP_TIMES) for path in paths]
+        return [(CostKey(one.machine, one.model), one.contexts) for one in found if one]
 
     def update(self, key: CostKey, found: Mapping[int, KnownTimes]) -> None:
         """Replace the times of these context lengths, and leave the others as they are.
 
-        Implausible times are ignored, and times that are better known stay. A careful measurement
+        Times out of range are ignored, and times that are better known stay. A careful measurement
         is better than a quick one, unless it lacks rows that show what drafts cost; of two of a
         kind, the one with more numbers of rows is better. A change of MLX, the model or the
         machine gives another key.
         """
-        path = self.directory / key.file_name
-        kept: TimesByContext = {}
-        with suppress(*_UNUSABLE):
-            kept = _times_of(path, key)
+        kept = self.read(key)
         for context, known in found.items():
             with suppress(ValueError):
-                _KNOWN.validate_python(asdict(known))
+                _KNOWN_TIMES.validate_python(asdict(known))
                 before = kept.get(context, known)
                 if before.rank <= known.rank:
                     split = before.split if known.split is None else known.split
                     kept[context] = replace(known, name=known.name or before.name, split=split)
-        contexts = {context: asdict(known) for context, known in sorted(kept.items())}
-        _write_json("step times", path, {**_STEP_TIMES, **asdict(key), "contexts": contexts})
+        content = _StepTimes(key.machine, key.model, dict(sorted(kept.items())))
+        _write("step times", self.directory / key.file_name, _STEP_TIMES, content)
 
 
-def _times_of(path: Path, key: CostKey) -> TimesByContext:
-    """The times in the file of a key; raises as :func:`_read_json`."""
-    found, times = _read_times(path)
-    if found != key:
-        raise ValueError("for another machine or model")
-    return times
-
-
-def _read_times(path: Path) -> tuple[CostKey, TimesByContext]:
-    """The content of a file; all that decoding relies on is checked. Raises as `_read_json`."""
-    content = _read_json(path, _STEP_TIMES)
-    key = CostKey(*(_IDENTITY.validate_python(content.get(of)) for of in ("machine", "model")))
-    return key, _CONTEXTS.validate_python(content.get("contexts"))
-
-
-_IDENTITY = TypeAdapter(Identity)
-_KNOWN = TypeAdapter(KnownTimes)
-_CONTEXTS = TypeAdapter(dict[Annotated[int, Field(ge=0, lt=1 << 60)], KnownTimes])
-
-
+_EXPERIENCE_VERSION: Final = 3
 _KIND_TOKENS = 32
 _MOST_KINDS = 16
 _MOST_FILES = 64
@@ -256,9 +230,24 @@ def experience_path(model: Identity) -> Path:
         model: from :func:`mlxspec.engine.costs.model_identity`.
     """
     prior = files(__package__).joinpath("p_accept_prior.json").read_bytes()
-    identity = json.dumps([_EXPERIENCE["version"], TOKEN_FEATURES, model], sort_keys=True).encode()
+    identity = json.dumps([_EXPERIENCE_VERSION, TOKEN_FEATURES, model], sort_keys=True).encode()
     digest = hashlib.blake2b(identity + prior, digest_size=12).hexdigest()
     return experience_directory() / f"{digest}.json"
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """The file of a model's corrections."""
+
+    weights: dict[
+        Annotated[int, Field(ge=0, lt=TOKEN_FEATURES)],
+        Annotated[float, Field(strict=True, ge=-_MOST_WEIGHT, le=_MOST_WEIGHT)],
+    ]
+    format: Literal["mlxspec experience"] = "mlxspec experience"
+    version: Literal[3] = _EXPERIENCE_VERSION
+
+
+_WEIGHTS = TypeAdapter(_Weights)
 
 
 class Experience:
@@ -280,7 +269,7 @@ class Experience:
     Attributes:
         corrections: those of all requests, of the probabilities of drafts from the context.
         probe_step: where in its round of probes the next generation continues; see
-            :class:`mlxspec.drafting.policy.Policy`.
+            :class:`mlxspec.drafting.planner.Policy`.
     """
 
     def __init__(
@@ -291,9 +280,9 @@ class Experience:
         self._of_texts: defaultdict[str, Corrections] = defaultdict(Corrections)
         self._path, self._clock = path, clock
         self._next_save = clock()
-        kept = _usable("experience", path, _read_experience) if path else None
+        kept = _read("experience", path, _WEIGHTS) if path else None
         self._has_file = kept is not None
-        self.corrections = kept or Corrections()
+        self.corrections = Corrections(kept.weights if kept else {})
 
     def of_kind(self, prompt: Sequence[int]) -> list[Corrections]:
         """The corrections that a request follows, then others that learn from it."""
@@ -321,23 +310,9 @@ class Experience:
             for feature, weight in [*self.corrections.items()]  # other threads may be learning
             if feature < TOKEN_FEATURES
         }
-        content = _EXPERIENCE | {"weights": weights}
-        self._has_file = _write_json("corrections", self._path, content)
+        self._has_file = _write("corrections", self._path, _WEIGHTS, _Weights(weights))
         for path in kept_experience()[:-_MOST_FILES] if self._has_file else ():
             path.unlink(missing_ok=True)
-
-
-def _read_experience(path: Path) -> Corrections:
-    """The content of a file; raises as :func:`_read_json`."""
-    return Corrections(_WEIGHTS.validate_python(_read_json(path, _EXPERIENCE).get("weights")))
-
-
-_WEIGHTS = TypeAdapter(
-    dict[
-        Annotated[int, Field(ge=0, lt=TOKEN_FEATURES)],
-        Annotated[float, Field(strict=True, ge=-_MOST_WEIGHT, le=_MOST_WEIGHT)],
-    ]
-)
 
 
 def kept_experience() -> list[Path]:

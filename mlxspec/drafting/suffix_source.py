@@ -74,14 +74,10 @@ class SuffixSource(Drafter):
         remembers: bool = True,
     ) -> None:
         self._experience = experience or Experience()
-        self._memory, self._remembers, self._prediction = memory, remembers, prediction
+        self._memory, self._remembers = memory, remembers
+        self._store, self._prediction = store, prediction
+        self._token_classes = token_classes
         self._acceptance = AcceptanceModel(token_classes)
-        self._others: dict[str, tuple[Callable[..., Excerpts], AcceptanceModel]] = {
-            name: (texts.look_up, AcceptanceModel(token_classes, earlier=True))
-            for name, texts in ((MEMORY, memory), (STORE, store))
-            if texts is not None
-        }
-        self._of_prediction = AcceptanceModel(token_classes, earlier=True)
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a generation; a thread builds the index during the prefill."""
@@ -91,14 +87,18 @@ class SuffixSource(Drafter):
         self._prompt = prompt
         self._trees: list[SuffixTree] = []
         self._acceptance.begin(self._experience.of_kind(prompt), len(prompt))
-        for name, (_, acceptance) in self._others.items():
-            acceptance.begin([self._experience.of_texts(name)])
+        self._others: dict[str, tuple[Callable[..., Excerpts], AcceptanceModel]] = {}
+        for name, texts in ((MEMORY, self._memory), (STORE, self._store)):
+            if texts is not None:
+                acceptance = AcceptanceModel(self._token_classes, earlier=True)
+                acceptance.begin([self._experience.of_texts(name)])
+                self._others[name] = texts.look_up, acceptance
         if self._prediction:
             # It is expected to follow the prompt, whose end is looked up.
             text = SuffixIndex([*prompt[-LEADING_TOKENS:], *self._prediction])
             look_up = partial(excerpts, [text], vocab_size=sys.maxsize)
-            self._others[PREDICTION] = look_up, self._of_prediction
-            self._of_prediction.begin()
+            acceptance = AcceptanceModel(self._token_classes, earlier=True)
+            self._others[PREDICTION] = look_up, acceptance
         self.earned: Counter[str] = Counter()
 
     def search(self, limits: Limits) -> DraftTree:
@@ -116,7 +116,12 @@ class SuffixSource(Drafter):
         return united([tree.tree() for tree in self._trees], limits)
 
     def observe(self, step: VerifiedStep) -> None:
-        self._count(step)
+        self.earned["steps"] += 1
+        self.earned["tokens"] += len(step.tokens)
+        origins = step.tree.node_origins
+        for node in step.accepted:
+            own = origins[node] in (CONTEXT, *self._others)
+            self.earned[origins[node] if own else OTHERS] += 1
         for tree in self._trees:
             tree.learn(step.tokens)
         self._trees = []
@@ -127,18 +132,6 @@ class SuffixSource(Drafter):
             output = self._building.result().tokens[len(self._prompt) :]
             self._memory.add(output, self.earned, self._prompt)
         del self._building
-
-    def _count(self, step: VerifiedStep) -> None:
-        """Count the step, and its accepted drafts by the first text that contains them."""
-        self.earned["steps"] += 1
-        self.earned["tokens"] += len(step.tokens)
-        reached = [(tree, 0) for tree in self._trees]
-        for accepted in step.accepted:
-            token = step.tree.tokens[accepted]
-            below = [(tree, tree.find(node, token)) for tree, node in reached]
-            reached = [(tree, node) for tree, node in below if node]
-            name = reached[0][0].name if reached else OTHERS
-            self.earned[name] += 1
 
 
 class SuffixTree(TreeBuilder):

@@ -10,6 +10,7 @@ more than rounding (:func:`rounding_noise`).
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
@@ -30,7 +31,7 @@ from ..drafting.drafter import DraftTree
 from ..errors import OptionError
 from .caches import TREE_CACHES, TreeRows, for_steps, is_trimmable, parts
 from .joint import Joint, JointMode
-from .model_sizes import crossings, named_positions, sparse_crossing
+from .model_sizes import context_length, crossings, named_positions, sparse_crossing
 from .params import CacheOptions
 from .patches import finite, forward_at, install
 from .target import Capability, Target, target_for, together, vocabulary_size
@@ -257,29 +258,20 @@ _SAMPLES = 3  # of tokens: in half precision, rounding routes some rows to other
 def _rows_differ_somewhere(model: nn.Module) -> bool:
     """Whether rows give something else in one forward than one by one, far inside a context.
 
-    Trial steps straddle the positions that the model's configuration names, with three or four
-    small forwards each.
+    Trial steps straddle the positions within the model's context that its configuration names,
+    with three or four small forwards each.
     """
     kinds = {type(cache) for cache in parts(make_prompt_cache(model))}
     with_positions = {kind for kind in kinds if issubclass(kind, _WITH_POSITIONS)}
     if not with_positions or not all(issubclass(k, ArraysCache) for k in kinds - with_positions):
         return False  # no positions, or caches that cannot claim another position
     noise = together(rounding_noise, model)
-    positions = named_positions(model) - _learned_positions(model)
+    end = context_length(model) or math.inf
     return any(
         not any(together(rows_agree, model, middle - _ROWS // 2, noise, n) for n in range(_SAMPLES))
-        for middle in sorted(positions)
+        for middle in sorted(named_positions(model))
+        if middle < end
     )
-
-
-def _learned_positions(model: nn.Module) -> set[int]:
-    """The lengths of tables of learned positions (GPT-2's): no position lies beyond them."""
-    return {
-        module.weight.shape[0]
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding | nn.QuantizedEmbedding)
-        and any(word in name for word in ("wpe", "pos"))
-    }
 
 
 def rows_agree(model: nn.Module, start: int, noise: float, sample: int) -> bool:

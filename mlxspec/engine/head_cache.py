@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
@@ -12,9 +12,7 @@ from mlx_lm.models.cache import KVCache
 from ..models.heads import Head
 from ..models.heads.blocks import DFlash
 from .caches import cut, first_positions, for_steps, held_arrays
-
-if TYPE_CHECKING:
-    from .heads import HiddenStates
+from .hidden import HiddenStates
 
 _MOST_UNSEEN = 64  # rows of steps that a head has not seen
 _MOST_HELD = 512  # rows of their forwards

@@ -15,8 +15,7 @@ from ..drafting.costs import Costs, FixedCosts
 from ..drafting.drafter import Drafter, NoDraft, checked_drafter
 from ..drafting.kept import Experience
 from ..drafting.lookahead import LookaheadDrafter
-from ..drafting.planner import Planner
-from ..drafting.policy import trees_pay
+from ..drafting.planner import Planner, trees_pay
 from ..drafting.sources import CombinedDrafter, PromptLookupDrafter
 from ..drafting.suffix_source import SuffixSource
 from ..errors import OptionError

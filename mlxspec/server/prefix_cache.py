@@ -56,7 +56,6 @@ class _Entry:
         partition: digest of the partition's name.
         session: the session.
         nbytes: the memory of the session.
-        lent: whether the session is in use.
         branch: where other prompts continued differently; a copy is kept there for them.
         shared: whether the entry is such a copy, which is never continued itself.
         used: when it was last used: the number of that use, of all models' entries.
@@ -67,7 +66,6 @@ class _Entry:
     partition: str
     session: Session
     nbytes: int = 0
-    lent: bool = False
     branch: int = 0
     shared: bool = False
     used: int = 0
@@ -113,8 +111,8 @@ class PrefixCache:
         self._chunks_matter = chunks_matter
         self._idle: dict[_Entry, None] = {}
         """Idle entries, the least recently used first."""
-        self._lent: dict[Session, _Entry | None] = {}
-        """Lent sessions with their entries; None for a session that shares nothing."""
+        self._lent: dict[Session, _Entry] = {}
+        """The entries of lent sessions."""
 
     @property
     def nbytes(self) -> int:
@@ -150,28 +148,32 @@ class PrefixCache:
             make_room: called before anything is copied. It may evict idle entries, among which the
                 one that is lent no longer is.
         """
-        alone, tokens, name = self._shares_nothing(prompt), array("i", prompt), _digest(partition)
-        entry, length, moves = (None, 0, False) if alone else self._best(tokens, name)
+        if self._shares_nothing(prompt):
+            make_room()
+            self.misses += 1
+            return Session()
+        tokens, name = array("i", prompt), _digest(partition)
+        entry, length, moves = self._best(tokens, name)
         if entry and moves:
             del self._idle[entry]
-        elif entry and not entry.lent:
+        elif entry in self._idle:
             self._touch(entry)
         make_room()
-        if entry and (moves or entry.lent or entry in self._idle):
+        if entry and (moves or entry in (*self._idle, *self._lent.values())):
             session = entry.session if moves else entry.session.fork(length, room=len(tokens))
             self.hits += 1
             self.forks += not moves
         else:
             session, length = Session(), 0
             self.misses += 1
-        lent = _Entry(tokens, len(tokens), name, session, lent=True)
-        if not (alone or self._cuttable):
+        lent = _Entry(tokens, len(tokens), name, session)
+        if not self._cuttable:
             # No state was kept where the prompt departs from others. Keep one for later prompts.
             longest = max((common for common, _ in self._matches(tokens, name)), default=0)
             common = min(longest, len(tokens) - 1)
             if common - length >= _WORTH_WAITING:
                 session.mark_at = lent.branch = common
-        self._lent[session] = None if alone else lent
+        self._lent[session] = lent
         return session
 
     def should_wait(self, prompt: Sequence[int], partition: str = "") -> bool:
@@ -183,7 +185,7 @@ class PrefixCache:
         if self._shares_nothing(prompt):
             return False
         tokens, name = array("i", prompt), _digest(partition)
-        lent = [entry for entry in self._lent.values() if entry and entry.partition == name]
+        lent = (entry for entry in self._lent.values() if entry.partition == name)
         coming = max((self._coming(entry, tokens) for entry in lent), default=0)
         if coming < _WORTH_WAITING:
             return False
@@ -200,33 +202,30 @@ class PrefixCache:
 
     def give_back(self, session: Session) -> None:
         """Take back a session and keep its contents, however its generation has ended."""
-        lent = self._lent.pop(session)
-        if lent is None:
+        entry = self._lent.pop(session, None)
+        if entry is None:  # it shares nothing
             return
-        tokens = array("i", session.tokens)
-        entry = _Entry(tokens, min(lent.n_prompt, len(tokens)), lent.partition, session)
+        tokens = entry.tokens = array("i", session.tokens)
         entry.nbytes = session.nbytes
-        if not tokens or entry.nbytes > self.max_bytes:
+        if not tokens or entry.nbytes > self.max_bytes or not self._alike(entry, len(tokens)):
             return
-        if not self._alike(lent, len(tokens)):
-            return
+        entry.n_prompt = min(entry.n_prompt, len(tokens))
         for common, other in self._matches(tokens, entry.partition):
-            is_prefix = common == len(other.tokens) and not (other.lent or other.shared)
+            is_prefix = common == len(other.tokens) and other in self._idle and not other.shared
             if is_prefix and session.reach(common) == common:
                 del self._idle[other]
         self._touch(entry)
-        if lent.branch and session.reach(lent.branch) == lent.branch:
-            self._keep_branch(entry, lent.branch)
+        if entry.branch and session.reach(entry.branch) == entry.branch:
+            self._keep_branch(entry)
         self.make_room(self.nbytes - self.max_bytes)
 
-    def _keep_branch(self, entry: _Entry, length: int) -> None:
+    def _keep_branch(self, entry: _Entry) -> None:
         """Keep a copy of a prefix that prompts share: later states cannot be cut back to it."""
+        length, name = entry.branch, entry.partition
         tokens = entry.tokens[:length]
-        known = self._matches(tokens, entry.partition)
-        if not any(other.shared and other.tokens == tokens for _, other in known):
+        if not any(one.shared and one.tokens == tokens for _, one in self._matches(tokens, name)):
             session = entry.session.fork(length)
-            kept = _Entry(tokens, length, entry.partition, session, session.nbytes, shared=True)
-            self._touch(kept)
+            self._touch(_Entry(tokens, length, name, session, session.nbytes, shared=True))
 
     def make_room(self, nbytes: int) -> int:
         """Evict idle entries, the least recently used first.
@@ -246,10 +245,9 @@ class PrefixCache:
 
     def _matches(self, tokens: array[int], partition: str) -> list[tuple[int, _Entry]]:
         """A partition's entries with the lengths of their common prefix, longest first."""
-        entries = [*self._idle, *(entry for entry in self._lent.values() if entry)]
         found = [
             (common_length(entry.tokens, tokens), entry)
-            for entry in entries
+            for entry in (*self._idle, *self._lent.values())
             if entry.partition == partition
         ]
         return sorted(found, key=lambda match: -match[0])
@@ -293,7 +291,7 @@ class PrefixCache:
         Only an answer that the client changed or left out may be lost, with the tokens that open
         it, and only if it is no longer than the rest.
         """
-        if entry.lent or entry.shared:
+        if entry.shared or entry not in self._idle:
             return False
         in_prompt, rest = entry.n_prompt - common, len(entry.tokens) - common
         return in_prompt <= min(_OPENING, common // 2) and rest <= max(common, _OPENING)
@@ -351,8 +349,8 @@ class PrefixCache:
     def load(self, directory: Path, most: int | None = None) -> None:
         """Make entries of files that :meth:`save` has written, those that were used last.
 
-        Files that are damaged, belong to another model, or are writable by other users are
-        reported and skipped.
+        Files that are damaged or belong to another model are reported and skipped, and so is a
+        directory that other users may write to.
 
         Args:
             directory: where the files are.
@@ -381,8 +379,6 @@ class PrefixCache:
     def _read(self, path: Path) -> _Entry | None:
         """The entry of a file; None if it cannot be used."""
         try:
-            if not self._trusts(path):
-                return None
             metadata = read_prompt_cache_metadata(path)
             if metadata["model"] != self._fingerprint:
                 self._warn(f"{path}: ignored, since it is for another model, version or option")

@@ -95,8 +95,9 @@ class CacheMemory:
             return self._waiting + _taken(self._plain, tokens)
         # A whole chunk of the prompt is cached before the cache is quantised.
         start = self.options.quantized_kv_start + self.options.prefill_step_size
-        plain = _taken(self._plain, min(tokens, start))
-        return self._waiting + plain + _taken(self._quantized, tokens)
+        first = min(tokens, start)
+        at_first = _taken(self._plain, first) + _taken(self._quantized, first)
+        return self._waiting + max(at_first, _taken(self._quantized, tokens))
 
     @cached_property
     def weights(self) -> int:
@@ -198,11 +199,6 @@ class ServedModel:
         """The tokens that XTC never drops: line breaks and end tokens."""
         tokenizer = self.decoder.tokenizer
         return [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
-
-    @property
-    def predicts(self) -> bool:
-        """Whether it drafts from clients' predictions."""
-        return isinstance(self.decoder.drafting, Auto)
 
     def make_drafter(self, prediction: Sequence[int], partition: str) -> Drafter:
         """The drafter of one generation; called only in the worker's thread.

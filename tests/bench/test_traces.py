@@ -91,14 +91,14 @@ def test_lines_end_at_newlines_alone_and_a_bom_is_passed_over(tmp_path: Path) ->
 def test_half_a_surrogate_pair_is_replaced(tmp_path: Path) -> None:
     message = {"role": "assistant", "content": "a\ud800b \U0001f600"}
     (trace,) = read_traces(written(tmp_path / "t.jsonl", {"messages": [message]}))
-    assert trace.messages[0]["content"] == "a?b \U0001f600"
+    assert trace.messages[0]["content"] == "a\ufffdb \U0001f600"
 
 
 def test_a_file_without_outputs_or_without_text_is_refused(tmp_path: Path) -> None:
     questions = written(tmp_path / "q.jsonl", {"messages": [{"role": "user", "content": "a"}]})
     with pytest.raises(PromptError, match="no assistant message"):
         read_completions([questions], LETTERS, limit=2)
-    with pytest.raises(PromptError, match=r"cannot be read \(No such file or directory\)"):
+    with pytest.raises(FileNotFoundError):
         read_traces(tmp_path / "missing.jsonl")
     (tmp_path / "b.jsonl").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(PromptError, match="is not UTF-8 text"):

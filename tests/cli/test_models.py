@@ -63,10 +63,10 @@ def test_what_is_told_of_a_model(cache: dict[str, Path], endless: Path, tmp_path
     assert "GGUF" in other["reason"]
 
     shown = run("models").stdout
-    table, _, others = shown.partition("Cannot be run")
+    table, _, others = shown.partition("the default model is")
     assert "owner/model" in table
     assert "GGUF" not in table
-    assert "owner/other-GGUF, 1 byte: no config.json; use a model for MLX" in others
+    assert "owner/other-GGUF, 1 byte, cannot be run: no config.json; use a model for MLX" in others
     assert "mlxspec chat" not in shown
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from rich.filesize import decimal
 
 import mlxspec
-from mlxspec.cli.common.output import size_in_words
 from mlxspec.cli.main import main
 from mlxspec.corpus.store import open_store
 from mlxspec.models.tokenizer import load_tokenizer_of
@@ -72,7 +72,7 @@ def test_a_store_is_described(tmp_path: Path, texts: Path):
     assert result.stdout.splitlines() == [
         f"tokenizer  {store.identity}",
         f"holds      {store.n_tokens} tokens in 2 texts",
-        f"size       {size_in_words(output.stat().st_size)}",
+        f"size       {decimal(output.stat().st_size)}",
     ]
 
 

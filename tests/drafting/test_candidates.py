@@ -12,7 +12,7 @@ from mlxspec.corpus.suffix_index import SuffixIndex
 from mlxspec.drafting.acceptance import AcceptanceModel
 from mlxspec.drafting.costs import CostCurve
 from mlxspec.drafting.drafter import DraftTree, Limits, TreeBuilder, merge
-from mlxspec.drafting.policy import best_draft, expected_tokens
+from mlxspec.drafting.planner import best_draft, expected_tokens
 from mlxspec.drafting.suffix_source import SuffixTree
 
 Path = tuple[int, ...]

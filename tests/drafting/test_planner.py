@@ -17,8 +17,7 @@ from mlxspec.drafting.acceptance import AcceptanceModel, Corrections
 from mlxspec.drafting.chips import known_chip
 from mlxspec.drafting.costs import CostCurve, FixedCosts, KnownTime, LiveCosts
 from mlxspec.drafting.drafter import DraftTree, Limits, VerifiedStep, united
-from mlxspec.drafting.planner import Planner
-from mlxspec.drafting.policy import allowed_shortfall
+from mlxspec.drafting.planner import Planner, allowed_shortfall
 from mlxspec.drafting.suffix_source import SuffixSource, SuffixTree
 from tests.support.planners import suffix_planner
 

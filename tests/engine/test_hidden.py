@@ -11,7 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlxspec.drafting.drafter import DraftTree
 from mlxspec.engine.capability import Capability, joint_mode
-from mlxspec.engine.heads import HiddenStates
+from mlxspec.engine.hidden import HiddenStates
 from mlxspec.engine.joint import Joint
 from mlxspec.engine.patches import finite
 from tests.support.architectures import ARCHITECTURES

@@ -11,8 +11,7 @@ import pytest
 
 import mlxspec
 from mlxspec.drafting.drafter import Drafter, DraftTree, VerifiedStep
-from mlxspec.drafting.planner import Planner, _Step
-from mlxspec.drafting.policy import Policy
+from mlxspec.drafting.planner import Planner, Policy, _Step
 from mlxspec.drafting.suffix_source import SuffixSource
 from mlxspec.engine import step
 from mlxspec.generation.engine import Engine

@@ -114,7 +114,7 @@ def test_a_call_of_a_tool_is_a_message_without_content() -> None:
         ([{"role": "pirate", "content": "Ahoy"}], "the chat template failed .*: pass"),
         ([{}], "message 1 must have a role"),
         ([5, HELLO], "the prompt must be a text, token ids or messages"),
-        (HELLO, "the prompt is a single message: pass a list"),
+        (HELLO, "the prompt must be a text, token ids or messages .*, or a list of messages"),
         ([], "the prompt has no tokens: .* or a message"),
     ],
     ids=str,
