@@ -112,12 +112,9 @@ def _quantization(
 
 
 def _check_target(target: Path, force: bool, source: Path) -> None:
-    kept = (Path.cwd(), source.resolve())
-    if (
-        target.is_symlink()
-        or target.is_file()
-        or any(path.is_relative_to(target.resolve()) for path in kept)
-    ):
+    needed = (Path.cwd(), source.resolve())
+    holds_one = any(path.is_relative_to(target.resolve()) for path in needed)
+    if target.is_symlink() or target.is_file() or holds_one:
         raise FileError(
             f"{target}: is a link or a file, or has the checkpoint or the working directory in it; "
             "name another --mlx-path"
