@@ -69,7 +69,8 @@ def chat_prompt(
     if _is_reasoning(request, tokenizer, text):
         initial = "reasoning"
     # In a continued text the model itself has written the spaces.
-    trims_space = not request.continued and _puts_space(tokenizer)
+    puts_space = bool(getattr(detokenizer_of(tokenizer), "prefix_space", False))
+    trims_space = puts_space and not request.continued
     if request.demands_call:
         known = request.forced_tool is None or parser_name(tokenizer) in _FORMATS
         if tokenizer.response_initial_state or not known:
@@ -89,11 +90,6 @@ def chat_prompt(
         trims_space=trims_space,
     )
     return Prompt(text_ids(text, request.param, tokenizer, longest), format=format)
-
-
-def _puts_space(tokenizer: TokenizerWrapper) -> bool:
-    """Whether the tokenizer puts a space before a text."""
-    return bool(getattr(detokenizer_of(tokenizer), "prefix_space", False))
 
 
 def why_no_tools(tokenizer: TokenizerWrapper) -> str | None:

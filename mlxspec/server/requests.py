@@ -162,13 +162,10 @@ def _with_arguments(messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, An
     return messages
 
 
-_Part = Literal["text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal"]
-
-
 class TextPart(Body):
     """A part of a message's content. Only text is supported."""
 
-    type: _Part
+    type: Literal["text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal"]
     text: str = Field(validation_alias=AliasChoices("text", "refusal"))
 
 
