@@ -82,7 +82,8 @@ def replaced(path: Path, mode: int = PRIVATE) -> Iterator[BinaryIO]:
     with _one_line(path), _locked(path.parent):
         partial.unlink(missing_ok=True)
         try:
-            with open(partial, "x+b", opener=lambda *args: os.open(*args, mode)) as file:
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+            with os.fdopen(os.open(partial, flags, mode), "r+b") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())

@@ -18,7 +18,7 @@ from mlx_lm.models import cache
 import mlxspec
 from mlxspec import files, save_prompt_cache
 from mlxspec.cli.common.output import ReportOptions
-from mlxspec.corpus.store import add_to_store, build_store, open_store
+from mlxspec.corpus.store import Store, add_to_store, build_store
 from mlxspec.corpus.suffix_index import SEPARATOR
 from mlxspec.errors import FileError
 from mlxspec.files import replaced
@@ -84,13 +84,13 @@ def test_a_limit_on_file_size_is_one_line_and_leaves_the_old_store(tmp_path: Pat
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
     assert names(tmp_path) == {"s"}
-    assert open_store(path, FIRST).index.tokens.tolist() == [1, 2, 3, -1]
+    assert Store(path, FIRST).index.tokens.tolist() == [1, 2, 3, -1]
 
 
 def test_readers_keep_what_they_opened(tmp_path: Path):
     path = tmp_path / "s"
     build_store(path, [[1, 2, 3]], FIRST)
-    store = open_store(path)
+    store = Store(path)
     build_store(path, [[1, 2, 4]], FIRST, force=True)
     path.unlink()
     assert store.look_up([1, 2])[0] == [3, SEPARATOR]
@@ -140,7 +140,7 @@ def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path):
     for _ in range(2):
         subprocess.run([sys.executable, "-c", killing, str(path)], cwd=root)
     assert names(tmp_path) == {"s", ".s.partial"}
-    assert open_store(path, FIRST).index.tokens.tolist() == [1, 2, 3, -1]
+    assert Store(path, FIRST).index.tokens.tolist() == [1, 2, 3, -1]
     extend(path)
     assert names(tmp_path) == {"s"}
 

@@ -89,9 +89,9 @@ def add_command(file: str, paths: tuple[str, ...], model: str, max_tokens: int |
 @_file
 def info_command(file: str) -> None:
     """Verify the store in FILE and show what it holds."""
-    from ..corpus.store import open_store
+    from ..corpus.store import Store
 
-    store = open_store(file).verify()
+    store = Store(file).verify()
     size = size_in_words(store.nbytes)
     print_rows(("tokenizer", store.identity), ("holds", _in_texts(store)), ("size", size))
 

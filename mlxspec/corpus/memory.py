@@ -312,8 +312,9 @@ class _MemoryWorker:
     def _index_new(self) -> None:
         """Index the new rows among the newest answers, or sort them, if they are too many."""
         added = array("i")
-        for self._last, tokens, _ in self._answers.read(self._last):
-            added.extend(self._prompts.get(self._last, ()))
+        for row, tokens, _ in self._answers.read(self._last):
+            self._last = row
+            added.extend(self._prompts.get(row, ()))
             added.frombytes(tokens.tobytes())
             added.append(SEPARATOR)
             self._live_texts.append(tokens.tobytes())

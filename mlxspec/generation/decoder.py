@@ -18,7 +18,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..corpus.answers import identify
 from ..corpus.memory import MAX_TOKENS, Memory
-from ..corpus.store import open_store
+from ..corpus.store import Store
 from ..drafting.drafter import Drafter
 from ..drafting.kept import Experience
 from ..engine.model_sizes import context_length
@@ -341,7 +341,7 @@ class AutoDecoder(Decoder):
         self.drafting = replace(
             self.drafting,
             memory=memory,
-            store=None if store is None else open_store(store, self.tokenizer),
+            store=None if store is None else Store(store, self.tokenizer),
             extra=None if extra_drafter is None else drafter_maker(extra_drafter),
         )
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 import mlxspec
 from mlxspec.cli.common.output import size_in_words
 from mlxspec.cli.main import main
-from mlxspec.corpus.store import open_store
+from mlxspec.corpus.store import Store
 from mlxspec.models.tokenizer import load_tokenizer_of
 
 ROOT = Path(mlxspec.__file__).parents[1]
@@ -39,7 +39,7 @@ def test_a_store_is_built_of_a_directory(tmp_path: Path, texts: Path):
     result = run("build", texts, "--model", "demo", "-o", output)
     assert result.exit_code == 0, result.stderr
     tokenizer = load_tokenizer_of("demo")
-    store = open_store(output, tokenizer)
+    store = Store(output, tokenizer)
     expected = [
         tokenizer.encode(text, add_special_tokens=False)
         for text in ("hello there", "The quick brown fox jumps over the lazy dog.")
@@ -66,12 +66,12 @@ def test_replacing_a_store_says_nothing_but_what_was_written(tmp_path: Path, tex
 def test_a_store_is_added_to_and_described(tmp_path: Path, texts: Path):
     output = tmp_path / "out.store"
     run("build", texts / "one.txt", "--model", "demo", "-o", output)
-    before = open_store(output)
+    before = Store(output)
     (tmp_path / "two.txt").write_text("Another text with other words.")
     added = run("add", output, tmp_path / "two.txt", "--model", "demo")
     assert added.exit_code == 0
     result = run("info", output)
-    after = open_store(output)
+    after = Store(output)
     assert after.n_tokens > before.n_tokens
     assert result.exit_code == 0
     assert result.stdout.splitlines() == [
@@ -98,7 +98,7 @@ def test_a_full_store_says_so(tmp_path: Path, texts: Path):
     result = run("build", texts, "--model", "demo", "-o", output, "--max-tokens", 5)
     assert result.exit_code == 0
     assert "Note: the store has reached --max-tokens 5;" in result.stderr
-    assert open_store(output).n_tokens == 5
+    assert Store(output).n_tokens == 5
 
 
 @pytest.mark.parametrize(

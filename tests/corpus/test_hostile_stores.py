@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxspec.corpus.answers import identify
-from mlxspec.corpus.store import build_store, open_store, write_store
+from mlxspec.corpus.store import Store, build_store, write_store
 from mlxspec.corpus.suffix_array import SuffixArray
 from mlxspec.errors import FileError
 from mlxspec.files import replaced
@@ -35,7 +35,7 @@ def whole(path: Path) -> bytes:
 
 def drafts_tokens_or_is_refused(path: Path) -> None:
     def read() -> list[int]:
-        store = open_store(path, FIRST)
+        store = Store(path, FIRST)
         tokens, occurrences = store.look_up([1, 2, 3])
         assert all(-1 in tokens[position:] for _, position in occurrences)
         return [token for token in tokens if token != -1]
