@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import stat
 import zlib
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,6 +22,7 @@ TOKEN_BITS = 21
 """Token ids are below 2**TOKEN_BITS - 1, so that three of them fit into one sort key."""
 TOKEN_BYTES = 4
 
+_SHORT = 8  # tokens, whose comparison is fast, and which leave few places to compare further
 _CHUNK = 1 << 16  # places merged at a time
 _HEADER = 1 << 12  # bytes of a file before its arrays
 _SEPARATOR_BYTES = np.int32(SEPARATOR).tobytes()
@@ -118,8 +120,12 @@ class SuffixArray:
         recent = list(tail[-MAX_LENGTH:])[::-1]
         if SEPARATOR in recent:
             del recent[recent.index(SEPARATOR) :]
-        high = bisect_left(self._order, recent, key=self._before)
-        low = high - 1
+        first, last = 0, len(self._order)
+        for depth in (_SHORT, MAX_LENGTH):
+            key, wanted = partial(self._before, depth), recent[:depth]
+            first = bisect_left(self._order, wanted, first, last, key=key)
+            last = bisect_right(self._order, wanted, first, last, key=key)
+        low, high = first - 1, first
         below, above = self._length(low, recent), self._length(high, recent)
         found: list[tuple[int, int]] = []
         while len(found) < limit and (below or above):
@@ -133,9 +139,9 @@ class SuffixArray:
                 above = self._length(high, recent)
         return sorted(found, reverse=True)
 
-    def _before(self, place: int) -> list[int]:
-        """The tokens before a place, read backwards."""
-        return self._tokens[max(place - MAX_LENGTH, 0) : place].tolist()[::-1]
+    def _before(self, depth: int, place: int) -> list[int]:
+        """The ``depth`` tokens before a place, read backwards."""
+        return self._tokens[max(place - depth, 0) : place].tolist()[::-1]
 
     def _length(self, slot: int, recent: list[int]) -> int:
         """How many of the tokens before a slot's place match."""

@@ -74,22 +74,21 @@ def split(model: nn.Module, group: mx.distributed.Group, name: str) -> None:
             "run it without mlx.launch"
         )
     model.split_over = group
-    kinds = {type(cache) for cache in make_prompt_cache(model)}
-    whole = _numbers(model)
+    kinds, whole = _kinds(model), _numbers(model)
     try:
         if model.is_pipeline:
             model.model.pipeline(group)
             # Rank 0 finds out by its own caches what all can do.
-            if {type(cache) for cache in make_prompt_cache(model)} != kinds:
+            if _kinds(model) != kinds:
                 raise ValueError("a part has not all kinds of layers")
         else:
             model.shard(group)
-            for key, part in _numbers(model).items():
-                before = whole.get(key, part)
+            for place, part in _numbers(model).items():
+                before = whole.get(place, part)
                 repeated = part == 1 and size % before == 0  # heads are copied if too few
                 # With a remainder the model would run, but compute something else.
                 if part not in (before, before / size) and not repeated:
-                    raise ValueError(f"{' '.join(key)}: {before} divided by {size}")
+                    raise ValueError(f"{place}: {before} divided by {size}")
         vocabulary_size(model)  # builds a forward, which fails if other shapes do not divide
     except (AssertionError, ValueError, RuntimeError, ZeroDivisionError) as error:
         what = "layers" if model.is_pipeline else "key-value heads"
@@ -99,14 +98,15 @@ def split(model: nn.Module, group: mx.distributed.Group, name: str) -> None:
         ) from error
 
 
-def _numbers(model: nn.Module) -> dict[tuple[str, str], int]:
-    """The integers of all modules, such as heads and dimensions, by module and name."""
-    return {
-        (path, name): value
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if type(value) is int
-    }
+def _kinds(model: nn.Module) -> set[type]:
+    return {type(cache) for cache in make_prompt_cache(model)}
+
+
+def _numbers(model: nn.Module) -> dict[str, int]:
+    """The integers of all modules, such as heads and dimensions, by their paths."""
+    modules = model.named_modules()
+    numbers = {f"{path}.{name}": n for path, one in modules for name, n in vars(one).items()}
+    return {name: number for name, number in numbers.items() if type(number) is int}
 
 
 def share(trees: Sequence[DraftTree], tokens: Sequence[mx.array] = ()) -> list[mx.array]:
@@ -232,10 +232,11 @@ class Leader:
         _log.error("rank 0 has failed", exc_info=error)
         self.channel.end(_error_line(0, error))
 
-    def dispatch(self, logits: mx.array) -> None:
+    def dispatched(self, logits: mx.array) -> mx.array:
         """Compute logits without waiting: the other ranks wait for values of the same forward."""
         mx.async_eval(logits)
         self._dispatched = logits
+        return logits
 
     @contextmanager
     def repeating(
@@ -331,9 +332,7 @@ class LeadingTarget(Target):
             return super().forward(tokens, tree)
         with leader.repeating(_forward, self, [self], [tree]):
             (shared,) = share([tree], [tokens])
-            logits = super().forward(shared, tree)
-            leader.dispatch(logits)
-        return logits
+            return leader.dispatched(super().forward(shared, tree))
 
     def fork(self, length: int, room: int) -> Target:
         forked = super().fork(length, room)
@@ -355,8 +354,7 @@ class LeadingJoint(Joint):
         with leader.repeating(_forward, self, targets, trees):
             shared = [*zip(targets, share(trees, tokens), trees, strict=True)]
             logits, spans = super().forward(shared)
-            leader.dispatch(logits)
-        return logits, spans
+            return leader.dispatched(logits), spans
 
 
 # --- the followers ---
@@ -465,7 +463,7 @@ class Follower:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads a message, which may name ranges and what is in mlxspec, and nothing else."""
+    """Reads what stands for numbers in a message."""
 
     def __init__(self, file: IO[bytes], known: Mapping[int, Any]) -> None:
         super().__init__(file)
@@ -473,12 +471,3 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, number: int) -> Any:
         return self._known.get(number)
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "range"):
-            return range
-        if module.startswith("mlxspec."):
-            found = super().find_class(module, name)
-            if found.__module__.startswith("mlxspec."):  # not what a file of ours has imported
-                return found
-        raise pickle.UnpicklingError(f"{module}.{name} is not mlxspec's")
