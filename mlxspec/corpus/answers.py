@@ -20,12 +20,10 @@ import platformdirs
 from ..errors import FileError, OptionError
 from ..files import PRIVATE, directory_in, replaced
 from ..jsonl import load_json
-from .suffix_array import TOKEN_BITS
 
 # --- tokenizers ---
 
 _HUB_SNAPSHOT = re.compile(r"models--([^/\\]+?)--([^/\\]+)[/\\]snapshots[/\\]")
-_MAX_VOCABULARY = (1 << TOKEN_BITS) - 1
 
 
 @dataclass(frozen=True)
@@ -58,28 +56,19 @@ def identify(tokenizer: Any) -> TokenizerIdentity:
 
     Args:
         tokenizer: one of mlx-lm, transformers or tokenizers, or any with ``get_vocab``.
-
-    Raises:
-        FileError: the tokenizer has no tokens, or ids that no store can hold.
     """
     vocabulary = sorted((index, token) for token, index in tokenizer.get_vocab().items())
-    name = _short_name(getattr(tokenizer, "name_or_path", None) or "unnamed")
-    if not vocabulary or not 0 <= vocabulary[0][0] <= vocabulary[-1][0] < _MAX_VOCABULARY:
-        raise FileError(
-            f"the tokenizer {name} has ids that no store can hold: use one with ids from 0 to "
-            f"{_MAX_VOCABULARY - 1:,}"
-        )
+    name = _short_name(getattr(tokenizer, "name_or_path", None) or "") or "unnamed"
     fingerprint = hashlib.sha256(json.dumps(vocabulary).encode()).digest()
-    return TokenizerIdentity(name, vocabulary[-1][0] + 1, fingerprint)
+    vocab_size = vocabulary[-1][0] + 1 if vocabulary else 0
+    return TokenizerIdentity(name, vocab_size, fingerprint)
 
 
 def _short_name(path: str) -> str:
-    """``owner/name`` for a copy from the Hub, the last part of the path for other directories."""
+    """``owner/name`` for a copy from the Hub, the last part of other absolute paths."""
     if snapshot := _HUB_SNAPSHOT.search(path):
         return f"{snapshot[1]}/{snapshot[2]}"
-    if os.path.isabs(path) or os.path.isdir(path):
-        return os.path.basename(os.path.abspath(path)) or "unnamed"
-    return path
+    return os.path.basename(path) if os.path.isabs(path) else path
 
 
 # --- the database ---

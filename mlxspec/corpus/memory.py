@@ -38,7 +38,7 @@ from .answers import (
     identify,
 )
 from .suffix_array import (
-    TOKEN_BITS,
+    MAX_VOCABULARY,
     SuffixArray,
     encode_texts,
     merged_order,
@@ -62,7 +62,7 @@ _PIECE = 1 << 18  # tokens copied at a time
 _INDEXED_TOKENS = 256  # indexed at a time; in between, other threads can run
 _EXIT_SECONDS = 5.0  # to wait for the thread when the process ends
 
-_IN_MEMORY = TokenizerIdentity("any", (1 << TOKEN_BITS) - 1, b"")
+_IN_MEMORY = TokenizerIdentity("any", MAX_VOCABULARY, b"")
 
 
 class Memory:

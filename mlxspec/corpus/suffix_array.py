@@ -18,8 +18,8 @@ import numpy as np
 from ..jsonl import load_json
 from .suffix_index import MAX_LENGTH, SEPARATOR
 
-TOKEN_BITS = 21
-"""Token ids are below 2**TOKEN_BITS - 1, so that three of them fit into one sort key."""
+MAX_VOCABULARY = (1 << 31) - 1
+"""All token ids are below it."""
 TOKEN_BYTES = 4
 
 _SHORT = 8  # tokens, whose comparison is fast, and which leave few places to compare further
@@ -229,17 +229,19 @@ def sorted_places(tokens: np.ndarray) -> np.ndarray:
     1999).
 
     Args:
-        tokens: (n,) of int32, ids below 2**TOKEN_BITS - 1, and SEPARATOR between texts.
+        tokens: (n,) of int32, ids below MAX_VOCABULARY, and SEPARATOR between texts.
 
     Returns:
         (places,) of int32: the position of the token after each place.
     """
     n = len(tokens)
-    order, starts = _sorted_by_three(tokens)  # slot s holds the place order[s]
-    # A place's rank is the first slot of all places equal to it.
-    rank = np.empty(n + 1, np.int32)
+    # The token before each place 0 … n; 0 stands for a separator, or the beginning of the text.
+    rank = np.concatenate([np.zeros(1, np.int32), tokens + np.int32(1)])
+    order = np.argsort(rank, kind="stable").astype(np.int32)  # slot s holds the place order[s]
+    starts = _starts(rank[order])
+    # From here on, a place's rank is the first slot of all places equal to it.
     rank[order] = np.maximum.accumulate(np.where(starts, np.arange(n + 1, dtype=np.int32), 0))
-    depth = 3
+    depth = 1
     while depth < MAX_LENGTH:
         shared = ~starts
         shared[:-1] |= shared[1:]
@@ -256,18 +258,6 @@ def sorted_places(tokens: np.ndarray) -> np.ndarray:
     inner = np.zeros(n + 1, bool)
     inner[1:n] = (tokens[:-1] >= 0) & (tokens[1:] >= 0)
     return order[inner[order]]
-
-
-def _sorted_by_three(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sort all places 0 … n by the three tokens before them, and mark the first of equal ones."""
-    # 0, before every token, stands for a separator and for positions before the text.
-    values = np.zeros(len(tokens) + 3, np.int64)
-    values[3:] = tokens.astype(np.int64) + 1
-    keys = values[2:] << 2 * TOKEN_BITS
-    keys |= values[1:-1] << TOKEN_BITS
-    keys |= values[:-2]
-    order = np.argsort(keys, kind="stable")
-    return order.astype(np.int32), _starts(keys[order])
 
 
 def _starts(keys: np.ndarray) -> np.ndarray:
