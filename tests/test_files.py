@@ -18,10 +18,11 @@ from mlx_lm.models import cache
 import mlxspec
 from mlxspec import files, save_prompt_cache
 from mlxspec.cli.common.output import ReportOptions
-from mlxspec.corpus.store import Store, add_to_store, build_store
+from mlxspec.corpus.store import Store
 from mlxspec.corpus.suffix_index import SEPARATOR
 from mlxspec.errors import FileError
 from mlxspec.files import replaced
+from tests.support.stores import add_to_store, build_store
 from tests.support.tokenizers import FIRST
 
 
@@ -131,7 +132,7 @@ def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path):
     path = tmp_path / "s"
     build_store(path, [[1, 2, 3]], FIRST)
     killing = (
-        "import os, sys; from mlxspec.corpus.store import add_to_store\n"
+        "import os, sys; from tests.support.stores import add_to_store\n"
         "from tests.support.tokenizers import FIRST\n"
         "os.fsync = lambda _: os.kill(os.getpid(), 9)\n"
         "add_to_store(sys.argv[1], [[4, 5]], FIRST)"

@@ -68,9 +68,9 @@ def build_command(
     paths: tuple[str, ...], model: str, output: str, max_tokens: int | None, force: bool
 ) -> None:
     """Make a store from files and directories: text, code, chat logs."""
-    from ..corpus.store import build_store
+    from ..corpus.store import write_store
 
-    _write(output, paths, model, max_tokens, partial(build_store, output, force=force))
+    _write(output, paths, model, max_tokens, partial(write_store, output, force=force))
 
 
 @store_command.command("add")
@@ -80,9 +80,9 @@ def build_command(
 @_max_tokens_option
 def add_command(file: str, paths: tuple[str, ...], model: str, max_tokens: int | None) -> None:
     """Add files and directories to the store in FILE."""
-    from ..corpus.store import add_to_store
+    from ..corpus.store import write_store
 
-    _write(file, paths, model, max_tokens, partial(add_to_store, file))
+    _write(file, paths, model, max_tokens, partial(write_store, file, adds=True))
 
 
 @store_command.command("info")
@@ -123,8 +123,7 @@ def _write(
             store = write(sequences=sequences, tokenizer=tokenizer, max_tokens=limit)
     finally:  # even after an error: skipped texts may be its cause
         for number, thing, reason in (
-            (counts["binary"], "file", "not UTF-8 text"),
-            (counts["unreadable"], "file", "cannot be read"),
+            (counts["skipped"], "file", "cannot be read as UTF-8 text"),
             (counts["bad_lines"], "chat log line", "not a chat record"),
         ):
             if number:

@@ -161,13 +161,10 @@ class Memory:
                 drafted after prompts with the same last eight tokens. These are not kept.
 
         Raises:
-            OptionError: ``output`` or ``prompt`` has an item that is not a token id.
+            TypeError: ``output`` or ``prompt`` has an item that is not a token id.
         """
-        try:
-            tokens = [index(token) for token in output]
-            leading = [index(token) for token in prompt[-LEADING_TOKENS:]]
-        except TypeError as error:
-            raise OptionError(f"an answer must be token ids ({error}): pass integers") from error
+        tokens = [index(token) for token in output]
+        leading = [index(token) for token in prompt[-LEADING_TOKENS:]]
         if self._thread.is_alive():  # otherwise nobody would take it
             take = partial(self._worker.take, tokens, dict(earned or {}), leading)
             self._worker.requests.put(take)

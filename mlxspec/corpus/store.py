@@ -6,11 +6,11 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
-from ..errors import FileError, OptionError, printable
+from ..errors import FileError, printable
 from ..files import check_writable, replaced
 from ..jsonl import conversation_of, json_lines
 from .answers import TokenizerIdentity, identify
@@ -60,7 +60,7 @@ def read_texts(
 
     Args:
         files: the files.
-        counts: counts the "files" with text, the skipped "binary" and "unreadable" ones, and
+        counts: counts the "files" with text, the "skipped" ones that cannot be read as text, and
             "bad_lines" of chat logs.
         on_file: called after each file.
     """
@@ -69,10 +69,8 @@ def read_texts(
             for number, text in enumerate(_texts_in(file, counts)):
                 counts["files"] += number == 0
                 yield text
-        except UnicodeDecodeError:
-            counts["binary"] += 1
-        except OSError:
-            counts["unreadable"] += 1
+        except (UnicodeDecodeError, OSError):
+            counts["skipped"] += 1
         on_file(file)
 
 
@@ -200,12 +198,13 @@ class Store:
         return excerpts([self.index], tail, limit, depth, self.identity.vocab_size)
 
 
-def build_store(
+def write_store(
     path: str | os.PathLike[str],
     sequences: Iterable[Sequence[int]],
     tokenizer: Any,
     *,
     max_tokens: int = MAX_TOKENS,
+    adds: bool = False,
     force: bool = False,
 ) -> Store:
     """Write a store of texts without duplicates; the file appears whole or not at all.
@@ -214,72 +213,36 @@ def build_store(
         path: the file to write.
         sequences: the token ids of each text. Later texts count as newer.
         tokenizer: the tokenizer of these ids.
-        max_tokens: the most tokens to take; texts beyond them are not read.
+        max_tokens: the most tokens of the store; texts beyond them are not read.
+        adds: add to the store at ``path``, which has the same tokenizer.
         force: replace an existing file at ``path``.
 
     Raises:
-        OptionError: ``max_tokens`` is below 2.
-        FileError: ``path`` is in use or cannot be written, or no text has two tokens.
+        FileError: ``path`` is in use, cannot be written, or is not a store to add to; or no text
+            has two tokens.
     """
-    if os.path.exists(path) and not force:
+    path = Path(path)
+    check_writable(path)
+    if path.exists() and not (adds or force):
         raise FileError(
             f"{path}: exists; name another file, extend it with `mlxspec store add`, or replace "
             "it with --force"
         )
-    return _write(Path(path), [], sequences, tokenizer, max_tokens)
-
-
-def add_to_store(
-    path: str | os.PathLike[str],
-    sequences: Iterable[Sequence[int]],
-    tokenizer: Any,
-    *,
-    max_tokens: int = MAX_TOKENS,
-) -> Store:
-    """Add texts that a store does not hold yet.
-
-    Args:
-        path: the store.
-        sequences: the token ids of each text.
-        tokenizer: the tokenizer of these ids.
-        max_tokens: the most tokens that the store may have afterwards.
-
-    Raises:
-        OptionError: ``max_tokens`` is below 2.
-        FileError: ``path`` is not a store, is of another tokenizer, or cannot be written.
-    """
-    held = split_texts(Store(path, tokenizer).verify().index.tokens)
-    return _write(Path(path), held, sequences, tokenizer, max_tokens)
-
-
-def _write(
-    path: Path,
-    held: list[bytes],
-    sequences: Iterable[Sequence[int]],
-    tokenizer: Any,
-    max_tokens: int,
-) -> Store:
-    """Write a store of the texts that it holds and new ones."""
-    check_writable(path)
+    held = split_texts(Store(path, tokenizer).verify().index.tokens) if adds else []
     identity = identify(tokenizer)
-    index = SuffixArray.of([*held, *_new_texts(sequences, identity, max_tokens, held)])
+    index = SuffixArray.of([*held, *_new_texts(sequences, identity.vocab_size, max_tokens, held)])
     if not len(index.tokens):
         raise FileError(f"{path}: nothing to write; add a text of at least two tokens")
-    with replaced(path) as file:
-        write_store(file, identity, index)
-    return Store(path)
-
-
-def write_store(file: BinaryIO, identity: TokenizerIdentity, index: SuffixArray) -> None:
-    """Write a store's content to a new file."""
     header = {
         "format": _FORMAT,
         "tokenizer": identity.name,
         "vocab_size": identity.vocab_size,
         "fingerprint": identity.fingerprint.hex(),
     }
-    lengths = len(index.tokens), len(index.order)
-    write_index(file, header, lengths, [index.tokens, index.order])
+    with replaced(path) as file:
+        lengths = len(index.tokens), len(index.order)
+        write_index(file, header, lengths, [index.tokens, index.order])
+    return Store(path)
 
 
 def _identity(header: Mapping[str, Any]) -> TokenizerIdentity:
@@ -292,18 +255,13 @@ def _identity(header: Mapping[str, Any]) -> TokenizerIdentity:
 
 
 def _new_texts(
-    sequences: Iterable[Sequence[int]],
-    identity: TokenizerIdentity,
-    max_tokens: int,
-    held: list[bytes],
+    sequences: Iterable[Sequence[int]], vocab_size: int, max_tokens: int, held: list[bytes]
 ) -> Iterator[bytes]:
     """The first new texts, each once, while ``max_tokens`` allow; the last may be cut."""
-    if max_tokens < 2:
-        raise OptionError(f"max_tokens is {max_tokens}: take at least 2")
     seen = set(held)
     room = max_tokens * TOKEN_BYTES - sum(map(len, held))
     for ids in sequences:
-        for text in encode_texts(ids, identity.vocab_size):
+        for text in encode_texts(ids, vocab_size):
             if room <= TOKEN_BYTES:
                 return
             if text not in seen:

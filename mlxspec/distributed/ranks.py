@@ -52,6 +52,8 @@ def load_shard(
     model, tokenizer = load(path_or_repo, lazy=True)
     split(model, group, str(path_or_repo))
     evaluate(model, path_or_repo)
+    # Wait for all, on the CPU: a GPU would time out while a rank reads a slow disk.
+    mx.eval(mx.distributed.all_sum(mx.array(1.0), stream=mx.cpu))
     return model, tokenizer
 
 
@@ -128,11 +130,6 @@ def share(trees: Sequence[DraftTree], tokens: Sequence[mx.array] = ()) -> list[m
     return [shared[n : n + 1] for n in range(len(trees))]
 
 
-def wait_for_all() -> None:
-    """Wait for every rank, on the CPU: a GPU would time out while a rank reads a slow disk."""
-    mx.eval(mx.distributed.all_sum(mx.array(1.0), stream=mx.cpu))
-
-
 Result = TypeVar("Result")
 Made = TypeVar("Made", bound=Target | Joint)
 
@@ -172,7 +169,6 @@ class Leader:
         number = next(self._numbers)
         with self.repeating(_load, str(path_or_repo), result=number):
             model, tokenizer = load_shard(path_or_repo, self.group)
-            wait_for_all()
         model.leader = self
         self._number(model, number)
         return model, tokenizer
@@ -361,9 +357,7 @@ class LeadingJoint(Joint):
 
 
 def _load(name: str) -> nn.Module:
-    model, _ = load_shard(name, mx.distributed.init())
-    wait_for_all()
-    return model
+    return load_shard(name, mx.distributed.init())[0]
 
 
 def _forward(runs: Target | Joint, targets: Sequence[Target], trees: Sequence[DraftTree]) -> None:

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from mlxspec.corpus.answers import identify
-from mlxspec.corpus.store import Store, add_to_store, build_store
+from mlxspec.corpus.store import Store
 from mlxspec.errors import FileError
+from tests.support.stores import add_to_store, build_store
 from tests.support.tokenizers import FIRST
 
 
