@@ -283,8 +283,8 @@ class AutoDecoder(Decoder):
     Args:
         model, tokenizer, on_measuring: as for :class:`Decoder`.
         memory_tokens: how many tokens of outputs the decoder remembers in its own memory,
-            :data:`mlxspec.corpus.MAX_TOKENS` by default. With 0 it has no memory, and generations
-            learn nothing from earlier ones.
+            :data:`mlxspec.corpus.memory.MAX_TOKENS` by default. With 0 it has no memory, and
+            generations learn nothing from earlier ones.
         memory: a memory to use instead. Several decoders of one tokenizer may share it.
         store: a store to draft from, a file made by ``mlxspec store build``.
         extra_drafter: a further drafter, used when it pays: a :class:`mlxspec.Drafter`, which

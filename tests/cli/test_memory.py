@@ -15,18 +15,16 @@ from click.testing import CliRunner, Result
 import mlxspec
 from mlxspec.cli.main import main
 from mlxspec.cli.memory import Memories
-from mlxspec.corpus import (
+from mlxspec.corpus import answers as answers_module
+from mlxspec.corpus.answers import (
     KeptAnswers,
-    Memory,
     Settings,
     identify,
     kept_answers,
     memory_directory,
     save_settings,
 )
-from mlxspec.corpus import (
-    answers as answers_module,
-)
+from mlxspec.corpus.memory import Memory
 from mlxspec.corpus.store import Store
 from mlxspec.corpus.suffix_index import SEPARATOR
 from mlxspec.errors import FileError, OptionError

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxspec.corpus import Memory, memory
+from mlxspec.corpus import memory
+from mlxspec.corpus.memory import Memory
 from mlxspec.corpus.suffix_array import SuffixArray, split_texts
 from mlxspec.errors import OptionError
 from tests.corpus.test_suffix_array import scan

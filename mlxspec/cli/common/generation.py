@@ -246,7 +246,7 @@ class Generation:
             leader: splits the model over its ranks; None for one process.
             on_read: as for :func:`.models.model.evaluate`.
         """
-        from ...corpus import Memory
+        from ...corpus.memory import Memory
         from ...corpus.store import Store
         from ...drafting.drafter import load_drafter
         from ...engine.draft_model import DraftModelDrafter, check_vocabularies
